@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-from mglu_ops import notices, ops
+from mglu_ops import formats, notices, ops
 
 from .distributed import is_part_of_a_split_graph, lacks_its_mask, report_split_layers
 from .evaluate import Evaluation
@@ -131,6 +131,7 @@ def _fuse(
             one.layer.site,
             operator="forward_ste" if one.layer.trains_masks else "forward",
             weighted=bool(one.layer.mask_weights),
+            weight_format="dense" if one.layer.stored is None else one.layer.stored.format.name,
             packed=one.packed,
             note=note,
             hides_nan=one.layer.hides_nan,
@@ -145,15 +146,23 @@ def _fuse(
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """A note for each layer whose weight other operators read too, so that it is read several times."""
+    """A note for each layer whose weight is read by several operators, or read after it was decoded from 8 bits."""
     keys = [recogniser.key(layer.weight) for layer in layers]
-    return [
-        f"{keys.count(key)} operators read this weight, each of them all of it, because they do not compute one sum of "
-        "terms with one input and one activation"
-        if keys.count(key) > 1
-        else ""
-        for key in keys
-    ]
+    notes = []
+    for key, layer in zip(keys, layers, strict=True):
+        note = []
+        if keys.count(key) > 1:
+            note.append(
+                f"{keys.count(key)} operators read this weight, each of them all of it, because they do not compute "
+                "one sum of terms with one input and one activation"
+            )
+        if layer.why_decoded:
+            note.append(
+                f"The program decodes the weight `{layer.weight.name}` from 8 bits at each call, and the operator "
+                f"does not read it as it is stored: {layer.why_decoded}"
+            )
+        notes.append(". ".join(note))
+    return notes
 
 
 def _cause(error: Exception) -> str:
@@ -290,7 +299,7 @@ def _frozen(graph: Graph) -> dict[Node, Tensor]:
 def _source_hash() -> str:
     """A hash of all sources that decide what the pass does and which operators a compiled graph calls, and how."""
     digest = hashlib.sha256()
-    for path in (*sorted(Path(__file__).parent.rglob("*.py")), Path(ops.__file__)):
+    for path in (*sorted(Path(__file__).parent.rglob("*.py")), Path(ops.__file__), Path(formats.__file__)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -27,6 +27,7 @@ from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, te
 from .sites import Refusal, Site, interior
 from .values import Mask, MaskWeight, Term
 from .view import overwritten
+from .weight_formats import StoredWeight, is_decoded, stored_weight
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Layer:
     """The number that multiplies the sum."""
     interior: tuple[Node, ...]
     """The nodes of the spelling, which the fused operator replaces, in the order of the graph."""
+    stored: StoredWeight | None = None
+    """The weight as it is stored, if the program decodes it from a format of the operator."""
+    why_decoded: str = ""
+    """Why the operator reads the weight that the program has decoded, if it is decoded from 8 bits."""
 
     @property
     def hides_nan(self) -> bool:
@@ -85,7 +90,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     assert weights is not None, "there was no reason"
     first = site.terms[0].gate
     assert isinstance(first.weight, Node)
-    return Layer(
+    layer = Layer(
         site=site,
         x=first.x,
         weight=first.weight,
@@ -98,6 +103,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
         scale=weights[1],
         interior=interior(recogniser, site),
     )
+    return _with_stored_weight(recogniser, layer)
 
 
 _Result = TypeVar("_Result")
@@ -280,12 +286,17 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
 
 
 def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
-    """Refuse tensors that the operators do not take, and tensors whose class computes its products in its own way."""
+    """Refuse unknown tensors, those that the operators do not take, and those whose class computes its own products."""
     operands = [node for projection in site.projections for node in (projection.x, projection.weight)]
     operands += [mask.bits for mask in masks] + [
         term.mask_weight.node for term in site.terms if term.mask_weight is not None
     ]
     for node in operands:
+        if tensor_example(node) is None:  # such as one that `Memory.misdescribed` names
+            raise Refusal(
+                f"the shape of `{node}` is unknown, or a call such as t_ or unsqueeze_ changes it in place; "
+                "call the function that returns a new tensor (such as t)"
+            )
         kind = unusual_kind(node)
         if kind is not None:
             raise Refusal(f"`{node}` is a {kind}, and the operator takes plain tensors and DTensors")
@@ -345,6 +356,19 @@ def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple
         if not held or not math.isfinite(held):
             raise Refusal(f"a term is multiplied by {scale:g}, which {dtype} cannot hold as a weight of the term")
     return tuple(scales), 1.0
+
+
+def _with_stored_weight(recogniser: Recogniser, layer: Layer) -> Layer:
+    """The layer with its weight as it is stored, or with the reason why the operator reads the decoded one."""
+    if not is_decoded(recogniser, layer.weight):
+        return layer
+    try:
+        if layer.trains_masks:
+            raise Refusal("the operator trains masks of weights in x's dtype only")
+        stored = stored_weight(recogniser, layer.weight, layer.site.root, layer.dtype, transposed=layer.transposed)
+    except Refusal as refusal:
+        return replace(layer, why_decoded=str(refusal))
+    return replace(layer, stored=stored)
 
 
 def _describe(node: Node) -> str:

@@ -36,6 +36,8 @@ class SiteReport:
         dtype: dtype of the result.
         operator: the operator, `forward_ste` (trained masks) or `forward` (fixed masks); empty for a miss.
         weighted: whether the masks have mask weights.
+        weight_format: how the operator reads the weight (`mglu_ops.formats`), `dense` if it is not stored in 8 bits or
+            less; empty for a miss.
         packed: when the masks are packed: `at each call`, `when compiled` (under freezing), `when exported`, or
             `beforehand` (the model holds them packed); empty for a miss.
         reason: why a miss was not fused, and what to change; None for a fused layer.
@@ -53,6 +55,7 @@ class SiteReport:
     dtype: str
     operator: str = ""
     weighted: bool = False
+    weight_format: str = ""
     packed: str = ""
     reason: str | None = None
     note: str = ""
@@ -105,7 +108,8 @@ class FusionReport:
         for number, site in enumerate((*fused, *self.missed), 1 - len(fused)):
             result = f"not fused [{number}]"
             if site.reason is None:
-                result = f"mglu::{site.operator}" + (", weighted" if site.weighted else "")
+                stored = f", {site.weight_format}" if site.weight_format != "dense" else ""
+                result = f"mglu::{site.operator}{', weighted' if site.weighted else ''}{stored}"
             source = re.sub(r"^.*[/\\\\]", "", site.source)
             yield (site.module_path, source, str(site.n_masks or ""), site.activation, site.dtype, result, site.packed)
 
@@ -148,6 +152,7 @@ def _present_at(node: Node) -> SiteReport | None:
         n_masks=size(node.args[2], 0 if packs else -1) or 0,
         activation=str(node.args[3] if len(node.args) > 3 else node.kwargs.get("activation", "silu")),
         operator="forward_ste" if packs else "forward",
+        weight_format=str(node.args[6] if len(node.args) > 6 else node.kwargs.get("weight_format", "dense")),
         packed=AT_EACH_CALL if packs else BEFOREHAND,
     )
 

@@ -16,10 +16,12 @@ from .interference import check_interference
 from .proof import Layer
 from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
-from .shapes import column_of, dims, dtype_of, requires_grad, size, slice_of, sources, tensor_example
+from .shapes import column_of, dims, dtype_of, has_shape, requires_grad, size, slice_of, sources, tensor_example
+from .sites import Refusal
 from .symbols import as_call
 from .values import Mask, MaskWeight, Slice
 from .view import View
+from .weight_formats import StoredWeight, is_one_scale
 
 _mglu = torch.ops.mglu
 
@@ -39,10 +41,21 @@ class Replacement:
 def replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
     """Insert the nodes that compute a layer before its root in the view; nothing reads them yet.
 
+    If a stored weight may not be read there, because something writes to it, the operator reads the decoded one.
+
     Raises:
         Refusal: what surrounds the layer keeps it from being replaced. This and any other error leaves the view
             unchanged.
     """
+    try:
+        return _replacement(recogniser, layer)
+    except Refusal as refusal:
+        if layer.stored is None:
+            raise
+        return _replacement(recogniser, replace(layer, stored=None, why_decoded=str(refusal)))
+
+
+def _replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
     graph, root = recogniser.view.graph, layer.site.root
     before = root.prev
     try:
@@ -96,7 +109,8 @@ def _erase_dead(view: View, spelling: set[Node]) -> None:
 def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
     """Make the call of the operator; returns the layer's result and when its masks are packed."""
     x = _cast(graph, layer.x, layer.dtype)
-    weight = _transpose(graph, layer, _cast(graph, layer.weight, layer.dtype))
+    stored = layer.stored
+    weight = _transpose(graph, layer, stored.weight if stored else _cast(graph, layer.weight, layer.dtype))
     layer = _in_weight_order(layer)
     mask_weight = _mask_weights(graph, recogniser, layer)
     if layer.trains_masks:
@@ -104,8 +118,20 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
         pair = graph.call_function(_mglu.forward_ste.default, (x, weight, logits, layer.activation, mask_weight))
         return graph.call_function(operator.getitem, (pair, 0)), AT_EACH_CALL
     masks, packed = _packed_masks(graph, recogniser, layer)
-    result = graph.call_function(_mglu.forward.default, (x, weight, masks, layer.activation, mask_weight))
-    return result, packed
+    format_of_weight = (_scales(graph, stored), stored.format.name) if stored else ()
+    arguments = (x, weight, masks, layer.activation, mask_weight, *format_of_weight)
+    return graph.call_function(_mglu.forward.default, arguments), packed
+
+
+def _scales(graph: Graph, stored: StoredWeight) -> Node:
+    """The scales of a stored weight as float32, in the shape that its format has."""
+    scales = _cast(graph, stored.scale, torch.float32)
+    if has_shape(stored.scale, stored.scale_shape):
+        return scales
+    if is_one_scale(stored.scale):
+        ones = graph.call_method("reshape", (scales, (1,) * len(stored.scale_shape)))
+        return graph.call_method("expand", (ones, stored.scale_shape))
+    return graph.call_method("reshape", (scales, stored.scale_shape))
 
 
 def _in_weight_order(layer: Layer) -> Layer:

@@ -150,6 +150,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "unsqueeze", "input, dim", _elementwise("unsqueeze")
     yield "expand", "input, *sizes", ("expand", *_aten("expand"))
     yield "repeat", "input, *sizes", ("repeat", *_aten("repeat"))
+    yield "repeat_interleave", "input, repeats, dim=None, -output_size", _elementwise("repeat_interleave")
     yield "expand", "input, *sizes|size|shape", (torch.broadcast_to, "broadcast_to", *_aten("broadcast_to"))
     yield "expand_as", _TWO, ("expand_as", *_aten("expand_as"))
     yield "t", "input", (torch.t, "t", *_aten("t", "numpy_T", "matrix_H"))

@@ -74,7 +74,7 @@ class WeightFormat:
         wide = weight.to(torch.float32)
         scale = self._largest_weights(wide).clamp_min(torch.finfo(torch.float32).tiny * self.largest) / self.largest
         scale = scale.to(self.scale_dtype)
-        stored = (wide / self._of_weights(scale.float(), *weight.shape)).clamp(-self.largest, self.largest)
+        stored = (wide / self.of_weights(scale.float(), *weight.shape)).clamp(-self.largest, self.largest)
         if not self.dtype.is_floating_point:
             stored = stored.round()
         if self.packed == 2:
@@ -90,7 +90,7 @@ class WeightFormat:
             # Not `>> 4`, which returns its argument for a DTensor in torch 2.13 (masks.py).
             weight = torch.stack((weight & 15, weight // 16), -1).flatten(1).to(torch.int8) - 8
         wide = torch.float64 if dtype is torch.float64 else torch.float32
-        return (weight.to(wide) * self._of_weights(scale.to(wide), *weight.shape)).to(dtype)
+        return (weight.to(wide) * self.of_weights(scale.to(wide), *weight.shape)).to(dtype)
 
     def _largest_weights(self, weight: Tensor) -> Tensor:
         """The largest absolute weight of each scale, in the shape of the scales."""
@@ -100,7 +100,7 @@ class WeightFormat:
         padding = (0, shape[1] * self.columns - columns, 0, shape[0] * self.rows - rows)
         return F.pad(weight.abs(), padding).view(shape[0], self.rows, shape[1], self.columns).amax((1, 3))
 
-    def _of_weights(self, scale: Tensor, out_features: int, in_features: int) -> Tensor:
+    def of_weights(self, scale: Tensor, out_features: int, in_features: int) -> Tensor:
         """The scale of each weight, for a product with the weights."""
         if self.columns is None:
             return scale[:, None]

@@ -288,6 +288,23 @@ def _assert_equal(found: Tensor | None, wanted: Tensor | None, what: str) -> Non
         assert same, f"{what}: other values"
 
 
+@pytest.mark.parametrize(("method", "dims"), [("transpose_", (0, 1)), ("unsqueeze_", (0,))])
+def test_an_input_whose_shape_changes_in_place_after_the_layer(method: str, dims: tuple[int, ...]) -> None:
+    """Tracing records only the last shape of a tensor, so the pass does not know which shape the layer reads."""
+
+    def function(x: Tensor, w: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone()
+        result = masked(x, w, m)
+        getattr(x, method)(*dims)
+        return result, x
+
+    named = {name: tensor for name, tensor in tensors(training=False).items() if name in "xwm"}
+    capture = Capture()
+    for found, wanted in zip(capture.compile(function)(**named), function(**named), strict=True):
+        assert torch.equal(found, wanted)
+    assert ["the shape of `x` is unknown, or a call such as t_" in reason for reason in capture.reasons] == [True]
+
+
 def test_a_fill_outside_of_a_layer_stays_unchanged() -> None:
     def function(x: Tensor, m: Tensor) -> Tensor:
         copy = x.clone()

@@ -21,6 +21,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "transposed": ("Vt = V.t()", "W = Vt * 2"),
     "scaled": ("norms_of_W = W0.norm(dim=0)", "W = W0 / norms_of_W"),
     "product": ("W = W0 @ K",),
+    "decoded": ("Wq = Q.to(x.dtype)", "s = S[:, None]", "W = Wq * s"),
 }
 
 

@@ -79,6 +79,10 @@ class Program(SourceProgram):
         shape = (self.tokens, SIZE) if name in ("x", "x0") else stack
         if name == "P":
             return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        if name == "Q":
+            return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+        if name == "S":
+            return torch.rand(SIZE, generator=generator) / 100
         values = torch.randn(*shape, generator=generator, dtype=torch.float64)
         if name[0] in "Mm":
             return values > 0 if self.given == "bool" else (values > 0).double()
@@ -100,7 +104,7 @@ class Program(SourceProgram):
                 exec(statement, space)
 
 
-_ARGUMENT = re.compile(r"x0?|W0?|V|K|L|M|P|l\d|m\d")
+_ARGUMENT = re.compile(r"x0?|W0?|V|K|Q|S|L|M|P|l\d|m\d")
 
 
 # --- Drawing ---------------------------------------------------------------------------------------------------------
@@ -146,9 +150,12 @@ def draw(seed: int) -> Program:
 
 
 def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
-    """The arguments that require a gradient: all masks that are made from logits, or none, and some of the others."""
+    """The arguments that require a gradient: all masks that are made from logits, or none, and some of the others.
+
+    A stored weight and its scales have none, since the pass would then not read them.
+    """
     masks = [name for name in program.arguments if name[0] in "LMPlm"]
-    others = [name for name in program.arguments if name not in masks]
+    others = [name for name in program.arguments if name not in masks and name not in "QS"]
     trained = dice.choice([[], others, [name for name in others if dice.random() < 0.5]])
     if program.given == "logits" and dice.random() < 0.6:
         return (*trained, *masks)

@@ -1,0 +1,298 @@
+"""Weights that a program decodes from 8 bits, which the operator can read as they are stored (`mglu_ops.formats`).
+
+`W = q.to(x.dtype) * scale[:, None]` is a matrix like any other, so a layer that reads it is fused whatever it is. If W
+is proved to be the stored weight q times scales in the layout of a format, the operator reads q and the scales instead.
+
+How a program spreads its scales over the weights is not read from the spelling. The calls that do it (views, slices,
+`expand`, `repeat_interleave`) are run on the positions 0, 1, 2, ... of the scales. The result tells which scale each
+weight is multiplied by, and must be what the format says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mglu_ops.checks import FLOATING
+from mglu_ops.formats import FORMATS, WeightFormat
+
+from .calls import as_function, call_key
+from .recognise import Recogniser
+from .report import line
+from .shapes import dtype_of, example, holds, requires_grad, same_shape, tensor_example
+from .sites import Refusal
+from .symbols import as_call
+from .values import Binary, Levels
+
+_CASTS = frozenset({"to", "alias", "detach"})
+_RESHAPES = frozenset({"reshape", "flatten", "unflatten"})
+"""Calls that keep the order of the elements."""
+
+_VIEWS = frozenset({"unsqueeze", "getitem", "select", "slice", "narrow", "t", "mT", "transpose", "permute"})
+_REPEATS = frozenset({"expand", "expand_as", "repeat", "repeat_interleave"})
+_SPREADS = _CASTS | _RESHAPES | _VIEWS | _REPEATS
+"""Calls whose results hold elements of their first argument, whatever the values of these are."""
+
+_FARTHEST = 8
+"""The most calls between a weight and what it may be decoded from."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight as it is stored.
+
+    Attributes:
+        weight: the stored weight, in the shape and orientation of the layer's weight.
+        scale: its scales in the order of the format but in any shape, or one scale for all weights.
+        format: the format.
+        scale_shape: the shape of the scales in the format.
+    """
+
+    weight: Node
+    scale: Node
+    format: WeightFormat
+    scale_shape: tuple[int, ...]
+
+
+def is_decoded(recogniser: Recogniser, weight: Node) -> bool:
+    """Whether a few calls compute a weight from a tensor of 8 bits that may be a stored form of it."""
+    size, nodes, seen = _count(weight), {weight}, {weight}
+    for _ in range(_FARTHEST if size else 0):
+        nodes = {item for node in nodes for item in node.all_input_nodes} - seen
+        seen |= nodes
+        for node in nodes:
+            is_mask = isinstance(recogniser.value(node), (Binary, Levels))
+            if _is_8_bit(node) and not is_mask and _count(node) in (size, size // 2):
+                return True
+    return False
+
+
+def stored_weight(
+    recogniser: Recogniser, weight: Node, root: Node, dtype: torch.dtype, *, transposed: bool
+) -> StoredWeight:
+    """Prove that the weight of a layer is a stored weight times its scales; README.md, condition 8, has the argument.
+
+    Args:
+        recogniser: the values and the view of the graph.
+        weight: a matrix.
+        root: the result of the layer.
+        dtype: of the layer.
+        transposed: whether the weight is `[in_features, out_features]`.
+
+    Raises:
+        Refusal: it is not.
+    """
+    decoding = _decoding(weight, transposed)
+    _check_roundings(decoding, dtype)
+    found = _with_scales(decoding, dtype)
+    _check_tensors(recogniser, found, weight, root)
+    return found
+
+
+# --- The product -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """A weight that is a product of a stored weight and its scales.
+
+    Attributes:
+        weight: the weight.
+        transposed: whether the weight is `[in_features, out_features]`.
+        products: the weight and the nodes behind it, down to the product; each reshapes or casts the next.
+        casts: the factor with the stored weight and the nodes behind it, down to the stored weight, in the same way.
+        scales: the factor with the scales and the nodes behind it.
+    """
+
+    weight: Node
+    transposed: bool
+    products: Sequence[Node]
+    casts: Sequence[Node]
+    scales: Sequence[Node]
+
+    @property
+    def stored(self) -> Node:
+        return self.casts[-1]
+
+
+def _decoding(weight: Node, transposed: bool) -> _Decoding:
+    products = _path(weight, _CASTS | _RESHAPES)
+    call = as_call(products[-1])
+    for factor, scale in (call.args, call.args[::-1]) if call is not None and call.symbol == "mul" else ():
+        casts = _path(factor, _CASTS | _RESHAPES)
+        ends = [i for i, node in enumerate(casts) if _is_8_bit(node) and same_shape(node, weight)]
+        if ends:
+            return _Decoding(weight, transposed, products, casts[: ends[0] + 1], _path(scale, _SPREADS))
+    raise Refusal(f"`{line(products[-1])}` is no product of a tensor of 8 bits and scales")
+
+
+def _path(node: Node | float, symbols: frozenset[str]) -> list[Node]:
+    """A node, the node that it moves or casts by a call of one of these symbols, and so on; a number has no path."""
+    path = [node] if isinstance(node, Node) else []
+    while path and (call := as_call(path[-1])) is not None and call.symbol in symbols:
+        source, others = call.args[0], path[-1].all_input_nodes[1:]
+        keeps_numbers = call.symbol == "to" or dtype_of(source) == dtype_of(path[-1])  # `view(dtype)` reads bits anew
+        reads_others = others and call.symbol not in _CASTS and call.symbol != "expand_as"  # as an index does
+        if tensor_example(source) is None or not keeps_numbers or reads_others:
+            break
+        path.append(source)
+    return path
+
+
+def _check_roundings(decoding: _Decoding, dtype: torch.dtype) -> None:
+    """Refuse a weight that is rounded to a dtype narrower than the layer's, or whose stored numbers are rounded."""
+    for node in decoding.products:
+        if not _represents(dtype_of(node), dtype):
+            rounded = _name(dtype_of(node))
+            raise Refusal(f"`{line(node)}` rounds the weight to {rounded}, and the layer is {_name(dtype)}")
+    for node in decoding.casts:
+        if not _represents(dtype_of(node), dtype_of(decoding.stored)):
+            raise Refusal(f"`{line(node)}` rounds the stored weight to {_name(dtype_of(node))}")
+
+
+def _check_tensors(recogniser: Recogniser, found: StoredWeight, weight: Node, root: Node) -> None:
+    """Refuse tensors that need a gradient, that the program moves to another device, or whose shards may cut blocks."""
+    records = recogniser.view.modes(root).grad is not False
+    for node in (found.weight, found.scale):
+        if records and (requires_grad(node) or requires_grad(weight)):
+            raise Refusal(f"`{node.name}` requires a gradient, which a stored weight and its scales do not have")
+        if example(node).device != example(weight).device:
+            raise Refusal(f"`{node.name}` is on {example(node).device}, and the weight on {example(weight).device}")
+    if found.format.rows > 1 and type(example(weight)).__module__.startswith("torch.distributed"):
+        raise Refusal(f"`{found.weight.name}` is a DTensor, whose shards may divide blocks that share a scale")
+
+
+# --- Scales ----------------------------------------------------------------------------------------------------------
+
+
+def _with_scales(decoding: _Decoding, dtype: torch.dtype) -> StoredWeight:
+    """The stored weight with the tensor of its scales, in the first format that both have."""
+    stored, path, shape = decoding.stored, decoding.scales, _shape(decoding.weight)
+    assert shape is not None, "`is_decoded` has counted the elements"
+    taken = [one for one in FORMATS.values() if one.packed == 1 and one.dtype is not None]
+    formats = [one for one in taken if one.dtype == dtype_of(stored)]
+    if not formats:
+        names = " and ".join(sorted({_name(one.dtype) for one in taken}))
+        raise Refusal(f"`{stored.name}` is {_name(dtype_of(stored))}, and the operator takes {names}")
+    for end in reversed(range(len(path))):  # the deepest tensor that will do, so that the fewest calls remain
+        if dtype_of(path[end]) not in _IN_FLOAT32 or _is_rounded(path[: end + 1], dtype):
+            continue
+        for one in formats:
+            scale_shape = one.scale_shape(*(shape[::-1] if decoding.transposed else shape))
+            if _spreads(decoding, path[end], path[:end][::-1], one, scale_shape):
+                return StoredWeight(stored, path[end], one, scale_shape)
+    layouts = ["row" if one.columns is None else f"block of {one.rows} x {one.columns}" for one in formats]
+    scale = f"`{line(path[-1])}` ({_name(dtype_of(path[-1]))})" if path else "a number"
+    raise Refusal(
+        f"the scales of `{stored.name}` are {scale}, which is not proved to be one float32 number for each "
+        f"{' or '.join(layouts)}"
+    )
+
+
+_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
+"""The floating dtypes whose numbers float32 represents."""
+
+
+def _is_rounded(path: Sequence[Node], dtype: torch.dtype) -> bool:
+    """Whether the last node of a path is cast in the path to a dtype that is narrower than its own and the layer's."""
+    dtypes = [dtype_of(node) for node in reversed(path)]
+    return any(not _represents(b, a) and not _represents(b, dtype) for a, b in pairwise(dtypes))
+
+
+_known: dict[Hashable, bool] = {}
+"""Answers of `_spreads`: for blocks of a large weight it takes up to a second, and a model has few shapes."""
+
+
+def _spreads(
+    decoding: _Decoding, scale: Node, calls: Sequence[Node], one: WeightFormat, scale_shape: Sequence[int]
+) -> bool:
+    """Whether `calls` spread a tensor over the product so that each weight gets the scale that a format gives it.
+
+    One scale for all weights is in the layout of every format, since it can be repeated.
+    """
+    if is_one_scale(scale):
+        return True
+    weight, product = decoding.weight, decoding.products[-1]
+    nodes = [scale, weight, product, *(item for node in calls for item in node.all_input_nodes)]
+    shapes = {node: shape for node in nodes if (shape := _shape(node)) is not None}
+    if len(shapes) < len(set(nodes)) or _count(scale) != math.prod(scale_shape):
+        return False
+    key = (one.name, decoding.transposed, *map(call_key, calls), *map(shapes.get, nodes))
+    if key not in _known:
+        with _disable_current_modes():
+            found = _spread_positions(scale, calls, shapes)
+            found = None if found is None else found.expand(shapes[product]).reshape(shapes[weight])
+            _known[key] = found is not None and _is_layout(found.T if decoding.transposed else found, one)
+    return _known[key]
+
+
+def _spread_positions(scale: Node, calls: Sequence[Node], shapes: Mapping[Node, tuple[int, ...]]) -> Tensor | None:
+    """What `calls` make of the positions of the scales; None for a view that needs the strides of the real scales."""
+    made = {node: torch.empty(shape, device="meta") for node, shape in shapes.items()}  # `expand_as` reads the shape
+    made[scale] = _positions(shapes[scale])
+    for node, source in zip(calls, (scale, *calls), strict=False):
+        call = as_call(node)
+        if call is not None and call.symbol == "to":
+            made[node] = made[source]
+            continue
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
+        try:
+            made[node] = as_function(node)(*args, **kwargs)
+        except RuntimeError:
+            return None
+    return made[calls[-1] if calls else scale]
+
+
+def _is_layout(positions: Tensor, one: WeightFormat) -> bool:
+    """Whether each weight has the position of the scale that a format gives it."""
+    wanted = one.of_weights(_positions(one.scale_shape(*positions.shape)), *positions.shape)
+    return torch.equal(positions, wanted.expand(positions.shape))
+
+
+def _positions(shape: Sequence[int]) -> Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.int32, device="cpu").view(*shape)
+
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def is_one_scale(scale: Node) -> bool:
+    """Whether a tensor holds one number."""
+    return _count(scale) == 1
+
+
+def _is_8_bit(node: Node) -> bool:
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.itemsize == 1 and dtype is not torch.bool
+
+
+def _represents(wide: torch.dtype | None, narrow: torch.dtype | None) -> bool:
+    """Whether `wide` represents every number of `narrow`; torch does not promote floats of 8 bits."""
+    if wide is None or narrow is None:
+        return False
+    if wide.is_floating_point and wide.itemsize == 1:
+        return wide == narrow
+    return wide in FLOATING if narrow.is_floating_point and narrow.itemsize == 1 else holds(wide, narrow)
+
+
+def _shape(node: Node) -> tuple[int, ...] | None:
+    """The shape of a tensor, if all its sizes are numbers."""
+    value = tensor_example(node)
+    return None if value is None or not all(type(n) is int for n in value.shape) else tuple(value.shape)
+
+
+def _count(node: Node) -> int:
+    """The number of elements of a tensor; 0 if it is not known."""
+    shape = _shape(node)
+    return 0 if shape is None else math.prod(shape)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
