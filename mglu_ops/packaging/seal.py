@@ -21,7 +21,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
-FORMAT = 4
+FORMAT = 5
 """The format of packages and weights files; changes whenever one of them is written differently."""
 
 _SEAL = re.compile(rb"mglu_ops seal (\d{1,9}) ([!-~ ]*)adler32=([0-9a-f]{8})\Z")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mglu_ops.backends import reference
 from mglu_ops.formats import FORMATS
@@ -26,6 +26,25 @@ def stored_layer(
     x_there, stored, packed, weights_there, scale = tensors
     given = LayerArguments(x_there, stored, packed, "silu", weights_there, scale, weight_format)  # type: ignore[arg-type]
     return given, reference.forward(x, exact, masks, "silu", weights)
+
+
+class StoredLayers(nn.Module):
+    """The sum of a layer of each format, whose masks are packed."""
+
+    def __init__(self, in_features: int, out_features: int, n_masks: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, chosen in FORMATS.items():
+            weight, scale = chosen.quantize((torch.randn(out_features, in_features) / in_features**0.5).to(dtype))
+            self.register_buffer(name, weight)
+            self.register_buffer(f"{name}_scale", scale)
+            self.register_buffer(f"{name}_masks", pack(torch.rand(n_masks, out_features, in_features) < 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = []
+        for name in FORMATS:
+            weight, scale, masks = (getattr(self, name + suffix) for suffix in ("", "_scale", "_masks"))
+            results.append(torch.ops.mglu.forward(x, weight, masks, "gelu", None, scale, name))
+        return torch.stack(results).sum(0)
 
 
 def every_stored_value(
