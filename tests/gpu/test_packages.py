@@ -41,7 +41,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "operator.pt2")
     mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "shim.pt2", shim=True)
     mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "triton.pt2", backend="triton")
-    stored = StoredLayers(2048, 1024, n_masks=4, dtype=torch.float16).cuda()
+    stored = StoredLayers(2048, 1024, n_masks=4).cuda()
     (folder / "stored").mkdir()
     mglu_ops.export(stored, (inputs(1, torch.float16),), folder / "stored/operator.pt2")
     with pytest.raises(ValueError, match=r"backend: got 'triton', .* no kernel for the weight format"):

@@ -121,18 +121,19 @@ def test_cpp_launches_what_python_launches_on_gpus_of_any_size(program: tuple[Pa
 
 @needs_compiler
 def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(program: tuple[Path, LayerInfo]) -> None:
-    """At most 512 tokens a launch. Layers of the table differ from the second layer in the format alone."""
+    """At most 512 tokens a launch."""
     path, layer = program
-    rows = {1: [1], 5: [2], 600: [128, 22]}  # of blocks
-    for missing in (replace(layer, out_features=2048, in_features=64), replace(layer, weight_format="int8_row")):
-        printed, errors = printed_launches(path, missing, rows, 132)
-        weight, columns = weight_of(device_code._call(missing, 1)), missing.out_features // 8
+    grids = {1: ["256 1"], 5: ["256 2"], 600: ["256 128", "256 22"]}
+    for name in ("dense", STORED[layer.n_masks]):
+        missing = replace(layer, out_features=2048, in_features=64, weight_format=name)
+        printed, errors = printed_launches(path, missing, grids, 132)
+        weight = weight_of(device_code._call(missing, 1))
         assert printed == [
             line
-            for tokens, launched in rows.items()
-            for line in (f"{tokens} tokens", *(f"mglu_plain {columns} {row} 256 0{weight}" for row in launched))
+            for tokens, launched in grids.items()
+            for line in (f"{tokens} tokens", *(f"mglu_plain {grid} 256 0{weight}" for grid in launched))
         ]
-        shape = [missing.out_features, missing.in_features]
+        shape = [2048, 64 // FORMATS[name].packed]
         assert errors.count(f"no tuned kernel for a layer with weight {shape}") == 1
 
 

@@ -103,7 +103,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 ops = torch.ops.mglu
 for words, call in {
     "activation: got 'swish'": lambda: ops.forward(x, weight, packed, "swish"),
-    "x: got shape": lambda: ops.forward(x[..., :-1], weight, packed),
+    "x: got last size 44": lambda: ops.forward(x[..., :-1], weight, packed),
     "n_masks=0": lambda: ops.forward(x, weight, packed[..., :0]),
     "float64": lambda: ops.forward(x.double(), weight.double(), packed),
     "neither 0 nor 1": lambda: ops.pack_masks(logits),

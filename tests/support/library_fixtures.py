@@ -33,11 +33,11 @@ def model() -> nn.Module:
     """Layers of several kinds.
 
     They are a norm, whose code Inductor compiles for the strides of x, a naive layer, a weighted one of `mglu_ops.nn`,
-    and one of each format with several blocks of scales.
+    and one of each other format than `dense`, with several blocks of scales.
     """
     torch.manual_seed(0)
     layers = (nn.RMSNorm(64), NaiveMGLU(64, 96, n_masks=4), nn.Linear(96, 64), MGLU(64, 40, n_masks=2, top_k=2))
-    return nn.Sequential(*layers, nn.Linear(40, 264), StoredLayers(264, 130, n_masks=3)).eval()
+    return nn.Sequential(*layers, nn.Linear(40, 136), StoredLayers(136, 130, n_masks=3)).eval()
 
 
 def model_and_inputs() -> tuple[nn.Module, tuple[Tensor, ...]]:

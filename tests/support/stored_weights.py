@@ -29,19 +29,20 @@ def stored_layer(
 
 
 class StoredLayers(nn.Module):
-    """The sum of a layer of each format, whose masks are packed."""
+    """The sum of a layer of each format but `dense`, with packed masks."""
 
-    def __init__(self, in_features: int, out_features: int, n_masks: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, in_features: int, out_features: int, n_masks: int) -> None:
         super().__init__()
-        for name, chosen in FORMATS.items():
-            weight, scale = chosen.quantize((torch.randn(out_features, in_features) / in_features**0.5).to(dtype))
+        self.formats = [name for name, one in FORMATS.items() if not one.is_dense]
+        for name in self.formats:
+            weight, scale = FORMATS[name].quantize(torch.randn(out_features, in_features) / in_features**0.5)
             self.register_buffer(name, weight)
             self.register_buffer(f"{name}_scale", scale)
             self.register_buffer(f"{name}_masks", pack(torch.rand(n_masks, out_features, in_features) < 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         results = []
-        for name in FORMATS:
+        for name in self.formats:
             weight, scale, masks = (getattr(self, name + suffix) for suffix in ("", "_scale", "_masks"))
             results.append(torch.ops.mglu.forward(x, weight, masks, "gelu", None, scale, name))
         return torch.stack(results).sum(0)
