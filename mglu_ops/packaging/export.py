@@ -51,7 +51,8 @@ def export(
     """Compile a model for inference into a `.pt2` package, which `mglu_ops.load` and C++ programs run.
 
     MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
-    package holds one bit per weight and mask, and no logits. The model does not change.
+    package holds one bit per weight and mask, and no logits. A layer that calls `mglu::forward` itself stays as it is,
+    with its weight in any format of `mglu_ops.formats`. The model does not change.
 
     A package is code: whoever loads it runs what it holds.
 
