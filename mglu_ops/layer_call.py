@@ -177,9 +177,10 @@ class LayerCall:
         in_features: int,
         activation: str = "silu",
         mask_weights_dtype: torch.dtype | None = None,
+        weight_format: str = "dense",
     ) -> LayerCall:
         """Describe a call of contiguous tensors at aligned addresses, for which launches are measured and compiled."""
-        width = packed_width(in_features)
+        width, stored = packed_width(in_features), FORMATS[weight_format]
         return LayerCall(
             device=device,
             dtype=dtype,
@@ -190,7 +191,7 @@ class LayerCall:
             activation=activation,
             mask_weights_dtype=mask_weights_dtype,
             x=Layout((in_features, 1)),
-            weight=StoredWeight(FORMATS["dense"], dtype, Layout((in_features, 1))),
+            weight=StoredWeight(stored, stored.dtype or dtype, Layout((in_features // stored.packed, 1))),
             masks=Layout((width * n_masks, n_masks, 1)),
             mask_weights=Layout((0, 0) if mask_weights_dtype is None else (n_masks, 1)),
         )

@@ -45,7 +45,8 @@ bool is_valid(const Forward& call) {
     const bool partials = !call.partials || call.in_features > 0;
     const bool is_dense = call.weight_format == WeightFormat::dense;
     const bool is_decoded = is_in_range(call.weight_format, kWeightFormats) && !is_dense && !call.partials;
-    const bool weight = call.weight_scale ? is_decoded : is_dense;
+    const bool has_no_scales = call.in_features == 0 && !has_row_scales(call.weight_format);  // an empty tensor
+    const bool weight = is_dense ? !call.weight_scale : is_decoded && (call.weight_scale || has_no_scales);
     return sizes && masks && mask_weight && partials && weight && is_in_range(call.dtype, 3) &&
            is_in_range(call.activation, kActivationCount) && is_in_range(call.isa, 6);
 }

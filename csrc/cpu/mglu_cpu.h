@@ -51,7 +51,7 @@ struct Forward {
     const void* weight;                // [out_features, in_features] as weight_format has it; dense is of dtype
     const std::uint8_t* packed_masks;  // the packed format (csrc/cuda/packed_masks.cuh); padding bits are ignored
     const void* mask_weights;          // [tokens, n_masks] of mask_weights_dtype, or nullptr for a weight of 1 each
-    const void* weight_scale;          // as weight_format has it, or nullptr for dense
+    const void* weight_scale;          // as weight_format has it, or nullptr for dense; may be nullptr if it is empty
     void* out;                         // [tokens, out_features] of dtype; overlaps no input
     void* partials;                    // nullptr, or in training [tokens, partials_of(call), out_features] of dtype
     std::int64_t tokens;

@@ -36,7 +36,8 @@ void forward_cpu(const LayerCall& call, const Tensor& out, const Executor& execu
     p.mask_stride = call.packed_masks.strides[0];
     p.out_stride = call.out_features;
     p.dtype = p.mask_weights_dtype = cpu_dtype("x", call.x.dtype);
-    p.weight_format = WeightFormat::dense;
+    p.weight_format = call.weight_format;
+    if (call.weight_scale) p.weight_scale = call.weight_scale->data;
     p.activation = static_cast<cpu::Activation>(call.activation);
     p.isa = cpu::Isa::best;
     if (const auto& mask_weight = call.mask_weights) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "formats.h"
 #include "masks.h"
 
 namespace mglu {
@@ -27,21 +28,55 @@ int activation_code(std::string_view activation) {
     refuse("activation: got '" + std::string(activation) + "', must be one of " + names);
 }
 
+const Format& find_format(std::string_view weight_format) {
+    std::string names;
+    for (const Format& known : kFormats) {
+        if (known.name == weight_format) return known;
+        names += (names.empty() ? "" : ", ") + std::string(known.name);
+    }
+    refuse("weight_format: got '" + std::string(weight_format) + "', must be one of " + names);
+}
+
+std::string for_format(const Format& format) { return " for weight_format='" + std::string(format.name) + "'"; }
+
 void check_device(const char* argument, const Tensor& tensor, const Tensor& x) {
     if (tensor.device != x.device || (x.device == Device::cuda && tensor.device_index != x.device_index))
         refuse(std::string(argument) + ": got device " + tensor.device_name() + ", must be x's device " +
                x.device_name());
 }
 
-void check_x_and_weight(const Tensor& x, const Tensor& weight) {
+void check_x_and_weight(const Tensor& x, const Tensor& weight, const Format& format) {
     if (!is_floating(x.dtype)) refuse(std::string("x: got dtype ") + name(x.dtype) + ", must be floating");
-    if (weight.dtype != x.dtype)
-        refuse(std::string("weight: got dtype ") + name(weight.dtype) + ", must be x's dtype " + name(x.dtype));
+    if (weight.dtype != format.dtype.value_or(x.dtype))
+        refuse(std::string("weight: got dtype ") + name(weight.dtype) + ", must be " +
+               (format.dtype ? name(*format.dtype) : std::string("x's dtype ") + name(x.dtype)) + for_format(format));
     if (x.dims < 1) refuse("x: got 0 dimensions, must be 1 or more");
-    if (weight.dims != 2) refuse("weight: got shape " + weight.shape() + ", must be [out_features, in_features]");
-    if (x.last_size() != weight.sizes[1])
-        refuse("x: got shape " + x.shape() + ", its last size must be weight's in_features " +
-               std::to_string(weight.sizes[1]));
+    if (weight.dims != 2)
+        refuse("weight: got shape " + weight.shape() + ", must be [out_features, in_features" +
+               (format.packed == 2 ? " / 2]" : "]"));
+    if (const std::int64_t in_features = format.packed * weight.sizes[1]; x.last_size() != in_features)
+        refuse("x: got last size " + std::to_string(x.last_size()) + " (shape " + x.shape() +
+               "), must be weight's in_features " + std::to_string(in_features));
+}
+
+void check_scale(const std::optional<Tensor>& scale, const Tensor& x, const Tensor& weight, const Format& format) {
+    if (!format.dtype) {
+        if (scale)
+            refuse("weight_scale: got a tensor of shape " + scale->shape() + ", must be None" + for_format(format));
+        return;
+    }
+    const std::vector<std::int64_t> sizes = format.scale_sizes(weight.sizes[0], x.last_size());
+    Tensor expected;
+    expected.dims = static_cast<std::int64_t>(sizes.size());
+    expected.sizes = sizes.data();
+    const std::string dtype = name(format.scale_dtype);
+    if (!scale) refuse("weight_scale: got None, must be " + dtype + " " + expected.shape() + for_format(format));
+    if (scale->dtype != format.scale_dtype)
+        refuse(std::string("weight_scale: got dtype ") + name(scale->dtype) + ", must be " + dtype +
+               for_format(format));
+    if (!std::equal(scale->sizes, scale->sizes + scale->dims, sizes.begin(), sizes.end()))
+        refuse("weight_scale: got shape " + scale->shape() + ", must be " + expected.shape() + for_format(format));
+    check_device("weight_scale", *scale, x);
 }
 
 void check_mask_weights(const Tensor& mask_weights, const Tensor& x, std::int64_t n_masks) {
@@ -87,23 +122,28 @@ std::vector<std::int64_t> LayerCall::result_sizes() const {
 }
 
 LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
-                   const std::optional<Tensor>& mask_weights) {
-    check_x_and_weight(x, weight);
-    check_packed(packed_masks, weight.sizes[1]);
+                   const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
+                   std::string_view weight_format) {
+    const Format& format = find_format(weight_format);
+    check_x_and_weight(x, weight, format);
+    check_device("weight", weight, x);
+    check_scale(weight_scale, x, weight, format);
+    check_packed(packed_masks, x.last_size());
     if (packed_masks.sizes[0] != weight.sizes[0])
         refuse("packed_masks: got shape " + packed_masks.shape() + ", must have weight's out_features " +
                std::to_string(weight.sizes[0]));
-    check_device("weight", weight, x);
     check_device("packed_masks", packed_masks, x);
     LayerCall call{};
     call.x = x;
     call.weight = weight;
     call.packed_masks = packed_masks;
     call.mask_weights = mask_weights;
+    call.weight_scale = weight_scale;
+    call.weight_format = format.code;
     call.activation = activation_code(activation);
     call.tokens = count_rows(x);
     call.out_features = weight.sizes[0];
-    call.in_features = weight.sizes[1];
+    call.in_features = x.last_size();
     call.n_masks = packed_masks.sizes[2];
     call.x_row_stride = row_stride(x);
     if (mask_weights) {
@@ -114,7 +154,7 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
 }
 
 // The CPU kernels need dense rows. On a GPU, the plain kernel takes any strides of W and the masks, and the tuned
-// kernels read x in rows of whole vectors.
+// kernels read x in rows of whole vectors. All kernels need contiguous scales.
 Copies needed_copies(const LayerCall& call) {
     const bool on_cpu = call.x.device == Device::cpu;
     const Tensor& masks = call.packed_masks;
@@ -122,9 +162,10 @@ Copies needed_copies(const LayerCall& call) {
         (call.n_masks == 1 || masks.strides[2] == 1) && (masks.sizes[1] <= 1 || masks.strides[1] == call.n_masks);
     Copies copies{};
     copies.x = !folds(call.x, !on_cpu) || (!on_cpu && !has_vector_rows(call));
-    copies.weight = on_cpu && call.in_features > 1 && call.weight.strides[1] != 1;
+    copies.weight = on_cpu && call.weight.sizes[1] > 1 && call.weight.strides[1] != 1;
     copies.packed_masks = on_cpu && !dense_masks;
     copies.mask_weights = call.mask_weights && !folds(*call.mask_weights, true);
+    copies.weight_scale = call.weight_scale && !call.weight_scale->is_contiguous();
     return copies;
 }
 

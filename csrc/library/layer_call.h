@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../cuda/weight_formats.cuh"
 #include "tensor.h"
 
 namespace mglu {
@@ -16,10 +17,12 @@ namespace mglu {
 // is in `needed_copies`.
 struct LayerCall {
     Tensor x;                            // [..., in_features]
-    Tensor weight;                       // [out_features, in_features]
+    Tensor weight;                       // [out_features, in_features] in x's dtype, or as weight_format stores it
     Tensor packed_masks;                 // [out_features, ceil(in_features / 8), n_masks]
     std::optional<Tensor> mask_weights;  // [..., n_masks]
-    int activation;                      // its code in csrc/cpu/activation.h
+    std::optional<Tensor> weight_scale;  // as weight_format has it (mglu_ops/formats.py); none for dense
+    WeightFormat weight_format;
+    int activation;  // its code in csrc/cpu/activation.h
     std::int64_t tokens;
     std::int64_t out_features;
     std::int64_t in_features;
@@ -32,13 +35,14 @@ struct LayerCall {
 
 // Reads metadata only. Throws std::invalid_argument if no kernel could compute the call on any layout of its tensors.
 LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
-                   const std::optional<Tensor>& mask_weights);
+                   const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
+                   std::string_view weight_format);
 
 // The tensors that must be made contiguous before the kernels of their device take them.
 struct Copies {
-    bool x, weight, packed_masks, mask_weights;
+    bool x, weight, packed_masks, mask_weights, weight_scale;
 
-    bool any() const { return x || weight || packed_masks || mask_weights; }
+    bool any() const { return x || weight || packed_masks || mask_weights || weight_scale; }
 };
 Copies needed_copies(const LayerCall& call);
 

@@ -74,9 +74,10 @@ void boxed_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const std::string activation = to_string(stack[3]);
     const auto mask_weights = to<std::optional<stable::Tensor>>(stack[4]);
     const auto weight_scale = to<std::optional<stable::Tensor>>(stack[5]);
-    check_format(to_string(stack[6]));
-    stack[0] = give(
-        forward(x.get(), weight.get(), packed_masks.get(), activation, mask_weights ? mask_weights->get() : nullptr));
+    const std::string weight_format = to_string(stack[6]);
+    stack[0] = give(forward(x.get(), weight.get(), packed_masks.get(), activation,
+                            mask_weights ? mask_weights->get() : nullptr, weight_scale ? weight_scale->get() : nullptr,
+                            weight_format));
 }
 
 void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -86,8 +87,8 @@ void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const std::string activation = to_string(stack[3]);
     const auto mask_weights = to<std::optional<stable::Tensor>>(stack[4]);
     Handle packed_masks = pack_logits(mask_logits.get());
-    Handle result =
-        forward(x.get(), weight.get(), packed_masks.get(), activation, mask_weights ? mask_weights->get() : nullptr);
+    Handle result = forward(x.get(), weight.get(), packed_masks.get(), activation,
+                            mask_weights ? mask_weights->get() : nullptr, nullptr, "dense");
     stack[0] = give(std::move(result));
     stack[1] = give(std::move(packed_masks));
 }

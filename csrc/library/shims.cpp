@@ -8,12 +8,13 @@ extern "C" {
 
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight,
                                                              AtenTensorHandle packed_masks, const char* activation,
-                                                             AtenTensorHandle* mask_weights, AtenTensorHandle*,
-                                                             const char* weight_format, AtenTensorHandle* result) {
+                                                             AtenTensorHandle* mask_weights,
+                                                             AtenTensorHandle* weight_scale, const char* weight_format,
+                                                             AtenTensorHandle* result) {
     try {
-        mglu::check_format(weight_format);
         AtenTensorHandle mask_weight = mask_weights != nullptr ? *mask_weights : nullptr;
-        *result = mglu::forward(x, weight, packed_masks, activation, mask_weight).release();
+        AtenTensorHandle scale = weight_scale != nullptr ? *weight_scale : nullptr;
+        *result = mglu::forward(x, weight, packed_masks, activation, mask_weight, scale, weight_format).release();
         return AOTI_TORCH_SUCCESS;
     } catch (const std::exception& error) {
         // The caller throws an exception that names this function and not the reason, so the reason is printed here.

@@ -16,6 +16,7 @@ const char* name(Scalar dtype) {
         case Scalar::float64: return "float64";
         case Scalar::boolean: return "bool";
         case Scalar::bfloat16: return "bfloat16";
+        case Scalar::float8_e4m3fn: return "float8_e4m3fn";
     }
     return "another";
 }

@@ -18,6 +18,7 @@ enum class Scalar : std::int32_t {
     float64 = 7,
     boolean = 11,
     bfloat16 = 15,
+    float8_e4m3fn = 24,
 };
 
 // The numbers are torch's (c10::DeviceType).

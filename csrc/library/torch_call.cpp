@@ -76,22 +76,18 @@ Handle unpack_masks(AtenTensorHandle handle, std::int64_t in_features) {
     return result;
 }
 
-void check_format(std::string_view weight_format) {
-    if (weight_format != "dense")
-        refuse("weight_format: got '" + std::string(weight_format) +
-               "', must be 'dense' (mglu_ops in Python takes the others)");
-}
-
 Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
-               AtenTensorHandle mask_weights) {
-    Handle owners[4];
+               AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format) {
+    Handle owners[5];
     const auto describe_with = [&](const Copies& copies) {
-        std::optional<Tensor> mask_weight;
+        std::optional<Tensor> mask_weight, scale;
         if (mask_weights != nullptr)
             mask_weight = view_or_copy(mask_weights, "mask_weights", copies.mask_weights, owners[3]);
-        return describe(
-            view_or_copy(x, "x", copies.x, owners[0]), view_or_copy(weight, "weight", copies.weight, owners[1]),
-            view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]), activation, mask_weight);
+        if (weight_scale != nullptr) scale = view_or_copy(weight_scale, "weight_scale", copies.weight_scale, owners[4]);
+        return describe(view_or_copy(x, "x", copies.x, owners[0]),
+                        view_or_copy(weight, "weight", copies.weight, owners[1]),
+                        view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]), activation,
+                        mask_weight, scale, weight_format);
     };
     LayerCall call = describe_with({});
     if (const Copies copies = needed_copies(call); copies.any()) call = describe_with(copies);

@@ -13,11 +13,8 @@ Handle pack_masks(AtenTensorHandle masks);
 Handle pack_logits(AtenTensorHandle mask_logits);  // packs `mask_logits > 0`
 Handle unpack_masks(AtenTensorHandle packed_masks, std::int64_t in_features);
 
-// Throws for a format of the weight that the library does not take.
-void check_format(std::string_view weight_format);
-
-// `mask_weights` may be null.
+// `mask_weights` and `weight_scale` may be null.
 Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
-               AtenTensorHandle mask_weights);
+               AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format);
 
 }  // namespace mglu

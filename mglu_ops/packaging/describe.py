@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.fx import map_arg
 from torch.utils import _pytree as pytree
 
-from ..masks import n_masks_of
+from ..layer_call import LayerArguments
 from .inputs import Expression, Sizes, dense_order
 from .package import InputInfo, LayerInfo, PackageInfo, WeightInfo
 from .seal import PackageError
@@ -75,21 +76,21 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return {**dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
+def fake_arguments_of(layer: Node) -> LayerArguments:
+    """The arguments of a layer, with a fake tensor for each tensor."""
+    return LayerArguments(**map_arg(arguments_of(layer), lambda node: node.meta["val"]))
+
+
 def _describe_layer(layer: Node) -> LayerInfo:
-    given = {"activation": "silu", "mask_weights": None, "weight_format": "dense", **arguments_of(layer)}
-    if given["weight_format"] != "dense":
-        raise NotImplementedError(
-            f"export: the model has a layer with weight_format={given['weight_format']!r}; packages hold dense "
-            "weights only"
-        )
-    weight, mask_weights = given["weight"].meta["val"], given["mask_weights"]
+    given = fake_arguments_of(layer)
     return LayerInfo(
-        n_masks=int(n_masks_of(given["packed_masks"].meta["val"])),
-        out_features=int(weight.shape[0]),
-        in_features=int(weight.shape[1]),
-        dtype=_name(weight.dtype),
-        activation=given["activation"],
-        mask_weights_dtype=None if mask_weights is None else _name(mask_weights.meta["val"].dtype),
+        n_masks=int(given.n_masks),
+        out_features=int(given.out_features),
+        in_features=int(given.in_features),
+        dtype=_name(given.x.dtype),
+        activation=given.activation,
+        mask_weights_dtype=None if given.mask_weights is None else _name(given.mask_weights.dtype),
+        weight_format=given.weight_format,
     )
 
 

@@ -97,17 +97,8 @@ class _Cubins:
 
 
 def _call(layer: LayerInfo, tokens: int) -> LayerCall:
-    """A call of contiguous, aligned tensors, which the library's tuned launches are for. It copies an x that is not."""
-    return LayerCall.contiguous(
-        torch.device("cuda"),
-        getattr(torch, layer.dtype),
-        layer.n_masks,
-        tokens,
-        layer.out_features,
-        layer.in_features,
-        layer.activation,
-        None if layer.mask_weights_dtype is None else getattr(torch, layer.mask_weights_dtype),
-    )
+    """A call that the library's tuned launches are for. The library copies an x of another layout."""
+    return layer.call(torch.device("cuda"), tokens)
 
 
 def _row(**fields: object) -> str:

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import notices
+from ..backends.triton import Triton
 from ..files import as_path, check_writable
 from ..layer_call import LayerArguments
 from ..masks import check_packed_masks
 from ..words import described
 from .cpp_runtime import has_own_libstdcxx
-from .describe import arguments_of, describe, tensors_of
+from .describe import arguments_of, describe, fake_arguments_of, tensors_of
 from .inputs import dense_order
 from .library import BuildError
 from .load import load_weights
-from .package import PackageInfo, seal_package
+from .package import LayerInfo, PackageInfo, seal_package
 from .seal import seal
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def export(
     """Compile a model for inference into a `.pt2` package, which `mglu_ops.load` and C++ programs run.
 
     MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
-    package holds one bit per weight and mask, and no logits. The model does not change.
+    package holds one bit per weight and mask, and no logits. A layer that calls `mglu::forward` itself stays as it is,
+    with its weight in any format of `mglu_ops.formats`. The model does not change.
 
     A package is code: whoever loads it runs what it holds.
 
@@ -108,6 +110,8 @@ def export(
         backend = device.type if backend == "auto" else backend
         _check_backend(backend, device, shim, multi_arch)
         info = describe(program, fused, path, device, backend, shim, weights is None, multi_arch)
+        if backend == "triton":
+            _check_triton(info.layers, device)
         info.missed.extend(" ".join(str(site).split()) for site in report.missed)
         for reason in [*_signs_of_training(model), *info.missed]:
             notices.warn(f"mglu_ops.export: {reason}", stacklevel=2)
@@ -191,6 +195,13 @@ def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: b
         )
     if shim and backend not in ("cpu", "cuda"):
         raise ValueError(f"shim: with backend {backend!r} there is no operator to call")
+
+
+def _check_triton(layers: Sequence[LayerInfo], device: torch.device) -> None:
+    """Check that Triton's kernels, which are compiled into the package, take the layers."""
+    for layer in layers:
+        if problem := Triton().unsupported_reason(layer.call(device, tokens=1)):
+            raise ValueError(f"backend: got 'triton', which cannot take a layer of the model: {problem}")
 
 
 @contextmanager
@@ -305,12 +316,11 @@ def _check_masks(program: ExportedProgram) -> None:
     tensors = tensors_of(program)
     names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
     for layer in layers_of(program.graph):
-        arguments = arguments_of(layer)
-        name = names.get(arguments["packed_masks"].name)
+        name = names.get(arguments_of(layer)["packed_masks"].name)
         if name is None:
             continue  # an input of the model
         try:
-            check_packed_masks(tensors[name], arguments["weight"].meta["val"].shape[1])
+            check_packed_masks(tensors[name], int(fake_arguments_of(layer).in_features))
         except (TypeError, ValueError) as error:
             raise ValueError(f"model: {name}: {str(error).removeprefix('packed_masks: ')}") from None
 
@@ -382,8 +392,19 @@ def _store_weights(program: ExportedProgram, path: Path) -> None:
     found = {name: value.detach().cpu() for name, value in tensors_of(program).items()}
     stored = load_weights(path) if path.exists() else {}
     for name in found.keys() & stored.keys():
-        if found[name].dtype != stored[name].dtype or not torch.equal(found[name], stored[name]):
+        if found[name].dtype != stored[name].dtype or not torch.equal(_bits(found[name]), _bits(stored[name])):
             raise ValueError(f"weights: {path} holds another {name}; packages that share a file share their tensors")
     with _replacing("weights", path) as unfinished:
-        torch.save({**stored, **found}, unfinished)
+        torch.save({name: _entry(value) for name, value in {**stored, **found}.items()}, unfinished)
         seal(unfinished, "weights")
+
+
+def _entry(tensor: Tensor) -> Tensor | tuple[str, Tensor]:
+    """A tensor as weights files hold it: 8-bit floats, which C++ cannot read, as the name of their dtype and bytes."""
+    bits = _bits(tensor)
+    return tensor if bits is tensor else (str(tensor.dtype).removeprefix("torch."), bits)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A tensor that torch can compare and C++ can read: the bytes of 8-bit floats, and any other tensor itself."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

@@ -16,8 +16,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
 
+from ..layer_call import LayerCall
 from ..words import counted
 from .seal import PackageError, check_seal, seal
 
@@ -81,7 +83,7 @@ class WeightInfo:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """An MGLU layer of a package: the properties on which its kernel depends."""
+    """An MGLU layer of a package: the properties on which its kernel depends. `dtype` is x's."""
 
     n_masks: int
     out_features: int
@@ -89,6 +91,21 @@ class LayerInfo:
     dtype: str
     activation: str
     mask_weights_dtype: str | None
+    weight_format: str = "dense"
+
+    def call(self, device: torch.device, tokens: int) -> LayerCall:
+        """A call of the layer with contiguous tensors at aligned addresses."""
+        return LayerCall.contiguous(
+            device,
+            getattr(torch, self.dtype),
+            self.n_masks,
+            tokens,
+            self.out_features,
+            self.in_features,
+            self.activation,
+            None if self.mask_weights_dtype is None else getattr(torch, self.mask_weights_dtype),
+            self.weight_format,
+        )
 
 
 @dataclass(frozen=True)

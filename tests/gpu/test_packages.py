@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from library_fixtures import run
+from stored_weights import StoredLayers
 from torch import Tensor, nn
 
 import mglu_ops
@@ -40,9 +41,15 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "operator.pt2")
     mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "shim.pt2", shim=True)
     mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "triton.pt2", backend="triton")
+    stored = StoredLayers(2048, 1024, n_masks=4).cuda()
+    (folder / "stored").mkdir()
+    mglu_ops.export(stored, (inputs(1, torch.float16),), folder / "stored/operator.pt2")
+    with pytest.raises(ValueError, match=r"backend: got 'triton', .* no kernel for the weight format"):
+        mglu_ops.export(stored, (inputs(1, torch.float16),), folder / "stored/triton.pt2", backend="triton")
     for tokens in TOKENS:
-        write_tensor(folder / f"x{tokens}.tensor", inputs(tokens, torch.float16))
-        write_tensor(folder / f"y{tokens}.tensor", layers(inputs(tokens, torch.float16)))
+        for module, place in ((layers, folder), (stored, folder / "stored")):
+            write_tensor(place / f"x{tokens}.tensor", inputs(tokens, torch.float16))
+            write_tensor(place / f"y{tokens}.tensor", module(inputs(tokens, torch.float16)))
     return folder
 
 
@@ -54,7 +61,10 @@ def libraries(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """
     major, minor = torch.cuda.get_device_capability()
     chosen: dict[str, dict[str, Any]] = {
-        "compiled": {"archs": [f"sm_{major}{minor}"], "packages": [packages / "operator.pt2"]},
+        "compiled": {
+            "archs": [f"sm_{major}{minor}"],
+            "packages": [packages / "operator.pt2", packages / "stored/operator.pt2"],
+        },
         "nvrtc": {},
     }
     return {
@@ -80,7 +90,7 @@ def run_package(program: Path, package: Path, *options: str) -> str:
     return process.stderr
 
 
-@pytest.mark.parametrize("package", ["operator.pt2", "shim.pt2"])
+@pytest.mark.parametrize("package", ["operator.pt2", "shim.pt2", "stored/operator.pt2"])
 @pytest.mark.parametrize("kernels", ["compiled", "nvrtc"])
 def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], kernels: str, package: str) -> None:
     """The library prints a message if it has to use the plain kernels."""

@@ -3,6 +3,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "cuda/params.cuh"
+
 extern "C" {
 
 int cuGetErrorString(int, const char** text) {
@@ -43,9 +45,11 @@ struct Config {
     unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
 };
 
-int cuLaunchKernelEx(const Config* config, void* function, void**, void**) {
-    std::printf("%s %u %u %u %u\n", static_cast<const char*>(function), config->grid_x, config->grid_y, config->block_x,
-                config->shared_bytes);
+int cuLaunchKernelEx(const Config* config, void* function, void** parameters, void**) {
+    const auto& p = *static_cast<const mglu::Params*>(*parameters);
+    std::printf("%s %u %u %u %u, weight of %d columns %lld apart%s\n", static_cast<const char*>(function),
+                config->grid_x, config->grid_y, config->block_x, config->shared_bytes, p.in_features,
+                p.weight_row_stride, p.weight_scale == nullptr ? "" : ", with scales");
     return 0;
 }
 

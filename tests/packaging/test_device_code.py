@@ -18,17 +18,24 @@ from mglu_ops.backends.cuda import TileWgmma
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import gpu_of_architecture
 from mglu_ops.backends.cuda.kernels import permute_x
+from mglu_ops.backends.cuda.kernels.base import integers
+from mglu_ops.formats import FORMATS
+from mglu_ops.layer_call import LayerCall
 from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import LayerInfo
 
 HERE = Path(__file__).parent
 LAYER = LayerInfo(8, 1024, 2048, "float16", "silu", None)
+STORED = {1: "int4_group", 8: "fp8_block"}
+"""The format of a second layer, beside a dense one with that number of masks."""
 
 
-def write_table(folder: Path, layer: LayerInfo) -> str:
-    """Compile the kernels of a package with one layer for sm_90; the table."""
-    write_small_package(folder / "model.pt2", device="cuda", backend="cuda", layers=[layer], arch=[9, 0])
+def write_table(folder: Path, n_masks: int) -> str:
+    """Compile the kernels of a package with two layers for sm_90; the table."""
+    dense = replace(LAYER, n_masks=n_masks)
+    layers = [dense, replace(dense, weight_format=STORED[n_masks])]
+    write_small_package(folder / "model.pt2", device="cuda", backend="cuda", layers=layers, arch=[9, 0])
     device_code.write(folder, ["sm_90"], [folder / "model.pt2"])
     return (folder / device_code.TABLE).read_text()
 
@@ -51,11 +58,14 @@ def compile_cpp(out: Path, *arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module", params=[1, 8], ids="n_masks={}".format)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerInfo]:
-    """A program that prints the launches of calls, with the table of a layer, and the layer. Its kernels never run."""
+    """A program that prints the launches of calls, with the table of two layers, and the dense one of them.
+
+    Its kernels never run.
+    """
     folder, layer = tmp_path_factory.mktemp("launches"), replace(LAYER, n_masks=request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_code, "compile_cubin", lambda *_: b"\x7fELF")
-        write_table(folder, layer)
+        write_table(folder, layer.n_masks)
     compile_table(folder)
     compile_cpp(folder / "libcuda.so.1", "-shared", "-fPIC", HERE / "fake_driver.cpp")
     library = source_directory() / "library"
@@ -64,8 +74,9 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder / "print_launches", layer
 
 
-def printed_launches(program: Path, shape: tuple[int, ...], tokens: Iterable[int], sms: int) -> tuple[list[str], str]:
+def printed_launches(program: Path, layer: LayerInfo, tokens: Iterable[int], sms: int) -> tuple[list[str], str]:
     """The lines and the errors that the program prints on a GPU with `sms` SMs."""
+    shape = layer.n_masks, layer.out_features, layer.in_features, FORMATS[layer.weight_format].code
     process = run([program, *map(str, (*shape, *tokens))], LD_LIBRARY_PATH=str(program.parent), FAKE_SMS=str(sms))
     assert process.returncode == 0, process.stderr
     return process.stdout.splitlines(), process.stderr
@@ -77,42 +88,53 @@ def launches(layer: LayerInfo, tokens: int, sms: int) -> list[str]:
     gpu = replace(chosen_for, multiprocessors=sms)
     call = device_code._call(layer, tokens)
     config = choose(call, chosen_for).config
-    lines = [f"{tokens} tokens"]
+    lines, weight = [f"{tokens} tokens"], weight_of(call)
     if isinstance(config, TileWgmma):
         if config.permuted:
             tile = config.block_tokens, config.sub
             lines.append(f"allocate {permute_x.copy_bytes(call, *tile)}")
-            lines.append(f"mglu_permute_x {permute_x.blocks(call, *tile)} 1 256 0")
-        x, weight, masks = config.matrices(call)
-        for one in filter(None, (weight, x, masks)):
+            lines.append(f"mglu_permute_x {permute_x.blocks(call, *tile)} 1 256 0{weight}")
+        x, matrix, masks = config.matrices(call)
+        for one in filter(None, (matrix, x, masks)):
             lines.append(" ".join(["map", *(str(int(value)) for value in astuple(one)[:7])]))
     x_blocks, y_blocks = config.grid(call, gpu)
     shared = config.requested_shared_bytes(call, gpu)
-    return [*lines, f"mglu_{config.kernel} {x_blocks} {y_blocks} {config.threads} {shared}"]
+    return [*lines, f"mglu_{config.kernel} {x_blocks} {y_blocks} {config.threads} {shared}{weight}"]
+
+
+def weight_of(call: LayerCall) -> str:
+    """What a launch prints of its parameters."""
+    scales = "" if call.weight.format.is_dense else ", with scales"
+    return f", weight of {call.in_features} columns {integers(call)['weight_row_stride']} apart{scales}"
 
 
 @needs_compiler
 @pytest.mark.parametrize("sms", [2, 78, 132, 144])
 def test_cpp_launches_what_python_launches_on_gpus_of_any_size(program: tuple[Path, LayerInfo], sms: int) -> None:
-    path, layer = program
+    path, dense = program
     tokens = range(1, device_code.MAX_TOKENS + 1) if sms == 132 else (1, 2, 8, 16, 17, 64, 200, 512)
-    printed, errors = printed_launches(path, (layer.n_masks, layer.out_features, layer.in_features), tokens, sms)
-    assert printed == [line for count in tokens for line in launches(layer, count, sms)]
-    assert errors == ""
+    for layer in (dense, replace(dense, weight_format=STORED[dense.n_masks])):
+        printed, errors = printed_launches(path, layer, tokens, sms)
+        assert printed == [line for count in tokens for line in launches(layer, count, sms)]
+        assert errors == ""
 
 
 @needs_compiler
 def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(program: tuple[Path, LayerInfo]) -> None:
     """At most 512 tokens a launch."""
     path, layer = program
-    printed, errors = printed_launches(path, (layer.n_masks, 2048, 64), (1, 5, 600), 132)
-    grids = {"1": ["256 1"], "5": ["256 2"], "600": ["256 128", "256 22"]}
-    assert printed == [
-        line
-        for tokens, launched in grids.items()
-        for line in (f"{tokens} tokens", *(f"mglu_plain {grid} 256 0" for grid in launched))
-    ]
-    assert errors.count("no tuned kernel for a layer with weight [2048, 64]") == 1
+    grids = {1: ["256 1"], 5: ["256 2"], 600: ["256 128", "256 22"]}
+    for name in ("dense", STORED[layer.n_masks]):
+        missing = replace(layer, out_features=2048, in_features=64, weight_format=name)
+        printed, errors = printed_launches(path, missing, grids, 132)
+        weight = weight_of(device_code._call(missing, 1))
+        assert printed == [
+            line
+            for tokens, launched in grids.items()
+            for line in (f"{tokens} tokens", *(f"mglu_plain {grid} 256 0{weight}" for grid in launched))
+        ]
+        shape = [2048, 64 // FORMATS[name].packed]
+        assert errors.count(f"no tuned kernel for a layer with weight {shape}") == 1
 
 
 def compiles_device_code() -> bool:
@@ -128,7 +150,9 @@ def compiles_device_code() -> bool:
 @pytest.mark.skipif(not compiles_device_code(), reason="needs NVRTC or nvcc")
 @pytest.mark.parametrize("n_masks", [1, 8])
 def test_the_kernels_of_a_package_are_compiled_and_embedded(n_masks: int, tmp_path: Path) -> None:
-    table = write_table(tmp_path, replace(LAYER, n_masks=n_masks))
+    table = write_table(tmp_path, n_masks)
+    for kernel in ("mglu_decode_mma", "mglu_plain"):
+        assert table.count(f'kernel = "{kernel}"') >= 2  # of each layer
     embedded = re.findall(r'"(\d+\.cubin)"', table)
     assert len(embedded) == table.count("code = mglu_cubin_")
     assert all((tmp_path / name).read_bytes().startswith(b"\x7fELF") for name in embedded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import tempfile
 import traceback
 import warnings
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import mglu_ops
+from mglu_ops.formats import FORMATS
 from mglu_ops.nn import MGLU
 from mglu_ops.packaging import composite
 from mglu_ops.packaging.package import LayerInfo, read_info
@@ -139,6 +141,7 @@ def test_a_package_describes_itself(packages: Path) -> None:
     assert info.layers == [
         LayerInfo(4, 96, 64, "float32", "silu", None),
         LayerInfo(2, 40, 64, "float32", "silu", "float32"),
+        *(LayerInfo(3, 130, 136, "float32", "gelu", None, name) for name in FORMATS if name != "dense"),
     ]
     (tensor,) = info.inputs
     (low, high, symbol), features = tensor.shape
@@ -183,7 +186,10 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
     assert not info.embeds_weights
     weights = mglu_ops.load_weights(file)
     masked = {f"{layer}.{name}" for layer in (1, 3) for name in ("weight", "packed_masks")}
-    assert set(weights) == masked | {"0.weight", "2.weight", "2.bias", "3.router.weight"}
+    stored = {f"5.{name}" for name in layers[5].state_dict()}
+    assert set(weights) == masked | stored | {"0.weight", "3.router.weight"} | {
+        f"{layer}.{name}" for layer in (2, 4) for name in ("weight", "bias")
+    }
     one, two = (mglu_ops.load(tmp_path / name, weights=weights) for name in ("one.pt2", "two.pt2"))
     x, y = inputs(3), torch.randn(4, 5, 64)
     torch.testing.assert_close(one(x), layers(x).detach())
@@ -231,6 +237,13 @@ def test_wrong_arguments_of_export_are_refused(tmp_path: Path, options: dict[str
     with pytest.raises(ValueError, match=words):
         mglu_ops.export(**arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_triton_is_refused_for_a_format_without_a_kernel() -> None:
+    layer = LayerInfo(2, 8, 16, "float16", "silu", None, "int4_group")
+    check = importlib.import_module("mglu_ops.packaging.export")._check_triton
+    with pytest.raises(ValueError, match=r"backend: got 'triton', .* no kernel for the weight format int4_group"):
+        check([layer], torch.device("cpu"))
 
 
 def test_the_files_of_export_are_named_if_they_cannot_be_written(tmp_path: Path) -> None:

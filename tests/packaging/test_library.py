@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 from budgets import assert_matches
 from library_fixtures import needs_compiler
 from processes import python, run
+from stored_weights import stored_layer
+from torch import Tensor
 
 import mglu_ops
 from mglu_ops import ops
 from mglu_ops.backends import reference
+from mglu_ops.formats import FORMATS
+from mglu_ops.layer_call import LayerArguments
 from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import BuildError, build_runtime, source_directory
 
@@ -98,7 +103,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 ops = torch.ops.mglu
 for words, call in {
     "activation: got 'swish'": lambda: ops.forward(x, weight, packed, "swish"),
-    "x: got shape": lambda: ops.forward(x[..., :-1], weight, packed),
+    "x: got last size 44": lambda: ops.forward(x[..., :-1], weight, packed),
     "n_masks=0": lambda: ops.forward(x, weight, packed[..., :0]),
     "float64": lambda: ops.forward(x.double(), weight.double(), packed),
     "neither 0 nor 1": lambda: ops.pack_masks(logits),
@@ -137,6 +142,57 @@ def test_the_operators_of_the_library_agree_with_those_of_python(library: Path) 
             x.transpose(0, 1), weight, torch.ops.mglu.pack_masks(logits > 0), "gelu", mask_weight
         )
         assert torch.equal(result, in_python.double()), "the bits are not those of Python's CPU backend"
+
+
+STORED = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+def outcome(arguments):
+    try: return torch.ops.mglu.forward(*arguments)
+    except Exception as error: return str(error).splitlines()[0]
+torch.save([outcome(arguments) for arguments in torch.load(sys.argv[2])], sys.argv[3])
+"""
+
+
+def stored_calls() -> Iterator[LayerArguments]:
+    """Right and wrong calls with a weight of each format."""
+    for name, chosen in FORMATS.items():
+        for dtype in (torch.float32,) if chosen.is_dense else (torch.float32, torch.float16, torch.bfloat16):
+            for sizes in ((5, 130, 264), (1, 3, 0)):
+                yield stored_layer(name, dtype, *sizes, n_masks=3)[0]
+        layer, _ = stored_layer(name, torch.float32, 4, 130, 264, 3)
+        yield layer._replace(weight=layer.weight.t().contiguous().t(), x=layer.x.view(2, 2, 264), mask_weights=None)
+        yield layer._replace(x=layer.x[:, :-1])
+        yield layer._replace(weight=layer.weight[None])
+        yield layer._replace(weight=torch.ones_like(layer.weight, dtype=torch.bool))
+        yield layer._replace(weight_format="fp7")
+        if chosen.is_dense:
+            yield layer._replace(weight_scale=torch.ones(130))
+        else:
+            scale = layer.weight_scale
+            yield layer._replace(weight_scale=scale.repeat_interleave(2, 0)[::2])
+            for wrong in (None, scale[1:], scale[..., None], scale.double()):
+                yield layer._replace(weight_scale=wrong)
+
+
+def outcome(call: LayerArguments) -> Tensor | str:
+    """The result of a call, or the text of its error with the names of dtypes as C++ writes them."""
+    try:
+        return torch.ops.mglu.forward(*call)
+    except (TypeError, ValueError) as error:
+        return str(error).replace("torch.", "")
+
+
+def test_stored_weights_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
+    calls = list(stored_calls())
+    torch.save([tuple(call) for call in calls], tmp_path / "calls.pt")
+    python("-c", STORED, library, tmp_path / "calls.pt", tmp_path / "outcomes.pt")
+    for call, found in zip(calls, torch.load(tmp_path / "outcomes.pt"), strict=True):
+        expected = outcome(call)
+        if isinstance(found, str) or isinstance(expected, str):
+            assert found == expected
+        else:
+            assert torch.equal(found, expected), call.weight_format
 
 
 TOGETHER = """

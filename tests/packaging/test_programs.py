@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from library_fixtures import needs_compiler, run_package, tensor_files
+from library_fixtures import inputs, needs_compiler, run_package, tensor_files
 from processes import ROOT, run, snippets
+
+import mglu_ops
+from mglu_ops.packaging.tensor_file import write_tensor
 
 pytest_plugins = ["library_fixtures"]
 pytestmark = [needs_compiler]
@@ -29,6 +32,13 @@ def test_a_package_agrees_with_eager(library: Path, packages: Path) -> None:
     process = run_package(library.parent, packages / "operator.pt2", "--time", "2", *tensor_files(packages))
     assert process.returncode == 0, process.stdout + process.stderr
     assert len(re.findall(r"[\d.]+ us a call", process.stdout)) == 3
+
+
+def test_a_package_gives_the_bits_that_it_gives_in_python(library: Path, packages: Path, tmp_path: Path) -> None:
+    write_tensor(tmp_path / "y.tensor", mglu_ops.load(packages / "operator.pt2")(inputs(7)))
+    files = packages / "x7.tensor", tmp_path / "y.tensor"
+    process = run_package(library.parent, packages / "operator.pt2", "--tolerance", "0", *files)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_a_package_with_a_shim_reads_its_weights_from_a_file(library: Path, packages: Path) -> None:

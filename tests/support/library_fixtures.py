@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock
 from processes import python, run
 from small_packages import write_small_package
+from stored_weights import StoredLayers
 from torch import Tensor, nn
 
 import mglu_ops
@@ -29,10 +30,14 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def model() -> nn.Module:
-    """A norm, whose code Inductor compiles for the strides of x, a naive layer, and a weighted one of `mglu_ops.nn`."""
+    """Layers of several kinds.
+
+    They are a norm, whose code Inductor compiles for the strides of x, a naive layer, a weighted one of `mglu_ops.nn`,
+    and one of each other format than `dense`, with several blocks of scales.
+    """
     torch.manual_seed(0)
     layers = (nn.RMSNorm(64), NaiveMGLU(64, 96, n_masks=4), nn.Linear(96, 64), MGLU(64, 40, n_masks=2, top_k=2))
-    return nn.Sequential(*layers).eval()
+    return nn.Sequential(*layers, nn.Linear(40, 136), StoredLayers(136, 130, n_masks=3)).eval()
 
 
 def model_and_inputs() -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -10,7 +10,6 @@
 #include <tuple>
 
 #include "../../cuda/params.cuh"
-#include "../../cuda/weight_formats.cuh"
 #include "kernels.h"
 
 namespace mglu::cuda {
@@ -54,6 +53,7 @@ Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int
     p.x = static_cast<const char*>(call.x.data) + first * call.x_row_stride * item;
     p.weight = call.weight.data;
     p.packed_masks = static_cast<const u8*>(call.packed_masks.data);
+    if (call.weight_scale) p.weight_scale = call.weight_scale->data;
     p.out = static_cast<char*>(out) + first * call.out_features * item;
     p.x_row_stride = call.x_row_stride;
     p.x_column_stride = call.x.last_stride();
@@ -207,7 +207,7 @@ void forward(const LayerCall& call, void* out, const Executor& executor) {
     const auto& mask_weight = call.mask_weights;
     const Variant variant{.arch = device.arch,
                           .element = element("x", call.x.dtype),
-                          .weight_format = static_cast<int>(WeightFormat::dense),
+                          .weight_format = static_cast<int>(call.weight_format),
                           .n_masks = static_cast<int>(call.n_masks),
                           .activation = call.activation,
                           .mask_weight = mask_weight ? element("mask_weights", mask_weight->dtype) : -1};

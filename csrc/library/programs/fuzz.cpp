@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "../../cpu/mglu_cpu.h"
+#include "../formats.h"
 #include "../forward.h"
 #include "../masks.h"
 #include "../seal.h"
@@ -149,21 +150,27 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
     // A slow machine still gets some of both. If the checks refused everything, this would never end, and the test
     // would fail.
     while (Clock::now() < end || accepted <= 50 || refused <= 50) {
-        const auto d = static_cast<std::int64_t>(random.below(40)), h = static_cast<std::int64_t>(random.below(90));
+        const auto d = static_cast<std::int64_t>(random.below(40)), h = static_cast<std::int64_t>(random.below(200));
         const auto n = static_cast<std::int64_t>(random.below(18)),
                    tokens = static_cast<std::int64_t>(random.below(12));
         const mglu::Scalar dtype = random.pick(floats);
         try {
             if (random.chance(60)) {
+                const mglu::Format& format = random.pick(mglu::kFormats);
+                const bool has_scale = random.chance(format.dtype ? 97 : 3);
                 const auto x = make(random, {tokens, h}, random.chance(3) ? random.pick(any) : dtype, false);
-                const auto weight = make(random, {d, h}, random.chance(3) ? random.pick(any) : dtype, false);
+                const auto weight = make(random, {d, h / format.packed},
+                                         random.chance(3) ? random.pick(any) : format.dtype.value_or(dtype), false);
+                const auto scale = make(random, format.scale_sizes(d, h),
+                                        random.chance(3) ? random.pick(any) : format.scale_dtype, false);
                 const auto masks =
                     make(random, {d, (h + 7) / 8, n}, random.chance(3) ? random.pick(any) : mglu::Scalar::uint8, false);
                 const auto mask_weight = make(random, {tokens, n}, random.pick(floats), false);
                 const std::optional<mglu::Tensor> given =
                     random.chance(40) ? std::optional(mask_weight->tensor) : std::nullopt;
-                const mglu::LayerCall call =
-                    mglu::describe(x->tensor, weight->tensor, masks->tensor, random.pick(activations), given);
+                const std::optional<mglu::Tensor> given_scale = has_scale ? std::optional(scale->tensor) : std::nullopt;
+                const mglu::LayerCall call = mglu::describe(x->tensor, weight->tensor, masks->tensor,
+                                                            random.pick(activations), given, given_scale, format.name);
                 if (mglu::needed_copies(call).any()) continue;
                 mglu::forward(call, result(call.result_sizes(), call.x.dtype)->tensor, executor);
             } else if (random.chance(50)) {

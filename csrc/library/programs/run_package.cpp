@@ -34,8 +34,9 @@ TORCH_API c10::IValue pickle_load(const std::vector<char>& data);
 namespace {
 
 const std::map<std::string, at::ScalarType> kDtypes = {
-    {"float16", at::kHalf}, {"bfloat16", at::kBFloat16}, {"float32", at::kFloat}, {"float64", at::kDouble},
-    {"int64", at::kLong},   {"int32", at::kInt},         {"uint8", at::kByte},    {"bool", at::kBool},
+    {"float16", at::kHalf},   {"bfloat16", at::kBFloat16}, {"float32", at::kFloat},
+    {"float64", at::kDouble}, {"int64", at::kLong},        {"int32", at::kInt},
+    {"uint8", at::kByte},     {"bool", at::kBool},         {"float8_e4m3fn", at::kFloat8_e4m3fn},
 };
 
 at::Tensor read_tensor(const std::string& path) {
@@ -57,6 +58,13 @@ at::Tensor read_tensor(const std::string& path) {
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
 
+// A tensor of a weights file, where 8-bit floats, which pickle_load cannot read, are the name of a dtype and bytes.
+at::Tensor read_entry(const c10::IValue& entry) {
+    if (entry.isTensor()) return entry.toTensor();
+    const auto& parts = entry.toTupleRef().elements();
+    return parts[1].toTensor().view(kDtypes.at(parts[0].toStringRef()));
+}
+
 // The tensors of a weights file, which Python's torch.save wrote, by name.
 Tensors read_weights(const std::string& path, at::Device device) {
     std::ifstream file(path, std::ios::binary);
@@ -64,7 +72,7 @@ Tensors read_weights(const std::string& path, at::Device device) {
     const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
     Tensors tensors;
     for (const auto& entry : torch::jit::pickle_load(bytes).toGenericDict())
-        tensors.emplace(entry.key().toStringRef(), entry.value().toTensor().to(device));
+        tensors.emplace(entry.key().toStringRef(), read_entry(entry.value()).to(device));
     return tensors;
 }
 
