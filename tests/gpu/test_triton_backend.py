@@ -6,7 +6,8 @@ import pytest
 import torch
 from backend_calls import run_on
 from budgets import NAIVE_FACTOR, assert_matches, relative_error
-from memory_layouts import transposed
+from memory_layouts import rows_apart, transposed
+from stored_weights import every_stored_value, stored_layer
 from strategies import naive
 from torch import Tensor
 
@@ -16,9 +17,17 @@ from mglu_ops.backends import triton as backend
 from mglu_ops.layer_call import LayerArguments
 from mglu_ops.masks import pack
 
+NO_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not backend.is_installed(), reason="triton is not installed")]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+in_8_bits = pytest.mark.parametrize(
+    "weight_format",
+    [
+        pytest.param("fp8_row", marks=pytest.mark.skipif(NO_FP8, reason="Triton converts fp8 from capability 8.9 on")),
+        "int8_row",
+    ],
+)
 
 
 def problem(
@@ -45,6 +54,29 @@ def test_agrees_with_the_oracle(tokens: int, dtype: torch.dtype, n_masks: int) -
     weighted = mask_weight if n_masks % 2 else None
     result = run_on("triton", x, weight, pack(masks), "silu", weighted)
     assert_matches(result, reference.forward(x, weight, masks, "silu", weighted))
+
+
+@in_8_bits
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "n_masks"), [(1, 1), (1, 16), (2, 3), (13, 1), (13, 8), (64, 4)])
+def test_a_weight_in_8_bits(weight_format: str, dtype: torch.dtype, tokens: int, n_masks: int) -> None:
+    d, h = SHAPES[(tokens + n_masks) % 3]
+    if dtype is torch.float32:
+        tokens = min(tokens, backend.MAX_WIDE_TOKENS)
+    layer, expected = stored_layer(weight_format, dtype, tokens, d, h, n_masks, "cuda")
+    for weight in (layer.weight, rows_apart(layer.weight, 16), rows_apart(layer.weight, 3), transposed(layer.weight)):
+        result = run_on("triton", *layer._replace(weight=weight))
+        assert_matches(result.cpu(), expected)
+
+
+@in_8_bits
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_every_stored_value_is_decoded(weight_format: str, dtype: torch.dtype, tokens: int) -> None:
+    for column in range(0, 31, 3):
+        layer, expected = every_stored_value(weight_format, column, dtype, "cuda")
+        result = run_on("triton", *layer._replace(x=layer.x.expand(tokens, -1)))
+        torch.testing.assert_close(result, expected.expand(tokens, -1), equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -20,16 +20,17 @@ def run_on(
     packed_masks: Tensor,
     activation: str = "silu",
     mask_weights: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_format: str = "dense",
     launch: Any = None,
 ) -> Tensor:
     """The result of one backend, with the given launch or its own choice."""
-    return dispatch.forward(
-        LayerArguments(x, weight, packed_masks, activation, mask_weights), backend=backend, launch=launch
-    )
+    given = LayerArguments(x, weight, packed_masks, activation, mask_weights, weight_scale, weight_format)
+    return dispatch.forward(given, backend=backend, launch=launch)
 
 
 def unsupported(backend: str, *operands: Any) -> str | None:
-    """Why a backend cannot take a call with `x, weight, packed_masks, activation, mask_weights`."""
+    """Why a backend cannot take a call with the arguments of `mglu::forward`."""
     return BACKENDS[backend].unsupported_reason(LayerCall.of(LayerArguments(*operands)))
 
 

@@ -15,7 +15,7 @@ def unaligned(tensor: Tensor, offset: int = 1) -> Tensor:
 
 
 def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
-    """A copy whose rows have `distance` elements between them, which hold NaN or 255."""
+    """A copy whose rows have `distance` elements between them, which hold NaN or the largest integer."""
     shape = (*tensor.shape[:-1], tensor.shape[-1] + distance)
     return tensor.new_full(shape, _poison(tensor))[..., : tensor.shape[-1]].copy_(tensor)
 
@@ -48,4 +48,4 @@ def bands_of(tensor: Tensor) -> Tensor:
 
 
 def _poison(tensor: Tensor) -> float:
-    return float("nan") if tensor.is_floating_point() else 255
+    return float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max

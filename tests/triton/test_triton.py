@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from backend_calls import unsupported
 from families import quick_only_for
+from stored_weights import stored_layer
 
+from mglu_ops.backends import BACKENDS
 from mglu_ops.backends import triton as backend
 from mglu_ops.backends.triton.configs import MatmulConfig, MatvecConfig, choose
+from mglu_ops.layer_call import LayerCall
 from mglu_ops.masks import pack
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,6 +44,11 @@ def test_unsupported_reason_says_why() -> None:
     far = torch.empty_strided((1, 16), (16, 2**28), dtype=torch.float16, device="meta")
     assert "x: its columns lie more than" in (reason(far) or "")
     assert "float64" in (reason(x.double()) or "")
+    for weight_format in ("fp8_block", "int4_group"):
+        layer, _ = stored_layer(weight_format, torch.float16, 1, 3, 16, 1)
+        assert f"no weight format {weight_format}, only dense, fp8_row, int8_row" in (
+            unsupported("triton", *layer) or ""
+        )
     if backend.is_installed():
         assert "got device cpu" in (reason(x) or "")
     else:
@@ -69,6 +78,20 @@ def test_every_problem_has_a_launch() -> None:
 
 
 @needs_triton
+def test_fp8_needs_a_gpu_with_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton converts fp8 from capability 8.9 on, and integers everywhere."""
+    capabilities = {"cuda:0": (8, 0), "cuda:1": (8, 9)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[str(device)])
+    for weight_format, reason in (
+        ("fp8_row", "the Triton kernels for weights in fp8 need compute capability 8.9, this GPU has (8, 0)"),
+        ("int8_row", None),
+    ):
+        call = LayerCall.of(stored_layer(weight_format, torch.float16, 1, 3, 16, 1)[0])
+        reasons = [BACKENDS["triton"].unsupported_reason(replace(call, device=torch.device(d))) for d in capabilities]
+        assert reasons == [reason, None]
+
+
+@needs_triton
 @pytest.mark.parametrize("function", quick_only_for(["::test_numbers_of_masks"], ["::test_numbers_of_masks", ""]))
 def test_interpreted_kernels_agree_with_the_oracle(function: str) -> None:
     run_tests(f"triton_interpreted.py{function}", TRITON_INTERPRET="1")
@@ -82,24 +105,28 @@ def test_a_compiler_sees_the_launch() -> None:
 @needs_triton
 @pytest.mark.parametrize("capability", quick_only_for([90], [80, 89, 90, 100, 120]))
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 8, 16])
-def test_kernels_compile_without_spills(n_masks: int, capability: int) -> None:
+@pytest.mark.parametrize("weight_format", quick_only_for(["dense"], ["dense", "fp8_row", "int8_row"]))
+def test_kernels_compile_without_spills(weight_format: str, n_masks: int, capability: int) -> None:
     """The tuned launches of 1 to 64 tokens, for GPUs of several generations; a few of the fastest spill 8 registers."""
     from triton_compiled import compile_kernel, spills
 
+    if weight_format == "fp8_row" and capability < 89:
+        pytest.skip("Triton converts fp8 from capability 8.9 on")
     for tokens in (1, 8, 16, 32, 64):
-        compiled = compile_kernel(n_masks, tokens, torch.bfloat16, capability)
+        compiled = compile_kernel(n_masks, tokens, torch.bfloat16, capability, weight_format)
         assert spills(compiled) <= (0 if tokens == 1 else 32), tokens
         assert compiled.metadata.shared <= 1024 * (99 if capability in (89, 120) else 163), tokens
 
 
 @needs_triton
-@pytest.mark.parametrize("n_masks", [2, 4, 8, 16])
-def test_weights_are_flipped_in_registers(n_masks: int) -> None:
+@pytest.mark.parametrize("weight_format", ["dense", "fp8_row", "int8_row"])
+@pytest.mark.parametrize("n_masks", quick_only_for([4], [2, 4, 8, 16]))
+def test_weights_are_decoded_and_flipped_in_registers(n_masks: int, weight_format: str) -> None:
     """The speed of the matmul kernel depends on this, and a new version of Triton could lose it."""
     from triton_compiled import compile_kernel, loop_of
 
     for tokens in (8, 16):
-        loop = loop_of(compile_kernel(n_masks, tokens, torch.float16, 90))
+        loop = loop_of(compile_kernel(n_masks, tokens, torch.float16, 90, weight_format))
         assert "tt.dot" in loop
         assert "local_alloc" not in loop
         assert "convert_layout" not in loop

@@ -16,9 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mglu_ops.backends.triton import launch
+from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerArguments
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
+_TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
 
 
 class _Recorder:
@@ -34,14 +36,14 @@ class _Recorder:
         return record
 
 
-def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: int) -> Any:
+def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: int, weight_format: str = "dense") -> Any:
     """The kernel that the backend launches for 1024 x 1024 weights, compiled."""
     x = torch.empty(tokens, 1024, dtype=dtype)
-    weight = torch.empty(1024, 1024, dtype=dtype)
+    weight, scale = FORMATS[weight_format].quantize(torch.zeros(1024, 1024, dtype=dtype))
     packed = torch.empty(1024, 128, n_masks, dtype=torch.uint8)
     recorders = {name: _Recorder(getattr(launch, name)) for name in ("matvec_kernel", "matmul_kernel")}
     with mock.patch.multiple(launch, **recorders):
-        launch.launch(LayerArguments(x, weight, packed), None)
+        launch.launch(LayerArguments(x, weight, packed, "silu", None, scale, weight_format), None)
     (used,) = (recorder for recorder in recorders.values() if hasattr(recorder, "args"))
     return _compile(used.kernel, used.args, used.kwargs, capability)
 

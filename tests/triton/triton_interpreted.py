@@ -14,11 +14,13 @@ from hypothesis import given
 from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
 from not_finite import assert_right_or_not_finite
 from outliers import assert_loses_no_more_than_naive, outlier_layers, slack_of_differences
+from stored_weights import every_stored_value
 from strategies import Layer, examples
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
+from mglu_ops.formats import FORMATS
 from mglu_ops.masks import pack
 
 Layout = Callable[[Tensor], Tensor]
@@ -34,18 +36,21 @@ def check(
     activation: str = "silu",
     weighted: bool = False,
     layout: Layout = lambda tensor: tensor,
+    weight_format: str = "dense",
 ) -> Tensor:
     """One call against the oracle; `layout` gives each tensor other strides or another offset."""
     torch.manual_seed(n_masks)
     x = torch.randn(tokens, h).to(dtype)
-    weight = (torch.randn(d, h) / max(h, 1) ** 0.5).to(dtype)
+    stored, scale = FORMATS[weight_format].quantize((torch.randn(d, h) / max(h, 1) ** 0.5).to(dtype))
+    weight = FORMATS[weight_format].dequantize(stored, scale, torch.float64)
     masks = torch.rand(n_masks, d, h) > 0.5
     mask_weight = torch.rand(tokens, n_masks).to(dtype) if weighted else None
     packed = pack(masks)
-    laid = [layout(tensor) for tensor in (x, weight, packed)]
+    laid = [layout(tensor) for tensor in (x, stored, packed)]
     laid_weights = layout(mask_weight) if mask_weight is not None else None
-    assert unsupported("triton", *laid, activation, laid_weights) is None
-    result = run_on("triton", *laid, activation, laid_weights)
+    operands = (*laid, activation, laid_weights, scale, weight_format)
+    assert unsupported("triton", *operands) is None
+    result = run_on("triton", *operands)
     assert result.dtype is dtype
     assert_matches(result, reference.forward(x, weight, masks, activation, mask_weight))
     return result
@@ -53,8 +58,21 @@ def check(
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 6, 8, 12, 16])
-def test_numbers_of_masks(n_masks: int, tokens: int) -> None:
-    check(tokens, 2, 40, n_masks, weighted=True)
+@pytest.mark.parametrize("weight_format", ["dense", "fp8_row", "int8_row"])
+def test_numbers_of_masks(weight_format: str, n_masks: int, tokens: int) -> None:
+    h, dtype = (40, 77)[n_masks % 2], DTYPES[n_masks % 3]
+    check(tokens, 2, h, n_masks, dtype, weighted=n_masks % 4 < 2, weight_format=weight_format)
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float16), (4, torch.float16), (4, torch.bfloat16)])
+@pytest.mark.parametrize("weight_format", ["fp8_row", "int8_row"])
+def test_every_stored_value_is_decoded(weight_format: str, tokens: int, dtype: torch.dtype) -> None:
+    """All but NaN in fp8, which Triton's interpreter takes for 480; test_triton_backend.py has it on a GPU."""
+    layer, expected = every_stored_value(weight_format, 3, dtype)
+    result = run_on("triton", *layer._replace(x=layer.x.expand(tokens, -1)))[-1]
+    rounding = 2**-7 if dtype is torch.bfloat16 else 0  # the interpreter truncates results in bfloat16
+    kept = ~expected.isnan()
+    torch.testing.assert_close(result[kept], expected[kept], rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
@@ -111,6 +129,8 @@ def test_error_compared_with_the_naive_layers(layer: Layer) -> None:
 def test_strides_and_offsets(layout: Layout, tokens: int) -> None:
     check(tokens, 2, 64, 4, weighted=True, layout=layout)
     check(tokens, 2, 50, 2, torch.bfloat16, layout=layout)
+    check(tokens, 2, 64, 4, layout=layout, weight_format="fp8_row")
+    check(tokens, 2, 50, 2, torch.bfloat16, weighted=True, layout=layout, weight_format="int8_row")
 
 
 @pytest.mark.parametrize("fill", [False, True])

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_WIDE_TOKENS = 8
 """The most tokens in float32, which the kernel computes one by one: beyond this, library GEMMs are faster."""
 
+_FORMATS = ("dense", "fp8_row", "int8_row")
+"""A row's scale is a factor of its gates and values, which the kernels multiply once."""
+
 
 @cache
 def is_installed() -> bool:
@@ -40,17 +43,18 @@ def _runs_interpreted() -> bool:
 
 
 @cache
-def _device_reason(device: torch.device) -> str | None:
+def _device_reason(device: torch.device, needs_fp8: bool) -> str | None:
     if not is_installed():
         return "triton is not installed"
     if _runs_interpreted():
         return None
     if device.type != "cuda" or torch.version.hip:
         return f"the Triton kernels are for CUDA GPUs (got device {device}), or for any with TRITON_INTERPRET=1"
-    capability = torch.cuda.get_device_capability(device)
-    return (
-        None if capability >= (8, 0) else f"the Triton kernels need compute capability 8.0, this GPU has {capability}"
-    )
+    capability, needed = torch.cuda.get_device_capability(device), (8, 9) if needs_fp8 else (8, 0)
+    if capability >= needed:
+        return None
+    what = "the Triton kernels" + (" for weights in fp8" if needs_fp8 else "")
+    return f"{what} need compute capability {needed[0]}.{needed[1]}, this GPU has {capability}"
 
 
 class Triton(Backend):
@@ -61,8 +65,9 @@ class Triton(Backend):
     def unsupported_reason(self, call: LayerCall) -> str | None:
         if call.dtype is torch.float64:
             return "the Triton kernels sum in float32, which is too narrow for float64"
-        if not call.weight.format.is_dense:
-            return f"no kernel for the weight format {call.weight.format.name}"
+        weight_format = call.weight.format
+        if weight_format.name not in _FORMATS:
+            return f"the Triton kernels have no weight format {weight_format.name}, only {', '.join(_FORMATS)}"
         most = MAX_WIDE_TOKENS if call.dtype is torch.float32 else MAX_TOKENS
         if call.tokens > most:
             return f"the Triton kernels are for {most} tokens at most in {call.dtype}, got {call.tokens}"
@@ -74,7 +79,7 @@ class Triton(Backend):
         for name, size, layout in columns:
             if size * layout.strides[1] >= 2**31:
                 return f"{name}: its columns lie more than 2**31 elements apart, past the offsets of the Triton kernels"
-        return _device_reason(call.device)
+        return _device_reason(call.device, weight_format.dtype is torch.float8_e4m3fn)
 
     def prepare(self, call: LayerCall, launch: Config | None = None) -> PreparedCall:
         """Import the kernels. Triton itself compiles and keeps them; `launch` replaces the tuned configuration."""

@@ -45,7 +45,7 @@ def _is_traced(tensor: Tensor) -> bool:
 
 def launch(given: LayerArguments, config: Config | None) -> Tensor:
     """The result `[tokens, out_features]` of arguments `in_rows`; one kernel, and no allocation but the result's."""
-    x, weight, packed_masks, activation, mask_weights, *_ = given
+    x, weight, packed_masks, activation, mask_weights, scale, _ = given
     tokens, in_features, out_features, n_masks = x.shape[0], given.in_features, given.out_features, given.n_masks
     if x.is_cuda and not _is_traced(x) and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):  # Triton launches on the current device
@@ -61,20 +61,25 @@ def launch(given: LayerArguments, config: Config | None) -> Tensor:
     run(
         wrap,
         config,
-        (x, weight, packed_masks, mask_weights, y, tokens, out_features, in_features),
+        (x, weight, packed_masks, mask_weights, scale, y, tokens, out_features, in_features),
         (
             x.stride(),
             weight.stride(),
             packed_masks.stride(),
             (0, 0) if mask_weights is None else mask_weights.stride(),
         ),
-        {"N_MASKS": n_masks, "ACTIVATION": activation, "WEIGHTED": mask_weights is not None},
+        {
+            "N_MASKS": n_masks,
+            "ACTIVATION": activation,
+            "WEIGHTED": mask_weights is not None,
+            "SCALED": scale is not None,
+        },
     )
     return y
 
 
 def _matvec(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, constants: dict[str, Any]) -> None:
-    packed_masks, tokens, out_features, in_features = problem[2], *problem[5:]
+    packed_masks, tokens, out_features, in_features = problem[2], *problem[-3:]
     (x_token, x_k), (w_row, w_k), (m_row, m_group, m_mask), mask_weight_strides = strides
     word = _word_bytes(packed_masks)
     w_row, w_unit = _in_units(w_row, 8)
@@ -99,7 +104,7 @@ def _matvec(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, cons
 
 
 def _matmul(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, constants: dict[str, Any]) -> None:
-    packed_masks, tokens, out_features, in_features = problem[2], *problem[5:]
+    packed_masks, tokens, out_features, in_features = problem[2], *problem[-3:]
     (x_token, x_k), (w_row, w_k), (m_row, m_group, m_mask), mask_weight_strides = strides
     n_masks = n_masks_of(packed_masks)
     masks = 1 << (n_masks - 1).bit_length()

@@ -48,6 +48,7 @@ def matmul_kernel(
     w_ptr,
     m_ptr,
     mask_weight_ptr,
+    scale_ptr,
     y_ptr,
     tokens,
     out_features,
@@ -65,6 +66,7 @@ def matmul_kernel(
     MASKS: tl.constexpr,  # N_MASKS, rounded up to a power of two
     ACTIVATION: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    SCALED: tl.constexpr,
     X_UNIT: tl.constexpr,
     W_UNIT: tl.constexpr,
     M_UNIT: tl.constexpr,
@@ -117,12 +119,14 @@ def matmul_kernel(
             inside = (group * 8 < in_features) & (i < N_MASKS)
             packed = tl.load(m_ptr + offset[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
         packed = tl.reshape(packed, [BLOCK_ROWS, BLOCK_K // 8, MASKS])
+        w = w.to(tl.float32).to(x.dtype)  # exact: both 16-bit types hold every number of fp8 and int8
         total = _dot(w, x_again, total)
         flipped = _dot(_flip(w, packed, BLOCK_ROWS, BLOCK_K, MASKS), x, flipped)
 
     t = total[None, :, :]
     f = tl.reshape(flipped, [MASKS, BLOCK_ROWS, BLOCK_TOKENS])
-    term = activate((t - f) * 0.5, ACTIVATION) * ((t + f) * 0.5)
+    half = tl.load(scale_ptr + last_row)[None, :, None] * 0.5 if SCALED else 0.5
+    term = activate((t - f) * half, ACTIVATION) * ((t + f) * half)
     if WEIGHTED:
         term_weights = (
             mask_weight_ptr + token.to(tl.int64)[None, :] * mask_weight_token + (mask * mask_weight_mask)[:, None]

@@ -94,7 +94,7 @@ def _add(gates, rest, w, x, words, N_MASKS: tl.constexpr, WORD_BYTES: tl.constex
     xs = _eight(x.to(tl.float32), GROUPS)
     new_gates = ()
     new_rest = ()
-    if w.dtype != tl.float32:
+    if x.dtype != tl.float32:
         total = rest[0]
         for k in tl.static_range(8):
             total = tl.fma(ws[k], xs[k], total)
@@ -105,10 +105,10 @@ def _add(gates, rest, w, x, words, N_MASKS: tl.constexpr, WORD_BYTES: tl.constex
         for k in tl.static_range(8):
             on = _bit(words[i // WORD_BYTES], 8 * (i % WORD_BYTES) + k)
             gate = tl.where(on, tl.fma(ws[k], xs[k], gate), gate)
-            if w.dtype == tl.float32:
+            if x.dtype == tl.float32:
                 value = tl.where(on, value, tl.fma(ws[k], xs[k], value))
         new_gates += (gate,)
-        if w.dtype == tl.float32:
+        if x.dtype == tl.float32:
             new_rest += (value,)
     return new_gates, new_rest
 
@@ -119,6 +119,7 @@ def matvec_kernel(
     w_ptr,
     m_ptr,
     mask_weight_ptr,
+    scale_ptr,
     y_ptr,
     tokens,
     out_features,
@@ -136,6 +137,7 @@ def matvec_kernel(
     WORD_BYTES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    SCALED: tl.constexpr,
     W_UNIT: tl.constexpr,
     TAIL: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -154,9 +156,9 @@ def matvec_kernel(
         m_ptr = m_ptr.to(tl.pointer_type(tl.int64))
     m_ptr += row * m_row
     WORDS: tl.constexpr = N_MASKS // WORD_BYTES
-    # Products of float16 or bfloat16 are exact in float32, so that value = sum of all - gate. Products of float32 are
+    # Products with an x of 16 bits are exact in float32, so that value = sum of all - gate. Products with a float32 are
     # rounded, and the difference would carry the error of the whole sum into a value of few weights.
-    WIDE: tl.constexpr = w_ptr.dtype.element_ty == tl.float32
+    WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     gates = (tl.zeros([GROUPS], tl.float32),) * N_MASKS
     rest = (tl.zeros([GROUPS], tl.float32),) * (N_MASKS if WIDE else 1)
     for start in range(0, tl.cdiv(in_features, 8), GROUPS):
@@ -168,10 +170,11 @@ def matvec_kernel(
 
     y = 0.0
     total = tl.sum(rest[0])
+    scale = tl.load(scale_ptr + row) if SCALED else 1.0
     for i in tl.static_range(N_MASKS):
         gate = tl.sum(gates[i])
         value = tl.sum(rest[i]) if WIDE else total - gate
-        term = activate(gate, ACTIVATION) * value
+        term = activate(gate * scale, ACTIVATION) * (value * scale)
         if WEIGHTED:
             term *= tl.load(mask_weight_ptr + token * mask_weight_token + i * mask_weight_mask).to(tl.float32)
         y += term
