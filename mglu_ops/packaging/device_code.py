@@ -20,7 +20,7 @@ from ..backends.cuda import DecodeMma, Plain, TileWgmma
 from ..backends.cuda.choice import choose
 from ..backends.cuda.compiler import compile_cubin
 from ..backends.cuda.device import Gpu, gpu_of_architecture
-from ..backends.cuda.kernels import permute_x
+from ..backends.cuda.kernels import decode_weight, permute_x
 from ..backends.cuda.kernels.base import ELEMENTS
 from ..layer_call import LayerCall
 from .package import LayerInfo, read_info
@@ -144,8 +144,12 @@ def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[st
         return None
     target = config.target(gpu)
     kernel = cubins.index(config.kernel, target, config.macros(call))
-    permute, boxes = _row(cubin=-1, blocks=0, bytes=0), _row(tokens=0, rows=0, mask_bytes=0, swizzle_masks=False)
+    decode = permute = _row(cubin=-1, blocks=0, bytes=0)
+    boxes = _row(tokens=0, rows=0, weight_item_bytes=0, weight_columns=0, mask_bytes=0, swizzle_masks=False)
     if isinstance(config, TileWgmma):
+        if config.decoded:
+            cubin = cubins.index(decode_weight.NAME, target, decode_weight.macros(call))
+            decode = _row(cubin=cubin, blocks=decode_weight.blocks(call), bytes=decode_weight.copy_bytes(call))
         if config.permuted:
             tile = config.block_tokens, config.sub
             cubin = cubins.index(permute_x.NAME, target, permute_x.macros(*tile))
@@ -154,6 +158,8 @@ def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[st
         boxes = _row(
             tokens=config.block_tokens,
             rows=weight.box_height,
+            weight_item_bytes=weight.item,
+            weight_columns=weight.box_width,
             mask_bytes=0 if masks is None else masks.box_width,
             swizzle_masks=masks is not None and masks.swizzle,
         )
@@ -166,6 +172,7 @@ def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[st
         "shared_bytes": config.shared_bytes(call),
         "blocks_per_sm": config.blocks_per_sm if isinstance(config, DecodeMma) else 0,
         "overlap": gpu.arch >= (9, 0),
+        "decode_weight": decode,
         "permute_x": permute,
         "boxes": boxes,
     }

@@ -15,9 +15,9 @@ from processes import run
 from small_packages import write_small_package
 
 from mglu_ops.backends.cuda import TileWgmma
-from mglu_ops.backends.cuda.choice import choose
-from mglu_ops.backends.cuda.device import gpu_of_architecture
-from mglu_ops.backends.cuda.kernels import permute_x
+from mglu_ops.backends.cuda.choice import LaunchChoice, choose
+from mglu_ops.backends.cuda.device import Gpu, gpu_of_architecture
+from mglu_ops.backends.cuda.kernels import decode_weight, permute_x
 from mglu_ops.backends.cuda.kernels.base import integers
 from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerCall
@@ -65,6 +65,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder, layer = tmp_path_factory.mktemp("launches"), replace(LAYER, n_masks=request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_code, "compile_cubin", lambda *_: b"\x7fELF")
+        patch.setattr(device_code, "choose", choose_or_decode)
         write_table(folder, layer.n_masks)
     compile_table(folder)
     compile_cpp(folder / "libcuda.so.1", "-shared", "-fPIC", HERE / "fake_driver.cpp")
@@ -72,6 +73,15 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     sources = [library / "tensor.cpp", library / "cuda/driver.cpp", library / "cuda/launch.cpp"]
     compile_cpp(folder / "print_launches", HERE / "print_launches.cpp", *sources, folder / "kernels.o", "-ldl")
     return folder / "print_launches", layer
+
+
+def choose_or_decode(call: LayerCall, gpu: Gpu) -> LaunchChoice:
+    """The usual choice, but 512 tokens of a weight in fewer bits read a decoded copy, whatever is faster."""
+    choice = choose(call, gpu)
+    if call.tokens < device_code.MAX_TOKENS or call.weight.format.is_dense:
+        return choice
+    assert isinstance(choice.config, TileWgmma)
+    return replace(choice, config=replace(choice.config, decoded=True, stages=2))
 
 
 def printed_launches(program: Path, layer: LayerInfo, tokens: Iterable[int], sms: int) -> tuple[list[str], str]:
@@ -87,9 +97,12 @@ def launches(layer: LayerInfo, tokens: int, sms: int) -> list[str]:
     chosen_for = gpu_of_architecture((9, 0))
     gpu = replace(chosen_for, multiprocessors=sms)
     call = device_code._call(layer, tokens)
-    config = choose(call, chosen_for).config
+    config = choose_or_decode(call, chosen_for).config
     lines, weight = [f"{tokens} tokens"], weight_of(call)
     if isinstance(config, TileWgmma):
+        if config.decoded:
+            lines.append(f"allocate {decode_weight.copy_bytes(call)}")
+            lines.append(f"mglu_decode_weight {decode_weight.blocks(call)} 1 256 0{weight}")
         if config.permuted:
             tile = config.block_tokens, config.sub
             lines.append(f"allocate {permute_x.copy_bytes(call, *tile)}")

@@ -28,7 +28,8 @@ constexpr int kProgrammaticStreamSerialization = 6, kMaxDynamicSharedSize = 8;
 constexpr int kMultiprocessorCount = 16, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
 constexpr int kMaxSharedMemoryPerMultiprocessor = 81, kMaxSharedMemoryPerBlockOptin = 97;
 constexpr int kReservedSharedMemoryPerBlock = 111;
-constexpr int kUint8 = 0, kUint16 = 1, kNoSwizzle = 0, kSwizzle128B = 3, kPromote64B = 1;
+constexpr int kUint8 = 0, kUint16 = 1, kNoSwizzle = 0, kSwizzle32B = 1, kSwizzle64B = 2, kSwizzle128B = 3,
+              kPromote64B = 1;
 constexpr unsigned kSharedBytesByDefault = 48 * 1024;
 
 class Library {
@@ -156,8 +157,10 @@ TensorMap encode(const Matrix& matrix, const void* pointer) {
     TensorMap map;
     const std::uint64_t sizes[] = {matrix.width, matrix.height}, pitches[] = {matrix.pitch};
     const std::uint32_t box[] = {matrix.box_width, matrix.box_height}, steps[] = {1, 1};
+    const std::uint32_t row_bytes = matrix.box_width * matrix.item_bytes;
+    const int swizzle = row_bytes == 32 ? kSwizzle32B : row_bytes == 64 ? kSwizzle64B : kSwizzle128B;
     cuda.check(cuda.encode(map.opaque, matrix.item_bytes == 1 ? kUint8 : kUint16, 2, const_cast<void*>(pointer), sizes,
-                           pitches, box, steps, 0, matrix.swizzle ? kSwizzle128B : kNoSwizzle, kPromote64B, 0),
+                           pitches, box, steps, 0, matrix.swizzle ? swizzle : kNoSwizzle, kPromote64B, 0),
                "encoding a tensor map");
     return map;
 }

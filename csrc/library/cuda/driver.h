@@ -39,7 +39,7 @@ struct Matrix {
     std::uint64_t width, height;
     std::uint64_t pitch;  // bytes from a row to the next
     std::uint32_t box_width, box_height;
-    bool swizzle;
+    bool swizzle;  // by the bytes in a row of the box: 128, 64 or 32
 };
 
 TensorMap encode(const Matrix& matrix, const void* pointer);

@@ -26,19 +26,21 @@ struct Variant {
     auto operator<=>(const Variant& other) const = default;
 };
 
-// The launch of permute_x, on the same stream before tile_wgmma: it copies x with its columns in the order in which
-// masks are read.
-struct PermuteX {
-    int cubin = -1;  // -1 for a kernel that reads x directly
+// A launch on the same stream before tile_wgmma, which reads the copy: decode_weight copies W in x's type, and permute_x
+// copies x with its columns in the order in which masks are read.
+struct CopyLaunch {
+    int cubin = -1;  // -1 for a kernel that reads the tensor itself
     unsigned blocks;
     std::int64_t bytes;  // of the copy
 };
 
 // The boxes in which tile_wgmma's producer warps copy x, W and the masks by TMA.
 struct Boxes {
-    std::uint32_t tokens;      // of x, at most the call's; unused where x is permuted
-    std::uint32_t rows;        // of W and the masks; 0 for a kernel that does not use TMA
-    std::uint32_t mask_bytes;  // of a row; 0 where rows are not multiples of 16 bytes, which TMA cannot copy
+    std::uint32_t tokens;          // of x, at most the call's; unused where x is permuted
+    std::uint32_t rows;            // of W and the masks; 0 for a kernel that does not use TMA
+    int weight_item_bytes;         // of an element of W as the kernel reads it
+    std::uint32_t weight_columns;  // of such elements, which hold 64 weights
+    std::uint32_t mask_bytes;      // of a row; 0 where rows are not multiples of 16 bytes, which TMA cannot copy
     bool swizzle_masks;
 };
 
@@ -59,7 +61,8 @@ struct TunedLaunch {
     unsigned shared_bytes;   // of dynamic shared memory that a block needs
     unsigned blocks_per_sm;  // 0, or the most blocks an SM may run, so that none idles while another has more
     bool overlap;            // may be set up while the kernel before it in the stream still runs
-    PermuteX permute_x;
+    CopyLaunch decode_weight;
+    CopyLaunch permute_x;
     Boxes boxes;
 };
 

@@ -17,7 +17,7 @@ namespace mglu::cuda {
 namespace {
 
 constexpr std::int64_t kMaxTokens = 512;  // of a launch; calls with more make several (MAX_TOKENS in device_code.py)
-constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kPermuteThreads = 256;
+constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kCopyThreads = 256;
 
 std::int64_t item_bytes(Scalar dtype) { return dtype == Scalar::float32 ? 4 : 2; }
 
@@ -138,12 +138,14 @@ unsigned reserved_shared_bytes(const TunedLaunch& tuned, const DeviceFacts& devi
     return std::max(tuned.shared_bytes, static_cast<unsigned>(share - device.reserved_shared_bytes_per_block + 128));
 }
 
-// Copies x into the order that `tuned` reads, and returns the address of the copy.
-const void* permute_x(const TunedLaunch& tuned, const DeviceFacts& device, Params p, const Executor& executor) {
-    p.out = executor.allocate(tuned.permute_x.bytes);
-    const Geometry geometry{tuned.permute_x.blocks, 1, kPermuteThreads, 0, tuned.overlap};
-    launch(load_cubin(device, tuned.permute_x.cubin, 0), geometry, executor.stream, &p);
-    return p.out;
+// Copies a tensor into the form that `tuned` reads, if it does not read the tensor itself. `pointer` becomes the address
+// of the copy.
+void copy(const void*& pointer, const CopyLaunch& by, const TunedLaunch& tuned, const DeviceFacts& device, Params p,
+          const Executor& executor) {
+    if (by.cubin < 0) return;
+    p.out = executor.allocate(by.bytes);
+    launch(load_cubin(device, by.cubin, 0), {by.blocks, 1, kCopyThreads, 0, tuned.overlap}, executor.stream, &p);
+    pointer = p.out;
 }
 
 TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
@@ -151,7 +153,10 @@ TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
     const auto height = static_cast<std::uint64_t>(p.out_features), width = static_cast<std::uint64_t>(p.in_features);
     TileParams tile{};
     static_cast<Params&>(tile) = p;
-    tile.weight_map = encode({2, width, height, 2 * width, 64, box.rows, true}, p.weight);
+    const std::uint64_t stored = width * box.weight_columns / 64;
+    tile.weight_map = encode(
+        {box.weight_item_bytes, stored, height, box.weight_item_bytes * stored, box.weight_columns, box.rows, true},
+        p.weight);
     if (tuned.permute_x.cubin < 0) {
         const auto tokens = static_cast<std::uint32_t>(p.tokens);
         const auto pitch = static_cast<std::uint64_t>(2 * p.x_row_stride);
@@ -165,7 +170,9 @@ TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
 }
 
 void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p, const Executor& executor) {
-    if (tuned.permute_x.cubin >= 0) p.x = permute_x(tuned, device, p, executor);
+    const Params given = p;
+    copy(p.weight, tuned.decode_weight, tuned, device, given, executor);
+    copy(p.x, tuned.permute_x, tuned, device, given, executor);
     const Geometry geometry{grid_blocks(tuned, device), 1, tuned.threads, reserved_shared_bytes(tuned, device),
                             tuned.overlap};
     const Function kernel = load_cubin(device, tuned.cubin, geometry.shared_bytes);
