@@ -33,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(256) mglu_decode_weight(const __gri
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int bit = (octet * 8 + 2 * i) * Weight::kBits;
-            pairs[i] = convert_pair<kType, kType>(Weight::neighbours(words[bit / 32] >> bit % 32), scale);
+            const u32 bits = words[bit / 32] >> bit % 32 & ((1u << 2 * Weight::kBits) - 1);
+            pairs[i] = convert_pair<kType, kType>(Weight::neighbours(bits), scale);
         }
         store_global(to + octet * 8, pairs);
     }

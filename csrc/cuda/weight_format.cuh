@@ -111,7 +111,7 @@ __device__ __forceinline__ u32 convert_pair(u32 pair, Scale scale) {
 // its first weight in the lower half. Scale is float where scales belong to columns, or Unscaled.
 //
 // - load: four neighbouring weights of a row in shared memory, as the even ones (columns 0 and 2) and the odd ones
-// - neighbours: two neighbouring weights, from the last 2 kBits bits of a word
+// - neighbours: two neighbouring weights, from a word of 2 kBits bits
 // - across: of two groups A and B of 8 neighbouring weights, the pairs (A_2s, B_2s) and (A_2s+1, B_2s+1)
 template <WeightFormat kFormat, int kType>
 struct WeightPairs;

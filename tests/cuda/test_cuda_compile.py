@@ -80,8 +80,16 @@ def compiled(kernel: str, target: str, macros: dict[str, int]) -> tuple[int, int
 def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
     assert config is not None
     registers, spills, log = compiled(config.kernel, config.target(gpu), config.macros(call))
-    # 15 masks of 16 tokens in the large blocks of an A100 use all registers and spill three words.
-    assert spills <= (12 if gpu.arch == (8, 0) and call.n_masks == 15 else 0), f"{config} for {gpu.arch}: {log}"
+    # 15 masks of 16 tokens in the large blocks of an A100 use all registers and spill three words. Two masks of 128
+    # tokens with scales of columns spill up to five, of which the loop reads one.
+    most = (
+        12
+        if gpu.arch == (8, 0) and call.n_masks == 15
+        else 20
+        if call.weight.format.columns and call.n_masks == 2
+        else 0
+    )
+    assert spills <= most, f"{config} for {gpu.arch}: {log}"
     assert "serialized" not in log, f"wgmmas wait for each other in {config}: {log}"
     assert registers * config.resident_threads() <= REGISTERS_PER_SM, f"{config}: {log}"
 

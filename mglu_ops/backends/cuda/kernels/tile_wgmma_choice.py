@@ -95,10 +95,9 @@ def fastest(call: LayerCall, gpu: Gpu, must_permute: bool, costs: CostModel) -> 
 
 def candidates(call: LayerCall, gpu: Gpu, must_permute: bool) -> Iterator[TileWgmma]:
     """The launches that suit a call."""
-    scales_columns = call.weight.format.columns is not None
-    found = launches(call.n_masks, call.weight.bits, scales_columns, must_permute, gpu.shared_bytes_per_sm)
+    found = launches(call.n_masks, call.weight.bits, must_permute, gpu.shared_bytes_per_sm)
     if not (call.weight.format.is_dense or call.batch_invariant):  # a decoded weight is rounded
-        dense = launches(call.n_masks, 16, False, must_permute, gpu.shared_bytes_per_sm)
+        dense = launches(call.n_masks, 16, must_permute, gpu.shared_bytes_per_sm)
         found += tuple(replace(config, decoded=True) for config in dense)
     return (config for config in found if suits(config, call))
 
@@ -111,13 +110,11 @@ def suits(config: TileWgmma, call: LayerCall) -> bool:
 
 
 @cache
-def launches(
-    n_masks: int, weight_bits: int, scales_columns: bool, must_permute: bool, shared_bytes_per_sm: int
-) -> tuple[TileWgmma, ...]:
+def launches(n_masks: int, weight_bits: int, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TileWgmma, ...]:
     """All launches with enough registers, and with at least three stages in shared memory."""
     found = (
         filled(shape, n_masks, weight_bits, shared_bytes_per_sm, least_stages=3)
-        for shape in shapes(n_masks, must_permute, scales_columns)
+        for shape in shapes(n_masks, must_permute)
     )
     return tuple(config for config in found if config.stages >= 3)
 
@@ -129,7 +126,7 @@ def filled(config: TileWgmma, n_masks: int, weight_bits: int, shared_bytes_per_s
     return replace(config, sub=1).with_full_ring(n_masks, weight_bits, shared_bytes_per_sm) if shorter else full
 
 
-def shapes(n_masks: int, must_permute: bool, scales_columns: bool = False) -> Iterator[TileWgmma]:
+def shapes(n_masks: int, must_permute: bool) -> Iterator[TileWgmma]:
     """The launches for which a thread has enough registers."""
     for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
         masks = n_masks // passes
@@ -137,7 +134,7 @@ def shapes(n_masks: int, must_permute: bool, scales_columns: bool = False) -> It
             continue
         for columns in _TOKEN_COLUMNS:
             accumulators = ceil_div(masks + 1, groups) * columns // 2  # registers of a thread
-            if accumulators > (192 if n_masks <= 2 and not scales_columns else 168):
+            if accumulators > (192 if n_masks <= 2 else 168):
                 continue
             for rows in _TILE_ROWS if groups == 1 else (64,):
                 tile = TileWgmma(rows=rows, block_tokens=columns, mask_groups=groups, passes=passes)

@@ -94,7 +94,9 @@ class CostModel:
         shared_rows = config.mask_groups == 2
         token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
         waves = waves_of(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
-        columns = config.row_groups * (self._columns(config, call.n_masks) + config.passes * _decode_columns(call))
+        columns = config.row_groups * (
+            self._columns(config, call.n_masks) + config.passes * _DECODE_COLUMNS[call.weight.format.name]
+        )
         multiplying = waves * (columns * call.in_features * self.column_us + (self.exchange_us if shared_rows else 0))
         bytes_of_column = call.bytes_of_columns(8) / 8  # of one row of W and its masks
         from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
@@ -125,9 +127,8 @@ _DECODE_LAUNCH_US = 2.0
 """Fixed time of `decode_weight`."""
 
 
-def _decode_columns(call: LayerCall) -> float:
-    """The time to decode 64 rows of W for a pass, in columns of tokens. Measured with 1 to 8 masks (tile_wgmma.md)."""
-    return 0 if call.weight.format.is_dense else 20 if call.weight.format.columns is None else 40
+_DECODE_COLUMNS = {"dense": 0, "fp8_row": 20, "fp8_block": 40, "int8_row": 20, "int4_group": 28}
+"""The time to decode 64 rows of W for a pass, in columns of tokens; measured with 1 to 8 masks (tile_wgmma.md)."""
 
 
 def waves_of(blocks: int, multiprocessors: int, last_wave: float) -> float:
