@@ -36,6 +36,7 @@ constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: som
 #include "vec_avx512.h"
 
 #include "mask_words.h"
+#include "weight_words.h"
 
 #include "vec_math.h"
 
@@ -53,7 +54,8 @@ constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: som
 }  // namespace
 
 Status forward_avx512_bf16(const Forward& call, ParallelFor parallel_for) {
-    if (call.tokens > kMaxFewTokens || call.partials) return forward_tiles(call, parallel_for);
+    const bool is_dense = call.weight_format == WeightFormat::dense;
+    if ((call.tokens > kMaxFewTokens || call.partials) && is_dense) return forward_tiles(call, parallel_for);
     const Floats term_weights = load_mask_weights(call);
     return term_weights ? forward_few<BFloat16>(call, parallel_for, term_weights.get()) : Status::out_of_memory;
 }

@@ -27,6 +27,10 @@ ForwardFunction find_forward(Isa isa, DType dtype) {
 constexpr std::int64_t kMinTokensForAmx = 4;
 constexpr std::int64_t kMaxMasksForDots = 2;
 
+// The most tokens for which weights in 8 bits are decoded in registers. The kernel for few tokens reads them from memory
+// once, and decodes them for every two tokens.
+constexpr std::int64_t kMaxTokensInRegisters = 8;
+
 constexpr std::int64_t kActivationCount =
 #define MGLU_ACTIVATION(...) +1
 #include "activation.h"
@@ -60,8 +64,9 @@ Status forward(const Forward& call, ParallelFor parallel_for) {
     const ForwardFunction run = find_forward(isa, dtype);
     if (!run) return Status::unsupported_isa;
     if (call.tokens == 0 || call.out_features == 0) return Status::ok;
-    return call.weight_format == WeightFormat::dense ? run(call, parallel_for)
-                                                     : forward_decoded(call, parallel_for, run);
+    const bool fused = call.weight_format == WeightFormat::dense ||
+                       (has_row_scales(call.weight_format) && call.tokens <= kMaxTokensInRegisters && isa != Isa::amx);
+    return fused ? run(call, parallel_for) : forward_decoded(call, parallel_for, run);
 }
 
 bool supports(Isa isa, DType dtype) { return isa == Isa::best || find_forward(isa, dtype); }

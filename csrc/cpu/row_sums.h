@@ -39,13 +39,13 @@ constexpr int chains_for(int masks, int tokens) {
     return kSumsValues<E> ? 1 : 4 * sums <= kSumRegisters ? 4 : 2 * sums <= kSumRegisters ? 2 : 1;
 }
 
-// The sums of one row.
-template <class E, int Tokens, int Masks>
+// The sums of one row. E is the type of x, W that of the weights.
+template <class E, class W, int Tokens, int Masks>
 struct RowSums {
     static constexpr int kVecs = vecs_for(Masks), kChains = chains_for<E>(Masks, Tokens), kOctets = kOctetsAtOnce<E>;
     static constexpr int kValues = kSumsValues<E> ? kVecs : 1;
 
-    const E* weights;
+    const W* weights;
     const std::uint8_t* bits;
     const float* x[Tokens];
     std::int64_t n_masks;

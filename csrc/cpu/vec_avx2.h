@@ -1,5 +1,7 @@
 // Eight floats in a 256-bit register. Included inside a file's own namespace, below the target pragma.
 
+#include "fp8_halves.h"
+
 struct Vec {
     static constexpr int width = 8;
     __m256 v;
@@ -67,6 +69,11 @@ MGLU_INLINE Vec load_octet(const BFloat16* p) {
 MGLU_INLINE Vec load_octet(const Float16* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+MGLU_INLINE Vec load_octet(const Int8* p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))};
+}
+MGLU_INLINE Vec load_octet(const Fp8* p) { return {_mm256_cvtph_ps(load_halves(p))}; }
 
 // As many doubles as a Vec has floats, for sums that need more precision than float32.
 struct Wide {

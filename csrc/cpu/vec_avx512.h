@@ -4,6 +4,8 @@
 // The packed format has n_masks innermost, so that the two bytes of a 16-bit k-register are two masks of the same eight
 // weights. A vector holds those weights' products twice, and its halves sum two masks. No bits need to be moved.
 
+#include "fp8_halves.h"
+
 struct Vec {
     static constexpr int width = 16;
     __m512 v;
@@ -87,6 +89,11 @@ MGLU_INLINE Vec load_octet(const Float16* p) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm512_cvtph_ps(_mm256_broadcastsi128_si256(bits))};
 }
+MGLU_INLINE Vec load_octet(const Int8* p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_broadcast_f32x8(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)))};
+}
+MGLU_INLINE Vec load_octet(const Fp8* p) { return {_mm512_cvtph_ps(_mm256_broadcastsi128_si256(load_halves(p)))}; }
 
 // As many doubles as a Vec has floats, for sums that need more precision than float32.
 struct Wide {
