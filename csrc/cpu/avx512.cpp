@@ -37,7 +37,8 @@ constexpr std::int64_t kProductsPerTask = 1 << 17;  // least work of a task: som
 
 #include "mask_weights.h"
 #include "work_queue.h"
-#include "row_sums.h"
+#include "operands.h"
+#include "row_sums_avx512.h"
 #include "small_values.h"
 #include "terms.h"
 #include "few_tokens.h"

@@ -25,7 +25,8 @@ constexpr bool has_row_scales(WeightFormat format) {
 // the weight has row scales, else float32.
 Status forward_decoded(const Forward& call, ParallelFor parallel_for, ForwardFunction run);
 
-// Each function takes a checked, non-empty call with a dense weight whose instruction set runs here. The last two take only bfloat16.
+// Each function takes a checked, non-empty call whose instruction set runs here, with a dense weight, or for few tokens
+// one of 8 bits with row scales; forward_amx takes only dense ones. The last two take only bfloat16.
 Status forward_portable(const Forward& call, ParallelFor parallel_for);
 #if defined(__x86_64__)
 Status forward_avx2(const Forward& call, ParallelFor parallel_for);

@@ -29,6 +29,7 @@ using StepMasks = TableMasks<Masks>;
 
 #include "mask_weights.h"
 #include "work_queue.h"
+#include "operands.h"
 #include "row_sums.h"
 #include "small_values.h"
 #include "terms.h"

@@ -20,13 +20,6 @@ constexpr int kOctetsPerVec = 4;
 template <class E>
 constexpr int kOctetsAtOnce = 2 * kOctetsPerVec;
 
-// [a0 .. a7 + a8 .. a15, b0 .. b7 + b8 .. b15]
-MGLU_INLINE Vec half_sums(Vec a, Vec b) {
-    const Vec low{_mm512_insertf32x8(a.v, _mm512_castps512_ps256(b.v), 1)};
-    const Vec high{_mm512_insertf32x8(b.v, _mm512_extractf32x8_ps(a.v, 1), 0)};
-    return low + high;
-}
-
 // The sums of one row.
 template <class E, class W, int Tokens, int Masks>
 struct RowSums {

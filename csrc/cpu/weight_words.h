@@ -45,7 +45,7 @@ MGLU_INLINE __m512i look_up(const std::uint8_t* table, __m512i index) {
 }
 
 template <class W>
-MGLU_INLINE WeightWords load_words(const W* p) {
+MGLU_INLINE WeightWords load_words(const W* p) {  // Int8 or Fp8
     // Unpacking joins eight bytes of each 16, so the first eight of the four lanes have to be columns 0 to 31.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(p));

@@ -213,7 +213,7 @@ def test_flops_are_those_of_the_decoded_weight() -> None:
 
 
 def test_the_choice_names_the_format() -> None:
-    assert "after decoding int4_group" in str(mglu_ops.explain_dispatch(*NIBBLES))
+    assert "weight format int4_group" in str(mglu_ops.explain_dispatch(*NIBBLES))
 
 
 @every_format
