@@ -29,6 +29,7 @@ constexpr std::int64_t kMinBlockFeatures = 256;     // features x products of a 
 constexpr std::int64_t kMaxSums = 192 * 1024;       // floats of a block's sums, 768 KB
 constexpr std::int64_t kMaxPanelsInL2 = 8;          // with at most this many panels of x, the smallest block is best
 constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens_bf16.h is faster
+constexpr bool kReadsBytes = true;                  // weights in 8 bits are decoded in registers (mglu_cpu.cpp)
 constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"

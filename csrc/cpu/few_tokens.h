@@ -206,12 +206,14 @@ Status forward_few_of(const Forward& call, ParallelFor parallel_for, const float
                                                                                     : Status::ok;
 }
 
-// Runs a call whose weight is dense, int8_row or fp8_row.
+// Runs a call whose weight is dense, or if kReadsBytes int8_row or fp8_row.
 template <class E>
 Status forward_few(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
-    switch (call.weight_format) {
-        case WeightFormat::int8_row: return forward_few_of<E, Int8>(call, parallel_for, term_weights);
-        case WeightFormat::fp8_row: return forward_few_of<E, Fp8>(call, parallel_for, term_weights);
-        default: return forward_few_of<E, E>(call, parallel_for, term_weights);
+    if constexpr (kReadsBytes) {
+        if (call.weight_format == WeightFormat::int8_row)
+            return forward_few_of<E, Int8>(call, parallel_for, term_weights);
+        if (call.weight_format == WeightFormat::fp8_row)
+            return forward_few_of<E, Fp8>(call, parallel_for, term_weights);
     }
+    return forward_few_of<E, E>(call, parallel_for, term_weights);
 }

@@ -30,10 +30,11 @@ constexpr std::int64_t kMaxMasksForDots = 2;
 // The most tokens for which the kernel for few tokens decodes weights in 8 bits, which it does for every two tokens.
 constexpr std::int64_t kMaxTokensInRegisters = 8;
 
-// Whether a kernel decodes the weights in registers, and not forward_decoded in memory.
+// Whether a kernel should decode the weights in registers, and not forward_decoded in memory, and whether it can.
 bool is_decoded_in_registers(WeightFormat format, std::int64_t tokens) {
     return has_row_scales(format) && tokens <= kMaxTokensInRegisters;
 }
+bool decodes_in_registers(Isa isa) { return isa == Isa::avx2 || isa == Isa::avx512 || isa == Isa::avx512_bf16; }
 
 // The type of the products.
 DType product_type(DType dtype, WeightFormat format) {
@@ -73,7 +74,7 @@ Status forward(const Forward& call, ParallelFor parallel_for) {
     if (!run) return Status::unsupported_isa;
     if (call.tokens == 0 || call.out_features == 0) return Status::ok;
     const bool is_read = call.weight_format == WeightFormat::dense ||
-                         (is_decoded_in_registers(call.weight_format, call.tokens) && isa != Isa::amx);
+                         (is_decoded_in_registers(call.weight_format, call.tokens) && decodes_in_registers(isa));
     return is_read ? run(call, parallel_for) : forward_decoded(call, parallel_for, run);
 }
 
