@@ -161,10 +161,9 @@ def _choose_on_cpu(call: LayerCall) -> Choice:
     problem = BACKENDS["cpu"].unsupported_reason(call)
     if problem is None:
         weight_format = call.weight.format
-        dtype = call.dtype if weight_format.columns is None else torch.float32  # of the products (decoded_weight.cpp)
-        decoded = "" if weight_format.is_dense else f", after decoding {weight_format.name}"
-        isa = cpu.isa(dtype, call.tokens, call.n_masks)
-        return Choice("cpu", f"kernels of this package, instruction set {isa}{decoded}")
+        stored = "" if weight_format.is_dense else f", weight format {weight_format.name}"
+        isa = cpu.isa(call.dtype, call.tokens, call.n_masks, weight_format.name)
+        return Choice("cpu", f"kernels of this package, instruction set {isa}{stored}")
     slow = call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS
     return Choice("composite", f"library GEMMs, several times slower here than the CPU backend: {problem}", slow)
 

@@ -19,6 +19,7 @@ namespace {
 constexpr int kSumRegisters = 8;                    // accumulators, of 16 registers
 constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
 constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens.h is faster
+constexpr bool kReadsBytes = true;                  // weights in 8 bits are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 6;                    // of a tile of sums: 12 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 6;                 // features of a tile of float64 sums
 constexpr std::int64_t kProductsPerTask = 1 << 17;  // least work of a task: some microseconds, like waking a thread
@@ -39,6 +40,7 @@ using StepMasks = TableMasks<Masks>;
 
 #include "mask_weights.h"
 #include "work_queue.h"
+#include "operands.h"
 #include "row_sums.h"
 #include "small_values.h"
 #include "terms.h"

@@ -25,6 +25,7 @@ namespace {
 constexpr int kSumRegisters = 20;                   // accumulators, of 32 registers
 constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
 constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens.h is faster
+constexpr bool kReadsBytes = true;                  // weights in 8 bits are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 12;                   // of a tile of sums: 24 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 12;                // features of a tile of float64 sums
 constexpr std::int64_t kProductsPerTask = 1 << 17;  // least work of a task: some microseconds, like waking a thread
@@ -37,7 +38,8 @@ constexpr std::int64_t kProductsPerTask = 1 << 17;  // least work of a task: som
 
 #include "mask_weights.h"
 #include "work_queue.h"
-#include "row_sums.h"
+#include "operands.h"
+#include "row_sums_avx512.h"
 #include "small_values.h"
 #include "terms.h"
 #include "few_tokens.h"

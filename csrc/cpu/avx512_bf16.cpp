@@ -29,6 +29,7 @@ constexpr std::int64_t kMinBlockFeatures = 256;     // features x products of a 
 constexpr std::int64_t kMaxSums = 192 * 1024;       // floats of a block's sums, 768 KB
 constexpr std::int64_t kMaxPanelsInL2 = 8;          // with at most this many panels of x, the smallest block is best
 constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens_bf16.h is faster
+constexpr bool kReadsBytes = true;                  // weights in 8 bits are decoded in registers (mglu_cpu.cpp)
 constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: some microseconds, like waking a thread
 
 #include "unrolled.h"
@@ -36,6 +37,7 @@ constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: som
 #include "vec_avx512.h"
 
 #include "mask_words.h"
+#include "weight_words.h"
 
 #include "vec_math.h"
 
@@ -53,7 +55,8 @@ constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: som
 }  // namespace
 
 Status forward_avx512_bf16(const Forward& call, ParallelFor parallel_for) {
-    if (call.tokens > kMaxFewTokens || call.partials) return forward_tiles(call, parallel_for);
+    const bool is_dense = call.weight_format == WeightFormat::dense;
+    if ((call.tokens > kMaxFewTokens || call.partials) && is_dense) return forward_tiles(call, parallel_for);
     const Floats term_weights = load_mask_weights(call);
     return term_weights ? forward_few<BFloat16>(call, parallel_for, term_weights.get()) : Status::out_of_memory;
 }

@@ -1,4 +1,5 @@
 // Weights in other formats than x's type: rows are decoded, a block of them at a time, and multiplied as dense ones.
+// For few tokens, weights in 8 bits with scales of rows do not come here: few_tokens.h decodes them in registers.
 //
 // The scale of a row multiplies the sums, and the stored numbers are exact in x's type. Scales of blocks and of groups
 // multiply the weights, which needs float32: then x and the result are converted.
@@ -14,12 +15,6 @@ namespace {
 constexpr std::int64_t kBlockBytes = 1 << 21;  // decoded weights of a block, which stay in the caches
 constexpr std::int64_t kGrain = 1 << 14;       // elements of a task, at least
 
-float decode_e4m3(std::uint8_t bits) {
-    const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x80) << 24, magnitude = bits & 0x7f;
-    if (magnitude == 0x7f) return bit_cast<float>(0x7fc00000u);
-    return bit_cast<float>(sign | bit_cast<std::uint32_t>(bit_cast<float>(magnitude << 20) * 0x1p120f));
-}
-
 // The number that a byte of fp8 or int8 stores, as an element of the products.
 template <class E>
 struct Table {
@@ -28,7 +23,8 @@ struct Table {
     explicit Table(WeightFormat format) {
         for (int bits = 0; bits < 256; ++bits) {
             const auto byte = static_cast<std::uint8_t>(bits);
-            const float number = format == WeightFormat::int8_row ? static_cast<std::int8_t>(byte) : decode_e4m3(byte);
+            const bool is_int8 = format == WeightFormat::int8_row;
+            const float number = is_int8 ? static_cast<std::int8_t>(byte) : to_float(Fp8{byte}) * kFactor<Fp8>;
             value[bits] = from_float<E>(number);
         }
     }

@@ -8,6 +8,14 @@ struct Float16 {
     std::uint16_t bits;
 };
 
+// The weights of int8_row, and those of fp8_row in float8_e4m3fn.
+struct Int8 {
+    std::int8_t bits;
+};
+struct Fp8 {
+    std::uint8_t bits;
+};
+
 template <class To, class From>
 MGLU_INLINE To bit_cast(const From& from) {
     static_assert(sizeof(To) == sizeof(From));
@@ -26,6 +34,21 @@ MGLU_INLINE float to_float(Float16 x) {
     const std::uint32_t magnitude = static_cast<std::uint32_t>(x.bits & 0x7fffu) << 13;
     if (magnitude >= 0x0f800000u) return bit_cast<float>(sign | magnitude | 0x7f800000u);  // infinity, NaN
     return bit_cast<float>(sign | bit_cast<std::uint32_t>(bit_cast<float>(magnitude) * 0x1p112f));
+}
+
+MGLU_INLINE float to_float(Int8 x) { return x.bits; }
+
+// An fp8 number is read as the float16 with the same digits. Float16's exponents are larger by 8, so what is read is
+// the number divided by 256, and the scale of the row is multiplied by kFactor. Only NaN, whose digits are all 1,
+// carries into bit 14, which makes it float16's NaN.
+template <class W>
+constexpr float kFactor = 1.0f;
+template <>
+constexpr float kFactor<Fp8> = 256.0f;
+
+MGLU_INLINE float to_float(Fp8 x) {
+    const int digits = (x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7;
+    return to_float(Float16{static_cast<std::uint16_t>(digits | ((digits + 0x80) & 0x4000))});
 }
 
 template <class E>

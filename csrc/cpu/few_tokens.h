@@ -19,9 +19,9 @@ struct Lanes {
 };
 
 // The input of a kernel: eight rows, whose length is a multiple of 8 kOctetsAtOnce columns.
-template <class E>
+template <class E, class W>
 struct Rows {
-    const E* weights[kChunkRows];
+    const W* weights[kChunkRows];
     const std::uint8_t* bits[kChunkRows];  // bytes of the first mask of this pass
     std::int64_t n_masks;                  // distance in bytes from 8 columns to the next 8
     const Operand<E>* x;
@@ -29,9 +29,9 @@ struct Rows {
     std::int64_t octets;
 };
 
-template <class E, int Tokens, int Masks>
-void add_products(const Rows<E>& in, int row, bool first, Lanes& lanes) {
-    RowSums<E, Tokens, Masks> sums;
+template <class E, class W, int Tokens, int Masks>
+void add_products(const Rows<E, W>& in, int row, bool first, Lanes& lanes) {
+    RowSums<E, W, Tokens, Masks> sums;
     sums.weights = in.weights[row];
     sums.bits = in.bits[row];
     for (int t = 0; t < Tokens; ++t) sums.x[t] = in.x + t * in.x_stride;
@@ -40,7 +40,7 @@ void add_products(const Rows<E>& in, int row, bool first, Lanes& lanes) {
     for (std::int64_t octet = 0; octet < in.octets; octet += kOctetsAtOnce<E>) {
         // Prefetch W by cache lines. Rows usually follow one another in memory, but the hardware's prefetcher stops at
         // the end of a page.
-        for (std::size_t byte = 0; byte < 8 * kOctetsAtOnce<E> * sizeof(E); byte += 64) {
+        for (std::size_t byte = 0; byte < 8 * kOctetsAtOnce<E> * sizeof(W); byte += 64) {
             __builtin_prefetch(reinterpret_cast<const char*>(sums.weights + 8 * octet) + kPrefetchBytes + byte, 0, 2);
         }
         __builtin_prefetch(sums.bits + octet * in.n_masks + kPrefetchBytes / 8, 0, 2);
@@ -55,25 +55,25 @@ void add_products(const Rows<E>& in, int row, bool first, Lanes& lanes) {
     });
 }
 
-template <class E, int Tokens, int Masks>
-void add_chunk(const Rows<E>& in, bool first, Lanes& lanes) {
-    for (int row = 0; row < kChunkRows; ++row) add_products<E, Tokens, Masks>(in, row, first, lanes);
+template <class E, class W, int Tokens, int Masks>
+void add_chunk(const Rows<E, W>& in, bool first, Lanes& lanes) {
+    for (int row = 0; row < kChunkRows; ++row) add_products<E, W, Tokens, Masks>(in, row, first, lanes);
 }
 
-template <class E>
-using AddChunk = void (*)(const Rows<E>&, bool first, Lanes&);
+template <class E, class W>
+using AddChunk = void (*)(const Rows<E, W>&, bool first, Lanes&);
 
 // The kernel for a number of masks, from 1 to max_group_masks(Tokens).
-template <class E, int Tokens, int... Masks>
-AddChunk<E> find_kernel(int masks, std::integer_sequence<int, Masks...>) {
-    static constexpr AddChunk<E> kKernels[] = {add_chunk<E, Tokens, Masks + 1>...};
+template <class E, class W, int Tokens, int... Masks>
+AddChunk<E, W> find_kernel(int masks, std::integer_sequence<int, Masks...>) {
+    static constexpr AddChunk<E, W> kKernels[] = {add_chunk<E, W, Tokens, Masks + 1>...};
     return kKernels[masks - 1];
 }
 
-template <class E>
-AddChunk<E> find_kernel(int tokens, int masks) {
-    return tokens == 1 ? find_kernel<E, 1>(masks, std::make_integer_sequence<int, max_group_masks(1)>())
-                       : find_kernel<E, 2>(masks, std::make_integer_sequence<int, max_group_masks(2)>());
+template <class E, class W>
+AddChunk<E, W> find_kernel(int tokens, int masks) {
+    return tokens == 1 ? find_kernel<E, W, 1>(masks, std::make_integer_sequence<int, max_group_masks(1)>())
+                       : find_kernel<E, W, 2>(masks, std::make_integer_sequence<int, max_group_masks(2)>());
 }
 
 // Sums the eight lanes of each row and mask. The sum of row r is in lane r of the result, or in lanes 2r and 2r + 1 if
@@ -84,8 +84,11 @@ MGLU_INLINE Vec sums_over_lanes(const float (*rows)[Lanes::kVecs][Vec::width], i
     return pair_sums(pair_sums(a, b), pair_sums(c, d));
 }
 
-template <class E>
+template <class E, class W>
 struct FewTokens {
+    // Weights in 8 bits are multiplied in the same way for both 16-bit types.
+    using Sums = std::conditional_t<std::is_same_v<E, W> || std::is_same_v<E, float>, E, BFloat16>;
+
     const Forward& call;
     Activate activate;
     const Operand<E>* x;  // [tokens, in_features padded to whole steps], 0 past in_features
@@ -106,13 +109,13 @@ struct FewTokens {
         const std::int64_t whole = call.in_features / kStep * kStep, rest = call.in_features - whole;
         Vec results[kGroupTokens] = {broadcast(0.0f), broadcast(0.0f)};
         Lanes lanes;
-        Rows<E> body{}, tail{};
-        E last_weights[kChunkRows][kStep] = {};
+        Rows<Sums, W> body{}, tail{};
+        W last_weights[kChunkRows][kStep] = {};
         std::uint8_t last_bits[kChunkRows][kOctetsAtOnce<E> * kMaxMasks] = {};
         const std::uint8_t* bits[kChunkRows];
         for (int r = 0; r < kChunkRows; ++r) {  // past the end, repeat the last row and drop its results
             const std::int64_t row = first_row + smaller(r, rows - 1);
-            body.weights[r] = static_cast<const E*>(call.weight) + row * call.weight_stride;
+            body.weights[r] = static_cast<const W*>(call.weight) + row * call.weight_stride;
             bits[r] = call.packed_masks + row * call.mask_stride;
             for (std::int64_t k = 0; k < rest; ++k) last_weights[r][k] = body.weights[r][whole + k];
             const std::int64_t bytes = packed_octets(rest) * call.n_masks;
@@ -137,7 +140,7 @@ struct FewTokens {
                 body.bits[r] = bits[r] + first_mask;
                 tail.bits[r] = last_bits[r] + first_mask;
             }
-            const AddChunk<E> add = find_kernel<E>(tokens, masks);
+            const AddChunk<Sums, W> add = find_kernel<Sums, W>(tokens, masks);
             add(body, true, lanes);
             if (rest) add(tail, false, lanes);
             for (int t = 0; t < tokens; ++t) {
@@ -164,14 +167,14 @@ struct FewTokens {
                 weights[i] = mask < masks ? group_weights[mask] : 0.0f;
             }
             Vec gate = sums_over_lanes(lanes.gates[token], v), value = sums_over_lanes(lanes.values[token], v);
-            mend_small_rests<E>(call, gate, value, [&](int lane) {
+            mend_small_rests<E, W>(call, gate, value, [&](int lane) {
                 const std::int64_t row = first.row + lane / kMasksPerVec, i = v * kMasksPerVec + lane % kMasksPerVec;
                 return MaskedSum{row < call.out_features && i < masks ? first.token : -1, row, first.mask + i, 0};
             });
             if (call.weight_scale) {
                 float scales[Vec::width];
                 for (int lane = 0; lane < Vec::width; ++lane) {
-                    scales[lane] = row_scale(call, first.row + lane / kMasksPerVec);
+                    scales[lane] = kFactor<W> * row_scale(call, first.row + lane / kMasksPerVec);
                 }
                 gate = gate * load(scales);
                 value = value * load(scales);
@@ -182,8 +185,8 @@ struct FewTokens {
     }
 };
 
-template <class E>
-Status forward_few(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
+template <class E, class W>
+Status forward_few_of(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
     const std::int64_t padded = ceil_div(call.in_features, 8 * kOctetsAtOnce<E>) * 8 * kOctetsAtOnce<E>;
     const Floats memory = allocate_floats(call.tokens * padded);
     if (!memory) return Status::out_of_memory;
@@ -192,13 +195,25 @@ Status forward_few(const Forward& call, ParallelFor parallel_for, const float* t
         write_operands(static_cast<const E*>(call.x) + token * call.x_stride, call.in_features, padded,
                        x + token * padded);
     }
-    const FewTokens<E> job{call, activation_of(call.activation), x, padded, term_weights};
+    const FewTokens<E, W> job{call, activation_of(call.activation), x, padded, term_weights};
     const auto body = [](std::int64_t begin, std::int64_t end, void* context) {
-        static_cast<const FewTokens<E>*>(context)->run(begin, end);
+        static_cast<const FewTokens<E, W>*>(context)->run(begin, end);
     };
     const std::int64_t chunks = ceil_div(call.out_features, kChunkRows);
     const std::int64_t work = call.in_features * (1 + call.n_masks) * call.tokens * kChunkRows;
     const std::int64_t grain = ceil_div(kProductsPerTask, work + 1);
-    return parallel_for(0, chunks, grain, body, const_cast<FewTokens<E>*>(&job)) ? Status::parallel_for_failed
-                                                                                 : Status::ok;
+    return parallel_for(0, chunks, grain, body, const_cast<FewTokens<E, W>*>(&job)) ? Status::parallel_for_failed
+                                                                                    : Status::ok;
+}
+
+// Runs a call whose weight is dense, or if kReadsBytes int8_row or fp8_row.
+template <class E>
+Status forward_few(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
+    if constexpr (kReadsBytes) {
+        if (call.weight_format == WeightFormat::int8_row)
+            return forward_few_of<E, Int8>(call, parallel_for, term_weights);
+        if (call.weight_format == WeightFormat::fp8_row)
+            return forward_few_of<E, Fp8>(call, parallel_for, term_weights);
+    }
+    return forward_few_of<E, E>(call, parallel_for, term_weights);
 }

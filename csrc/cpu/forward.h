@@ -4,7 +4,8 @@ template <class E>
 Status forward_typed(const Forward& call, ParallelFor parallel_for) {
     const Floats term_weights = load_mask_weights(call);
     if (!term_weights) return Status::out_of_memory;
-    const bool few = (call.tokens <= kMaxFewTokens && !call.partials) || call.in_features == 0;
+    const bool is_dense = call.weight_format == WeightFormat::dense;
+    const bool few = (call.tokens <= kMaxFewTokens && !call.partials) || call.in_features == 0 || !is_dense;
     return few ? forward_few<E>(call, parallel_for, term_weights.get())
                : forward_many<E>(call, parallel_for, term_weights.get());
 }

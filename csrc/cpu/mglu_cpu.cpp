@@ -27,6 +27,20 @@ ForwardFunction find_forward(Isa isa, DType dtype) {
 constexpr std::int64_t kMinTokensForAmx = 4;
 constexpr std::int64_t kMaxMasksForDots = 2;
 
+// The most tokens for which the kernel for few tokens decodes weights in 8 bits, which it does for every two tokens.
+constexpr std::int64_t kMaxTokensInRegisters = 8;
+
+// Whether a kernel should decode the weights in registers, and not forward_decoded in memory, and whether it can.
+bool is_decoded_in_registers(WeightFormat format, std::int64_t tokens) {
+    return has_row_scales(format) && tokens <= kMaxTokensInRegisters;
+}
+bool decodes_in_registers(Isa isa) { return isa == Isa::avx2 || isa == Isa::avx512 || isa == Isa::avx512_bf16; }
+
+// The type of the products.
+DType product_type(DType dtype, WeightFormat format) {
+    return format == WeightFormat::dense || has_row_scales(format) ? dtype : DType::float32;
+}
+
 constexpr std::int64_t kActivationCount =
 #define MGLU_ACTIVATION(...) +1
 #include "activation.h"
@@ -55,21 +69,23 @@ bool is_valid(const Forward& call) {
 
 Status forward(const Forward& call, ParallelFor parallel_for) {
     if (!is_valid(call) || !parallel_for) return Status::invalid_argument;
-    const bool narrow = call.weight_format == WeightFormat::dense || has_row_scales(call.weight_format);
-    const DType dtype = narrow ? call.dtype : DType::float32;  // of the products
-    const Isa isa = call.isa == Isa::best ? best_isa(dtype, call.tokens, call.n_masks) : call.isa;
-    const ForwardFunction run = find_forward(isa, dtype);
+    const bool best = call.isa == Isa::best;
+    const Isa isa = best ? best_isa(call.dtype, call.tokens, call.n_masks, call.weight_format) : call.isa;
+    const ForwardFunction run = find_forward(isa, product_type(call.dtype, call.weight_format));
     if (!run) return Status::unsupported_isa;
     if (call.tokens == 0 || call.out_features == 0) return Status::ok;
-    return call.weight_format == WeightFormat::dense ? run(call, parallel_for)
-                                                     : forward_decoded(call, parallel_for, run);
+    const bool is_read = call.weight_format == WeightFormat::dense ||
+                         (is_decoded_in_registers(call.weight_format, call.tokens) && decodes_in_registers(isa));
+    return is_read ? run(call, parallel_for) : forward_decoded(call, parallel_for, run);
 }
 
 bool supports(Isa isa, DType dtype) { return isa == Isa::best || find_forward(isa, dtype); }
 
-Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks) {
-    if (tokens >= kMinTokensForAmx && supports(Isa::amx, dtype)) return Isa::amx;
-    const bool uses_dots = tokens > kMinTokensForAmx || n_masks <= kMaxMasksForDots;
+Isa best_isa(DType of_x, std::int64_t tokens, std::int64_t n_masks, WeightFormat format) {
+    const DType dtype = product_type(of_x, format);
+    const bool in_registers = is_decoded_in_registers(format, tokens);
+    if (tokens >= kMinTokensForAmx && !in_registers && supports(Isa::amx, dtype)) return Isa::amx;
+    const bool uses_dots = tokens > kMinTokensForAmx || n_masks <= kMaxMasksForDots || in_registers;
     if (uses_dots && supports(Isa::avx512_bf16, dtype)) return Isa::avx512_bf16;
     if (supports(Isa::avx512, dtype)) return Isa::avx512;
     return supports(Isa::avx2, dtype) ? Isa::avx2 : Isa::portable;
@@ -118,8 +134,10 @@ MGLU_EXPORT std::int32_t mglu_cpu_pack_masks(const mglu::cpu::Pack* call, mglu::
     return static_cast<std::int32_t>(mglu::cpu::pack_masks(*call, parallel_for));
 }
 
-MGLU_EXPORT const char* mglu_cpu_isa(std::int64_t dtype, std::int64_t tokens, std::int64_t n_masks) {
-    return mglu::cpu::isa_name(mglu::cpu::best_isa(static_cast<mglu::cpu::DType>(dtype), tokens, n_masks));
+MGLU_EXPORT const char* mglu_cpu_isa(std::int64_t dtype, std::int64_t tokens, std::int64_t n_masks,
+                                     std::int64_t weight_format) {
+    return mglu::cpu::isa_name(mglu::cpu::best_isa(static_cast<mglu::cpu::DType>(dtype), tokens, n_masks,
+                                                   static_cast<mglu::WeightFormat>(weight_format)));
 }
 
 MGLU_EXPORT std::int32_t mglu_cpu_supports(std::int64_t isa, std::int64_t dtype) {

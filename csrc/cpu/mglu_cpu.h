@@ -116,9 +116,9 @@ struct Unpack {
 Status unpack_masks(const Unpack& call, ParallelFor parallel_for);
 
 // Whether `forward` can run with an instruction set here (`best`: always), and which instruction set `best` chooses for
-// a call. The choice depends on the dtype, and in bfloat16 on the numbers of tokens and masks.
+// a call. The choice depends on the types of x and W, and in bfloat16 on the numbers of tokens and masks.
 bool supports(Isa isa, DType dtype);
-Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks);
+Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks, WeightFormat weight_format);
 
 // "portable", "avx2", "avx512", "avx512_bf16" or "amx"; "best" for Isa::best.
 const char* isa_name(Isa isa);

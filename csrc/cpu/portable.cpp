@@ -10,6 +10,7 @@ namespace {
 constexpr int kSumRegisters = 8;                    // accumulators; a Vec takes two registers of four floats
 constexpr int kMasksAtOnce = 4;                     // masks in one pass over a row for one token; half as many for two
 constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens.h is faster
+constexpr bool kReadsBytes = false;                 // weights in 8 bits are faster decoded in memory
 constexpr int kTileFeatures = 3;                    // of a tile of sums: 6 sums of two registers each, of 16
 constexpr int kFloat64Features = 2;                 // features of a tile of float64 sums
 constexpr std::int64_t kProductsPerTask = 1 << 16;  // least work of a task: some microseconds, like waking a thread
@@ -29,6 +30,7 @@ using StepMasks = TableMasks<Masks>;
 
 #include "mask_weights.h"
 #include "work_queue.h"
+#include "operands.h"
 #include "row_sums.h"
 #include "small_values.h"
 #include "terms.h"

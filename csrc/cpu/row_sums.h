@@ -1,4 +1,5 @@
-// The sums of one row and a few tokens, in float32. Included inside a file's own namespace, after Vec and Mask.
+// The sums of one row and a few tokens, in float32. Included inside a file's own namespace, after operands.h and the
+// classes of masks.
 //
 // The lanes of `total` sum every eighth product. One vector per mask, `part`, sums the products under the mask. The
 // gate is `part` and the value `total - part`.
@@ -7,28 +8,6 @@
 // again. In float32 the error of `total` would enter the values of all masks. So in float32 the difference is taken
 // every 16 columns, and gates and values have separate sums. That takes 4.5 instructions per mask and 8 columns instead
 // of 3, and is as exact as the naive layer's separate products unless x or W has outliers.
-
-constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
-
-// The type in which x is kept.
-template <class E>
-using Operand = float;
-
-// Converts a row of x, with zeros from `count` to `padded`.
-template <class E>
-void write_operands(const E* from, std::int64_t count, std::int64_t padded, float* to) {
-    std::int64_t k = 0;
-    for (; k + 8 <= count; k += 8) store_octets(to + k, 0, 1, load_octet(from + k));
-    for (; k < padded; ++k) to[k] = k < count ? to_float(from[k]) : 0.0f;
-}
-
-template <class E>
-constexpr bool kSumsValues = std::is_same_v<E, float>;
-
-// The length of a step, in units of 8 columns. In float32 a difference is taken at each step: with steps of 32 columns,
-// errors reached 1.6 times the naive layer's.
-template <class E>
-constexpr int kOctetsAtOnce = std::is_same_v<E, float> ? 2 : 4;
 
 // Independent chains of sums, which take turns every 8 columns: enough to hide the latency of an addition, few enough
 // for the registers. Rows could alternate instead and share x, but the hardware's prefetcher follows one stream better
@@ -39,13 +18,13 @@ constexpr int chains_for(int masks, int tokens) {
     return kSumsValues<E> ? 1 : 4 * sums <= kSumRegisters ? 4 : 2 * sums <= kSumRegisters ? 2 : 1;
 }
 
-// The sums of one row.
-template <class E, int Tokens, int Masks>
+// The sums of one row. E is the type of x, W that of the weights.
+template <class E, class W, int Tokens, int Masks>
 struct RowSums {
     static constexpr int kVecs = vecs_for(Masks), kChains = chains_for<E>(Masks, Tokens), kOctets = kOctetsAtOnce<E>;
     static constexpr int kValues = kSumsValues<E> ? kVecs : 1;
 
-    const E* weights;
+    const W* weights;
     const std::uint8_t* bits;
     const float* x[Tokens];
     std::int64_t n_masks;

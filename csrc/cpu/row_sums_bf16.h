@@ -20,20 +20,13 @@ constexpr int kOctetsPerVec = 4;
 template <class E>
 constexpr int kOctetsAtOnce = 2 * kOctetsPerVec;
 
-// [a0 .. a7 + a8 .. a15, b0 .. b7 + b8 .. b15]
-MGLU_INLINE Vec half_sums(Vec a, Vec b) {
-    const Vec low{_mm512_insertf32x8(a.v, _mm512_castps512_ps256(b.v), 1)};
-    const Vec high{_mm512_insertf32x8(b.v, _mm512_extractf32x8_ps(a.v, 1), 0)};
-    return low + high;
-}
-
 // The sums of one row.
-template <class E, int Tokens, int Masks>
+template <class E, class W, int Tokens, int Masks>
 struct RowSums {
     static constexpr int kVecs = vecs_for(Masks);
     static constexpr int kChains = 2 * Tokens * (1 + Masks) <= kSumRegisters ? 2 : 1;  // two chains hide the latency
 
-    const E* weights;
+    const W* weights;
     const std::uint8_t* bits;
     const E* x[Tokens];
     std::int64_t n_masks;
@@ -50,14 +43,14 @@ struct RowSums {
 
     // Adds the products of a step.
     MGLU_INLINE void add(std::int64_t first) {
-        add_vec<0>(first);
-        add_vec<kChains - 1>(first + kOctetsPerVec);
+        const WeightWords words = load_words(weights + 8 * first);
+        add_vec<0>(first, words.low);
+        add_vec<kChains - 1>(first + kOctetsPerVec, words.high);
     }
 
     template <int Chain>
-    MGLU_INLINE void add_vec(std::int64_t octet) {
+    MGLU_INLINE void add_vec(std::int64_t octet, __m512i w) {
         const MaskWords masks(bits + octet * n_masks, first_bytes(3 * n_masks + Masks), byte_order(n_masks));
-        const __m512i w = _mm512_loadu_si512(weights + 8 * octet);
         __m512i x_of[Tokens];
         unrolled<Tokens>([&](auto t) MGLU_STEP {
             x_of[t] = _mm512_loadu_si512(x[t] + 8 * octet);

@@ -20,13 +20,13 @@ struct MaskedSum {
 // Masks are factors, so that infinity and NaN have the same effect as in the naive layer. Where x and W have neither,
 // `skips_zeros` skips groups of eight products whose factors are all 0, which are most of them if nearly all of a mask
 // is 1.
-template <class E>
+template <class E, class W>
 float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
     const E* x = static_cast<const E*>(call.x) + sum.token * call.x_stride;
-    const E* weights = static_cast<const E*>(call.weight) + sum.row * call.weight_stride;
+    const W* weights = static_cast<const W*>(call.weight) + sum.row * call.weight_stride;
     const std::uint8_t* bits = call.packed_masks + sum.row * call.mask_stride + sum.mask;
     const std::int64_t whole = call.in_features / kOctet, rest = call.in_features % kOctet;
-    const auto add = [&](Vec& to, std::int64_t octet, const E* eight_weights, const E* eight_x) MGLU_STEP {
+    const auto add = [&](Vec& to, std::int64_t octet, const W* eight_weights, const E* eight_x) MGLU_STEP {
         const std::uint8_t* byte = bits + octet * call.n_masks;
         if (skips_zeros && *byte == sum.flip) return;
         to = to + apply_mask(load_octet(eight_weights), load_mask<1>(byte, sum.flip)) * load_octet(eight_x);
@@ -41,7 +41,8 @@ float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
     }
     for (; octet < whole; ++octet) add(sums[0], octet, weights + 8 * octet, x + 8 * octet);
     if (rest) {
-        E last_weights[kOctet] = {}, last_x[kOctet] = {};
+        W last_weights[kOctet] = {};
+        E last_x[kOctet] = {};
         for (std::int64_t i = 0; i < rest; ++i) last_weights[i] = weights[8 * whole + i], last_x[i] = x[8 * whole + i];
         add(sums[0], whole, last_weights, last_x);
     }
@@ -54,7 +55,7 @@ float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
 
 // Sums some lanes again. `place(lane)` describes a lane's sum; its token is -1 if the lane is not needed, and the sum
 // is then 0.
-template <class E, class Place>
+template <class E, class W, class Place>
 __attribute__((noinline)) void sum_lanes_apart(const Forward& call, std::uint32_t lanes, Vec& sum, Vec& rest,
                                                Place place) {
     float sums[Vec::width], rests[Vec::width];
@@ -64,19 +65,19 @@ __attribute__((noinline)) void sum_lanes_apart(const Forward& call, std::uint32_
         if (!(lanes >> lane & 1)) continue;
         MaskedSum at = place(lane);
         const bool is_needed = at.token >= 0, is_finite = rests[lane] - rests[lane] == 0.0f;
-        if (!is_finite) sums[lane] = is_needed ? sum_apart<E>(call, at, false) : 0.0f;
+        if (!is_finite) sums[lane] = is_needed ? sum_apart<E, W>(call, at, false) : 0.0f;
         at.flip ^= 255;
-        rests[lane] = is_needed ? sum_apart<E>(call, at, is_finite) : 0.0f;
+        rests[lane] = is_needed ? sum_apart<E, W>(call, at, is_finite) : 0.0f;
     }
     sum = load(sums);
     rest = load(rests);
 }
 
-// Sums again the rests that are too small or not finite.
-template <class E, class Place>
+// Sums again the rests that are too small or not finite, of x in E and weights in W.
+template <class E, class W = E, class Place>
 MGLU_INLINE void mend_small_rests(const Forward& call, Vec& sum, Vec& rest, Place place) {
     const Vec size = abs(rest);
     const std::uint32_t lost =
         lanes_below(size, abs(sum) * broadcast(kLeastRest<E>)) | lanes_below(broadcast(0x1.fffffep127f), size);
-    if (__builtin_expect(lost != 0, 0)) sum_lanes_apart<E>(call, lost, sum, rest, place);
+    if (__builtin_expect(lost != 0, 0)) sum_lanes_apart<E, W>(call, lost, sum, rest, place);
 }

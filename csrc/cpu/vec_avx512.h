@@ -88,6 +88,42 @@ MGLU_INLINE Vec load_octet(const Float16* p) {
     return {_mm512_cvtph_ps(_mm256_broadcastsi128_si256(bits))};
 }
 
+// Converts sixteen weights in 8 bits; their type is that of the pointer.
+MGLU_INLINE Vec floats_of(const Int8*, __m128i bytes) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))}; }
+MGLU_INLINE Vec floats_of(const Fp8*, __m128i bytes) {  // as to_float; bit 14 is a copy of the sign first
+    const __m256i bit_14 = _mm256_set1_epi16(0x4000);
+    const __m256i digits = _mm256_andnot_si256(bit_14, _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7));
+    const __m256i sum = _mm256_add_epi16(digits, _mm256_set1_epi16(0x80));
+    return {_mm512_cvtph_ps(_mm256_ternarylogic_epi32(digits, sum, bit_14, 0xf8))};  // digits | (sum & bit_14)
+}
+template <class W>
+MGLU_INLINE Vec load_octet(const W* p) {
+    std::int64_t bytes;
+    __builtin_memcpy(&bytes, p, sizeof(bytes));
+    return floats_of(p, _mm_set1_epi64x(bytes));
+}
+
+// [a0 .. a7 + a8 .. a15, b0 .. b7 + b8 .. b15]
+MGLU_INLINE Vec half_sums(Vec a, Vec b) {
+    const Vec low{_mm512_insertf32x8(a.v, _mm512_castps512_ps256(b.v), 1)};
+    const Vec high{_mm512_insertf32x8(b.v, _mm512_extractf32x8_ps(a.v, 1), 0)};
+    return low + high;
+}
+
+// Loads sixteen consecutive numbers.
+MGLU_INLINE Vec load_16(const float* p) { return load(p); }
+MGLU_INLINE Vec load_16(const BFloat16* p) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+MGLU_INLINE Vec load_16(const Float16* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+template <class W>
+MGLU_INLINE Vec load_16(const W* p) {
+    return floats_of(p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
 // As many doubles as a Vec has floats, for sums that need more precision than float32.
 struct Wide {
     __m512d low, high;
@@ -128,28 +164,10 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     return static_cast<Mask>(both ^ flip);
 }
 
-// The masks of eight weights, two per vector.
-template <int Masks>
-struct MaskPairs {
-    static constexpr int kLast = (Masks - 1) / 2;  // the index of the last vector; kLastMasks is its number of masks
-    static constexpr int kLastMasks = Masks - 2 * kLast;
-    const std::uint8_t* bits;
-
-    MGLU_INLINE explicit MaskPairs(const std::uint8_t* octet_bits) : bits(octet_bits) {}
-
-    // Returns sum + (the products under the masks of vector v).
-    MGLU_INLINE Vec add(int v, Vec sum, Vec product) const {
-        const Mask mask = v < kLast ? load_mask<2>(bits + 2 * v, 0) : load_mask<kLastMasks>(bits + 2 * v, 0);
-        return {_mm512_mask_add_ps(sum.v, mask, sum.v, product.v)};
-    }
-    // The final value of a sum that `add` has made.
-    MGLU_INLINE static Vec finished_sum(int, Vec sum) { return sum; }
-};
-template <int Masks>
-using RowMasks = MaskPairs<Masks>;
-template <int Masks>
-using StepMasks = MaskPairs<Masks>;
-
+// Returns sum + (the products under a mask).
+MGLU_INLINE Vec add_under(Mask mask, Vec sum, Vec product) {
+    return {_mm512_mask_add_ps(sum.v, mask, sum.v, product.v)};
+}
 // Multiplies instead of selecting: infinity times 0 is NaN, as in the naive layer.
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) {
     return {_mm512_mul_ps(a.v, _mm512_maskz_mov_ps(mask, _mm512_set1_ps(1.0f)))};

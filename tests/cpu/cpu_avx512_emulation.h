@@ -47,6 +47,7 @@ inline float float_(std::uint32_t x) { return loaded_<float>(&x); }
 
 // Loads, stores, and moves of parts of registers.
 inline __m128i _mm_loadu_si128(const __m128i* p) { return loaded_<__m128i>(p); }
+inline __m256i _mm256_loadu_si256(const __m256i* p) { return loaded_<__m256i>(p); }
 inline __m256 _mm256_loadu_ps(const float* p) { return loaded_<__m256>(p); }
 inline __m512 _mm512_loadu_ps(const float* p) { return loaded_<__m512>(p); }
 inline __m512d _mm512_loadu_pd(const double* p) { return loaded_<__m512d>(p); }
@@ -64,6 +65,19 @@ __m512i _mm512_setr_epi32(Ints... lanes) {
     static_assert(sizeof...(lanes) == 16);
     return {{lanes...}};
 }
+inline __m128i _mm_set1_epi64x(std::int64_t x) {
+    const std::int64_t both[2] = {x, x};
+    return loaded_<__m128i>(both);
+}
+inline __m256i _mm256_set1_epi16(int x) {
+    return each_<__m256i>([=](int) { return static_cast<std::uint16_t>(x); });
+}
+template <class... Ints>
+__m512i _mm512_setr_epi64(Ints... lanes) {
+    const std::int64_t all[] = {lanes...};
+    static_assert(sizeof(all) == 64);
+    return loaded_<__m512i>(all);
+}
 MGLU_LANES(__m256i, _mm256_broadcastsi128_si256, (__m128i a), a.lane[i % 8])
 MGLU_LANES(__m512, _mm512_broadcast_f32x8, (__m256 a), a.lane[i % 8])
 MGLU_LANES(__m256, _mm512_castps512_ps256, (__m512 a), a.lane[i])
@@ -77,6 +91,10 @@ inline __m256i _mm512_castsi512_si256(__m512i a) { return loaded_<__m256i>(&a); 
 inline __m256i _mm512_extracti64x4_epi64(__m512i a, int half) { return loaded_<__m256i>(a.lane + 8 * half); }
 
 // Conversions.
+inline int signed_byte_(const __m128i& a, int i) { return static_cast<std::int8_t>(a.lane[i / 2] >> i % 2 * 8 & 255); }
+MGLU_LANES(__m512i, _mm512_cvtepi8_epi32, (__m128i a), signed_byte_(a, i))
+MGLU_LANES(__m256i, _mm256_cvtepi8_epi16, (__m128i a), static_cast<std::uint16_t>(signed_byte_(a, i)))
+MGLU_LANES(__m512, _mm512_cvtepi32_ps, (__m512i a), static_cast<float>(a.lane[i]))
 MGLU_LANES(__m512i, _mm512_cvtepu16_epi32, (__m256i a), static_cast<std::int32_t>(a.lane[i]))
 inline __m512i _mm512_slli_epi32(__m512i a, unsigned count) {
     return each_<__m512i>(
@@ -102,6 +120,9 @@ MGLU_LANES(__m512, _mm512_sub_ps, (__m512 a, __m512 b), a.lane[i] - b.lane[i])
 MGLU_LANES(__m512, _mm512_mul_ps, (__m512 a, __m512 b), a.lane[i] * b.lane[i])
 MGLU_LANES(__m512, _mm512_div_ps, (__m512 a, __m512 b), a.lane[i] / b.lane[i])
 MGLU_LANES(__m512, _mm512_fmadd_ps, (__m512 a, __m512 b, __m512 c), std::fma(a.lane[i], b.lane[i], c.lane[i]))
+inline __m512 _mm512_mask3_fmadd_ps(__m512 a, __m512 b, __m512 c, __mmask16 mask) {
+    return each_<__m512>([&](int i) { return mask >> i & 1 ? std::fma(a.lane[i], b.lane[i], c.lane[i]) : c.lane[i]; });
+}
 // Both return the second argument if either is NaN.
 MGLU_LANES(__m512, _mm512_max_ps, (__m512 a, __m512 b), a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i])
 MGLU_LANES(__m512, _mm512_min_ps, (__m512 a, __m512 b), a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i])
@@ -180,6 +201,50 @@ inline void _mm512_mask_storeu_epi16(void* p, __mmask32 mask, __m512i a) {
 inline __m512i _mm512_maskz_mov_epi16(__mmask32 mask, __m512i a) {
     return integers_<std::uint16_t>(
         [&](int i) { return mask >> i & 1 ? lane_<std::uint16_t>(a, i) : std::uint16_t{}; });
+}
+inline __m512i _mm512_set1_epi8(std::int8_t x) {
+    return integers_<std::int8_t>([=](int) { return x; });
+}
+MGLU_LANES(__m512i, _mm512_or_si512, (__m512i a, __m512i b), a.lane[i] | b.lane[i])
+MGLU_LANES(__m512i, _mm512_and_si512, (__m512i a, __m512i b), a.lane[i] & b.lane[i])
+MGLU_LANES(__m256i, _mm256_andnot_si256, (__m256i a, __m256i b), static_cast<std::uint16_t>(~a.lane[i] & b.lane[i]))
+MGLU_LANES(__m256i, _mm256_slli_epi16, (__m256i a, int count), static_cast<std::uint16_t>(a.lane[i] << count))
+MGLU_LANES(__m256i, _mm256_add_epi16, (__m256i a, __m256i b), static_cast<std::uint16_t>(a.lane[i] + b.lane[i]))
+inline __m256i _mm256_ternarylogic_epi32(__m256i a, __m256i b, __m256i c, int of_bits) {
+    return each_<__m256i>([&](int i) {
+        unsigned result = 0;
+        for (int bit = 0; bit < 16; ++bit) {
+            const int index = (a.lane[i] >> bit & 1) << 2 | (b.lane[i] >> bit & 1) << 1 | (c.lane[i] >> bit & 1);
+            result |= static_cast<unsigned>(of_bits >> index & 1) << bit;
+        }
+        return static_cast<std::uint16_t>(result);
+    });
+}
+inline __m512i _mm512_abs_epi8(__m512i a) {
+    return integers_<std::int8_t>([&](int i) { return static_cast<std::int8_t>(std::abs(lane_<std::int8_t>(a, i))); });
+}
+inline __mmask64 _mm512_movepi8_mask(__m512i a) {
+    __mmask64 mask = 0;
+    for (int i = 0; i < 64; ++i) mask |= static_cast<__mmask64>(lane_<std::uint8_t>(a, i) >> 7) << i;
+    return mask;
+}
+inline __m512i _mm512_mask_mov_epi8(__m512i unset, __mmask64 mask, __m512i a) {
+    return integers_<std::uint8_t>([&](int i) { return lane_<std::uint8_t>(mask >> i & 1 ? a : unset, i); });
+}
+inline __m512i unpacked_(const __m512i& a, const __m512i& b, int half) {
+    return integers_<std::uint8_t>(
+        [&](int i) { return lane_<std::uint8_t>(i % 2 ? b : a, i / 16 * 16 + 8 * half + i % 16 / 2); });
+}
+inline __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) { return unpacked_(a, b, 0); }
+inline __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) { return unpacked_(a, b, 1); }
+inline __m512i _mm512_permutex2var_epi8(__m512i a, __m512i index, __m512i b) {
+    return integers_<std::uint8_t>([&](int i) {
+        const int from = lane_<std::uint8_t>(index, i);
+        return lane_<std::uint8_t>(from & 64 ? b : a, from & 63);
+    });
+}
+inline __m512i _mm512_permutexvar_epi64(__m512i index, __m512i a) {
+    return integers_<std::int64_t>([&](int i) { return lane_<std::int64_t>(a, lane_<std::int64_t>(index, i) & 7); });
 }
 inline __m512i _mm512_permutexvar_epi8(__m512i index, __m512i a) {
     return integers_<std::uint8_t>([&](int i) { return lane_<std::uint8_t>(a, lane_<std::uint8_t>(index, i) & 63); });

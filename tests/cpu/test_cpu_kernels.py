@@ -15,17 +15,20 @@ import pytest
 import strategies as s
 import torch
 from budgets import BUDGET, NAIVE_FACTOR, relative_error
-from cpu_calls import BFLOAT16, EMULATED, NATIVE, assert_right, forward_train, needs_compiler, run
+from cpu_calls import BFLOAT16, EMULATED, NATIVE, assert_right, forward_train, needs_compiler, run, run_stored
 from families import quick_only_for
 from hypothesis import given
 from hypothesis import strategies as st
 from outliers import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers
+from stored_weights import every_stored_value, stored_layer
 from strategies import Layer, make_layer
 from training_checks import exact_partials, products_of
 
 import mglu_ops
 from mglu_ops.backends import cpu
 from mglu_ops.backends.cpu import build
+from mglu_ops.formats import FORMATS
+from mglu_ops.layer_call import LayerArguments
 
 pytest_plugins = ["cpu_calls"]
 pytestmark = needs_compiler
@@ -225,6 +228,81 @@ def test_empty_sizes(kernel, size):
     assert torch.equal(run(layer, kernel.isa), torch.zeros(tokens, out_features).to(kernel.dtype))
 
 
+# --- Weights in 8 bits with scales of rows --------------------------------------------------------------------------
+
+every_row_format = pytest.mark.parametrize("name", ["int8_row", "fp8_row"])
+in_registers = pytest.mark.parametrize(
+    "kernel",
+    [kernel for kernel in NATIVE if kernel.isa in ("avx2", "avx512", "avx512_bf16")] + EMULATED[:1],
+    indirect=True,
+    ids=str,
+)
+"""The kernels that decode such weights in registers, for up to eight tokens."""
+
+
+@every_row_format
+@in_registers
+def test_every_stored_value_is_exact_in_every_column(kernel, name):
+    """70 columns are a whole step of every kernel, and a rest."""
+    for column in range(69):
+        given, expected = every_stored_value(name, column, kernel.dtype, h=70)
+        found = run_stored(given, kernel.isa)[0]
+        torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
+
+
+@every_row_format
+@in_registers
+@pytest.mark.parametrize("n_masks", quick_only_for([1, 2, 7, 9], range(1, 17)))
+def test_stored_weights_have_the_bits_of_decoded_ones(kernel, name, n_masks):
+    """With scales that are powers of two. Dense kernels for few tokens take up to four, two at a time.
+
+    The memory between rows, which is not read, is NaN in x, and in W if the format has NaN.
+    """
+    for h in (1, 64, 133, 256 + n_masks):
+        stored = torch.randint(0, 256, (70, h + 5), dtype=torch.uint8)
+        if name == "fp8_row":
+            stored[stored & 127 == 127] = 0
+        stored[:, h:] = 127
+        stored[9, h // 2] = 255  # -1 or NaN
+        weight = stored.view(FORMATS[name].dtype)[:, :h]
+        scale = 2.0 ** torch.randint(-6, 0, (70,))
+        base = make_layer((8,), h, 70, n_masks, dtype=kernel.dtype, weighted=True)
+        wide_x = torch.full((8, h + 3), math.nan).to(kernel.dtype)
+        wide_x[:, 1 : h + 1] = base.x
+        for tokens in (1, 2, 3, 8):
+            x, weights = wide_x[:tokens, 1 : h + 1], base.mask_weights[:tokens]
+            found = run_stored(LayerArguments(x, weight, base.packed_masks, "gelu", weights, scale, name), kernel.isa)
+            decoded = base.with_(weight=FORMATS[name].dequantize(weight, scale, kernel.dtype), activation="gelu")
+            pairs = zip(x.split(2), weights.split(2), strict=True)
+            expected = torch.cat([run(decoded.with_(x=two, mask_weights=of), kernel.isa) for two, of in pairs])
+            assert expected[:, 9].isnan().all() == (name == "fp8_row")
+            torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
+
+
+@every_row_format
+@in_registers
+def test_stored_weights_have_the_error_of_dense_ones(kernel, name):
+    for tokens, sizes in ((1, (300, 520)), (4, (41, 2048)), (8, (16, 67))):
+        for n_masks in (1, 4, 11):
+            given, exact = stored_layer(name, kernel.dtype, tokens, *sizes, n_masks)
+            assert relative_error(run_stored(given, kernel.isa), exact) <= BUDGET[kernel.dtype]
+
+
+@every_row_format
+@in_registers
+def test_threads_do_not_change_bits_of_stored_weights(kernel, name):
+    given, _ = stored_layer(name, kernel.dtype, 3, 300, 330, 3)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 5, 2):
+            torch.set_num_threads(threads)
+            found.append(run_stored(given, kernel.isa))
+        assert all(torch.equal(again, found[0]) for again in found)
+    finally:
+        torch.set_num_threads(before)
+
+
 # --- Threads and memory -------------------------------------------------------------------------------------------
 
 
@@ -288,6 +366,8 @@ def test_explain_names_the_instruction_set_that_runs(kernel):
         reason = mglu_ops.explain_dispatch(layer.x, layer.weight, layer.packed_masks).reason
         assert reason.endswith(f"instruction set {isa}")
     assert cpu.isa(torch.float32, 300, 2) == "avx512"
+    for tokens, name, isa in ((8, "int8_row", "avx512_bf16"), (9, "fp8_row", "amx"), (1, "int4_group", "avx512")):
+        assert cpu.isa(torch.bfloat16, tokens, 4, name) == isa
 
 
 @pytest.mark.long

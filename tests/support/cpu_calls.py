@@ -77,6 +77,11 @@ def run(layer: Layer, isa: str = "best") -> Tensor:
     return run_on("cpu", layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights, launch=isa)
 
 
+def run_stored(given: LayerArguments, isa: str) -> Tensor:
+    """The result of a layer with a stored weight."""
+    return BACKENDS["cpu"].prepare(LayerCall.of(given), isa)(given)
+
+
 def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
     """The result and the partial derivatives of a layer whose x is `[tokens, in_features]`."""
     cpu = BACKENDS["cpu"]

@@ -49,25 +49,25 @@ class StoredLayers(nn.Module):
 
 
 def every_stored_value(
-    weight_format: str, column: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    weight_format: str, column: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu", h: int = 32
 ) -> tuple[LayerArguments, Tensor]:
-    """A layer with each number that a format can store in a column of 32, and the result of a token.
+    """A layer with each number that a format can store in a column of `h`, and the result of a token.
 
     That number times the scale 3 is the gate of a row. The value is 3, from the last column.
     """
     chosen = FORMATS[weight_format]
     octets = torch.arange(16 if chosen.packed == 2 else 256, dtype=torch.uint8)
     one = torch.ones((), dtype=chosen.dtype).view(torch.uint8)
-    stored = torch.full((len(octets), 32), 8 if chosen.packed == 2 else 0, dtype=torch.uint8)
-    stored[:, column], stored[:, 31] = octets, 9 if chosen.packed == 2 else one
+    stored = torch.full((len(octets), h), 8 if chosen.packed == 2 else 0, dtype=torch.uint8)
+    stored[:, column], stored[:, -1] = octets, 9 if chosen.packed == 2 else one
     if chosen.packed == 2:
         stored, numbers = stored[:, ::2] | stored[:, 1::2] << 4, octets.float() - 8
     else:
         assert chosen.dtype is not None
         stored, numbers = stored.view(chosen.dtype), octets.view(chosen.dtype).float()
-    x, masks = torch.zeros(1, 32, dtype=dtype), torch.zeros(1, len(octets), 32, dtype=torch.bool)
-    x[:, [column, 31]], masks[:, :, column] = 1, True
-    scale = torch.full(chosen.scale_shape(len(octets), 32), 3.0, dtype=chosen.scale_dtype)
+    x, masks = torch.zeros(1, h, dtype=dtype), torch.zeros(1, len(octets), h, dtype=torch.bool)
+    x[:, [column, -1]], masks[:, :, column] = 1, True
+    scale = torch.full(chosen.scale_shape(len(octets), h), 3.0, dtype=chosen.scale_dtype)
     tensors = (tensor.to(device) for tensor in (x, stored, pack(masks), scale))
     x, stored, packed, scale = tensors
     expected = (9 * numbers).to(dtype).to(device)

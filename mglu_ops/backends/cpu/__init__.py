@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
+from ...formats import get_format
 from ...layer_call import LayerArguments, LayerCall
 from ...masks import packed_shape, packed_width
 from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
@@ -34,13 +35,13 @@ __all__ = ["BuildError", "Cpu", "is_loaded", "is_missing", "isa"]
 _MASK_SOURCES = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
-def isa(dtype: torch.dtype, tokens: int, n_masks: int) -> str | None:
+def isa(dtype: torch.dtype, tokens: int, n_masks: int, weight_format: str = "dense") -> str | None:
     """Return the instruction set of a call: `amx`, `avx512_bf16`, `avx512`, `avx2` or `portable`.
 
     None if the kernels could not be built.
     """
     library = load()
-    return library.isa(dtype, tokens, n_masks) if isinstance(library, Library) else None
+    return library.isa(dtype, tokens, n_masks, get_format(weight_format)) if isinstance(library, Library) else None
 
 
 class Cpu(Backend):

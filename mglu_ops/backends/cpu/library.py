@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ...formats import WeightFormat
 from ..parameters import read_parameters
 from .build import BuildError, load_library, settings, source_directory
 
@@ -52,13 +53,13 @@ class Library:
             function.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
             function.restype = ctypes.c_int32
         self._isa.restype = self._message.restype = ctypes.c_char_p
-        self._isa.argtypes = (ctypes.c_int64,) * 3
+        self._isa.argtypes = (ctypes.c_int64,) * 4
         self._supports.argtypes = (ctypes.c_int64,) * 2
         self._message.argtypes = (ctypes.c_int32,)
 
-    def isa(self, dtype: torch.dtype, tokens: int, n_masks: int) -> str:
-        """Return the instruction set of `ISAS` that a call runs with."""
-        return str(self._isa(DTYPES[dtype], tokens, n_masks).decode())
+    def isa(self, dtype: torch.dtype, tokens: int, n_masks: int, weight_format: WeightFormat) -> str:
+        """Return the instruction set of `ISAS` that a call runs with; `dtype` is x's."""
+        return str(self._isa(DTYPES[dtype], tokens, n_masks, weight_format.code).decode())
 
     def supports(self, isa: str, dtype: torch.dtype) -> bool:
         """Whether this machine and this build can run with an instruction set."""
