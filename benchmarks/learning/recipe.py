@@ -161,9 +161,8 @@ class Recipe:
         for block in model.blocks:
             assert isinstance(block, Block)
             block.down.weight.mul_(self.down_gain)
-            for name, parameter in block.projection.named_parameters():
-                if name.endswith("weight") and "router" not in name:
-                    parameter.mul_(self.weight_gain)
+        for weight in projection_weights(model):
+            weight.mul_(self.weight_gain)
         return model
 
     def _projection(self) -> Projection:
@@ -197,6 +196,17 @@ KINDS: dict[str, type] = {
     one.name: {"top_k": int, "start": str}.get(one.name, type(one.default)) for one in fields(Recipe)
 }
 """Name of a field of a recipe to the type of its values besides None."""
+
+
+def projection_weights(model: LanguageModel) -> list[nn.Parameter]:
+    """The weights of the first halves of all feed-forward layers, without those of routers."""
+    return [
+        parameter
+        for block in model.blocks
+        if isinstance(block, Block)
+        for name, parameter in block.projection.named_parameters()
+        if name.endswith("weight") and "router" not in name
+    ]
 
 
 @torch.no_grad()

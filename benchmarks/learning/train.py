@@ -50,6 +50,7 @@ def run(
     device: str = "cuda",
     limit: float | None = None,
     compiled: bool = True,
+    keeps_weights: bool = False,
 ) -> bool:
     """Train, and write `NAME.csv` into a folder; return whether the run is finished.
 
@@ -64,6 +65,7 @@ def run(
         limit: the most seconds; the run stops at the last point of its curve that it expects to reach in time. None for
             no limit.
         compiled: whether blocks and loss are compiled.
+        keeps_weights: whether the trained weights are written to `NAME.weights`, as those of GLU are in any case.
 
     Raises:
         TimeoutError: another process trains this run.
@@ -82,7 +84,7 @@ def run(
             except TimeoutError:
                 return False
             teacher = torch.load(weights, map_location=device, weights_only=True)
-        return _run(recipe, corpus, out, device, end, compiled, teacher)
+        return _run(recipe, corpus, out, device, end, compiled, teacher, keeps_weights)
 
 
 def _run(
@@ -93,6 +95,7 @@ def _run(
     end: float,
     compiled: bool,
     teacher: Mapping[str, Tensor] | None,
+    keeps_weights: bool = False,
 ) -> bool:
     """Train until `end` of the clock, from the run's checkpoint if there is one."""
     checkpoint = out / f"{recipe.name}.pt"
@@ -116,7 +119,7 @@ def _run(
             saved = time.perf_counter()
             if is_over:
                 return False
-    if recipe.layer == "glu":
+    if recipe.layer == "glu" or keeps_weights:
         state = training.model.state_dict()
         write_whole(out / f"{recipe.name}.weights", lambda path: torch.save(state, path))
     write_table(training.progress.rows, head(training), out, recipe.name)
@@ -126,8 +129,6 @@ def _run(
 
 def head(training: Training) -> dict[str, str]:
     """The head of a result: what it depends on, and what the run cost."""
-    sizes = asdict(training.corpus.sizes)
-    sizes["held_out_packages"] = " ".join(sizes["held_out_packages"])
     logits = sum(p.numel() for n, p in training.model.named_parameters() if "mask_logits" in n)
     fixed = sum(layer.weight.numel() * layer.n_masks for layer in masked_layers(training.model))
     cost = {
@@ -142,9 +143,16 @@ def head(training: Training) -> dict[str, str]:
     return {
         **environment(PROTOCOL),
         **{f"recipe.{key}": str(value) for key, value in asdict(training.recipe).items()},
-        **{f"corpus.{key}": str(value) for key, value in sizes.items()},
+        **corpus_facts(training.corpus),
         **{key: str(value) for key, value in cost.items()},
     }
+
+
+def corpus_facts(corpus: Corpus) -> dict[str, str]:
+    """What the head of a result says about the text."""
+    sizes = asdict(corpus.sizes)
+    sizes["held_out_packages"] = " ".join(sizes["held_out_packages"])
+    return {f"corpus.{key}": str(value) for key, value in sizes.items()}
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,10 @@ import torch
 from filelock import FileLock
 from learning_fixtures import rows_of, tiny_run
 
-from benchmarks.learning import cost, experiments, train, training
+from benchmarks.learning import cost, experiments, formats, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
+from mglu_ops.formats import FORMATS
 
 pytest_plugins = ["learning_fixtures"]
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -132,6 +133,46 @@ def test_a_conversion_waits_for_the_process_that_trains_its_teacher(text, tmp_pa
         assert not list(tmp_path.glob("*.pt")), "nothing is trained meanwhile"
     assert result.result(60)
     assert (tmp_path / f"{one.name}.csv").is_file()
+
+
+def test_trained_models_are_evaluated_with_weights_in_each_format(text, tmp_path, monkeypatch):
+    recipes = [tiny_run(text, 20, layer="glu"), tiny_run(text, 20, n_masks=2)]
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    assert not formats.measure(recipes, text, runs, out, "cpu", seconds=29, compiled=False)  # as above
+    assert formats.measure(recipes, text, runs, out, "cpu", compiled=False)
+    facts, rows = read_table(out / f"{formats.NAME}.csv")
+    assert facts["corpus.digest"] == text.sizes.digest
+    for i, recipe in enumerate(recipes):
+        of = {row["format"]: row for row in rows[5 * i : 5 * i + 5]}
+        assert list(of) == list(FORMATS)
+        assert {row["run"] for row in of.values()} == {recipe.name}
+        assert of["dense"]["held_out"] == rows_of(runs, recipe)[-1]["held_out"]
+        errors = {name: float(row["error"]) for name, row in of.items()}
+        assert errors["dense"] == 0 < errors["int8_row"] < errors["fp8_row"] < errors["int4_group"] < 0.2
+        assert len({row["held_out"] for row in of.values()}) > 3
+    monkeypatch.setattr(formats, "run", None)  # the models are trained
+    assert formats.measure(recipes, text, runs, out, "cpu", compiled=False)
+    assert read_table(out / f"{formats.NAME}.csv") == (facts, rows)
+    before, after = (float(row["held_out"]) for row in rows[5:7])
+    (line,) = [line for line in formats.table(out).splitlines() if "SwiMGLU" in line]
+    assert line.startswith(f"| 25M | SwiMGLU, n_m = 2 | {before:.4f} | {after - before:+.4f} | ")
+    other = replace(text, sizes=replace(text.sizes, digest="another"))
+    with pytest.raises(ValueError, match="the result is of the text"):
+        formats.measure(recipes, other, runs, out, "cpu", compiled=False)
+
+
+@pytest.mark.parametrize("options", [{"layer": "glu"}, {"n_masks": 2, "top_k": 1}], ids=str)
+def test_only_gate_and_value_weights_are_rounded(options, text):
+    run = training.Training(tiny_run(text, 1, **options), text, "cpu", compiled=False)
+    before = {name: parameter.clone() for name, parameter in run.model.named_parameters()}
+    formats.rows_of(run)
+    last = FORMATS[list(FORMATS)[-1]]
+    for name, parameter in run.model.named_parameters():
+        if name.endswith(("projection.weight", "gate_proj.weight", "up_proj.weight")):
+            assert torch.equal(parameter, last.dequantize(*last.quantize(before.pop(name)), torch.float32))
+        else:
+            assert torch.equal(parameter, before[name])
+    assert len(before) < len(list(run.model.parameters()))
 
 
 @pytest.mark.long

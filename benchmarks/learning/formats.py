@@ -1,0 +1,133 @@
+"""Measures what weights in 8 and 4 bits cost in quality: the loss of trained models, with their weights in each format.
+
+python -m benchmarks.learning.formats --corpus DIR --runs DIR [--out DIR] [--seconds 540]
+
+The models are SwiGLU and our recipe with 1, 4 and 8 masks. Their runs and trained weights are kept in --runs, so the
+same command continues after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.frames import markdown
+from benchmarks.learning.corpus import Corpus, load
+from benchmarks.learning.experiments import BEST, LEAST_SECONDS, RESULTS, SWIGLU, is_done
+from benchmarks.learning.recipe import Recipe, projection_weights
+from benchmarks.learning.tables import label
+from benchmarks.learning.train import corpus_facts, run
+from benchmarks.learning.training import Training, keep_all_graphs
+from benchmarks.records import environment, read_table, write_table
+from mglu_ops.accuracy import relative_error
+from mglu_ops.formats import FORMATS
+
+NAME = "learning_formats"
+PROTOCOL = (
+    "models trained as in the experiments, with seed 0; W of each MGLU, and the gate and value weights of each SwiGLU, "
+    "are rounded from float32 to the nearest weights of a format (mglu_ops/formats.py) after training, and all other "
+    "weights stay; held_out: nats a byte over all held-out text, in bfloat16 autocast, which rounds the decoded "
+    "weights too; error: of these weights, relative to their norm, the root mean square over layers"
+)
+RECIPES = tuple(replace(one, size=size) for size in ("25M", "90M") for one in (SWIGLU, BEST[1], BEST[4], BEST[8]))
+
+
+@torch.no_grad()
+def rows_of(training: Training) -> list[dict[str, Any]]:
+    """The held-out loss of a trained model in each format, `dense` first.
+
+    The model is left with rounded weights. Its masks need not be frozen, since they do not depend on the weights.
+    """
+    recipe, weights = training.recipe, projection_weights(training.model)
+    trained, rows = [weight.clone() for weight in weights], []
+    for name, one in FORMATS.items():
+        for weight, exact in zip(weights, trained, strict=True):
+            weight.copy_(one.dequantize(*one.quantize(exact), exact.dtype))
+        errors = torch.tensor([relative_error(*pair) for pair in zip(weights, trained, strict=True)])
+        row = {
+            "run": recipe.name,
+            "model": recipe.size,
+            "layer": label(Recipe(recipe.layer, recipe.n_masks)),
+            "format": name,
+            "held_out": float(f"{training.held_out():.6g}"),
+            "error": float(f"{errors.square().mean().sqrt().item():.3g}"),
+        }
+        print(*row.values(), flush=True)
+        rows.append(row)
+    return rows
+
+
+@keep_all_graphs  # type: ignore[untyped-decorator]
+def measure(
+    recipes: Sequence[Recipe],
+    corpus: Corpus,
+    runs: Path,
+    out: Path,
+    device: str = "cuda",
+    seconds: float | None = None,
+    compiled: bool = True,
+) -> bool:
+    """Train the models whose weights are not in `runs`, and write `learning_formats.csv` into the folder `out`.
+
+    Returns:
+        Whether all models were trained within `seconds`. The file has those that were.
+
+    Raises:
+        ValueError: a model in `runs` was trained on another text.
+        TimeoutError: another process trains one of the models in `runs`.
+    """
+    begin, rows = time.perf_counter(), []
+    facts = environment(PROTOCOL) | corpus_facts(corpus)
+    for recipe in recipes:
+        weights = runs / f"{recipe.name}.weights"
+        if not (weights.is_file() and is_done(recipe, [runs], corpus.sizes.digest)):
+            rest = None if seconds is None else seconds - (time.perf_counter() - begin)
+            is_over = rest is not None and rest < LEAST_SECONDS
+            if is_over or not run(recipe, corpus, runs, device, rest, compiled, keeps_weights=True):
+                return False
+        training = Training(recipe, corpus, device, compiled)
+        training.model.load_state_dict(torch.load(weights, map_location=device, weights_only=True))
+        rows += rows_of(training)
+        write_table(rows, facts, out, NAME)
+    return True
+
+
+def table(results: Path) -> str:
+    """A row for each model: its loss in 16 bits in nats a byte, and the change of the loss in each other format."""
+    facts, rows = read_table(results / f"{NAME}.csv")
+    losses: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        losses.setdefault((row["model"], row["layer"]), {})[row["format"]] = float(row["held_out"])
+    others = [name for name, one in FORMATS.items() if not one.is_dense]
+    lines = [
+        [*key, f"{of['dense']:.4f}", *(f"{of[name] - of['dense']:+.4f}" for name in others)]
+        for key, of in losses.items()
+    ]
+    source = f"{facts['device']}, torch {facts['torch']}, commit {facts['commit'][:7]}; text `{facts['corpus.kind']}` "
+    source += f"{facts['corpus.digest']}, {float(facts['corpus.held_out_bytes']) / 1e6:.1f} MB held out."
+    return f"{source}\n\n{markdown(['model', 'layer', '16 bits', *(f'`{name}`' for name in others)], lines)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
+    parser.add_argument("--runs", type=Path, required=True, help="a folder for the runs and the trained weights")
+    parser.add_argument("--out", type=Path, default=RESULTS.parent)
+    parser.add_argument("--seconds", type=float, help="stop after about this time")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    corpus = load(options.corpus)
+    if measure(RECIPES, corpus, options.runs, options.out, options.device, options.seconds):
+        print(table(options.out))
+    else:
+        print("the time is over; repeat the command to continue")
+
+
+if __name__ == "__main__":
+    main()
