@@ -160,10 +160,8 @@ def _choose_on_cpu(call: LayerCall) -> Choice:
         return Choice("composite", f"library GEMMs, the only backend for {call.dtype} on a CPU")
     problem = BACKENDS["cpu"].unsupported_reason(call)
     if problem is None:
-        weight_format = call.weight.format
-        stored = "" if weight_format.is_dense else f", weight format {weight_format.name}"
-        isa = cpu.isa(call.dtype, call.tokens, call.n_masks, weight_format.name)
-        return Choice("cpu", f"kernels of this package, instruction set {isa}{stored}")
+        isa = cpu.isa(call.dtype, call.tokens, call.n_masks, call.weight.format.name)
+        return Choice("cpu", f"kernels of this package, instruction set {isa}")
     slow = call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS
     return Choice("composite", f"library GEMMs, several times slower here than the CPU backend: {problem}", slow)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -154,14 +154,9 @@ def mask_alignment(call: LayerCall) -> int:
     return next(size for size in (16, 8, 4, 1) if call.masks.alignment % size == 0 and (row | length) % size == 0)
 
 
-def has_aligned_rows(call: LayerCall, formats: Collection[str] = ("dense",)) -> bool:
-    """Whether rows of W, in one of these formats, and of the masks can be copied in whole vectors."""
-    return (
-        call.weight.format.name in formats
-        and weight_is_vectorizable(call)
-        and mask_alignment(call) >= 4
-        and call.in_features > 0
-    )
+def has_aligned_rows(call: LayerCall) -> bool:
+    """Whether rows of W and of the masks can be copied in whole vectors."""
+    return weight_is_vectorizable(call) and mask_alignment(call) >= 4 and call.in_features > 0
 
 
 def has_x_in_rows(call: LayerCall) -> bool:
@@ -169,15 +164,13 @@ def has_x_in_rows(call: LayerCall) -> bool:
     return x_is_vectorizable(call) and (call.tokens == 1 or call.x.strides[0] >= call.in_features)
 
 
-def aligned_violations(kernel: str, call: LayerCall, rows: int, formats: Collection[str] = ("dense",)) -> Iterator[str]:
+def aligned_violations(kernel: str, call: LayerCall, rows: int) -> Iterator[str]:
     """Yield the requirements of the 16-bit kernels that a call does not meet; a block takes `rows` rows of W."""
     if call.dtype is torch.float32:
         yield f"{kernel} has no float32"
-    if call.weight.format.name not in formats:
-        yield f"{kernel} has no weight format {call.weight.format.name}"
     if call.in_features % 8 or not call.in_features:
         yield f"{kernel} needs in_features that are a multiple of 8, got {call.in_features}"
-    if not has_aligned_rows(call, formats):
+    if not has_aligned_rows(call):
         yield f"{kernel} needs aligned rows of weight and packed_masks"
     if call.out_features < rows:
         yield f"rows: got {rows}, must be at most out_features {call.out_features}"

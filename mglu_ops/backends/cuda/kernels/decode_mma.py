@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ....formats import FORMATS
 from ....layer_call import LayerCall
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
@@ -122,7 +121,7 @@ class DecodeMma(LaunchConfig):
         return LaunchSequence(kernel)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        yield from aligned_violations(self.kernel, call, ROWS, FORMATS)
+        yield from aligned_violations(self.kernel, call, ROWS)
         if _scales_columns(call) and self.sub == 1:
             yield f"sub: got 1, must be 2 or 4 for {call.weight.format.name}"
         if self.block_tokens > 16:
@@ -144,12 +143,7 @@ def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     call of 8 tokens, and with at most 4 warps per tile, since 8 or more would add up a single token's masks in another
     order (csrc/cuda/decode_mma.md).
     """
-    if (
-        not has_aligned_rows(call, FORMATS)
-        or call.dtype == torch.float32
-        or call.out_features < ROWS
-        or gpu.arch < (8, 0)
-    ):
+    if not has_aligned_rows(call) or call.dtype == torch.float32 or call.out_features < ROWS or gpu.arch < (8, 0):
         return None
     asked = replace(call, leading=(8,)) if call.batch_invariant else call
     fitted = _fit(_preferred(asked, gpu), asked, gpu)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ....formats import FORMATS
 from ....layer_call import LayerCall
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
@@ -179,7 +178,7 @@ class TileWgmma(LaunchConfig):
         return LaunchSequence(kernel, tuple(copies), TensorMaps(*weights), x_maps, result_maps)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        yield from aligned_violations(self.kernel, call, self.rows, FORMATS)
+        yield from aligned_violations(self.kernel, call, self.rows)
         if not self.permuted and not has_x_in_rows(call):
             yield f"{self} needs rows of x that are aligned and do not overlap"
         if gpu.arch != ARCH:
@@ -213,6 +212,4 @@ class TileWgmma(LaunchConfig):
 
 def can_run(call: LayerCall, gpu: Gpu) -> bool:
     """Whether some launch of the kernel can run a call."""
-    return (
-        has_aligned_rows(call, FORMATS) and call.dtype != torch.float32 and call.out_features >= 64 and gpu.arch == ARCH
-    )
+    return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= 64 and gpu.arch == ARCH
