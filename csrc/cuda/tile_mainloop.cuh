@@ -412,7 +412,7 @@ struct Accumulators {
                 const u32 masks = slot + kXBytes + kWeightBytes +
                                   (chunk / kMaskSpan * kBlockRows + row) * kMaskRowBytes +
                                   chunk % kMaskSpan * mask_bytes(64, kMasks);
-                SparseWeights weight[2];  // the even weights and the odd ones
+                u32 word[4][2][2];  // dense: as stored; otherwise the even pair and the odd one
                 MaskWords<kCount> bits[2];
                 const auto load = [&] {
 #pragma unroll
@@ -420,8 +420,10 @@ struct Accumulators {
 #pragma unroll
                         for (int source = 0; source < 4; ++source) {
                             const u32 at = weight_offset(row_in_8, (4 * source + q) * Weight::kBits / 2);
-                            Weight::load(weight[0].pair(source, half), weight[1].pair(source, half),
-                                         weights + half * (8 * kWeightRowBytes) + at, scales.of(half));
+                            const u32 address = weights + half * (8 * kWeightRowBytes) + at;
+                            if constexpr (kFormat == WeightFormat::dense)
+                                load_shared_words(word[source][half], address);
+                            else Weight::load(word[source][half][0], word[source][half][1], address, scales.of(half));
                         }
                         load_mask_words(bits[half], p, masks, mask_rows, half, q, row_in_8,
                                         stage * kStageChunks + chunk, pass);
@@ -433,8 +435,20 @@ struct Accumulators {
                     wgmma_wait<1>();
                     if (chunk == 0 && odd == 1 && unreleased) release_stage(unreleased, lane);
                     if (!kLoadEarly && odd == 0) load();
+                    // A fragment is written only now: the products that last read its registers have ended, while those
+                    // of the other fragment may still run.
+                    SparseWeights weight;
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        const u32(&words)[2] = word[i / 2][i % 2];
+                        u32& pair = weight.pair(i / 2, i % 2);
+                        if constexpr (kFormat == WeightFormat::dense)
+                            pair =
+                                odd ? pick_bytes<0x7632>(words[0], words[1]) : pick_bytes<0x5410>(words[0], words[1]);
+                        else pair = words[odd], keep_in_register(pair);
+                    }
                     const SparseMetadata<kCount> metadata(bits[0], bits[1], odd, constants);
-                    multiply_sparse(weight[odd], metadata, constants, slot + chunk * kTokens * 256 + odd * 64);
+                    multiply_sparse(weight, metadata, constants, slot + chunk * kTokens * 256 + odd * 64);
                 }
             }
             unreleased = empty + 8 * position.slot;

@@ -350,10 +350,23 @@ def test_a_weight_in_fewer_bits(name: str, dtype: torch.dtype, tokens: int, d: i
 
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("permuted", [False, True])
-def test_a_weight_that_is_decoded_first(name: str, dtype: torch.dtype, permuted: bool) -> None:
+@pytest.mark.parametrize(
+    "launch",
+    [
+        TileWgmma(block_tokens=32, stages=4, decoded=True),
+        TileWgmma(block_tokens=32, stages=4, decoded=True, permuted=True),
+        # In stages of one chunk, fragments are written while the products of the same chunk of the last stage may run.
+        TileWgmma(block_tokens=16, stages=4, sparse=True),
+        TileWgmma(rows=128, block_tokens=24, stages=3, sparse=True),
+        TileWgmma(block_tokens=32, stages=3, mask_groups=2, sparse=True),
+        TileWgmma(rows=80, block_tokens=32, stages=3),
+        TileWgmma(block_tokens=32, stages=3, steps=2, permuted=True),
+        TileWgmma(block_tokens=32, stages=3, permuted=True, cluster=2),
+    ],
+    ids=str,
+)
+def test_tiles_of_weights_in_fewer_bits(name: str, dtype: torch.dtype, launch: TileWgmma) -> None:
     given, expected = stored_layer(name, dtype, 70, 330, 2080, 4, "cuda")
-    launch = TileWgmma(block_tokens=32, stages=4, decoded=True, permuted=permuted)
     padded = torch.zeros(330, given.weight.shape[1] + 16, dtype=torch.uint8, device="cuda").view(given.weight.dtype)
     padded[:, 16:].copy_(given.weight)
     for weight in (given.weight, padded[:, 16:]):

@@ -48,4 +48,6 @@ def bands_of(tensor: Tensor) -> Tensor:
 
 
 def _poison(tensor: Tensor) -> float:
-    return float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    if tensor.is_floating_point():
+        return float("nan")
+    return 1 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
