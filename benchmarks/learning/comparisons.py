@@ -13,14 +13,19 @@ from itertools import chain
 from benchmarks.learning.experiments import (
     AGAIN,
     BEST,
+    FROZEN,
     LARGER,
     PAPER,
     SAME_WEIGHTS,
     SLOW,
     SWIGLU,
+    best_with,
     gained,
     level,
     leveled,
+    leveled_glu,
+    leveled_lu,
+    same_fp8_load,
     same_load,
     same_training,
 )
@@ -46,12 +51,19 @@ ALL_SIZES = tuple(SIZES)
 SCALED = "scaled SwiGLU"
 NAMES = {n_masks: "1 mask" if n_masks == 1 else f"{n_masks} masks" for n_masks in BEST}
 PAPERS = {n_masks: replace(PAPER, n_masks=n_masks) for n_masks in BEST}
+GATES = {"relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}
+FIXED = "random masks, not learned"
 _TOP_1, _TOP_2, _TOP_4, _NO_GATE_MASK, _NO_VALUE_MASK, _NO_MASKS = AGAIN
 
 
 def _sizes(n_masks: int) -> tuple[str, ...]:
     """The models in which a number of masks was trained."""
     return ALL_SIZES if n_masks in (1, 4, 8) else (Recipe.size,)
+
+
+def _with(gate: str, n_masks: int) -> str:
+    """The name of a number of masks with a gate."""
+    return f"{NAMES[n_masks]} with {GATES[gate]}"
 
 
 COMPARISONS = {
@@ -100,10 +112,7 @@ COMPARISONS = {
         ),
     ],
     "Learned masks, routes and ablations": [
-        *(
-            Comparison(NAMES[n], BEST[n], "random masks, not learned", replace(gained(PAPER, n), learned=False))
-            for n in (1, 8)
-        ),
+        *(Comparison(NAMES[n], BEST[n], FIXED, replace(gained(PAPER, n), learned=False)) for n in (1, 8)),
         *(
             Comparison(NAMES[4], BEST[4], f"Top-{k} of 4 masks", top)
             for k, top in {1: _TOP_1, 2: _TOP_2, 4: _TOP_4}.items()
@@ -111,6 +120,40 @@ COMPARISONS = {
         Comparison(NAMES[1], BEST[1], "no mask on the gate", _NO_GATE_MASK),
         Comparison(NAMES[1], BEST[1], "no mask on the value", _NO_VALUE_MASK),
         Comparison(NAMES[1], BEST[1], "no masks, one shared matrix", _NO_MASKS),
+    ],
+    "Masks that are not learned, by gate": [
+        Comparison(_with(one.activation, one.n_masks), replace(one, learned=True), FIXED, one, sizes)
+        for one in FROZEN
+        for sizes in [("25M", "90M") if one.activation == "relu" else ("25M",)]
+    ],
+    "As many training operations": [
+        Comparison(f"{_with('relu', 4)}, half as wide", best_with("relu", 4, 0.5), "SwiGLU", SWIGLU),
+        *(
+            Comparison(_with("relu", 4), best_with("relu", 4), name, wide)
+            for name, wide in (
+                ("ReLU squared, 3 times as wide", leveled_lu("relu_squared", 3.0)),
+                ("leveled ReGLU, twice as wide", leveled_glu("relu", 2.0)),
+                ("leveled SwiGLU, twice as wide", leveled_glu("silu", 2.0)),
+            )
+        ),
+    ],
+    "As many bytes, if weights have 8 bits": [
+        *(
+            Comparison(_with(gate, n), best_with(gate, n), name, narrow)
+            for n in (1, 4)
+            for gate in GATES
+            for name, narrow in (
+                ("ReLU squared", leveled_lu("relu_squared", round(1.5 * same_fp8_load(n), 4))),
+                ("leveled ReGLU", leveled_glu("relu", round(same_fp8_load(n), 4))),
+                ("leveled SwiGLU", leveled_glu("silu", round(same_fp8_load(n), 4))),
+            )
+        ),
+        *(
+            Comparison(f"{_with('relu', n)}, {width:.3g} times as wide", best_with("relu", n, width), name, glu)
+            for n in (1, 4)
+            for width in [round(1 / same_fp8_load(n), 4)]
+            for name, glu in (("leveled ReGLU", leveled_glu("relu")), ("leveled SwiGLU", leveled_glu("silu")))
+        ),
     ],
 }
 """Question to comparisons: the tables of findings."""
