@@ -139,7 +139,7 @@ def _path(node: Node | float, symbols: frozenset[str]) -> list[Node]:
     while path and (call := as_call(path[-1])) is not None and call.symbol in symbols:
         source, others = call.args[0], path[-1].all_input_nodes[1:]
         keeps_numbers = call.symbol == "to" or dtype_of(source) == dtype_of(path[-1])  # `view(dtype)` reads bits anew
-        reads_others = others and call.symbol not in _CASTS and call.symbol != "expand_as"  # as an index does
+        reads_others = others and call.symbol not in _CASTS and call.symbol != "expand_as"  # such as an index
         if tensor_example(source) is None or not keeps_numbers or reads_others:
             break
         path.append(source)
@@ -161,7 +161,7 @@ def _check_tensors(recogniser: Recogniser, found: StoredWeight, weight: Node, ro
     """Refuse tensors that need a gradient, that the program moves to another device, or whose shards may cut blocks."""
     records = recogniser.view.modes(root).grad is not False
     for node in (found.weight, found.scale):
-        if records and (requires_grad(node) or requires_grad(weight)):
+        if records and requires_grad(node):
             raise Refusal(f"`{node.name}` requires a gradient, which a stored weight and its scales do not have")
         if example(node).device != example(weight).device:
             raise Refusal(f"`{node.name}` is on {example(node).device}, and the weight on {example(weight).device}")

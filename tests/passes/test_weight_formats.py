@@ -281,6 +281,20 @@ def test_a_stored_weight_has_no_gradient(trained: str, grad: bool) -> None:
         assert_format("dense" if grad else "fp8_row", layer(OF_ROWS["in float32"]), make, "requires a gradient")
 
 
+def test_a_parameter_that_is_decoded_without_a_gradient() -> None:
+    """The operator would refuse a scale that requires a gradient where one is recorded."""
+
+    @torch.no_grad()
+    def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+        return q.to(dtype) * s[:, None]
+
+    def make() -> dict[str, Tensor]:
+        given = arguments("int8_row")
+        return {key: t.requires_grad_() if key in "xs" else t for key, t in given.items()}
+
+    assert_format("dense", layer(decode), make, "requires a gradient")
+
+
 def test_trained_masks() -> None:
     def function(x: Tensor, q: Tensor, s: Tensor, logits: Tensor) -> Tensor:
         weight, mask = q.to(x.dtype) * s[:, None], straight_through(logits)
