@@ -88,8 +88,12 @@ def formats(capture: Capture) -> list[str]:
 
 
 def check(decode: Decode, name: str, given: dict[str, Tensor], *, trains_x: bool = False) -> Capture:
-    """Fuse a layer; its errors against float64 are at most eager's, but for other roundings of sums."""
+    """Fuse a layer; against float64 its result is as accurate as eager's, and its gradient has the budget of its dtype.
+
+    A result may have a little more than eager's error, because sums are rounded in another order.
+    """
     function, capture = layer(decode), Capture(strict=True)
+    dtype = given["x"].dtype
     given["x"].requires_grad_(trains_x)
     exact = {key: value.detach().double() if key == "x" else value for key, value in given.items()}
     exact["x"].requires_grad_(trains_x)
@@ -97,7 +101,8 @@ def check(decode: Decode, name: str, given: dict[str, Tensor], *, trains_x: bool
     eager, found = results(function, given), results(capture.compile(function), given)
     for key, wanted in oracle.items():
         errors = [relative_error(one[key].double(), wanted) for one in (found, eager)]
-        assert errors[0] <= max(NAIVE_FACTOR * errors[1], BUDGET[given["x"].dtype] / 10), (key, errors)
+        slack = BUDGET[dtype] / (10 if key == "result 0" and dtype is not torch.float64 else 1)
+        assert errors[0] <= max(NAIVE_FACTOR * errors[1], slack), (key, errors)
     return capture
 
 
@@ -162,8 +167,9 @@ def cases(draw: st.DrawFn) -> tuple[str, Decode, torch.dtype, dict[str, int]]:
 @given(case=cases(), trains_x=st.booleans())
 def test_a_fused_layer_is_as_accurate_as_eager(case: Any, trains_x: bool) -> None:
     name, decode, dtype, sizes = case
-    capture = check(decode, name, arguments(name, dtype, **sizes), trains_x=trains_x)
-    assert formats(capture) == [name] or dtype is torch.float64
+    tensors = arguments(name, dtype, **sizes)
+    found = formats(check(decode, name, tensors, trains_x=trains_x))
+    assert found == [name] or dtype is torch.float64 or (found == ["fp8_row"] and tensors["s"].numel() == 1)
 
 
 # --- Weights that the operator reads decoded --------------------------------------------------------------------------
