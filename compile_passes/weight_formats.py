@@ -29,7 +29,6 @@ from .report import line
 from .shapes import dtype_of, example, holds, requires_grad, same_shape, tensor_example
 from .sites import Refusal
 from .symbols import as_call
-from .values import Binary, Levels
 
 _CASTS = frozenset({"to", "alias", "detach"})
 _RESHAPES = frozenset({"reshape", "flatten", "unflatten"})
@@ -61,16 +60,14 @@ class StoredWeight:
     scale_shape: tuple[int, ...]
 
 
-def is_decoded(recogniser: Recogniser, weight: Node) -> bool:
+def is_decoded(weight: Node) -> bool:
     """Whether a few calls compute a weight from a tensor of 8 bits that may be a stored form of it."""
     size, nodes, seen = _count(weight), {weight}, {weight}
     for _ in range(_FARTHEST if size else 0):
         nodes = {item for node in nodes for item in node.all_input_nodes} - seen
         seen |= nodes
-        for node in nodes:
-            is_mask = isinstance(recogniser.value(node), (Binary, Levels))
-            if _is_8_bit(node) and not is_mask and _count(node) in (size, size // 2):
-                return True
+        if any(_is_8_bit(node) and _count(node) in (size, size // 2) for node in nodes):
+            return True
     return False
 
 

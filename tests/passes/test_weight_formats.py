@@ -44,7 +44,7 @@ def expanded_blocks(scale: Tensor, like: Tensor) -> Tensor:
 def by_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """As transformers decode checkpoints; only whole blocks."""
     (rows, columns), (m, n) = q.shape, scale.shape
-    blocked = q.to(scale.dtype).reshape(-1, m, rows // m, n, columns // n)
+    blocked = q.reshape(-1, m, rows // m, n, columns // n).to(scale.dtype)
     return (blocked * scale.reshape(-1, m, n).unsqueeze(-1).unsqueeze(2)).reshape(q.shape).to(dtype)
 
 
@@ -186,6 +186,11 @@ DECODED: dict[str, tuple[str, str, Decode]] = {
         "int8_row",
         lambda q, s, dtype: (q.view(torch.uint8).to(dtype) - 128) * s[:, None],
     ),
+    "4 bits": (
+        "is no product",
+        "int4_group",
+        lambda q, s, dtype: (torch.stack(((q & 15).to(dtype), (q >> 4).to(dtype)), -1).flatten(1) - 8) * s.to(dtype),
+    ),
     "a sum": ("is no product", "int8_row", lambda q, s, dtype: q.to(dtype) * s[:, None] + s[:, None]),
     "a number": ("are a number, which is not proved", "int8_row", lambda q, s, dtype: q.to(dtype) * 0.01),
     "scales of columns": ("number for each row", "int8_row", lambda q, s, dtype: q.to(dtype) * s),
@@ -249,6 +254,15 @@ def test_scales_that_the_program_rounds_stay_rounded() -> None:
         return q.to(dtype) * s.half().to(dtype)[:, None]
 
     assert_format("fp8_row", layer(decode), lambda: arguments("fp8_row"))
+
+
+def test_one_spelling_of_scales_of_two_shapes() -> None:
+    """The calls are those of a format for `[12, 1]`; for `[2, 6]` they change the order of the scales."""
+    function = layer(lambda q, s, dtype: q.to(dtype) * s.t().reshape(-1)[:, None])
+    for shape in ((12, 1), (2, 6)):
+        given = arguments("int8_row")
+        given["s"] = given["s"].view(shape)
+        assert_format("int8_row", function, lambda given=given: given)
 
 
 def test_scales_whose_bits_are_another_dtype() -> None:
