@@ -360,7 +360,7 @@ def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple
 
 def _with_stored_weight(recogniser: Recogniser, layer: Layer) -> Layer:
     """The layer with its weight as it is stored, or with the reason why the operator reads the decoded one."""
-    if not is_decoded(recogniser, layer.weight):
+    if not is_decoded(layer.weight):
         return layer
     try:
         if layer.trains_masks:

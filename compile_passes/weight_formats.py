@@ -29,7 +29,6 @@ from .report import line
 from .shapes import dtype_of, example, holds, requires_grad, same_shape, tensor_example
 from .sites import Refusal
 from .symbols import as_call
-from .values import Binary, Levels
 
 _CASTS = frozenset({"to", "alias", "detach"})
 _RESHAPES = frozenset({"reshape", "flatten", "unflatten"})
@@ -61,16 +60,14 @@ class StoredWeight:
     scale_shape: tuple[int, ...]
 
 
-def is_decoded(recogniser: Recogniser, weight: Node) -> bool:
+def is_decoded(weight: Node) -> bool:
     """Whether a few calls compute a weight from a tensor of 8 bits that may be a stored form of it."""
     size, nodes, seen = _count(weight), {weight}, {weight}
     for _ in range(_FARTHEST if size else 0):
         nodes = {item for node in nodes for item in node.all_input_nodes} - seen
         seen |= nodes
-        for node in nodes:
-            is_mask = isinstance(recogniser.value(node), (Binary, Levels))
-            if _is_8_bit(node) and not is_mask and _count(node) in (size, size // 2):
-                return True
+        if any(_is_8_bit(node) and _count(node) in (size, size // 2) for node in nodes):
+            return True
     return False
 
 
@@ -139,7 +136,7 @@ def _path(node: Node | float, symbols: frozenset[str]) -> list[Node]:
     while path and (call := as_call(path[-1])) is not None and call.symbol in symbols:
         source, others = call.args[0], path[-1].all_input_nodes[1:]
         keeps_numbers = call.symbol == "to" or dtype_of(source) == dtype_of(path[-1])  # `view(dtype)` reads bits anew
-        reads_others = others and call.symbol not in _CASTS and call.symbol != "expand_as"  # as an index does
+        reads_others = others and call.symbol not in _CASTS and call.symbol != "expand_as"  # such as an index
         if tensor_example(source) is None or not keeps_numbers or reads_others:
             break
         path.append(source)
@@ -161,7 +158,7 @@ def _check_tensors(recogniser: Recogniser, found: StoredWeight, weight: Node, ro
     """Refuse tensors that need a gradient, that the program moves to another device, or whose shards may cut blocks."""
     records = recogniser.view.modes(root).grad is not False
     for node in (found.weight, found.scale):
-        if records and (requires_grad(node) or requires_grad(weight)):
+        if records and requires_grad(node):
             raise Refusal(f"`{node.name}` requires a gradient, which a stored weight and its scales do not have")
         if example(node).device != example(weight).device:
             raise Refusal(f"`{node.name}` is on {example(node).device}, and the weight on {example(weight).device}")

@@ -44,7 +44,7 @@ def expanded_blocks(scale: Tensor, like: Tensor) -> Tensor:
 def by_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """As transformers decode checkpoints; only whole blocks."""
     (rows, columns), (m, n) = q.shape, scale.shape
-    blocked = q.to(scale.dtype).reshape(-1, m, rows // m, n, columns // n)
+    blocked = q.reshape(-1, m, rows // m, n, columns // n).to(scale.dtype)
     return (blocked * scale.reshape(-1, m, n).unsqueeze(-1).unsqueeze(2)).reshape(q.shape).to(dtype)
 
 
@@ -88,8 +88,12 @@ def formats(capture: Capture) -> list[str]:
 
 
 def check(decode: Decode, name: str, given: dict[str, Tensor], *, trains_x: bool = False) -> Capture:
-    """Fuse a layer; its errors against float64 are at most eager's, but for other roundings of sums."""
+    """Fuse a layer; against float64 its result is as accurate as eager's, and its gradient has the budget of its dtype.
+
+    A result may have a little more than eager's error, because sums are rounded in another order.
+    """
     function, capture = layer(decode), Capture(strict=True)
+    dtype = given["x"].dtype
     given["x"].requires_grad_(trains_x)
     exact = {key: value.detach().double() if key == "x" else value for key, value in given.items()}
     exact["x"].requires_grad_(trains_x)
@@ -97,7 +101,8 @@ def check(decode: Decode, name: str, given: dict[str, Tensor], *, trains_x: bool
     eager, found = results(function, given), results(capture.compile(function), given)
     for key, wanted in oracle.items():
         errors = [relative_error(one[key].double(), wanted) for one in (found, eager)]
-        assert errors[0] <= max(NAIVE_FACTOR * errors[1], BUDGET[given["x"].dtype] / 10), (key, errors)
+        slack = BUDGET[dtype] / (10 if key == "result 0" and dtype is not torch.float64 else 1)
+        assert errors[0] <= max(NAIVE_FACTOR * errors[1], slack), (key, errors)
     return capture
 
 
@@ -162,8 +167,9 @@ def cases(draw: st.DrawFn) -> tuple[str, Decode, torch.dtype, dict[str, int]]:
 @given(case=cases(), trains_x=st.booleans())
 def test_a_fused_layer_is_as_accurate_as_eager(case: Any, trains_x: bool) -> None:
     name, decode, dtype, sizes = case
-    capture = check(decode, name, arguments(name, dtype, **sizes), trains_x=trains_x)
-    assert formats(capture) == [name] or dtype is torch.float64
+    tensors = arguments(name, dtype, **sizes)
+    found = formats(check(decode, name, tensors, trains_x=trains_x))
+    assert found == [name] or dtype is torch.float64 or (found == ["fp8_row"] and tensors["s"].numel() == 1)
 
 
 # --- Weights that the operator reads decoded --------------------------------------------------------------------------
@@ -179,6 +185,11 @@ DECODED: dict[str, tuple[str, str, Decode]] = {
         "is no product",
         "int8_row",
         lambda q, s, dtype: (q.view(torch.uint8).to(dtype) - 128) * s[:, None],
+    ),
+    "4 bits": (
+        "is no product",
+        "int4_group",
+        lambda q, s, dtype: (torch.stack(((q & 15).to(dtype), (q >> 4).to(dtype)), -1).flatten(1) - 8) * s.to(dtype),
     ),
     "a sum": ("is no product", "int8_row", lambda q, s, dtype: q.to(dtype) * s[:, None] + s[:, None]),
     "a number": ("are a number, which is not proved", "int8_row", lambda q, s, dtype: q.to(dtype) * 0.01),
@@ -245,6 +256,15 @@ def test_scales_that_the_program_rounds_stay_rounded() -> None:
     assert_format("fp8_row", layer(decode), lambda: arguments("fp8_row"))
 
 
+def test_one_spelling_of_scales_of_two_shapes() -> None:
+    """The calls are those of a format for `[12, 1]`; for `[2, 6]` they change the order of the scales."""
+    function = layer(lambda q, s, dtype: q.to(dtype) * s.t().reshape(-1)[:, None])
+    for shape in ((12, 1), (2, 6)):
+        given = arguments("int8_row")
+        given["s"] = given["s"].view(shape)
+        assert_format("int8_row", function, lambda given=given: given)
+
+
 def test_scales_whose_bits_are_another_dtype() -> None:
     def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
         return q.to(dtype) * s.half().view(torch.bfloat16)[:, None]
@@ -279,6 +299,20 @@ def test_a_stored_weight_has_no_gradient(trained: str, grad: bool) -> None:
 
     with torch.set_grad_enabled(grad):
         assert_format("dense" if grad else "fp8_row", layer(OF_ROWS["in float32"]), make, "requires a gradient")
+
+
+def test_a_parameter_that_is_decoded_without_a_gradient() -> None:
+    """The operator would refuse a scale that requires a gradient where one is recorded."""
+
+    @torch.no_grad()
+    def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+        return q.to(dtype) * s[:, None]
+
+    def make() -> dict[str, Tensor]:
+        given = arguments("int8_row")
+        return {key: t.requires_grad_() if key in "xs" else t for key, t in given.items()}
+
+    assert_format("dense", layer(decode), make, "requires a gradient")
 
 
 def test_trained_masks() -> None:
