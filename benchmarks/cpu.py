@@ -10,7 +10,7 @@ import ctypes
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -82,8 +82,9 @@ def variants_of(layers: Layers, formats: list[str], baselines: list[str]) -> lis
             LayerArguments(x, weight, bits, weight_scale=scale, weight_format=name)
             for (weight, scale), bits in zip(stored, packed, strict=True)
         ]
-        run = BACKENDS["cpu"].prepare(LayerCall.of(given[0]))
-        variants.append(Variant(f"mglu cpu {name}", lambda i, run=run, given=given: run(given[i]), layers.count))
+        prepared = BACKENDS["cpu"].prepare(LayerCall.of(given[0]))
+        calls = [partial(prepared, one) for one in given]
+        variants.append(Variant(f"mglu cpu {name}", partial(_call, calls), layers.count))
     if "naive" in baselines:
         # Masks that are not packed exceed the caches with fewer layers.
         count = layers_for((1 + layers.n_masks) * weights[0].nbytes)
@@ -93,6 +94,10 @@ def variants_of(layers: Layers, formats: list[str], baselines: list[str]) -> lis
     if "swiglu" in baselines:
         variants += swiglu_variants(layers, tuned=False)
     return variants
+
+
+def _call(calls: Sequence[Callable[[], Tensor]], i: int) -> Tensor:
+    return calls[i]()
 
 
 def error_of(variant: Variant, layers: Layers) -> float:
