@@ -1,6 +1,7 @@
 """Times MGLU on a CPU beside a loop that only reads, the naive layer and SwiGLU, in one run with the same threads.
 
 python -m benchmarks.cpu --out benchmarks/results [--tokens 1 2 4 8] [--n-masks 1 2 4 8 16] [--dtypes bfloat16 float32]
+                         [--formats int8_row fp8_row]
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import ctypes
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,6 +29,7 @@ from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.backends import BACKENDS, PreparedCall, cpu
 from mglu_ops.backends.cpu.build import find_compiler
 from mglu_ops.backends.cpu.library import Library, load
+from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerArguments, LayerCall
 
 MIN_ROUNDS = 3
@@ -62,8 +64,8 @@ def layers_for(bytes_of_layer: int) -> int:
     return 2 * -(-CACHES_OF_LAYERS * last_cache // (2 * bytes_of_layer))
 
 
-def variants_of(layers: Layers, baselines: list[str]) -> list[Variant]:
-    """The read loop, our kernel and the baselines."""
+def variants_of(layers: Layers, formats: list[str], baselines: list[str]) -> list[Variant]:
+    """The read loop, our kernel for the dense weight and for each of the formats, and the baselines."""
     x, weights, packed = layers.x, layers.weights, layers.packed
     read = read_loop()
     variants = [Variant("read loop", lambda i: read(weights[i], packed[i]), layers.count)]
@@ -74,6 +76,15 @@ def variants_of(layers: Layers, baselines: list[str]) -> list[Variant]:
     for name in ("cpu", *(name for name in baselines if name == "composite")):
         prepared = BACKENDS[name].prepare(LayerCall.of(LayerArguments(x, weights[0], packed[0])))
         variants.append(Variant(f"mglu {name}", partial(ours, prepared), layers.count))
+    for name in formats:
+        stored = [FORMATS[name].quantize(weight) for weight in weights]
+        given = [
+            LayerArguments(x, weight, bits, weight_scale=scale, weight_format=name)
+            for (weight, scale), bits in zip(stored, packed, strict=True)
+        ]
+        prepared = BACKENDS["cpu"].prepare(LayerCall.of(given[0]))
+        calls = [partial(prepared, one) for one in given]
+        variants.append(Variant(f"mglu cpu {name}", partial(_call, calls), layers.count))
     if "naive" in baselines:
         # Masks that are not packed exceed the caches with fewer layers.
         count = layers_for((1 + layers.n_masks) * weights[0].nbytes)
@@ -83,6 +94,10 @@ def variants_of(layers: Layers, baselines: list[str]) -> list[Variant]:
     if "swiglu" in baselines:
         variants += swiglu_variants(layers, tuned=False)
     return variants
+
+
+def _call(calls: Sequence[Callable[[], Tensor]], i: int) -> Tensor:
+    return calls[i]()
 
 
 def error_of(variant: Variant, layers: Layers) -> float:
@@ -96,7 +111,9 @@ def error_of(variant: Variant, layers: Layers) -> float:
         return float("nan")
     tokens = len(layers.x)
     checked = torch.linspace(0, tokens - 1, min(tokens, CHECKED_TOKENS)).long()
-    error = relative_error(output[checked], mglu(layers.x[checked], layers.weights[0], layers.packed[0]))
+    chosen = FORMATS.get(variant.name.split()[-1], FORMATS["dense"])
+    weight = chosen.dequantize(*chosen.quantize(layers.weights[0]), torch.float64)
+    error = relative_error(output[checked], mglu(layers.x[checked], weight, layers.packed[0]))
     assert error <= ERROR_BUDGET[layers.x.dtype], f"{variant.name}: error {error}"
     return error
 
@@ -116,7 +133,14 @@ def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, l
 
 
 def bench(
-    d: int, h: int, n_masks: int, tokens: int, dtype: torch.dtype, seconds: float, baselines: list[str]
+    d: int,
+    h: int,
+    n_masks: int,
+    tokens: int,
+    dtype: torch.dtype,
+    seconds: float,
+    formats: list[str],
+    baselines: list[str],
 ) -> list[dict[str, Any]]:
     """Measure one problem and return its rows; every variant runs for `seconds`.
 
@@ -124,11 +148,12 @@ def bench(
         least, median: times per layer, in microseconds.
         fraction_of_reading: least time of the read loop on the same bytes, divided by `least`.
         error: norm of the error relative to the norm of the float64 result; NaN for SwiGLU and the read loop.
-        isa: the instruction set that our kernel used; empty for the other variants.
+        isa: the instruction set that our kernel used for the dense weight; empty for the other variants.
     """
-    count = layers_for(d * h * dtype.itemsize + d * h // 8 * n_masks)
+    bits = min([8 * dtype.itemsize, *(8 if FORMATS[name].packed == 1 else 4 for name in formats)])
+    count = layers_for(d * h * bits // 8 + d * h // 8 * n_masks)
     layers = Layers(d, h, n_masks, tokens, dtype, "cpu", count)
-    variants = variants_of(layers, baselines)
+    variants = variants_of(layers, formats, baselines)
     errors = {variant.name: error_of(variant, layers) for variant in variants}
     times = times_of(variants, count, seconds)
     reading = min(times["read loop"])
@@ -160,6 +185,7 @@ def main() -> None:
         "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], default=["float32", "bfloat16"]
     )
     parser.add_argument("--seconds", type=float, default=4, help="for each variant of a problem")
+    parser.add_argument("--formats", nargs="*", choices=[*FORMATS][1:], default=[], help="of the weight, beside dense")
     parser.add_argument("--baselines", nargs="*", choices=["naive", "swiglu", "composite"], default=["naive", "swiglu"])
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -171,7 +197,9 @@ def main() -> None:
     for dtype, tokens, n_masks in product(arguments.dtypes, arguments.tokens, arguments.n_masks):
         torch._dynamo.reset()
         d, h = arguments.shape
-        found = bench(d, h, n_masks, tokens, getattr(torch, dtype), arguments.seconds, arguments.baselines)
+        found = bench(
+            d, h, n_masks, tokens, getattr(torch, dtype), arguments.seconds, arguments.formats, arguments.baselines
+        )
         rows += found
         print(*(line.format(**row) for row in found), sep="\n", flush=True)
     facts = {**environment(PROTOCOL), "load": " ".join(f"{load:.2f}" for load in os.getloadavg())}

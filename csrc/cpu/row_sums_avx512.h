@@ -44,6 +44,7 @@ struct RowSums {
                 const Vec of_x = load(x[t] + 8 * octet), product = w * of_x;
                 if constexpr (!kSumsValues<E>) rests[c][t][0] = rests[c][t][0] + product;
                 unrolled<Masks>([&](auto i) MGLU_STEP {
+                    // Products of 16-bit types are exact, so FMA gives the same bits.
                     if constexpr (kSumsValues<E> || i % 2 == 0) {
                         parts[c][t][i] = {_mm512_mask3_fmadd_ps(w.v, of_x.v, parts[c][t][i].v, masks[i])};
                     } else {

@@ -3,6 +3,7 @@
 //
 // The packed format has n_masks innermost, so that the two bytes of a 16-bit k-register are two masks of the same eight
 // weights. A vector holds those weights' products twice, and its halves sum two masks. No bits need to be moved.
+// row_sums_avx512.h uses vectors of 16 weights and one mask.
 
 struct Vec {
     static constexpr int width = 16;

@@ -9,7 +9,7 @@ struct WeightWords {
 
 MGLU_INLINE WeightWords load_words(const BFloat16* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 32)}; }
 
-// The bytes of `number * factor` in bfloat16 for the magnitudes of a format.
+// The bytes of the bfloat16 numbers for the magnitudes of a format.
 struct ByteTables {
     alignas(64) std::uint8_t low[128], high[128];
 };
@@ -27,7 +27,7 @@ constexpr ByteTables byte_tables() {
     ByteTables tables{};
     for (int magnitude = 0; magnitude < 128; ++magnitude) {
         int bits = bfloat16_bits(magnitude, 0);
-        if (std::is_same_v<W, Fp8>) {  // divided by kFactor, as by read_octet; three fraction bits, exponent bias 7
+        if (std::is_same_v<W, Fp8>) {  // divided by kFactor, as by to_float; three fraction bits, exponent bias 7
             const int exponent = magnitude >> 3, fraction = magnitude & 7;
             bits = bfloat16_bits(fraction + (exponent ? 8 : 0), (exponent ? exponent : 1) - 10 - 8);
             if (magnitude == 127) bits = 0x7fc0;  // NaN

@@ -88,12 +88,14 @@ double activate(Activation name, double x) {
 }
 
 void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64_t h, std::int64_t n,
-           Activation activation, bool weighted) {
+           Activation activation, bool weighted, mglu::WeightFormat format = mglu::WeightFormat::dense) {
     const std::int64_t octets = (h + 7) / 8, x_stride = h + 3, w_stride = h + 1, m_stride = octets * n + 1;
     const auto rows = [](std::int64_t count, std::int64_t stride, std::int64_t width) {
         return static_cast<std::size_t>(count ? (count - 1) * stride + width : 0);
     };
-    Numbers x(dtype, rows(tokens, x_stride, h)), weight(dtype, rows(d, w_stride, h));
+    const bool is_dense = format == mglu::WeightFormat::dense;
+    Numbers x(dtype, rows(tokens, x_stride, h)), weight(is_dense ? dtype : DType::float32, rows(d, w_stride, h));
+    std::vector<std::uint8_t> bytes(is_dense ? 0 : rows(d, w_stride, h));
     Numbers mask_weight(DType::bfloat16, static_cast<std::size_t>(tokens * n));
     Numbers out(dtype, rows(tokens, d + 2, d));
     std::vector<std::uint8_t> masks(static_cast<std::size_t>(n * d * h)), packed(rows(d, m_stride, octets * n));
@@ -104,6 +106,15 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     for (std::int64_t r = 0; r < d; ++r) {
         for (std::int64_t k = 0; k < h; ++k) weight.set(r * w_stride + k, std::round(uniform() * 64) / 64 * scale);
     }
+    for (std::size_t i = 0; i < bytes.size(); ++i) {  // fp8 numbers with the exponent 0: eighths from 1 to 2
+        bytes[i] = static_cast<std::uint8_t>(generator());
+        const bool is_int8 = format == mglu::WeightFormat::int8_row;
+        if (!is_int8) bytes[i] = (bytes[i] & 0x87) | 0x38;
+        const float eighths = (bytes[i] & 0x80 ? -1.0f : 1.0f) * static_cast<float>(8 + (bytes[i] & 7));
+        weight.set(i, (is_int8 ? static_cast<std::int8_t>(bytes[i]) / 64.0f : eighths / 8) * scale);
+    }
+    const std::vector<float> scales(static_cast<std::size_t>(d),
+                                    format == mglu::WeightFormat::int8_row ? scale / 64 : scale);
     for (std::int64_t i = 0; i < tokens * n; ++i) mask_weight.set(i, std::round(uniform() * 64) / 64);
     for (auto& mask : masks) mask = uniform() < 0 ? 0 : 1;
 
@@ -121,10 +132,10 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     }
 
     Forward call{x.data(),
-                 weight.data(),
+                 is_dense ? weight.data() : bytes.data(),
                  packed.data(),
                  weighted ? mask_weight.data() : nullptr,
-                 nullptr,
+                 is_dense ? nullptr : scales.data(),
                  out.data(),
                  nullptr,
                  tokens,
@@ -139,7 +150,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
                  d + 2,
                  dtype,
                  DType::bfloat16,
-                 mglu::WeightFormat::dense,
+                 format,
                  activation,
                  isa};
     std::vector<double> exact(static_cast<std::size_t>(tokens * d)), activated(exact.size());
@@ -177,7 +188,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     compare("forward", forward(call, two_threads), exact, result);
 
     // In training, dy/dt and all dy/df_i together are the sum of the activations.
-    if (h == 0) return;
+    if (h == 0 || !is_dense) return;
     const std::int64_t entries = partials_of(call);
     Numbers partials(dtype, static_cast<std::size_t>(tokens * entries * d));
     for (std::int64_t i = 0; i < tokens * entries * d; ++i) partials.set(i, 1024.0f);
@@ -302,6 +313,12 @@ int main() {
             for (const std::int64_t h : {0, 1, 7, 8, 9, 63, 300, 520}) {
                 check(isa, dtype, 3, 9, h, 2, Activation::silu, false);
                 check(isa, dtype, 9, 25, h, 3, Activation::silu, true);
+            }
+            for (const auto format : {mglu::WeightFormat::int8_row, mglu::WeightFormat::fp8_row}) {
+                for (const std::int64_t h : {0, 1, 9, 63, 64, 130, 300}) {
+                    for (const std::int64_t n : {1, 4, 9})
+                        check(isa, dtype, n, 9, h, n, Activation::silu, true, format);
+                }
             }
             for (const std::int64_t tokens : {33, 700}) check(isa, dtype, tokens, 5, 40, 4, Activation::tanh, true);
             check(isa, dtype, 4, 0, 8, 1, Activation::silu, false);
