@@ -45,7 +45,8 @@ def _is_traced(tensor: Tensor) -> bool:
 
 def launch(given: LayerArguments, config: Config | None) -> Tensor:
     """The result `[tokens, out_features]` of arguments `in_rows`; one kernel, and no allocation but the result's."""
-    x, weight, packed_masks, activation, mask_weights, scale, _ = given
+    x, weight, packed_masks, activation, mask_weights, scale, weight_format = given
+    assert scale is None or scale.dim() == 1, f"the scales of {weight_format} are not of whole rows"
     tokens, in_features, out_features, n_masks = x.shape[0], given.in_features, given.out_features, given.n_masks
     if x.is_cuda and not _is_traced(x) and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):  # Triton launches on the current device
@@ -110,7 +111,7 @@ def _matmul(wrap: Any, config: Any, problem: tuple[Any, ...], strides: Any, cons
     masks = 1 << (n_masks - 1).bit_length()
     (x_token, x_unit), (w_row, w_unit), (m_row, m_unit) = (
         _in_units(x_token, 8),
-        _in_units(w_row, 8),
+        _in_units(w_row, 16 // problem[1].itemsize),
         _in_units(m_row, 16),
     )
     row_blocks, token_blocks = -(-out_features // config.block_rows), -(-tokens // config.block_tokens)
