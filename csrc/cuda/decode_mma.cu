@@ -272,8 +272,9 @@ struct ChunkFragments {
             const u32 address = (rows + lane.weights) ^ source * Stage::kQuarterBytes;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                Weight::load(weights[0].pair(source, half), weights[1].pair(source, half),
-                             address + half * (8 * Stage::kBlockRowBytes));
+                u32 word[Weight::kWords];
+                Weight::load(word, address + half * (8 * Stage::kBlockRowBytes));
+                Weight::divide(weights[0].pair(source, half), weights[1].pair(source, half), word);
             }
         }
         if constexpr (kExpandedX) {

@@ -412,7 +412,7 @@ struct Accumulators {
                 const u32 masks = slot + kXBytes + kWeightBytes +
                                   (chunk / kMaskSpan * kBlockRows + row) * kMaskRowBytes +
                                   chunk % kMaskSpan * mask_bytes(64, kMasks);
-                u32 word[4][2][2];  // dense: as stored; otherwise the even pair and the odd one
+                u32 words[4][2][Weight::kWords];
                 MaskWords<kCount> bits[2];
                 const auto load = [&] {
 #pragma unroll
@@ -421,9 +421,7 @@ struct Accumulators {
                         for (int source = 0; source < 4; ++source) {
                             const u32 at = weight_offset(row_in_8, (4 * source + q) * Weight::kBits / 2);
                             const u32 address = weights + half * (8 * kWeightRowBytes) + at;
-                            if constexpr (kFormat == WeightFormat::dense)
-                                load_shared_words(word[source][half], address);
-                            else Weight::load(word[source][half][0], word[source][half][1], address, scales.of(half));
+                            Weight::load(words[source][half], address);
                         }
                         load_mask_words(bits[half], p, masks, mask_rows, half, q, row_in_8,
                                         stage * kStageChunks + chunk, pass);
@@ -436,16 +434,15 @@ struct Accumulators {
                     if (chunk == 0 && odd == 1 && unreleased) release_stage(unreleased, lane);
                     if (!kLoadEarly && odd == 0) load();
                     // A fragment is written only now: the products that last read its registers have ended, while those
-                    // of the other fragment may still run.
+                    // of the other fragment may still run. So each is divided, and decoded, by itself.
                     SparseWeights weight;
 #pragma unroll
                     for (int i = 0; i < 8; ++i) {
-                        const u32(&words)[2] = word[i / 2][i % 2];
-                        u32& pair = weight.pair(i / 2, i % 2);
-                        if constexpr (kFormat == WeightFormat::dense)
-                            pair =
-                                odd ? pick_bytes<0x7632>(words[0], words[1]) : pick_bytes<0x5410>(words[0], words[1]);
-                        else pair = words[odd], keep_in_register(pair);
+                        u32(&word)[Weight::kWords] = words[i / 2][i % 2];
+                        if constexpr (kFormat != WeightFormat::dense) keep_in_register(word[0]);
+                        u32 pair[2];
+                        Weight::divide(pair[0], pair[1], word, scales.of(i % 2));
+                        weight.pair(i / 2, i % 2) = pair[odd];
                     }
                     const SparseMetadata<kCount> metadata(bits[0], bits[1], odd, constants);
                     multiply_sparse(weight, metadata, constants, slot + chunk * kTokens * 256 + odd * 64);

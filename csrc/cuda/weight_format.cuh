@@ -110,7 +110,8 @@ __device__ __forceinline__ u32 convert_pair(u32 pair, Scale scale) {
 // Weights as pairs of 16-bit elements for tensor cores: exact without their scales, and rounded with them. A pair has
 // its first weight in the lower half. Scale is float where scales belong to columns, or Unscaled.
 //
-// - load: four neighbouring weights of a row in shared memory, as the even ones (columns 0 and 2) and the odd ones
+// - load: four neighbouring weights of a row in shared memory, as they are stored
+// - divide: of these, the even ones (columns 0 and 2) and the odd ones
 // - neighbours: two neighbouring weights, from a word of 2 kBits bits
 // - across: of two groups A and B of 8 neighbouring weights, the pairs (A_2s, B_2s) and (A_2s+1, B_2s+1)
 template <WeightFormat kFormat, int kType>
@@ -118,12 +119,11 @@ struct WeightPairs;
 
 template <int kType>
 struct WeightPairs<WeightFormat::dense, kType> {
-    static constexpr int kBits = 16;
+    static constexpr int kBits = 16, kWords = 2;
 
+    static __device__ __forceinline__ void load(u32 (&word)[kWords], u32 address) { load_shared_words(word, address); }
     template <typename Scale = Unscaled>
-    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address, Scale scale = {}) {
-        u32 word[2];
-        load_shared_words(word, address);
+    static __device__ __forceinline__ void divide(u32& even, u32& odd, const u32 (&word)[kWords], Scale scale = {}) {
         even = pick_bytes<0x5410>(word[0], word[1]);
         odd = pick_bytes<0x7632>(word[0], word[1]);
     }
@@ -143,11 +143,12 @@ struct WeightPairs<WeightFormat::dense, kType> {
 // kLow, the last digit first, and so on.
 template <typename Bytes>
 struct BytePairs {
-    static constexpr int kBits = 8;
+    static constexpr int kBits = 8, kWords = 1;
 
+    static __device__ __forceinline__ void load(u32 (&word)[kWords], u32 address) { load_shared_words(word, address); }
     template <typename Scale = Unscaled>
-    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address, Scale scale = {}) {
-        Bytes::template decode<0x20, 0x31>(even, odd, load_shared_4(address), scale);
+    static __device__ __forceinline__ void divide(u32& even, u32& odd, const u32 (&word)[kWords], Scale scale = {}) {
+        Bytes::template decode<0x20, 0x31>(even, odd, word[0], scale);
     }
     template <typename Scale = Unscaled>
     static __device__ __forceinline__ u32 neighbours(u32 bits, Scale scale = {}) {
@@ -218,12 +219,14 @@ struct WeightPairs<WeightFormat::int8_row, kType> : BytePairs<WeightPairs<Weight
 
 template <int kType>
 struct WeightPairs<WeightFormat::int4_group, kType> {
-    static constexpr int kBits = 4;
+    static constexpr int kBits = 4, kWords = 1;
 
+    static __device__ __forceinline__ void load(u32 (&word)[kWords], u32 address) {
+        word[0] = load_shared_bits<16>(address);
+    }
     template <typename Scale = Unscaled>
-    static __device__ __forceinline__ void load(u32& even, u32& odd, u32 address, Scale scale = {}) {
-        const u32 bits = load_shared_bits<16>(address);
-        decode(even, odd, pick_bytes<0x4140>(bits, 0), scale);  // column 0 at bit 0, 1 at 4, 2 at 16, 3 at 20
+    static __device__ __forceinline__ void divide(u32& even, u32& odd, const u32 (&word)[kWords], Scale scale = {}) {
+        decode(even, odd, pick_bytes<0x4140>(word[0], 0), scale);  // column 0 at bit 0, 1 at 4, 2 at 16, 3 at 20
     }
     template <typename Scale = Unscaled>
     static __device__ __forceinline__ u32 neighbours(u32 bits, Scale scale = {}) {
