@@ -38,6 +38,7 @@ PROTOCOL = (
 RECIPES = tuple(replace(one, size=size) for size in ("25M", "90M") for one in (SWIGLU, BEST[1], BEST[4], BEST[8]))
 
 
+@keep_all_graphs  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def rows_of(training: Training) -> list[dict[str, Any]]:
     """The held-out loss of a trained model in each format, `dense` first.
@@ -63,7 +64,6 @@ def rows_of(training: Training) -> list[dict[str, Any]]:
     return rows
 
 
-@keep_all_graphs  # type: ignore[untyped-decorator]
 def measure(
     recipes: Sequence[Recipe],
     corpus: Corpus,
