@@ -254,3 +254,19 @@ def test_sizes_are_checked_with_a_quantizer_too(tmp_path: Path) -> None:
     words = r"mlp\.mglu\.\w+ has shape \[.*44, 36\], but the configuration says \["
     with pytest.warns(UserWarning, match="linear layers only"), pytest.raises(ValueError, match=words):
         load(tmp_path, intermediate_size=48, quantization_config=NothingConfig())
+
+
+def test_torchao_keeps_the_linear_layers(tmp_path: Path) -> None:
+    """The same with a real quantizer, which continuous integration does not install."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    frozen(tiny(mask_top_k=1)).save_pretrained(tmp_path / "dense")
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    with pytest.warns(UserWarning, match="torchao quantizes linear layers only"):
+        model = load(tmp_path / "dense", quantization_config=config)
+    mglu_ops.quantize(model, "fp8_row").save_pretrained(tmp_path / "both")
+    result = load(tmp_path / "both")
+    assert type(result.model.layers[1].mlp.down_proj.weight).__name__ == "Int8Tensor"
+    assert mglus(result)[1].weight.dtype == torch.float8_e4m3fn
+    assert torch.equal(logits(result), logits(model))
