@@ -39,7 +39,7 @@ class ColwiseMGLU(ColwiseParallel):
         TypeError: (by `parallelize_module`) the module is neither an `MGLU` nor a `NaiveMGLU`.
         ValueError: (by `parallelize_module`) the result is a local part of out_features, and the number of ranks does
             not divide out_features: from parts of different sizes, the next module could not tell the whole size.
-            `use_local_output=False` takes any out_features.
+            `use_local_output=False` takes any out_features. Or the parts would cut blocks of `fp8_block`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -114,9 +114,14 @@ def _expected_dtype(key: str, weight_format: str) -> torch.dtype | None:
 
 
 def shapes_of_layers(model: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of all tensors of the MGLU layers of a model, by their names."""
-    layers = _layers(model)
-    return {key: tensor.shape for key, tensor in model.state_dict().items() if _is_of(key, layers)}
+    """The shapes of the tensors of a model's MGLU layers, without their routers, by their names."""
+    return {
+        f"{name}.{key}": tensor.shape
+        for name, module in model.named_modules()
+        if isinstance(module, MaskedLinear)
+        for tensors in (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for key, tensor in tensors
+    }
 
 
 def warn_of_quantizer(model: nn.Module, quantizer: Any) -> None:

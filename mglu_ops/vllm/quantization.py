@@ -38,6 +38,19 @@ class MGLUConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a linear layer, which stays dense; vLLM asks for each layer that it builds.
+
+        Raises:
+            ValueError: the Transformers backend runs the model, which casts all parameters to the model's dtype.
+        """
+        from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        model = get_current_vllm_config().model_config
+        if model is not None and model.using_transformers_backend():
+            raise ValueError(
+                f"architectures: got {model.architecture!r}, the Transformers backend, which casts quantized weights; "
+                "must be left out of hf_overrides for a model that mglu_ops.quantize has quantized"
+            )
 
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

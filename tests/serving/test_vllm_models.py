@@ -243,26 +243,37 @@ def make_model(kind: str, learnable_masks: bool, top_k: int | None, weight_forma
         ("mistral", False, 1, "int8_row", EAGER),
         ("llama", False, 2, "fp8_row", {**TWO_RANKS, **EAGER}),
         ("qwen3", False, None, "fp8_block", {**TWO_RANKS, **EAGER}),
-        ("llama", False, None, "fp8_block", {**TRANSFORMERS_BACKEND, **EAGER}),
     ],
     ids=lambda value: "-".join(value) or "compiled" if isinstance(value, dict) else str(value),
 )
 def test_the_engine_generates_the_tokens_of_transformers(
     kind: str, learnable_masks: bool, top_k: int | None, weight_format: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
+    expected = make_model(kind, learnable_masks, top_k, weight_format, tmp_path / "model")
+    assert len(set(expected)) > 1
+    process = generate(options, tmp_path)
+    assert process.returncode == 0, process.stderr[-4000:]
+    (line,) = (line for line in process.stdout.splitlines() if line.startswith("tokens: "))
+    assert json.loads(line.removeprefix("tokens: ")) == expected
+
+
+def test_the_transformers_backend_takes_no_quantized_weights(tmp_path: Path) -> None:
+    make_model("llama", False, None, "fp8_row", tmp_path / "model")
+    process = generate({**TRANSFORMERS_BACKEND, **EAGER}, tmp_path)
+    assert process.returncode != 0
+    assert "the Transformers backend, which casts quantized weights" in process.stdout + process.stderr
+
+
+def generate(options: dict[str, Any], tmp_path: Path) -> Any:
+    """Start vLLM in a new process, which generates from the model in `tmp_path`."""
     from vllm.platforms import current_platform
 
     if not current_platform.device_type:
         pytest.skip("this vLLM was built for no device, so that its engine does not start")
-    expected = make_model(kind, learnable_masks, top_k, weight_format, tmp_path / "model")
-    assert len(set(expected)) > 1
     (tmp_path / "generate.py").write_text(GENERATE)
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if current_platform.is_cpu() and "tensor_parallel_size" in options:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     arguments = json.dumps([str(tmp_path / "model"), PROMPT, NEW_TOKENS, options])
     command = [sys.executable, "generate.py", arguments]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
-    assert process.returncode == 0, process.stderr[-4000:]
-    (line,) = (line for line in process.stdout.splitlines() if line.startswith("tokens: "))
-    assert json.loads(line.removeprefix("tokens: ")) == expected
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
