@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from ..formats import get_format
 from ..nn.masked_linear import MaskedLinear
 
 ROWS = {"weight": Shard(0), "weight_scale": Shard(0), "mask_logits": Shard(1), "packed_masks": Shard(0)}
@@ -38,7 +39,7 @@ class ColwiseMGLU(ColwiseParallel):
         TypeError: (by `parallelize_module`) the module is neither an `MGLU` nor a `NaiveMGLU`.
         ValueError: (by `parallelize_module`) the result is a local part of out_features, and the number of ranks does
             not divide out_features: from parts of different sizes, the next module could not tell the whole size.
-            `use_local_output=False` takes any out_features.
+            `use_local_output=False` takes any out_features. Or the parts would cut blocks of `fp8_block`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -56,10 +57,14 @@ class ColwiseMGLU(ColwiseParallel):
 
 
 def check_divisible(module: MaskedLinear, mesh: DeviceMesh) -> None:
-    """Check that every rank gets the same number of rows."""
-    if module.out_features % mesh.size():
+    """Check that every rank gets the same number of rows, and whole blocks of rows that share their scales."""
+    rows, ranks, together = module.out_features, mesh.size(), get_format(module.weight_format).rows
+    if rows % ranks:
+        raise ValueError(f"out_features: got {rows}, must be a multiple of the number of ranks, {ranks}")
+    if ranks > 1 and rows % (ranks * together):
         raise ValueError(
-            f"out_features: got {module.out_features}, must be a multiple of the number of ranks, {mesh.size()}"
+            f"out_features: got {rows}, must be a multiple of {ranks * together} with {ranks} ranks and a weight in "
+            f"{module.weight_format}, of which {together} rows share their scales"
         )
 
 

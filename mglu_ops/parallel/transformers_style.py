@@ -16,11 +16,14 @@ NAME = "mglu_colwise"
 class TransformersColwiseMGLU(ColwiseParallel):
     """`mglu_ops.parallel.ColwiseMGLU` for the `tp_plan` of a Transformers model.
 
-    Transformers shards the parameters of the module one by one, before it loads a checkpoint, as its style `colwise`
-    does: weight at dimension 0 and logits at dimension 1, the last dimension but one of each. It leaves buffers and the
+    Transformers shards the parameters of the module one by one, before it loads a checkpoint. It leaves buffers and the
     router's parameters alone; `install_forward` places these, so that the loader finds DTensors and reads the rows of
     this rank.
     """
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Place a parameter of the module."""
+        place(module, param, ROWS[param], mesh, None)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Place the packed masks and the router, and let the module run on DTensors."""

@@ -23,6 +23,7 @@ from .modeling import (
     MGLUQwen3ForCausalLM,
     MGLUQwen3Model,
 )
+from .quantization import MGLUQuantizationConfig
 from .routing import load_balancing_loss
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "MGLUMistralConfig",
     "MGLUMistralForCausalLM",
     "MGLUMistralModel",
+    "MGLUQuantizationConfig",
     "MGLUQwen3Config",
     "MGLUQwen3ForCausalLM",
     "MGLUQwen3Model",

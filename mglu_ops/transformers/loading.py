@@ -11,12 +11,22 @@ from torch import Tensor, nn
 
 from .. import notices
 from ..checks import FLOATING
-from ..nn.masked_linear import LOGITS, PACKED, MaskedLinear
+from ..formats import get_format
+from ..nn.masked_linear import LOGITS, PACKED, SCALE, MaskedLinear
 from ..nn.packed_buffers import check_masks
+from .quantization import METHOD
 
-_UINT8 = ("U8", "torch.uint8")
 _FLOATING = ("F16", "BF16", "F32", "F64", *map(str, FLOATING))
-"""The names of dtypes in files of safetensors, and in torch."""
+"""The names of floating dtypes in files of safetensors, and in torch."""
+
+_NAMES = {
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+}
+"""The names in files of safetensors of the dtypes of masks, stored weights and their scales."""
 
 
 def check_loaded(model: nn.Module, info: Any, source: str) -> None:
@@ -46,7 +56,7 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
     if unused:
         raise ValueError(
             f"{source}: has {_first_of(unused)}, which the configuration does not mention: without it, the model would "
-            "compute something else than the saved one; check mask_top_k and learnable_masks"
+            "compute something else than the saved one; check mask_top_k, learnable_masks and quantization_config"
         )
     try:
         check_masks(model)
@@ -74,27 +84,58 @@ def check_dtypes(
     """Check the dtypes of a checkpoint's MGLU layers, because the loader would cast wrong ones silently.
 
     Raises:
-        TypeError: packed masks are not uint8, or weights or logits are not floating.
+        TypeError: packed masks are not uint8, logits are not floating, or a weight or its scales do not have the dtype
+            of the layer's format.
     """
-    kinds = set(map(_kind, _layers(model)))
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
+    kinds = set(map(_kind, layers))
     for key, dtype in _dtypes(state_dict, files or ()):
         if not _is_of(_kind(key), kinds):
             continue
-        name = key.rpartition(".")[2]
-        if name == PACKED and dtype not in _UINT8:
-            raise TypeError(f"{source}: {key} has dtype {dtype}, must be uint8 (U8)")
-        if name in ("weight", LOGITS) and dtype not in _FLOATING:
-            raise TypeError(f"{source}: {key} has dtype {dtype}, must be one of {', '.join(_FLOATING)}")
+        weight_format = next((layer.weight_format for name, layer in layers.items() if _is_of(key, [name])), "dense")
+        expected = _expected_dtype(key, weight_format)
+        if expected is not None and dtype not in (_NAMES[expected], str(expected)):
+            which = "" if key.endswith(PACKED) else f" for the weight_format {weight_format} in quantization_config"
+            name = str(expected).removeprefix("torch.")
+            raise TypeError(f"{source}: {key} has dtype {dtype}, must be {name} ({_NAMES[expected]}){which}")
+        if expected is None and key.endswith((".weight", LOGITS)) and dtype not in _FLOATING:
+            raise TypeError(
+                f"{source}: {key} has dtype {dtype}, must be one of {', '.join(_FLOATING)}; only for a model that "
+                "mglu_ops.quantize has quantized, and whose configuration says so in quantization_config, it may differ"
+            )
 
 
-def warn_of_quantizer(quantizer: Any) -> None:
+def _expected_dtype(key: str, weight_format: str) -> torch.dtype | None:
+    """The dtype that a tensor of an MGLU layer must have, or None if it may have any floating one."""
+    owner, _, name = key.rpartition(".")
+    stored = get_format(weight_format)
+    is_of_router = owner.endswith(".router")
+    return {PACKED: torch.uint8, SCALE: stored.scale_dtype, "weight": None if is_of_router else stored.dtype}.get(name)
+
+
+def shapes_of_layers(model: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of the tensors of a model's MGLU layers, without their routers, by their names."""
+    return {
+        f"{name}.{key}": tensor.shape
+        for name, module in model.named_modules()
+        if isinstance(module, MaskedLinear)
+        for tensors in (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for key, tensor in tensors
+    }
+
+
+def warn_of_quantizer(model: nn.Module, quantizer: Any) -> None:
     """Warn that a quantizer of Transformers, which replaces linear layers, leaves the weights of MGLU layers alone."""
+    layers = [module for module in model.modules() if isinstance(module, MaskedLinear)]
+    if all(layer.weight_format != "dense" for layer in layers):
+        return
     method = quantizer.quantization_config.quant_method
-    notices.warn(
-        f"quantization_config: {getattr(method, 'value', method)} quantizes linear layers only, and leaves the weight "
-        "of MGLU layers in the dtype of the model",
-        stacklevel=2,
-    )
+    if method != METHOD:
+        notices.warn(
+            f"quantization_config: {getattr(method, 'value', method)} quantizes linear layers only, and leaves the "
+            "weight of MGLU layers in the dtype of the model; mglu_ops.quantize quantizes those of a frozen model",
+            stacklevel=2,
+        )
 
 
 def _dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[tuple[str, str]]:

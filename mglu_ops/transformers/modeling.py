@@ -31,8 +31,9 @@ from transformers.utils.output_capturing import OutputRecorder
 from ..nn import MGLU, MGLUFeedForward
 from .adapters import warn_of_untrained_weights
 from .configuration import ACTIVATIONS, MGLUConfigMixin, MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
-from .loading import check_adapter, check_dtypes, check_loaded, warn_of_quantizer
+from .loading import check_adapter, check_dtypes, check_loaded, shapes_of_layers, warn_of_quantizer
 from .model_card import write_model_card
+from .quantization import describe_stored_weights, stored_weights
 from .routing import load_balancing_loss
 
 if TYPE_CHECKING:  # the class after the mixins in the list of bases
@@ -49,6 +50,10 @@ class MGLUPreTrainedMixin(_Model):
         """Initialise the weight as Transformers does in linear layers; gain and masks as `mglu_ops.nn` does."""
         if not isinstance(module, MGLU):
             super()._init_weights(module)
+            return
+        if module.weight_format != "dense":
+            if not getattr(module.weight, "_is_hf_initialized", False):
+                module.reset_parameters()
             return
         init.normal_(module.weight, std=self.config.initializer_range * module.weight_gain)
         masks = module.packed_masks if module.mask_logits is None else module.mask_logits
@@ -67,19 +72,30 @@ class MGLUPreTrainedMixin(_Model):
             check_adapter(model, info, expected_keys, source)
             return info, offload_index
         if load_config.hf_quantizer is not None:
-            warn_of_quantizer(load_config.hf_quantizer)
+            warn_of_quantizer(model, load_config.hf_quantizer)
         check_dtypes(model, state_dict, checkpoint_files, source)
+        shapes = shapes_of_layers(model)
         info, offload_index = loader(model, state_dict, checkpoint_files, load_config)
+        # With a quantizer, the loader takes tensors of any shape.
+        info.mismatched_keys |= {
+            (key, found, shapes[key]) for key, found in shapes_of_layers(model).items() if found != shapes[key]
+        }
         check_loaded(model, info, source)
+        for module in model.modules():  # the loader lets the gradient of each floating tensor be computed
+            if isinstance(module, MGLU) and module.weight_scale is not None:
+                module.weight.requires_grad_(False)
+                module.weight_scale.requires_grad_(False)
         return info, offload_index
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as Transformers does; the configuration says which form the masks have, also after `mglu_ops.freeze`.
+        """Save as Transformers does; the configuration says how masks and weights are stored.
 
-        A folder without README.md gets a model card, which says what to import before loading.
+        It does so also after `mglu_ops.freeze` and `mglu_ops.quantize`. A folder without README.md gets a model card,
+        which says what to import before loading.
 
         Raises:
-            ValueError: some layers have packed masks and others learn theirs.
+            ValueError: some layers have packed masks and others learn theirs, or their weights are quantized to
+                different formats.
         """
         update_config(self)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -93,10 +109,11 @@ class MGLUPreTrainedMixin(_Model):
 
 
 def update_config(model: Any) -> None:
-    """Set `learnable_masks` in a model's configuration to what its layers have.
+    """Set `learnable_masks` and the format of the weights in a model's configuration to what its layers have.
 
     Raises:
-        ValueError: some layers have packed masks and others learn theirs.
+        ValueError: some layers have packed masks and others learn theirs, or their weights are quantized to different
+            formats.
     """
     learnable = {module.learnable_masks for module in model.modules() if isinstance(module, MGLU)}
     if len(learnable) > 1:
@@ -106,6 +123,7 @@ def update_config(model: Any) -> None:
         )
     for value in learnable:
         model.config.learnable_masks = value
+    describe_stored_weights(model, model.config)
 
 
 @contextmanager
@@ -119,7 +137,7 @@ def _narrow(config: Any) -> Iterator[None]:
         config.intermediate_size = intermediate_size
 
 
-def _feed_forward(config: Any) -> MGLUFeedForward:
+def _feed_forward(config: Any, weight_format: str) -> MGLUFeedForward:
     layer = MGLUFeedForward(
         config.hidden_size,
         config.intermediate_size,
@@ -128,6 +146,7 @@ def _feed_forward(config: Any) -> MGLUFeedForward:
         learnable_masks=config.learnable_masks,
         top_k=config.mask_top_k,
         weight_init=config.weight_init,
+        weight_format=weight_format,
     )
     logits = layer.mglu.mask_logits
     if logits is not None:
@@ -148,8 +167,9 @@ class MGLUModelMixin(MGLUPreTrainedMixin):
             raise TypeError(f"config: got {type(config).__name__}, must be a configuration of mglu_ops.transformers")
         with _narrow(config):
             super().__init__(config)
-        for layer in self.layers:
-            layer.mlp = _feed_forward(config)
+        stored = stored_weights(config)
+        for index, layer in enumerate(self.layers):
+            layer.mlp = _feed_forward(config, stored.format_of(f"layers.{index}.mlp.mglu"))
         self.post_init()
 
 

@@ -7,15 +7,16 @@ layer is as small as possible, so that discarded weights use no memory.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralDecoderLayer, MistralForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
-from .layers import MGLUMLP
+from .layers import MGLUMLP, check_loaded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,9 +27,12 @@ _STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
 
 def _with_small_mlp(config: PretrainedConfig) -> PretrainedConfig:
-    """A config from which vLLM builds a decoder layer with a feed-forward layer of one channel a rank."""
+    """A config from which vLLM builds a decoder layer with a feed-forward layer of 128 channels a rank.
+
+    Some quantization configs refuse fewer channels.
+    """
     small: Any = copy.copy(config)
-    small.intermediate_size, small.hidden_act = get_tensor_model_parallel_world_size(), "silu"
+    small.intermediate_size, small.hidden_act = 128 * get_tensor_model_parallel_world_size(), "silu"
     return small
 
 
@@ -56,7 +60,16 @@ class MGLUQwen3Model(Qwen3Model):
     decoder_layer_type = MGLUQwen3DecoderLayer
 
 
-class MGLULlamaForCausalLM(LlamaForCausalLM):
+class _LoadedWhole(LlamaForCausalLM):
+    """A model that refuses a checkpoint without all tensors of its MGLU layers."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loaded = super().load_weights(weights)
+        check_loaded(self)
+        return loaded
+
+
+class MGLULlamaForCausalLM(_LoadedWhole):
     """Llama with an MGLU feed-forward layer."""
 
     packed_modules_mapping = _STACKED
@@ -65,7 +78,7 @@ class MGLULlamaForCausalLM(LlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=MGLULlamaDecoderLayer)
 
 
-class MGLUMistralForCausalLM(MistralForCausalLM):
+class MGLUMistralForCausalLM(_LoadedWhole, MistralForCausalLM):
     """Mistral with an MGLU feed-forward layer."""
 
     packed_modules_mapping = _STACKED
@@ -74,7 +87,7 @@ class MGLUMistralForCausalLM(MistralForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=MGLUMistralDecoderLayer)
 
 
-class MGLUQwen3ForCausalLM(LlamaForCausalLM):
+class MGLUQwen3ForCausalLM(_LoadedWhole):
     """Qwen3 with an MGLU feed-forward layer.
 
     vLLM's Qwen3ForCausalLM has no argument for the class of its layers. LlamaForCausalLM differs from it only in the

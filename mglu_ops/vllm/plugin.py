@@ -16,10 +16,12 @@ FUSION = "MGLU_VLLM_FUSION"
 
 
 def register() -> None:
-    """Register the MGLU architectures with vLLM, and their configs with Transformers. It may be called repeatedly.
+    """Register the MGLU architectures and quantization config with vLLM, and their configs with Transformers.
 
-    vLLM imports the classes later, when it loads such a model. If `mglu_ops.transformers` cannot be imported, a warning
-    says so and other models of vLLM are unaffected. Fusion is enabled if `MGLU_VLLM_FUSION` is set.
+    It may be called repeatedly.
+
+    vLLM imports the classes of models later, when it loads such a model. If `mglu_ops.transformers` cannot be imported,
+    a warning says so and other models of vLLM are unaffected. Fusion is enabled if `MGLU_VLLM_FUSION` is set.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -35,6 +37,11 @@ def register() -> None:
     except ImportError as error:
         notices.warn(f"mglu_ops: vLLM cannot load MGLU models: {error}", stacklevel=2)
         return
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from .quantization import METHOD, MGLUConfig
+
+    register_quantization_config(METHOD)(MGLUConfig)
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"{__package__}.models:{architecture}")
 

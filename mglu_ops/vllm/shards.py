@@ -2,7 +2,7 @@
 
 MGLU is parallel over `out_features`: a rank holds a run of rows of the weight and of every mask, computes those columns
 of the result, and the row-parallel output projection adds up what the ranks computed. Rows of packed masks are rows of
-the tensor, so that a rank's part needs no repacking.
+the tensor, so that a rank's part needs no repacking. The scales of a quantized weight are spread with its rows.
 """
 
 from __future__ import annotations
@@ -11,35 +11,70 @@ import torch
 from torch import Tensor
 
 from ..checks import FLOATING
+from ..formats import get_format
 from ..masks import check_layout, check_packed_masks, n_masks_of
+from ..sizes import ceil_div
 
 
-def rows_of_rank(rows: int, rank: int, ranks: int) -> slice:
+def rows_of_rank(rows: int, rank: int, ranks: int, weight_format: str = "dense") -> slice:
     """The rows that a rank holds, of `rows` that are spread evenly over `ranks`.
 
     Raises:
-        ValueError: `rows` is not a multiple of `ranks`, or there is no such rank.
+        ValueError: `rows` is not a multiple of `ranks`, there is no such rank, or a rank's rows are not whole blocks
+            of rows that share scales.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank: got {rank}, must be from 0 to {ranks - 1} with {ranks} ranks")
     if rows % ranks:
         raise ValueError(f"intermediate_size: got {rows}, must be a multiple of the tensor-parallel size {ranks}")
-    each = rows // ranks
+    each, together = rows // ranks, get_format(weight_format).rows
+    if ranks > 1 and each % together:
+        raise ValueError(
+            f"intermediate_size: got {rows}, must be a multiple of {ranks * together} with the tensor-parallel size "
+            f"{ranks} and weights in {weight_format}, of which {together} rows share their scales"
+        )
     return slice(rank * each, (rank + 1) * each)
 
 
-def weight_shard(weight: Tensor, out_features: int, in_features: int, rank: int, ranks: int) -> Tensor:
-    """A rank's rows of a weight `[out_features, in_features]`: `[out_features / ranks, in_features]`, a view.
+def weight_shard(
+    weight: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str = "dense"
+) -> Tensor:
+    """A rank's rows of a weight `[out_features, in_features]`, a view; half the columns in `int4_group`.
 
     Raises:
-        TypeError: the dtype is not floating; vLLM would cast it.
+        TypeError: the dtype is not that of the format, or not floating if it is dense; vLLM would cast it.
         ValueError: the weight has another shape, or `rows_of_rank` raises.
     """
-    if weight.dtype not in FLOATING:
-        raise TypeError(f"weight: got dtype {weight.dtype}, must be one of {', '.join(map(str, FLOATING))}")
-    if weight.shape != (out_features, in_features):
-        raise ValueError(f"weight: got shape {list(weight.shape)}, must be {[out_features, in_features]}")
-    return weight[rows_of_rank(out_features, rank, ranks)]
+    stored = get_format(weight_format)
+    allowed = FLOATING if stored.dtype is None else (stored.dtype,)
+    if weight.dtype not in allowed:
+        raise TypeError(
+            f"weight: got dtype {weight.dtype}, must be one of {', '.join(map(str, allowed))} for the weight_format "
+            f"{weight_format} in the config"
+        )
+    if weight.shape != (shape := (out_features, in_features // stored.packed)):
+        raise ValueError(f"weight: got shape {list(weight.shape)}, must be {list(shape)}")
+    return weight[rows_of_rank(out_features, rank, ranks, weight_format)]
+
+
+def scale_shard(
+    scale: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str
+) -> Tensor:
+    """The scales of a rank's rows of a weight, a view: those of its rows, or of its blocks of rows.
+
+    Raises:
+        TypeError: the dtype is not that of the format.
+        ValueError: the config says `dense`, the scales have another shape, or `rows_of_rank` raises.
+    """
+    stored = get_format(weight_format)
+    if stored.is_dense:
+        raise ValueError("weight_scale: got the scales of a quantized weight, but the config says that it is dense")
+    if scale.dtype is not stored.scale_dtype:
+        raise TypeError(f"weight_scale: got dtype {scale.dtype}, must be {stored.scale_dtype} for {weight_format}")
+    if scale.shape != (shape := stored.scale_shape(out_features, in_features)):
+        raise ValueError(f"weight_scale: got shape {list(scale.shape)}, must be {list(shape)} for {weight_format}")
+    rows = rows_of_rank(out_features, rank, ranks, weight_format)
+    return scale[rows.start // stored.rows : ceil_div(rows.stop, stored.rows)]
 
 
 def packed_shard(

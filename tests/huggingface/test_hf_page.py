@@ -20,11 +20,11 @@ def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     found = snippets(PAGE, "python")
-    assert len(found) == 5
+    assert len(found) == 6
     for snippet in found:
         exec(compile(snippet, "README.md", "exec"), names)
     assert names["tokens"].shape == (1, 24 + 8)
-    assert all(mglu.packed_masks is not None for mglu in mglus(names["model"]))
+    assert all(mglu.packed_masks is not None and mglu.weight_format == "fp8_row" for mglu in mglus(names["model"]))
     assert type(names["student"]) is mt.MGLULlamaForCausalLM
 
 

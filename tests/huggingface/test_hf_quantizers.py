@@ -1,22 +1,206 @@
-"""Quantizers of Transformers, which replace linear layers and leave the weight of MGLU layers unchanged."""
+"""Models that `mglu_ops.quantize` has quantized: saved and loaded, alone and beside a quantizer of linear layers."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from hf_models import logits, tiny
-from transformers import AutoModelForCausalLM
+from hf_models import BY_NAME, frozen, logits, mglus, tiny
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+import mglu_ops
+from mglu_ops.formats import FORMATS
+from mglu_ops.transformers import MGLUQuantizationConfig
+
+EACH_FORMAT = pytest.mark.parametrize("weight_format", [name for name, one in FORMATS.items() if not one.is_dense])
+KEY = "layers.1.mlp.mglu"
+
+
+def quantized(weight_format: str, name: str = "llama", skip: tuple[str, ...] = (), **changes: Any) -> Any:
+    return mglu_ops.quantize(frozen(tiny(name, **changes)), weight_format, skip=skip)
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def assert_same_layers(result: Any, model: Any) -> None:
+    """Check that all MGLU layers hold the same bits in the same dtypes, and that only dense weights have gradients."""
+    for ours, theirs in zip(mglus(model), mglus(result), strict=True):
+        assert theirs.weight_format == ours.weight_format
+        state = theirs.state_dict()
+        for key, tensor in ours.state_dict().items():
+            assert state[key].dtype == tensor.dtype, key
+            assert torch.equal(state[key].view(torch.uint8), tensor.view(torch.uint8)), key
+        is_dense = ours.weight_format == "dense"
+        assert theirs.weight.requires_grad == is_dense
+        assert is_dense or not theirs.weight_scale.requires_grad
+
+
+# --- Saved and loaded -------------------------------------------------------------------------------------------------
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_quantized_model_comes_back(weight_format: str, name: str, tmp_path: Path) -> None:
+    model = quantized(weight_format, name, mask_top_k=1)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "first")
+    entry = {"quant_method": "mglu", "weight_format": weight_format, "modules_to_not_convert": []}
+    assert config_of(tmp_path / "first")["quantization_config"] == entry
+    load(tmp_path / "first").save_pretrained(tmp_path / "second", max_shard_size="20KB")
+    for result in (load(tmp_path / "first", dtype="auto"), load(tmp_path / "second", device_map="cpu")):
+        assert_same_layers(result, model)
+        assert torch.equal(logits(result), expected)
+    assert (tmp_path / "second" / "config.json").read_text() == (tmp_path / "first" / "config.json").read_text()
+    decoder = AutoModel.from_pretrained(tmp_path / "first")
+    assert_same_layers(decoder, model)
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_dtype_casts_no_stored_weight(weight_format: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = quantized(weight_format)
+    model.save_pretrained(tmp_path)
+    result = load(tmp_path, dtype=dtype)
+    assert_same_layers(result, model)
+    x = torch.ones(3, 36, dtype=dtype)
+    assert torch.equal(mglus(result)[1](x), mglus(model)[1](x))
+
+
+def test_layers_that_were_skipped_stay_dense(tmp_path: Path) -> None:
+    """A decoder names its layers without the language model's prefix."""
+    model = quantized("fp8_row", skip=("model.layers.0",))
+    model.save_pretrained(tmp_path / "model")
+    model.model.save_pretrained(tmp_path / "decoder")
+    for folder, name in (("model", "model.layers.0.mlp.mglu"), ("decoder", "layers.0.mlp.mglu")):
+        assert config_of(tmp_path / folder)["quantization_config"]["modules_to_not_convert"] == [name]
+        assert_same_layers(AutoModel.from_pretrained(tmp_path / folder), model)
+        result = load(tmp_path / folder)
+        assert_same_layers(result, model)
+        hidden = result.model(torch.arange(5)[None]).last_hidden_state
+        assert torch.equal(hidden, model.model(torch.arange(5)[None]).last_hidden_state)
+
+
+def test_a_configuration_makes_a_model_with_random_stored_weights(tmp_path: Path) -> None:
+    quantized("fp8_block").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert [mglu.weight.dtype for mglu in mglus(model)] == [torch.float8_e4m3fn] * 2
+    assert logits(model).isfinite().all()
+
+
+def test_adapters_of_other_layers_train(tmp_path: Path) -> None:
+    """Trainer asks the quantizer whether a model can be trained."""
+    peft = pytest.importorskip("peft")
+    from transformers.trainer_utils import validate_quantization_for_training
+
+    quantized("int8_row").save_pretrained(tmp_path)
+    model = load(tmp_path)
+    with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
+        validate_quantization_for_training(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    validate_quantization_for_training(adapted)
+    text = torch.arange(1, 10)[None]
+    adapted(input_ids=text, labels=text).loss.backward()
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.grad is not None}
+    assert trained
+    assert all("lora" in name for name in trained)
+
+
+# --- Refused ----------------------------------------------------------------------------------------------------------
+
+# A change of the tensors of a checkpoint in fp8_row, the error, and its message.
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor | None]], type[Exception], str]] = {
+    "no scale": (
+        lambda _: {f"model.{KEY}.weight_scale": None},
+        ValueError,
+        rf"has no (model\.)?{KEY}.weight_scale; masks and weights of MGLU layers are never drawn at random",
+    ),
+    "scales of other rows": (
+        lambda state: {f"model.{KEY}.weight_scale": state[f"model.{KEY}.weight_scale"][1:].clone()},
+        ValueError,
+        rf"{KEY}.weight_scale has shape \[43\], but the configuration says \[44\]",
+    ),
+    "scales in bfloat16": (
+        lambda state: {f"model.{KEY}.weight_scale": state[f"model.{KEY}.weight_scale"].bfloat16()},
+        TypeError,
+        rf"{KEY}.weight_scale has dtype BF16, must be float32 \(F32\) for the weight_format fp8_row",
+    ),
+    "a dense weight": (
+        lambda state: {f"model.{KEY}.weight": state[f"model.{KEY}.weight"].float()},
+        TypeError,
+        rf"{KEY}.weight has dtype F32, must be float8_e4m3fn \(F8_E4M3\) for the weight_format fp8_row",
+    ),
+    "a weight of other rows": (
+        lambda state: {f"model.{KEY}.weight": state[f"model.{KEY}.weight"][1:].clone()},
+        ValueError,
+        rf"{KEY}.weight has shape \[43, 36\], but the configuration says \[44, 36\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "ignore_mismatched_sizes": True}], ids=str)
+def test_a_wrong_tensor_is_named(wrong: str, options: dict[str, Any], tmp_path: Path) -> None:
+    change, error, words = WRONG[wrong]
+    quantized("fp8_row").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = safetensors.torch.load_file(file)
+    state = {key: value for key, value in {**state, **change(state)}.items() if value is not None}
+    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    for cls in (AutoModel, AutoModelForCausalLM):
+        with pytest.raises(error, match=words):
+            cls.from_pretrained(tmp_path, **options)
+
+
+def test_a_configuration_of_another_format_is_refused(tmp_path: Path) -> None:
+    quantized("fp8_row").save_pretrained(tmp_path)
+    entry = config_of(tmp_path)
+    for changed, words in (
+        ({"quant_method": "mglu", "weight_format": "int8_row"}, r"dtype F8_E4M3, must be int8 \(I8\)"),
+        ({"quant_method": "mglu", "weight_format": "fp4"}, "weight_format: got 'fp4', must be one of dense, fp8_row"),
+        (None, "dtype F8_E4M3, must be one of F16, .* whose configuration says so in quantization_config"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**entry, "quantization_config": changed}))
+        with pytest.raises((TypeError, ValueError), match=words):
+            load(tmp_path)
+
+
+def test_two_formats_are_not_saved(tmp_path: Path) -> None:
+    model = quantized("fp8_row", skip=("model.layers.0",))
+    mglu_ops.quantize(model, "int8_row", skip=["model.layers.1"])
+    words = "model: some layers are quantized to fp8_row and others to int8_row, which no configuration describes"
+    with pytest.raises(ValueError, match=words):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dense_checkpoint_is_not_quantized_on_loading(tmp_path: Path) -> None:
+    frozen(tiny()).save_pretrained(tmp_path)
+    words = r"quantization_config: got 'mglu' for a checkpoint .* call mglu_ops\.quantize\(model, 'fp8_row'\)"
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path, quantization_config=MGLUQuantizationConfig("fp8_row"))
+
+
+# --- Beside another quantizer -----------------------------------------------------------------------------------------
+
 
 class NothingConfig(QuantizationConfigMixin):
-    def __init__(self) -> None:
-        self.quant_method: Any = "nothing"
+    def __init__(self, quant_method: str = "nothing") -> None:
+        self.quant_method: Any = quant_method
 
 
 class Nothing(HfQuantizer):
@@ -26,14 +210,63 @@ class Nothing(HfQuantizer):
     is_trainable = False
 
     def is_serializable(self) -> bool:
-        return False
+        return True
 
 
-def test_a_quantizer_that_leaves_the_weight_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "nothing", NothingConfig)
     monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "nothing", Nothing)
+
+
+@pytest.mark.usefixtures("_nothing")
+def test_a_quantizer_that_leaves_the_weight_alone_is_named(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     words = "quantization_config: nothing quantizes linear layers only, and leaves the weight of MGLU"
     with pytest.warns(UserWarning, match=words):
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=NothingConfig())
     assert torch.equal(logits(model), logits(tiny()))
+
+
+@pytest.mark.usefixtures("_nothing")
+def test_a_quantizer_of_linear_layers_keeps_its_configuration(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    frozen(tiny()).save_pretrained(tmp_path / "dense")
+    with pytest.warns(UserWarning, match="nothing quantizes linear layers only"):
+        model = load(tmp_path / "dense", quantization_config=NothingConfig())
+    mglu_ops.quantize(model, "fp8_row", skip=["model.layers.0"]).save_pretrained(tmp_path / "both")
+    config = config_of(tmp_path / "both")
+    assert config["quantization_config"] == {"quant_method": "nothing"}
+    assert config["mglu_quantization_config"]["weight_format"] == "fp8_row"
+    with pytest.warns(UserWarning, match="nothing quantizes linear layers only"):
+        result = load(tmp_path / "both", dtype=torch.bfloat16)
+    assert result.hf_quantizer.quantization_config.quant_method == "nothing"
+    assert_same_layers(result, model.to(torch.bfloat16))
+    mglu_ops.quantize(result, "fp8_row").save_pretrained(tmp_path / "all")
+    recwarn.clear()
+    assert_same_layers(load(tmp_path / "all"), result)
+    assert not [warning for warning in recwarn if "linear layers only" in str(warning.message)]
+
+
+@pytest.mark.usefixtures("_nothing")
+def test_sizes_are_checked_with_a_quantizer_too(tmp_path: Path) -> None:
+    """With a quantizer, the loader of Transformers reports no tensor of another shape."""
+    tiny().save_pretrained(tmp_path)
+    words = r"mlp\.mglu\.\w+ has shape \[.*44, 36\], but the configuration says \["
+    with pytest.warns(UserWarning, match="linear layers only"), pytest.raises(ValueError, match=words):
+        load(tmp_path, intermediate_size=48, quantization_config=NothingConfig())
+
+
+def test_torchao_keeps_the_linear_layers(tmp_path: Path) -> None:
+    """The same with a real quantizer, which continuous integration does not install."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    frozen(tiny(mask_top_k=1)).save_pretrained(tmp_path / "dense")
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    with pytest.warns(UserWarning, match="torchao quantizes linear layers only"):
+        model = load(tmp_path / "dense", quantization_config=config)
+    mglu_ops.quantize(model, "fp8_row").save_pretrained(tmp_path / "both")
+    result = load(tmp_path / "both")
+    assert type(result.model.layers[1].mlp.down_proj.weight).__name__ == "Int8Tensor"
+    assert mglus(result)[1].weight.dtype == torch.float8_e4m3fn
+    assert torch.equal(logits(result), logits(model))

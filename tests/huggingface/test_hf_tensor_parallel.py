@@ -13,6 +13,7 @@ from ranks import run_on_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import mglu_ops
 import mglu_ops.transformers as mt
 
 SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # sizes that two ranks divide
@@ -42,6 +43,15 @@ def check(rank: int, folder: Path) -> None:
         torch.testing.assert_close(whole(logits(model)), expected, rtol=1e-4, atol=1e-5)
         mt.freeze(model).save_pretrained(folder / f"{form}-saved")
         torch.testing.assert_close(whole(logits(model)), expected, rtol=1e-4, atol=1e-5)
+    model = load(folder / "quantized")
+    layer = mglus(model)[0]
+    assert layer.weight.to_local().shape[0] == layer.weight_scale.to_local().shape[0] == layer.out_features // 2
+    assert layer.weight.dtype == torch.int8
+    model.save_pretrained(folder / "quantized-saved")
+    expected = logits(AutoModelForCausalLM.from_pretrained(folder / "quantized"))
+    torch.testing.assert_close(whole(logits(model)), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"out_features: got 44, must be a multiple of 256 with 2 ranks .* fp8_block"):
+        load(folder / "blocks")
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.mglu\.packed_masks: padding bits past in_features=36"):
         load(folder / "damaged")
 
@@ -57,8 +67,13 @@ def test_two_ranks_load_freeze_and_save_a_model(tmp_path: Path) -> None:
     state = safetensors.torch.load_file(file)
     state["model.layers.1.mlp.mglu.packed_masks"] |= 0x80
     safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    rows, blocks = (mglu_ops.quantize(mt.freeze(tiny(**SIZES)), chosen) for chosen in ("int8_row", "fp8_block"))
+    rows.save_pretrained(tmp_path / "quantized")
+    blocks.save_pretrained(tmp_path / "blocks")
 
     run_on_ranks(check, tmp_path, tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized-saved")
+    assert torch.equal(logits(saved), logits(rows))
     for form in ("logits", "packed"):
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / f"{form}-saved")
         assert torch.equal(logits(saved), expected)

@@ -12,12 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from ranks import run_on_ranks
 
+import mglu_ops
 from mglu_ops.nn import MGLUFeedForward
 
 pytest.importorskip("vllm", reason="vLLM is not a dependency of the tests: it brings gigabytes and a torch of its own")
@@ -32,14 +33,17 @@ HIDDEN, INTERMEDIATE, N_MASKS = 20, 24, 3
 def test_the_entry_point_registers_the_architectures_and_configs() -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.plugins import load_general_plugins
 
     from mglu_ops.vllm.plugin import ARCHITECTURES
+    from mglu_ops.vllm.quantization import MGLUConfig
 
     load_general_plugins()
     assert set(ARCHITECTURES) <= set(ModelRegistry.get_supported_archs())
     for architecture in ARCHITECTURES:
         assert ModelRegistry.models[architecture].load_model_cls().__name__ == architecture
+    assert get_quantization_config("mglu") is MGLUConfig
     assert [AutoConfig.for_model(f"mglu_{kind}").model_type for kind in KINDS] == [f"mglu_{kind}" for kind in KINDS]
 
 
@@ -67,55 +71,76 @@ class InVllm:
         self.config.__exit__(*exception)
 
 
+def entry(weight_format: str) -> dict[str, Any]:
+    return {"quant_method": "mglu", "weight_format": weight_format}
+
+
 def settings(top_k: int | None, **changes: Any) -> Any:
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "n_masks": N_MASKS, "mask_top_k": top_k}
     return SimpleNamespace(**{"hidden_act": "silu", **sizes, **changes})
 
 
-def check_mlp(rank: int, top_k: int | None, packed: bool) -> None:
+def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, intermediate: int) -> None:
     """The layer of vLLM, loaded by vLLM's loader from a whole checkpoint, computes what the layer of mglu_ops does."""
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    from mglu_ops.vllm.layers import MGLUMLP
+    from mglu_ops.vllm.layers import MGLUMLP, check_loaded
+    from mglu_ops.vllm.quantization import MGLUConfig
 
     torch.manual_seed(0)
-    reference, x = MGLUFeedForward(HIDDEN, INTERMEDIATE, n_masks=N_MASKS, top_k=top_k), torch.randn(5, HIDDEN)
-    checkpoint = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
+    reference, x = MGLUFeedForward(HIDDEN, intermediate, n_masks=N_MASKS, top_k=top_k), torch.randn(5, HIDDEN)
     if packed:
-        logits = checkpoint.pop("mglu.mask_logits")
-        checkpoint["mglu.packed_masks"] = torch.ops.mglu.pack_logits(logits)
+        mglu_ops.freeze(reference)
+    config, quant_config = settings(top_k, intermediate_size=intermediate), None
+    if weight_format != "dense":
+        mglu_ops.quantize(reference, weight_format)
+        config.quantization_config, quant_config = entry(weight_format), MGLUConfig()
+    checkpoint = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
     with InVllm(rank, 2), torch.no_grad():
-        mlp = MGLUMLP(settings(top_k), None, "mlp")
+        mlp = MGLUMLP(config, quant_config, "mlp")
         loaded = AutoWeightsLoader(mlp).load_weights(checkpoint.items())
         assert loaded == {name for name, _ in mlp.named_parameters()}
-        assert mlp.mglu.weight.shape == (INTERMEDIATE // 2, HIDDEN)
-        assert mlp.mglu.packed_masks.shape == (INTERMEDIATE // 2, 3, N_MASKS)
+        check_loaded(mlp)
+        assert mlp.mglu.weight.shape == (intermediate // 2, HIDDEN)
+        assert mlp.mglu.weight.dtype == reference.mglu.weight.dtype
+        assert mlp.mglu.packed_masks.shape == (intermediate // 2, 3, N_MASKS)
         for module in mlp.modules():  # as vLLM's loader does at its end
             if method := getattr(module, "quant_method", None):
                 method.process_weights_after_loading(module)
         torch.testing.assert_close(mlp(x), reference(x))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("top_k", [None, 2])
-def test_a_layer_on_two_ranks(top_k: int | None, packed: bool, tmp_path: Path) -> None:
-    run_on_ranks(check_mlp, tmp_path, top_k, packed)
+@pytest.mark.parametrize(
+    ("top_k", "packed", "weight_format", "intermediate"),
+    [
+        (None, False, "dense", INTERMEDIATE),
+        (2, False, "dense", INTERMEDIATE),
+        (None, True, "dense", INTERMEDIATE),
+        (2, True, "dense", INTERMEDIATE),
+        (2, True, "fp8_row", INTERMEDIATE),
+        (None, True, "fp8_block", 256),
+    ],
+)
+def test_a_layer_on_two_ranks(
+    top_k: int | None, packed: bool, weight_format: str, intermediate: int, tmp_path: Path
+) -> None:
+    run_on_ranks(check_mlp, tmp_path, top_k, packed, weight_format, intermediate)
 
 
 def check_refusals(rank: int) -> None:
-    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-
-    from mglu_ops.vllm.layers import MGLUMLP
+    from mglu_ops.vllm.layers import MGLUMLP, check_loaded
 
     with InVllm(rank, 2):
-        for changes, quant_config, message in (
-            ({"intermediate_size": 25}, None, "intermediate_size: got 25, must be a multiple"),
-            ({"n_masks": 17}, None, "n_masks: got 17, must be an int from 1 to 16"),
-            ({"hidden_act": "mish"}, None, "activation: got 'mish', must be one of"),
-            ({}, Fp8Config(), "quantization: got 'fp8', must be None for an MGLU model"),
+        block, beside = entry("fp8_block"), {"quantization_config": {"quant_method": "fp8"}}
+        for changes, message in (
+            ({"intermediate_size": 25}, "intermediate_size: got 25, must be a multiple"),
+            ({"n_masks": 17}, "n_masks: got 17, must be an int from 1 to 16"),
+            ({"hidden_act": "mish"}, "activation: got 'mish', must be one of"),
+            ({"quantization_config": block}, "intermediate_size: got 24, must be a multiple of 256 .* fp8_block"),
+            ({**beside, "mglu_quantization_config": block}, "intermediate_size: got 24, must be a multiple of 256"),
         ):
             with pytest.raises(ValueError, match=message):
-                MGLUMLP(settings(None, **changes), quant_config, "mlp")
+                MGLUMLP(settings(None, **changes), None, "mlp")
         layer = MGLUMLP(settings(None), None, "mlp").mglu
         with pytest.raises(ValueError, match=r"router\.weight: an MGLU layer has no such tensor"):
             layer.load_weights([("router.weight", torch.zeros(N_MASKS, HIDDEN))])
@@ -123,10 +148,46 @@ def check_refusals(rank: int) -> None:
         both = [("mask_logits", logits), ("packed_masks", torch.ops.mglu.pack_logits(logits))]
         with pytest.raises(ValueError, match="got mask_logits of the layer too"):
             layer.load_weights(both)
+        quantized = MGLUMLP(settings(None, quantization_config=entry("fp8_row")), None, "mlp")
+        quantized.mglu.load_weights([("packed_masks", torch.ops.mglu.pack_logits(logits))])
+        quantized.mglu.load_weights([("weight", torch.zeros(INTERMEDIATE, HIDDEN, dtype=torch.float8_e4m3fn))])
+        with pytest.raises(ValueError, match=r"mglu\.weight_scale: the checkpoint has no such tensor"):
+            check_loaded(quantized)
 
 
 def test_configs_and_checkpoints_that_are_refused(tmp_path: Path) -> None:
     run_on_ranks(check_refusals, tmp_path)
+
+
+def check_beside_another(rank: int) -> None:
+    """The linear layers belong to the quantizer of the model, and the weight of MGLU does not."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from mglu_ops.vllm.layers import MGLUMLP
+    from mglu_ops.vllm.quantization import MGLUConfig
+
+    class Another(MGLUConfig):
+        asked: ClassVar[set[str]] = set()
+
+        @classmethod
+        def get_name(cls) -> str:
+            return "another"
+
+        def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+            self.asked.add(prefix)
+            return UnquantizedLinearMethod()
+
+    with InVllm(rank, 2):
+        config = settings(2, quantization_config={"quant_method": "another"})
+        with pytest.warns(UserWarning, match="quantization: another quantizes linear layers only"):
+            assert MGLUMLP(config, Another(), "mlp").mglu.weight.dtype == torch.float32
+        config.mglu_quantization_config = entry("int8_row")
+        assert MGLUMLP(config, Another(), "mlp").mglu.weight.dtype == torch.int8
+    assert Another.asked == {"mlp.mglu.router", "mlp.down_proj"}
+
+
+def test_another_quantizer_has_the_linear_layers(tmp_path: Path) -> None:
+    run_on_ranks(check_beside_another, tmp_path)
 
 
 # --- Models in the engine --------------------------------------------------------------------------------------------
@@ -148,53 +209,71 @@ TRANSFORMERS_BACKEND = {"hf_overrides": {"architectures": ["TransformersForCausa
 EAGER = {"enforce_eager": True}
 
 
-def make_model(kind: str, learnable_masks: bool, top_k: int | None, folder: Path) -> list[int]:
+def make_model(kind: str, learnable_masks: bool, top_k: int | None, weight_format: str, folder: Path) -> list[int]:
     """Save a small random model, and return the tokens that Transformers generates with it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
     masks = {"n_masks": 3, "mask_top_k": top_k, "learnable_masks": learnable_masks}
     config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, **masks)
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():  # larger than at the start of training, so that tokens differ
         torch.nn.init.normal_(parameter, std=0.2)
+    if weight_format != "dense":
+        mglu_ops.quantize(model, weight_format)
     model.save_pretrained(folder)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.parametrize(
-    ("kind", "learnable_masks", "top_k", "options"),
+    ("kind", "learnable_masks", "top_k", "weight_format", "options"),
     [
-        ("llama", True, 2, EAGER),
-        ("llama", False, None, {}),
-        ("mistral", False, None, EAGER),
-        ("qwen3", True, None, EAGER),
-        ("qwen3", False, None, {**TWO_RANKS, **EAGER}),
-        ("mistral", True, 1, {**TWO_RANKS, **EAGER}),
-        ("llama", False, None, {**TRANSFORMERS_BACKEND, **EAGER}),
-        ("llama", True, None, TRANSFORMERS_BACKEND),
+        ("llama", True, 2, "dense", EAGER),
+        ("llama", False, None, "dense", {}),
+        ("mistral", False, None, "dense", EAGER),
+        ("qwen3", True, None, "dense", EAGER),
+        ("qwen3", False, None, "dense", {**TWO_RANKS, **EAGER}),
+        ("mistral", True, 1, "dense", {**TWO_RANKS, **EAGER}),
+        ("llama", False, None, "dense", {**TRANSFORMERS_BACKEND, **EAGER}),
+        ("llama", True, None, "dense", TRANSFORMERS_BACKEND),
+        ("llama", False, None, "fp8_row", {}),
+        ("mistral", False, 1, "int8_row", EAGER),
+        ("llama", False, 2, "fp8_row", {**TWO_RANKS, **EAGER}),
+        ("qwen3", False, None, "fp8_block", {**TWO_RANKS, **EAGER}),
     ],
     ids=lambda value: "-".join(value) or "compiled" if isinstance(value, dict) else str(value),
 )
 def test_the_engine_generates_the_tokens_of_transformers(
-    kind: str, learnable_masks: bool, top_k: int | None, options: dict[str, Any], tmp_path: Path
+    kind: str, learnable_masks: bool, top_k: int | None, weight_format: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
+    expected = make_model(kind, learnable_masks, top_k, weight_format, tmp_path / "model")
+    assert len(set(expected)) > 1
+    process = generate(options, tmp_path)
+    assert process.returncode == 0, process.stderr[-4000:]
+    (line,) = (line for line in process.stdout.splitlines() if line.startswith("tokens: "))
+    assert json.loads(line.removeprefix("tokens: ")) == expected
+
+
+def test_the_transformers_backend_takes_no_quantized_weights(tmp_path: Path) -> None:
+    make_model("llama", False, None, "fp8_row", tmp_path / "model")
+    process = generate({**TRANSFORMERS_BACKEND, **EAGER}, tmp_path)
+    assert process.returncode != 0
+    assert "the Transformers backend, which casts quantized weights" in process.stdout + process.stderr
+
+
+def generate(options: dict[str, Any], tmp_path: Path) -> Any:
+    """Start vLLM in a new process, which generates from the model in `tmp_path`."""
     from vllm.platforms import current_platform
 
     if not current_platform.device_type:
         pytest.skip("this vLLM was built for no device, so that its engine does not start")
-    expected = make_model(kind, learnable_masks, top_k, tmp_path / "model")
-    assert len(set(expected)) > 1
     (tmp_path / "generate.py").write_text(GENERATE)
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if current_platform.is_cpu() and "tensor_parallel_size" in options:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     arguments = json.dumps([str(tmp_path / "model"), PROMPT, NEW_TOKENS, options])
     command = [sys.executable, "generate.py", arguments]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
-    assert process.returncode == 0, process.stderr[-4000:]
-    (line,) = (line for line in process.stdout.splitlines() if line.startswith("tokens: "))
-    assert json.loads(line.removeprefix("tokens: ")) == expected
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,9 +16,19 @@ from mglu_ops.vllm.plugin import ARCHITECTURES
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What is registered with a module that stands in for vLLM."""
     found: dict[str, str] = {}
-    vllm = ModuleType("vllm")
-    vllm.ModelRegistry = SimpleNamespace(register_model=found.__setitem__)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    stand_ins = {
+        "vllm": {"ModelRegistry": SimpleNamespace(register_model=found.__setitem__)},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.quantization": {
+            "register_quantization_config": lambda method: partial(found.__setitem__, method)
+        },
+        "mglu_ops.vllm.quantization": {"METHOD": "mglu", "MGLUConfig": "MGLUConfig"},
+    }
+    for name, contents in stand_ins.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
     return found
 
 
@@ -27,6 +38,7 @@ def test_each_architecture_is_a_name_that_vllm_imports_later(
     monkeypatch.setitem(sys.modules, "mglu_ops.transformers", ModuleType("mglu_ops.transformers"))
     for _ in range(2):  # vLLM may call a plugin repeatedly
         register()
+    assert registered.pop("mglu") == "MGLUConfig"
     assert registered == {name: f"mglu_ops.vllm.models:{name}" for name in ARCHITECTURES}
     assert "mglu_ops.vllm.models" not in sys.modules
 

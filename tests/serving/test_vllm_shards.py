@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mglu_ops.formats import FORMATS
 from mglu_ops.nn import MGLUFeedForward
-from mglu_ops.vllm.shards import packed_shard, packed_shard_of_logits, rows_of_rank, weight_shard
+from mglu_ops.vllm.shards import packed_shard, packed_shard_of_logits, rows_of_rank, scale_shard, weight_shard
 
 N_MASKS, ROWS, COLUMNS = 3, 12, 20
 
@@ -44,6 +45,24 @@ def test_ranks_add_up_to_the_whole_layer() -> None:
     torch.testing.assert_close(total, layer(x).detach())
 
 
+@pytest.mark.parametrize(
+    ("weight_format", "rows", "ranks"),
+    [("fp8_row", 12, 4), ("int8_row", 12, 2), ("int4_group", 12, 3), ("fp8_block", 512, 2), ("fp8_block", 300, 1)],
+)
+def test_the_shards_of_a_quantized_weight_are_its_rows(weight_format: str, rows: int, ranks: int) -> None:
+    """Each shard with its scales stands for the rank's rows of the whole weight."""
+    chosen, columns = FORMATS[weight_format], 260
+    torch.manual_seed(0)
+    stored, scale = chosen.quantize(torch.randn(rows, columns) * torch.linspace(1, 9, rows)[:, None])
+    assert scale is not None
+    whole = chosen.dequantize(stored, scale, torch.float32)
+    for rank in range(ranks):
+        place = (rows, columns, rank, ranks, weight_format)
+        weight, scales = weight_shard(stored, *place), scale_shard(scale, *place)
+        assert scales.shape == chosen.scale_shape(rows // ranks, columns)
+        assert torch.equal(chosen.dequantize(weight, scales, torch.float32), whole[rows_of_rank(rows, rank, ranks)])
+
+
 def corrupt(packed: Tensor) -> Tensor:
     damaged = packed.clone()
     damaged[ROWS - 1, -1, 0] |= 0x80
@@ -52,6 +71,8 @@ def corrupt(packed: Tensor) -> Tensor:
 
 SHAPE = (ROWS, COLUMNS)
 RANK = (0, 2)
+SCALES = torch.ones(ROWS)
+BLOCKS = torch.zeros(320, COLUMNS, dtype=torch.float8_e4m3fn)
 WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], str]] = [
     (lambda w, l, p: weight_shard(w.T, *SHAPE, *RANK), ValueError, r"weight: got shape \[20, 12\], must be \[12, 20\]"),
     (
@@ -60,6 +81,31 @@ WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], s
         "intermediate_size: got 12, must be a multiple of .* 5",
     ),
     (lambda w, l, p: weight_shard(w.long(), *SHAPE, *RANK), TypeError, r"weight: got dtype torch\.int64, must be one"),
+    (
+        lambda w, l, p: weight_shard(w, *SHAPE, *RANK, "fp8_row"),
+        TypeError,
+        "weight: got dtype torch.float32, must be one of torch.float8_e4m3fn for the weight_format fp8_row",
+    ),
+    (
+        lambda w, l, p: weight_shard(BLOCKS, 320, COLUMNS, *RANK, "fp8_block"),
+        ValueError,
+        "intermediate_size: got 320, must be a multiple of 256 with the .* size 2 and weights in fp8_block",
+    ),
+    (
+        lambda w, l, p: scale_shard(SCALES[1:], *SHAPE, *RANK, "fp8_row"),
+        ValueError,
+        r"weight_scale: got shape \[11\], must be \[12\] for fp8_row",
+    ),
+    (
+        lambda w, l, p: scale_shard(SCALES.half(), *SHAPE, *RANK, "fp8_row"),
+        TypeError,
+        r"weight_scale: got dtype torch\.float16, must be torch\.float32",
+    ),
+    (
+        lambda w, l, p: scale_shard(SCALES, *SHAPE, *RANK, "dense"),
+        ValueError,
+        "weight_scale: got the scales of a quantized weight, but the config says that it is dense",
+    ),
     (lambda w, l, p: weight_shard(w, *SHAPE, 2, 2), ValueError, "rank: got 2, must be from 0 to 1"),
     (lambda w, l, p: packed_shard(p, 4, *SHAPE, *RANK), ValueError, "packed_masks: got n_masks=3, must be 4"),
     (lambda w, l, p: packed_shard(p.float(), 3, *SHAPE, *RANK), TypeError, "packed_masks: got dtype torch.float32"),
