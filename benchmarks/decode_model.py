@@ -78,11 +78,9 @@ class Problem:
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1, *, fp8: bool = False) -> Decoder:
     """Build a model for inference with random weights and packed random masks; `n_masks` 0 is SwiGLU."""
-    projection: Projection = partial(MGLU, n_masks=n_masks) if n_masks else GLU
+    projection: Projection = partial(MGLU, n_masks=n_masks, learnable_masks=False) if n_masks else GLU
     with creating(device, dtype):
         model = Decoder(sizes, projection, batch)
-    if n_masks:
-        mglu_ops.freeze(model)
     if fp8:
         if n_masks:
             mglu_ops.quantize(model, "fp8_row")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import frames, summary, tables, tables_train  # noqa: F401 (the last two enter their tables in frames)
 from benchmarks.frames import MissingResultError
-from benchmarks.learning import claims
+from benchmarks.learning import claims, formats
 from benchmarks.learning import tables as learning
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +22,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary.summary,
     **frames.TABLES,
     **learning.TABLES,
+    "learning_formats": formats.table,
     "learning_claims": claims.claims,
     "learning_findings": claims.findings,
     "learning_stability": claims.stability,
