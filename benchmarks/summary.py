@@ -14,11 +14,14 @@ from benchmarks.train_layers import CASE, FUSED, NAIVE
 MASKS = (1, 4, 8, 16)
 STEP = f"case == '{CASE}' and layer == '8192 x 2048' and tokens == 8192"
 AUTOCAST = "case == 'Llama-3.2 1B, autocast'"
+_MODEL = {"ours": "SwiMGLU"}
 ON_GPU: list[tuple[str, str, str, dict[str, str]]] = [
     ("14336 x 4096, 1 token", "one_token", "layer == '14336 x 4096'", {}),
     ("8192 x 2048, 64 tokens", "routes", "layer == '8192 x 2048' and tokens == 64", {}),
     ("8192 x 2048, 8192 tokens", "routes", "layer == '8192 x 2048' and tokens == 8192", {}),
-    ("1B-parameter model, 1 token", "decode_model", "layer == '8192 x 2048' and tokens == 1", {"ours": "SwiMGLU"}),
+    ("1B-parameter model, 1 token", "decode_model", "layer == '8192 x 2048' and tokens == 1", _MODEL),
+    ("14336 x 4096 in fp8, 1 token", "formats", "case == 'fp8_row' and layer == '14336 x 4096' and tokens == 1", {}),
+    ("8B-parameter model in fp8, 1 token", "decode_model_fp8", "layer == '14336 x 4096' and tokens == 1", _MODEL),
     ("8192 x 2048, training step, 8192 tokens", "train", STEP, {"ours": FUSED}),
     ("the same, peak memory over the inputs", "train", STEP, {"ours": FUSED, "column": "peak_mb"}),
     ("1B-parameter model, training step, 8192 tokens", "train_model", AUTOCAST, {"ours": "fused", "naive": "naive"}),
@@ -39,17 +42,24 @@ def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] 
 
 
 def gpu_line(
-    label: str, rows: pd.DataFrame, ours: str = "mglu", naive: str = NAIVE, column: str = "microseconds"
+    work: str,
+    result: pd.DataFrame,
+    rows_of_work: str,
+    ours: str = "mglu",
+    naive: str = NAIVE,
+    column: str = "microseconds",
 ) -> list[str]:
     """A line for one problem at several numbers of masks.
 
     Args:
-        label: its first cell.
-        rows: the rows of the problem.
+        work: the problem.
+        result: the result that has it.
+        rows_of_work: its rows, as a query.
         ours: how the names of our variants begin; where the dispatch chose one of them, only that one counts.
         naive: how the names of the naive layer's variants begin.
         column: what is shown of the fastest variants, "microseconds" or "peak_mb".
     """
+    label, rows = f"{result.attrs['device'].split()[1]}: {work}", result.query(rows_of_work)
     form = duration if column == "microseconds" else "{:.0f} MB".format
     mine = fastest(rows[rows.chosen] if rows.chosen.any() else rows, ours, "n_masks")[column].reindex(MASKS)
     theirs = fastest(rows, naive, "n_masks")[column].reindex(MASKS)
@@ -69,7 +79,7 @@ def cpu_line(label: str, results: Path, name: str) -> list[str]:
 def summary(results: Path) -> str:
     """One line for each kind of work; bold where mglu_ops is slower."""
     lines = [
-        *(gpu_line(f"H200: {work}", load(results, name).query(rows), **how) for work, name, rows, how in ON_GPU),
+        *(gpu_line(work, load(results, name), rows, **how) for work, name, rows, how in ON_GPU),
         cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"),
         cpu_line("16 CPU cores, AVX-512: 8192 x 2048, 1 token", results, "cpu_one_token_xeon"),
     ]
