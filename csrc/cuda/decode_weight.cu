@@ -1,5 +1,5 @@
-// Decodes a weight to the 16-bit type of x once, for calls of so many tokens that tile_wgmma, which decodes W again for
-// every tile of tokens, would take longer (tile_wgmma.md).
+// Copies a weight in the 16-bit type of x, once for all tokens of a call. tile_wgmma decodes W again for every tile of
+// tokens, which takes longer where there are many (tile_wgmma.md).
 //
 // Each thread decodes one vector of 16 bytes. The result is contiguous and has the scales of W: p.out, [out_features]
 // [in_features]. Requirements: those of tile_wgmma.

@@ -434,7 +434,7 @@ struct Accumulators {
                     if (chunk == 0 && odd == 1 && unreleased) release_stage(unreleased, lane);
                     if (!kLoadEarly && odd == 0) load();
                     // A fragment is written only now: the products that last read its registers have ended, while those
-                    // of the other fragment may still run. So each is divided, and decoded, by itself.
+                    // of the other fragment may still run. So each is divided and decoded separately.
                     SparseWeights weight;
 #pragma unroll
                     for (int i = 0; i < 8; ++i) {

@@ -128,7 +128,7 @@ def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "dense"])
 def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
-    """Where scales belong to columns, decoding takes so many instructions that it is not worth repeating."""
+    """Where scales belong to columns, decoding W for each tile of tokens takes longer than a copy."""
     call = stored_in(layer_call(torch.bfloat16, 4, 8192), name)
     decoded = replace(launch_of(call, HOPPER), decoded=True, sub=1, stages=3)
     (_, kernel, *_) = decoded.sources(call, HOPPER)
