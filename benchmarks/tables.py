@@ -213,6 +213,17 @@ def cpu(rows: pd.DataFrame) -> Iterator[str]:
     yield grid("dtype", cells)
 
 
+@table("cpu_formats")
+def cpu_formats(rows: pd.DataFrame) -> Iterator[str]:
+    """The median times of a token, and how many times as fast weights in 8 bits are as those in x's dtype."""
+    times = rows.assign(times=rows["median"]).pivot_table("times", ["dtype", "n_masks"], "variant", sort=False)
+    dense = times["mglu cpu"]
+    cells = {"only reading in x's dtype": times["read loop"].map(us), "W in x's dtype": dense.map(us)}
+    for name in (name for name in times.columns if name.startswith("mglu cpu ")):
+        cells[name.split()[-1]] = times[name].map(us) + ", " + (dense / times[name]).map(speedup)
+    yield grid("x", cells)
+
+
 @table("compile_time")
 def compile_time(rows: pd.DataFrame) -> Iterator[str]:
     """Seconds to compile a model, and the fusion pass's part of them."""

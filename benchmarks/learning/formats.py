@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.frames import load as load_frame
 from benchmarks.frames import markdown
 from benchmarks.learning.corpus import Corpus, load
 from benchmarks.learning.experiments import BEST, LEAST_SECONDS, RESULTS, SWIGLU, is_done
@@ -24,7 +25,7 @@ from benchmarks.learning.recipe import Recipe, projection_weights
 from benchmarks.learning.tables import label
 from benchmarks.learning.train import corpus_facts, run
 from benchmarks.learning.training import Training, keep_all_graphs
-from benchmarks.records import environment, read_table, write_table
+from benchmarks.records import environment, write_table
 from mglu_ops.accuracy import relative_error
 from mglu_ops.formats import FORMATS
 
@@ -100,10 +101,11 @@ def measure(
 
 def table(results: Path) -> str:
     """A row for each model: its loss in 16 bits in nats a byte, and the change of the loss in each other format."""
-    facts, rows = read_table(results / f"{NAME}.csv")
+    rows = load_frame(results, NAME)
+    facts = rows.attrs
     losses: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        losses.setdefault((row["model"], row["layer"]), {})[row["format"]] = float(row["held_out"])
+    for row in rows.to_dict("records"):
+        losses.setdefault((row["model"], row["layer"]), {})[row["format"]] = row["held_out"]
     others = [name for name, one in FORMATS.items() if not one.is_dense]
     lines = [
         [*key, f"{of['dense']:.4f}", *(f"{of[name] - of['dense']:+.4f}" for name in others)]
