@@ -77,11 +77,19 @@ def _weights(recogniser: Recogniser, found: set[Node]) -> dict[Hashable, _Weight
     masked = recogniser.masked_weights.union(*(_masked_by_any_call(recogniser, node) for node in nodes))
     weights: dict[Hashable, _Weight] = {}
     carried: dict[Node, dict[_Form, _Path]] = {}
+    noted = set(found)
+    for node in nodes:
+        for key, form, others in _masked_in_a_product(recogniser, node) if node not in found else ():
+            weight = weights.setdefault(key, _Weight())
+            weight.reached.add(node)
+            noted.add(node)
+            for x in others:
+                weight.by_x.setdefault(x, set()).add(form)
     for node in nodes if masked else ():
         made = [] if node in found else list(_forms_at(recogniser, node, masked))
         for key, form in made:
             weights.setdefault(key, _Weight()).forms.setdefault(node, set()).add(form)
-        arriving = _carried_on(recogniser, node, carried, weights, found)
+        arriving = _carried_on(recogniser, node, carried, weights, noted)
         own = {key for key, _ in made}
         carried[node] = {form: path for form, path in arriving.items() if form[0] not in own}
         is_unknown = recogniser.value(node) is None
@@ -94,9 +102,9 @@ def _carried_on(
     node: Node,
     carried: Mapping[Node, dict[_Form, _Path]],
     weights: Mapping[Hashable, _Weight],
-    found: set[Node],
+    noted: set[Node],
 ) -> dict[_Form, _Path]:
-    """The forms that a node passes on; a product with x ends them and is noted."""
+    """The forms that a node passes on; a product with x ends them and is noted, unless it is in `noted`."""
     passed: dict[_Form, _Path] = {}
     if symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
         return passed
@@ -108,7 +116,7 @@ def _carried_on(
         for (key, form), path in forms.items():
             if not factors:
                 passed[key, form] = (*path, node)
-            elif node not in found:
+            elif node not in noted:
                 for x in factors:
                     weights[key].by_x.setdefault(x, set()).add(form)
                 weights[key].reached.update((*path, node))
@@ -127,6 +135,18 @@ def _masked_by_any_call(recogniser: Recogniser, node: Node) -> Iterator[Hashable
     if any(isinstance(value, (Binary, Levels)) and is_like(node, item) for item, value in values.items()):
         weights = [item for item, value in values.items() if value is None and is_like(node, item)]
         yield from (recogniser.key(item) for item in weights if _is_real(item))
+
+
+def _masked_in_a_product(recogniser: Recogniser, node: Node) -> Iterator[tuple[Hashable, Hashable, list[Hashable]]]:
+    """`(weight, form, other operands)` for the weights that a product without a rule masks itself, as `einsum` can."""
+    operands = node.all_input_nodes
+    if recogniser.value(node) is not None or len(operands) < 3 or not recogniser.view.effect(node).multiplies:
+        return
+    masks = [item for item in operands if isinstance(recogniser.value(item), (Binary, Levels))]
+    for weight in (item for item in operands if recogniser.value(item) is None and _is_real(item)):
+        for mask in (item for item in masks if is_like(item, weight)):
+            others = [recogniser.key(item) for item in operands if item not in (weight, mask) and dims(item) >= 1]
+            yield recogniser.key(weight), recogniser.key(mask), others
 
 
 def _is_real(node: Node) -> bool:

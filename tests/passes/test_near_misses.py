@@ -129,6 +129,20 @@ def test_weights_masked_before_a_graph_break_are_reported() -> None:
     assert ["invert" in line for site in capture.report.missed for line in site.before] == [True], "the last is named"
 
 
+def test_a_product_of_four_operands_that_masks_the_weight_is_reported() -> None:
+    def layer(x: Tensor, w: Tensor, m: Tensor, *factors: Tensor) -> Tensor:
+        gate, value = (torch.einsum("bh,dh,dh,h->bd", x, w, f.float(), *factors) for f in (m, ~m))
+        return F.silu(gate) * value
+
+    x, w, factors, m = torch.randn(5, 8), torch.randn(6, 8), torch.randn(8), torch.rand(6, 8) > 0.5
+    capture = Capture()
+    capture.compile(layer)(x, w, m, factors)
+    assert ["reads a masked weight by `einsum`" in reason for reason in capture.reasons] == [True]
+    one_mask, other = Capture(), torch.randn(6, 8)
+    one_mask.compile(lambda: torch.einsum("bh,dh,dh,h->bd", x, w, m.float(), factors) * (x @ other.T))()
+    assert one_mask.reasons == []
+
+
 def test_a_symbolic_number_of_masks_is_reported() -> None:
     """Fusing would need a guard on the number."""
 
