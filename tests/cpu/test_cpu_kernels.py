@@ -252,7 +252,7 @@ def test_every_stored_value_is_exact_in_every_column(kernel, name):
 
 @every_row_format
 @in_registers
-@pytest.mark.parametrize("n_masks", quick_only_for([1, 2, 7, 9], range(1, 17)))
+@pytest.mark.parametrize("n_masks", quick_only_for([2, 9], [1, 2, 4, 7, 9, 16]))
 def test_stored_weights_have_the_bits_of_decoded_ones(kernel, name, n_masks):
     """With scales that are powers of two. Dense kernels for few tokens take up to four, two at a time.
 

@@ -157,7 +157,7 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
 def test_tile_wgmma_of_fewer_bits_compiles_without_spills(
     name: str, n_masks: int, tokens: int, x_alignment: int
 ) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.float16, torch.bfloat16) if tokens == 8192 else (torch.bfloat16,):
         call = stored_in(layer_call(dtype, n_masks, tokens, (14336, 4096), x_alignment=x_alignment), name)
         config = launch_of(call, HOPPER)
         assert isinstance(config, TileWgmma)
