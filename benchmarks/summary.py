@@ -42,24 +42,17 @@ def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] 
 
 
 def gpu_line(
-    work: str,
-    result: pd.DataFrame,
-    rows_of_work: str,
-    ours: str = "mglu",
-    naive: str = NAIVE,
-    column: str = "microseconds",
+    label: str, rows: pd.DataFrame, ours: str = "mglu", naive: str = NAIVE, column: str = "microseconds"
 ) -> list[str]:
     """A line for one problem at several numbers of masks.
 
     Args:
-        work: the problem.
-        result: the result that has it.
-        rows_of_work: its rows, as a query.
+        label: its first cell.
+        rows: the rows of the problem.
         ours: how the names of our variants begin; where the dispatch chose one of them, only that one counts.
         naive: how the names of the naive layer's variants begin.
         column: what is shown of the fastest variants, "microseconds" or "peak_mb".
     """
-    label, rows = f"{result.attrs['device'].split()[1]}: {work}", result.query(rows_of_work)
     form = duration if column == "microseconds" else "{:.0f} MB".format
     mine = fastest(rows[rows.chosen] if rows.chosen.any() else rows, ours, "n_masks")[column].reindex(MASKS)
     theirs = fastest(rows, naive, "n_masks")[column].reindex(MASKS)
@@ -76,10 +69,16 @@ def cpu_line(label: str, results: Path, name: str) -> list[str]:
     return [label, f"{swiglu.min() / 1000:.2f} to {swiglu.max() / 1000:.2f} ms", *map(cell, ours, swiglu, naive)]
 
 
+def gpu_of(result: pd.DataFrame) -> str:
+    """The name of the GPU that a result was measured on, such as H200."""
+    return str(result.attrs["device"]).split()[1]
+
+
 def summary(results: Path) -> str:
     """One line for each kind of work; bold where mglu_ops is slower."""
+    works = [(work, load(results, name), rows, how) for work, name, rows, how in ON_GPU]
     lines = [
-        *(gpu_line(work, load(results, name), rows, **how) for work, name, rows, how in ON_GPU),
+        *(gpu_line(f"{gpu_of(on)}: {work}", on.query(rows), **how) for work, on, rows, how in works),
         cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"),
         cpu_line("16 CPU cores, AVX-512: 8192 x 2048, 1 token", results, "cpu_one_token_xeon"),
     ]
