@@ -18,13 +18,14 @@ constexpr int kBlockRows = MGLU_BLOCK_ROWS;         // rows of W of a tile, a mu
 constexpr int kMaskGroups = MGLU_MASK_GROUPS;  // warpgroups that share 64 rows, each with a part of the masks: 1 or 2
 constexpr int kPasses = MGLU_PASSES;           // passes over k, each with an equal part of the masks
 constexpr int kStages = MGLU_STAGES;           // stages in the ring
-constexpr int kStageChunks = MGLU_SUB;         // chunks of 64 columns in a stage
+constexpr int kStageChunks = MGLU_SUB;         // chunks of kChunkColumns columns in a stage
 constexpr int kSteps = MGLU_STEPS;             // wgmmas of 16 columns in a commit group: 1, 2 or 4
 constexpr int kCluster = MGLU_CLUSTER;         // blocks that load W and masks for each other: 1 or 2
 constexpr bool kSparse = MGLU_SPARSE != 0;     // masks are the metadata of sparse products, not sign flips
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
-constexpr bool kPermutedX = MGLU_PERMUTED != 0;    // p.x is the copy that permute_x.cu has made
+constexpr bool kFp8 = MGLU_FP8 != 0;               // x and W are multiplied in fp8 (tile_fp8.cuh)
+constexpr bool kPermutedX = MGLU_PERMUTED != 0;    // p.x is the copy that permute_x.cu or quantize_x.cu has made
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks: their rows are 16-byte aligned
 #if defined(MGLU_TRAIN) && MGLU_TRAIN
 constexpr bool kTrain = true;                // also write what backward needs (tile_training.cuh)
@@ -38,6 +39,7 @@ constexpr int kRowGroups = (kBlockRows + 63) / 64;
 constexpr int kConsumers = kRowGroups * kMaskGroups;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kColumns = kTokens / 2;  // sums of one product that a thread holds
+constexpr int kChunkColumns = kFp8 ? 128 : 64;  // of in_features: 128 bytes of a row of x
 constexpr int kSwath = 8;              // row tiles that are visited together for each tile of tokens
 constexpr int kPassMasks = kMasks / kPasses;
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and at least one warpgroup");
@@ -47,6 +49,8 @@ static_assert(kConsumers <= 4, "at most four consumer warpgroups: registers");
 static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0),
               "the masks of a pass are whole words");
 static_assert(!kTrain || !kSparse, "in training products are dense");
+static_assert(!kFp8 || (kPermutedX && !kSparse && kPasses == 1 && kStageChunks == 1 && Weight::kBits == 8),
+              "products in fp8 have one form");
 static_assert(!kTrain || kFormat == WeightFormat::dense, "in training W has the type of x");
 static_assert(!kTrain || kTokens % kBoxTokens == 0, "whole boxes");
 
@@ -65,12 +69,12 @@ constexpr int kConsumerRegisters =
 //
 // For sparse products x is [kStageChunks][2][kTokens][64]: each half has 32 columns, first the even ones, each followed
 // by a zero, then the odd ones.
-constexpr int kMaskSpan = kMasks % 2 == 0 ? 1 : 2;
-constexpr int kMaskRowBytes = mask_bytes(64 * kMaskSpan, kMasks);
-constexpr bool kSwizzleMasks = kMasks == 16;  // rows of 128 bytes, swizzled like the rows of W
+constexpr int kMaskSpan = kFp8 || kMasks % 2 == 0 ? 1 : 2;
+constexpr int kMaskRowBytes = mask_bytes(kChunkColumns * kMaskSpan, kMasks);
+constexpr bool kSwizzleMasks = kMasks == 16 && !kFp8;  // rows of 128 bytes, swizzled like the rows of W
 constexpr int kXChunkBytes = kTokens * (kSparse ? 256 : 128);
 constexpr int kXBytes = kStageChunks * kXChunkBytes;
-constexpr int kWeightRowBytes = 8 * Weight::kBits;                                  // 64 columns of a row
+constexpr int kWeightRowBytes = kChunkColumns / 8 * Weight::kBits;                  // a chunk of a row
 constexpr int kWeightBoxColumns = kWeightRowBytes / (Weight::kBits == 16 ? 2 : 1);  // of stored elements
 constexpr int kWeightChunkBytes = kBlockRows * kWeightRowBytes;
 constexpr int kWeightBytes = kStageChunks * kWeightChunkBytes;
@@ -79,10 +83,10 @@ constexpr int kStageBytes = (kXBytes + kWeightBytes + kMaskBytes + 1023) / 1024 
 static_assert(!kBulkMasks || kStageChunks % kMaskSpan == 0,
               "an odd number of masks is loaded for two chunks at a time");
 
-// Where TMA puts byte `byte` of a row of 64 weights. Its swizzle permutes the 16-byte vectors of rows of 128, 64 or 32
+// Where TMA puts byte `byte` of a row of a chunk of W. Its swizzle permutes the 16-byte vectors of rows of 128, 64 or 32
 // bytes; `row` is the row modulo 8.
 __device__ __forceinline__ u32 weight_offset(int row, int byte) {
-    const int swizzle = Weight::kBits == 16 ? row : Weight::kBits == 8 ? row / 2 % 4 : row / 4 % 2;
+    const int swizzle = kWeightRowBytes == 128 ? row : kWeightRowBytes == 64 ? row / 2 % 4 : row / 4 % 2;
     return (byte / 16 ^ swizzle) * 16 + byte % 16;
 }
 
@@ -124,7 +128,7 @@ using LaunchParams = ParamsOf<kTrain>::Type;
 using Tiles = TileOrder<kBlockRows, kTokens, kCluster, kSwath>;
 
 __device__ __forceinline__ int stage_count(const Params& p) {
-    return (p.in_features + 64 * kStageChunks - 1) / (64 * kStageChunks);
+    return (p.in_features + kChunkColumns * kStageChunks - 1) / (kChunkColumns * kStageChunks);
 }
 
 // A slot of the ring, and the parity of the number of times that the ring has wrapped around.

@@ -165,7 +165,7 @@ struct Accumulators {
     static constexpr int kWgmmaGroups = kBatches * kProducts;
     // Whether registers allow loading fragments before the wait for earlier products.
     static constexpr bool kLoadEarly = kProducts * kColumns + 128 <= kConsumerRegisters;
-    static_assert(kSparse || kWgmmaGroups * kStageChunks >= 2, "a stage is released during the next one");
+    static_assert(kSparse || kFp8 || kWgmmaGroups * kStageChunks >= 2, "a stage is released during the next one");
     static_assert(kCount > 0, "each warpgroup has a mask");
 
     // How many groups may still run when this group's fragments are written: one, since fragments alternate between two

@@ -31,6 +31,7 @@
 #include "element.cuh"
 #include "tile_producer.cuh"
 #include "tile_mainloop.cuh"
+#include "tile_fp8.cuh"
 #include "tile_training.cuh"
 
 namespace mglu {
@@ -105,7 +106,9 @@ __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u3
     const bool done = kLastGroup && pass == kPasses - 1;
     Accumulators<kTotal, kFirst, kCount> accumulators;
     accumulators.clear();
-    if constexpr (kSparse)
+    if constexpr (kFp8)
+        accumulate_fp8(accumulators, p, ring, full, empty, tile.row, warpgroup_row, tile.token, position);
+    else if constexpr (kSparse)
         accumulators.accumulate_sparse(p, ring, full, empty, tile.row, warpgroup_row, pass, position);
     else if constexpr (kPermutedX)
         accumulators.template accumulate<typename decltype(accumulators)::PermutedColumns>(

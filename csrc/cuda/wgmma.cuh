@@ -138,6 +138,11 @@ __device__ __forceinline__ u64 transposed_descriptor(u32 address, u32 box_bytes)
 template <int N, bool kBfloat16>
 struct Wgmma;
 
+// The same for A (64 x 32) and B (32 x N) of float8_e4m3fn: a0 is elements 4q to 4q + 3 of row g, a2 elements 16 further.
+// Adding 2 to the descriptor advances by 32 elements. Without kAdd, D is overwritten.
+template <int N>
+struct Fp8Wgmma;
+
 #define MGLU_D4 "%0, %1, %2, %3"
 #define MGLU_D8 MGLU_D4 ", %4, %5, %6, %7"
 #define MGLU_D12 MGLU_D8 ", %8, %9, %10, %11"
@@ -181,7 +186,23 @@ struct Wgmma;
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(metadata), "n"(kSelector));                  \
         }                                                                                                              \
     };
-#define MGLU_WGMMA(N, ...) MGLU_WGMMA_TYPE(N, false, "f16", __VA_ARGS__) MGLU_WGMMA_TYPE(N, true, "bf16", __VA_ARGS__)
+#define MGLU_WGMMA_FP8(N, D, A, B, ADD, SELECTOR, ...)                                                            \
+    template <>                                                                                                   \
+    struct Fp8Wgmma<N> {                                                                                          \
+        template <bool kAdd>                                                                                      \
+        __device__ __forceinline__ static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b) {                 \
+            asm volatile(                                                                                         \
+                "{\n\t.reg .pred add;\n\tsetp.ne.u32 add, " ADD                                                  \
+                ", 0;\n\t"                                                                                        \
+                "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, {" A "}, " B ", add, 1, 1;\n\t}" \
+                : __VA_ARGS__                                                                                     \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd));                                 \
+        }                                                                                                         \
+    };
+#define MGLU_WGMMA(N, ...)                         \
+    MGLU_WGMMA_TYPE(N, false, "f16", __VA_ARGS__)  \
+    MGLU_WGMMA_TYPE(N, true, "bf16", __VA_ARGS__)  \
+    MGLU_WGMMA_FP8(N, __VA_ARGS__)
 
 MGLU_WGMMA(8, MGLU_D4, "%4, %5, %6, %7", "%8", "%9", "%10", MGLU_F4(0))
 MGLU_WGMMA(16, MGLU_D8, "%8, %9, %10, %11", "%12", "%13", "%14", MGLU_F8(0))

@@ -16,7 +16,7 @@ from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
 from ..launch import CopyLaunch, LaunchSequence, load_kernel, parameters
 from ..tensor_map import Matrix, TensorMaps
-from . import decode_weight, permute_x
+from . import decode_weight, permute_x, quantize_x
 from .base import (
     LaunchConfig,
     aligned_violations,
@@ -63,6 +63,8 @@ class TileWgmma(LaunchConfig):
     """Neighbouring blocks that load W and its masks together (multicast): 1 or 2."""
     decoded: bool = False
     """Whether `decode_weight` first copies W in x's dtype, which pays for many tokens. Otherwise W itself is read."""
+    fp8: bool = False
+    """Whether `quantize_x` first rounds x, and products are of fp8 numbers. Then a chunk has 128 columns."""
 
     @property
     def threads(self) -> int:
@@ -85,6 +87,11 @@ class TileWgmma(LaunchConfig):
         call = self.as_read(call)
         return self.stages * self._stage_bytes(call.n_masks, call.weight.bits) + self._fixed_bytes(call.n_masks)
 
+    @property
+    def chunk_columns(self) -> int:
+        """Columns of a chunk."""
+        return 128 if self.fp8 else 64
+
     def _fixed_bytes(self, n_masks: int) -> int:
         """Bytes of the sums that warpgroups of the same rows, or successive passes, exchange."""
         exchanges = self.mask_groups == 2 or self.passes > 1
@@ -94,7 +101,8 @@ class TileWgmma(LaunchConfig):
         """Bytes of one stage of the ring, with its barriers."""
         x = self.block_tokens * (256 if self.sparse else 128)
         barriers = 24 if self.sparse else 16
-        return round_up(self.sub * (x + self.rows * 8 * (weight_bits + n_masks)), 1024) + barriers
+        chunk = x + self.rows * self.chunk_columns // 8 * (weight_bits + n_masks)
+        return round_up(self.sub * chunk, 1024) + barriers
 
     def with_full_ring(self, n_masks: int, weight_bits: int, shared_bytes_per_sm: int) -> TileWgmma:
         """Return this launch with as many stages as the shared memory of an SM holds, up to 12."""
@@ -117,7 +125,8 @@ class TileWgmma(LaunchConfig):
             "MGLU_STEPS": self.steps,
             "MGLU_BULK_MASKS": int(mask_alignment(call) == 16),
             "MGLU_SPARSE": int(self.sparse),
-            "MGLU_PERMUTED": int(self.permuted),
+            "MGLU_PERMUTED": int(self.permuted or self.fp8),
+            "MGLU_FP8": int(self.fp8),
             "MGLU_CLUSTER": self.cluster,
         }
 
@@ -127,25 +136,29 @@ class TileWgmma(LaunchConfig):
             found.append((decode_weight.NAME, self.target(gpu), decode_weight.macros(call)))
         if self.permuted:
             found.append((permute_x.NAME, self.target(gpu), permute_x.macros(self.block_tokens, self.sub)))
+        if self.fp8:
+            found.append((quantize_x.NAME, self.target(gpu), quantize_x.macros(call, self.block_tokens, self.sub)))
         return found
 
     def matrices(self, call: LayerCall) -> tuple[Matrix | None, Matrix, Matrix | None]:
         """The matrices with tensor maps: x unless permuted, W, and the masks if their rows are 16-byte aligned."""
         call = self.as_read(call)
         x = None
-        if not self.permuted:
+        if not (self.permuted or self.fp8):
             pitch = 2 * (call.x.strides[0] if call.tokens > 1 else call.in_features)
             x = Matrix(2, call.in_features, call.tokens, pitch, 64, min(self.block_tokens, call.tokens), swizzle=True)
         rows = self.rows // self.cluster
         item, packed = call.weight.dtype.itemsize, call.weight.format.packed
         pitch = call.weight.layout.strides[0] * item
-        weight = Matrix(item, call.in_features // packed, call.out_features, pitch, 64 // packed, rows, swizzle=True)
+        columns = self.chunk_columns // packed
+        weight = Matrix(item, call.in_features // packed, call.out_features, pitch, columns, rows, swizzle=True)
         if mask_alignment(call) < 16:
             return x, weight, None
         width = call.in_features // 8 * call.n_masks
-        box = 8 * call.n_masks * (1 + call.n_masks % 2)  # a multiple of 16 bytes: odd numbers of masks take two chunks
-        pitch = call.masks.strides[0]
-        return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=call.n_masks == 16)
+        # A multiple of 16 bytes: odd numbers of masks take two chunks of 64 columns.
+        box = 8 * call.n_masks * (2 if self.fp8 or call.n_masks % 2 else 1)
+        pitch, swizzle = call.masks.strides[0], call.n_masks == 16 and not self.fp8
+        return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=swizzle)
 
     def results(self, call: LayerCall) -> tuple[Matrix, ...]:
         """The matrices that the kernel writes with tensor maps: none here, since threads write the result."""
@@ -174,12 +187,16 @@ class TileWgmma(LaunchConfig):
             tile = self.block_tokens, self.sub
             permute = permute_x.launch(call, gpu, device, target, *tile)
             copies.append(CopyLaunch(permute, permute_x.copy_bytes(call, *tile), "x"))
+        if self.fp8:
+            tile = self.block_tokens, self.sub
+            quantize = quantize_x.launch(call, gpu, device, target, *tile)
+            copies.append(CopyLaunch(quantize, quantize_x.copy_bytes(call, *tile), "x"))
         x_maps = None if x is None else TensorMaps(x)
         return LaunchSequence(kernel, tuple(copies), TensorMaps(*weights), x_maps, result_maps)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         yield from aligned_violations(self.kernel, call, self.rows)
-        if not self.permuted and not has_x_in_rows(call):
+        if not (self.permuted or self.fp8) and not has_x_in_rows(call):
             yield f"{self} needs rows of x that are aligned and do not overlap"
         if gpu.arch != ARCH:
             yield f"tile_wgmma is for compute capability 9.0, got {gpu.arch[0]}.{gpu.arch[1]}"
@@ -204,9 +221,13 @@ class TileWgmma(LaunchConfig):
         masks = call.n_masks // self.passes
         if self.mask_groups > masks:
             yield f"mask_groups: got {self.mask_groups}, more than the masks of a pass"
-        elif not self.sparse and self.sub * (4 // self.steps) * ((masks + 1) // self.mask_groups) < 2:
+        elif not (self.sparse or self.fp8) and self.sub * (4 // self.steps) * ((masks + 1) // self.mask_groups) < 2:
             yield f"steps: got {self.steps}, must be less where a stage is one group of wgmmas"
-        if call.n_masks % 2 and self.sub % 2:
+        if self.fp8 and (self.sparse or self.permuted or self.decoded or self.passes > 1):
+            yield "fp8: not with other forms of products"
+        if self.fp8 and call.weight.dtype is not torch.float8_e4m3fn:
+            yield f"fp8: the weight is {call.weight.dtype}"
+        if call.n_masks % 2 and self.sub % 2 and not self.fp8:
             yield f"sub: got {self.sub}, must be even for an odd number of masks"
 
 
