@@ -60,6 +60,10 @@ class BackwardArguments(NamedTuple):
     mask_weights_dtype: torch.dtype | None
     """The dtype of the gradient of mask_weights; None if it is not needed, or if there are none."""
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
 
 class PreparedBackward(Protocol):
     """A backward pass with everything decided except its tensors; see `PreparedCall`. Thread-safe.
