@@ -62,7 +62,7 @@ class BackwardArguments(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
-        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+        return dict(zip(self._fields, self[:5], strict=False))
 
 
 class PreparedBackward(Protocol):

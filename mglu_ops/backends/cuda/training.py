@@ -197,8 +197,8 @@ class _InputGradient:
     def __call__(self, weight: Tensor, pointers: dict[str, int], grad_x: Tensor) -> None:
         flipped = weight.new_empty(self._flipped_shape)
         stream, address = _stream(grad_x), flipped.data_ptr()
-        self._flip_signs(stream, {**pointers, "out": address})
-        self._gemm(stream, {**pointers, "flipped": address, "others": 0, "out": grad_x.data_ptr()})
+        self._flip_signs(stream, pointers | {"out": address})
+        self._gemm(stream, pointers | {"flipped": address, "others": 0, "out": grad_x.data_ptr()})
 
 
 @dataclass(frozen=True)
@@ -301,11 +301,13 @@ class _WeightGradients:
             at = pointers | {name: pointers[name] + offset for name, offset in chunk.offsets.items()}
             total = at["weight_gradient"] if wide is None else wide.data_ptr()
             if chunk.total is not None:
-                chunk.total(stream, {**at, "out": total, "others": 0})
+                at.update(out=total, others=0)
+                chunk.total(stream, at)
             first, others = (total, products) if self._total_is_first else (products, products + chunk.second)
             later = pointers["partials"] + chunk.later_partials
-            chunk.products(stream, {**at, "partials": later, "out": first, "others": others})
-            chunk.gradients(stream, {**at, "total": total, "products": products})
+            at.update(partials=later, out=first, others=others, total=total, products=products)
+            chunk.products(stream, at)
+            chunk.gradients(stream, at)
 
 
 def _bytes_between(whole: Tensor | None, part: Tensor | None) -> int:
