@@ -59,6 +59,21 @@ class LayerArguments(NamedTuple):
         """The tensors by name, without those that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
+    def addresses(self, out: Tensor) -> dict[str, int]:
+        """The addresses of the tensors and of the result by the names that kernels have for them, 0 for None.
+
+        This runs in every call, so it spells the names out.
+        """
+        mask_weights, scale = self.mask_weights, self.weight_scale
+        return {
+            "x": self.x.data_ptr(),
+            "weight": self.weight.data_ptr(),
+            "packed_masks": self.packed_masks.data_ptr(),
+            "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
+            "weight_scale": 0 if scale is None else scale.data_ptr(),
+            "out": out.data_ptr(),
+        }
+
     def in_rows(self) -> LayerArguments:
         """The same with x `[tokens, in_features]`, mask weights `[tokens, n_masks]` and contiguous scales.
 

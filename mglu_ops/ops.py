@@ -321,7 +321,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     key, call = arguments_key(*args), BackwardArguments(*args)
     if not dispatch.is_known(key):
         _check_backward(call)
-        check_memory(**{name: value for name, value in call._asdict().items() if isinstance(value, Tensor)})
+        check_memory(**call.tensors())
     return dispatch.backward(key, call)
 
 

@@ -60,6 +60,10 @@ class BackwardArguments(NamedTuple):
     mask_weights_dtype: torch.dtype | None
     """The dtype of the gradient of mask_weights; None if it is not needed, or if there are none."""
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return dict(zip(self._fields, self[:5], strict=False))
+
 
 class PreparedBackward(Protocol):
     """A backward pass with everything decided except its tensors; see `PreparedCall`. Thread-safe.

@@ -10,10 +10,17 @@ from functools import cache, cached_property
 from operator import itemgetter
 from pathlib import Path
 
+from torch import Tensor
+
 MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
 _POINTER = re.compile(r"(?:const )?[\w:]+\* (\w+);")
 _OTHER = re.compile(r"([\w:]+) (\w+)(?: = [\w:]+)?;")
+
+
+def addresses(**tensors: Tensor | None) -> dict[str, int]:
+    """The addresses of tensors by name, 0 for None."""
+    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)

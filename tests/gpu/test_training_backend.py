@@ -20,6 +20,7 @@ from mglu_ops.backends.cuda import training
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.backends.cuda.kernels import training_steps as steps
+from mglu_ops.backends.parameters import addresses
 from mglu_ops.sizes import round_up
 
 pytestmark = pytest.mark.gpu
@@ -102,17 +103,16 @@ def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int])
     products = torch.full((n_masks + 1, d, h), float("nan"), dtype=dtype, device="cuda")
     assert backward_gemm.can_run(gpu_of(0), grad, partials, x, weight)
     stream = torch.cuda.current_stream().cuda_stream
-    at = grad.data_ptr(), partials.data_ptr()
-    by_x = backward_gemm.input_gradient(grad, partials, weight)
-    by_x(stream, *at, weight.data_ptr(), flipped.data_ptr(), grad_x.data_ptr())
+    at = addresses(grad_output=grad, partials=partials, x=x, weight=weight, flipped=flipped, others=None)
+    backward_gemm.input_gradient(grad, partials, weight)(stream, at | addresses(out=grad_x))
     by_weight = backward_gemm.weight_products(grad, partials, x)
-    by_weight(stream, *at, x.data_ptr(), 0, products[0].data_ptr(), products[1:].data_ptr())
+    by_weight(stream, at | addresses(out=products[0], others=products[1:]))
     stacked = torch.cat((weight[None], flipped)).double()
     assert_matches(grad_x, scaled.flatten(1) @ stacked.flatten(0, 1), dtype)
     exact = torch.einsum("tid,th->idh", scaled, x.double())
     assert_matches(products, exact, dtype)
     wide = torch.full_like(products[0], float("nan"), dtype=F32)
-    backward_gemm.weight_products(grad, partials[:, :1], x, wide=True)(stream, *at, x.data_ptr(), 0, wide.data_ptr())
+    backward_gemm.weight_products(grad, partials[:, :1], x, wide=True)(stream, at | addresses(out=wide))
     assert relative_error(wide, exact[0]) < 1e-5
 
 

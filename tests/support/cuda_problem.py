@@ -58,9 +58,8 @@ class Problem:
 
     def launch(self, sequence: Any, out: Tensor, workspace: Tensor, **addresses: int) -> None:
         """Launch prepared kernels on the current stream, with outputs of the test."""
-        pointers = {name: tensor.data_ptr() for name, tensor in self.given.tensors().items()}
-        pointers = {"mask_weights": 0, "weight_scale": 0, **pointers, "out": out.data_ptr()}
-        sequence(torch.cuda.current_stream().cuda_stream, pointers, workspace=workspace.data_ptr(), **addresses)
+        pointers = self.given.addresses(out) | addresses
+        sequence(torch.cuda.current_stream().cuda_stream, pointers, workspace.data_ptr())
 
     def oracle(self) -> Tensor:
         """Sum mask by mask, so that float64 copies of all masks never exist at once."""

@@ -139,12 +139,14 @@ class _Call:
         """Prepare a call; `launch` forces an instruction set of `ISAS`."""
         in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
         layout, stored_columns = call.weight.layout, in_features // call.weight.format.packed
-        self._copied = (
-            call.tokens > 0 and not _is_in_rows((in_features,), call.x.strides),
-            call.out_features > 0 and not _is_in_rows((stored_columns,), layout.strides),
-            call.out_features > 0 and not _is_in_rows((width, n_masks), call.masks.strides),
-        )
-        self._any_copied = any(self._copied)
+        layouts = {
+            "x": (call.tokens, (in_features,), call.x.strides),
+            "weight": (call.out_features, (stored_columns,), layout.strides),
+            "packed_masks": (call.out_features, (width, n_masks), call.masks.strides),
+        }
+        self._copied = {
+            name for name, (rows, sizes, strides) in layouts.items() if rows and not _is_in_rows(sizes, strides)
+        }
         self._library = library
         self._shape = call.result_shape
         self._pack = packer(
@@ -154,9 +156,9 @@ class _Call:
                 "out_features": call.out_features,
                 "in_features": in_features,
                 "n_masks": n_masks,
-                "x_stride": in_features if self._copied[0] else call.x.strides[0],
-                "weight_stride": stored_columns if self._copied[1] else layout.strides[0],
-                "mask_stride": width * n_masks if self._copied[2] else call.masks.strides[0],
+                "x_stride": in_features if "x" in self._copied else call.x.strides[0],
+                "weight_stride": stored_columns if "weight" in self._copied else layout.strides[0],
+                "mask_stride": width * n_masks if "packed_masks" in self._copied else call.masks.strides[0],
                 "mask_weight_stride": call.mask_weights.strides[0],
                 "mask_weight_mask_stride": call.mask_weights.strides[1],
                 "out_stride": call.out_features,
@@ -170,20 +172,9 @@ class _Call:
 
     def _run(self, given: LayerArguments, out: Tensor, partials: int) -> None:
         """Write the result, and the partial derivatives if their address is not 0."""
-        x, weight, packed_masks, _, mask_weights, scale, _ = given
-        if self._any_copied:
-            tensors = zip((x, weight, packed_masks), self._copied, strict=True)
-            x, weight, packed_masks = (tensor.contiguous() if copied else tensor for tensor, copied in tensors)
-        pointers = {
-            "x": x.data_ptr(),
-            "weight": weight.data_ptr(),
-            "packed_masks": packed_masks.data_ptr(),
-            "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
-            "weight_scale": 0 if scale is None else scale.data_ptr(),
-            "out": out.data_ptr(),
-            "partials": partials,
-        }
-        self._library.forward(self._pack(pointers))
+        if self._copied:
+            given = given._replace(**{name: getattr(given, name).contiguous() for name in self._copied})
+        self._library.forward(self._pack(given.addresses(out) | {"partials": partials}))
 
 
 class CpuCall(_Call):

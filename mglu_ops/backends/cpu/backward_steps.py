@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ...masks import n_masks_of
+from ..parameters import addresses
 from .library import DTYPES, Library, packer
 
 
-def _run(library: Library, name: str, pointers: Mapping[str, Tensor | None], **integers: int) -> None:
+def _run(library: Library, name: str, tensors: Mapping[str, Tensor | None], **integers: int) -> None:
     """Run a step, whose struct in csrc/cpu/backward.h has its name in camel case."""
     pack = packer(name.title().replace("_", ""), integers, "backward.h")
-    addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in pointers.items()}
-    library.run_step(name, pack(addresses))
+    library.run_step(name, pack(addresses(**tensors)))
 
 
 def flip_signs(library: Library, weight: Tensor, packed_masks: Tensor) -> Tensor:

@@ -197,20 +197,12 @@ class CudaCall:
         if sequence is None:
             return out
         stream = _current_stream(device)
-        x, weight, packed_masks, _, mask_weights, scale, _ = given
-        pointers = {
-            "x": x.data_ptr(),
-            "weight": weight.data_ptr(),
-            "packed_masks": packed_masks.data_ptr(),
-            "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
-            "weight_scale": 0 if scale is None else scale.data_ptr(),
-            "out": out.data_ptr(),
-        }
+        pointers = given.addresses(out)
         if sequence.workspace_bytes:
             # Freed on return, after the launches. Whoever gets the memory next runs after the kernels on this stream.
             workspace = _empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
             sequence(stream, pointers, workspace=workspace.data_ptr())
-        elif sequence.maps is not None:
+        elif sequence.maps:
             sequence(stream, pointers)
         else:
             sequence.kernel(stream, pointers)

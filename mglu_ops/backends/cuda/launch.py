@@ -54,35 +54,27 @@ class LaunchSequence:
     Attributes:
         kernel: computes the result.
         copies: the launches before it, in order. A later one may start only when all earlier ones have ended.
-        maps: the tensor maps of W and the masks, if the kernel copies them in boxes.
-        x_maps: the tensor map of x, if the kernel copies x itself in boxes. It is separate from `maps`, since several
-            layers may read the same x, and a layer reads a new x at each call.
-        result_maps: the tensor maps of the result and of its partial derivatives, in training.
+        maps: the last tensor maps of its struct, in order. Matrices whose addresses change together share an entry.
     """
 
     kernel: Launch
     copies: tuple[CopyLaunch, ...] = ()
-    maps: TensorMaps | None = None
-    x_maps: TensorMaps | None = None
-    result_maps: TensorMaps | None = None
+    maps: tuple[TensorMaps, ...] = ()
 
     @cached_property
     def workspace_bytes(self) -> int:
         """The size of all copies, whose memory the caller provides at a multiple of 16 bytes."""
         return sum(round_up(copy.nbytes, 16) for copy in self.copies)
 
-    def __call__(self, stream: int, pointers: dict[str, int], *, workspace: int = 0, partials: int = 0) -> None:
-        """Launch on a stream with the addresses of `Params` by name, and those of other memory."""
+    def __call__(self, stream: int, pointers: dict[str, int], workspace: int = 0) -> None:
+        """Launch on a stream, with the addresses of all pointers and matrices by name, and that of the workspace.
+
+        Raises:
+            LaunchError: the driver refused a launch; the context stays usable.
+        """
         read = pointers
         for copy in self.copies:
             copy.launch(stream, {**pointers, "out": workspace})
             read = {**read, copy.tensor: workspace}
             workspace += round_up(copy.nbytes, 16)
-        pointers, maps = read, None
-        if self.maps is not None:
-            maps = self.maps(pointers["weight"], pointers["packed_masks"])
-            if self.x_maps is not None:
-                maps = self.x_maps(pointers["x"]) + maps
-            if self.result_maps is not None:
-                maps += self.result_maps(pointers["out"], partials)
-        self.kernel(stream, pointers, maps)
+        self.kernel(stream, read, b"".join([maps(read) for maps in self.maps]) if self.maps else None)

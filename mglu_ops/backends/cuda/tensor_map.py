@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from ..parameters import MAP_BYTES
 from .driver import call_driver
@@ -78,21 +80,23 @@ class Matrix:
 
 
 class TensorMaps:
-    """The concatenated maps of some matrices, encoded once for each set of addresses. Thread-safe.
+    """The concatenated maps of some matrices, encoded once for each set of addresses. Thread-safe."""
 
-    A matrix that is not copied in boxes is None, and its map is zeros.
-    """
-
-    def __init__(self, *matrices: Matrix | None) -> None:
+    def __init__(self, **matrices: Matrix | None) -> None:
+        """Name each matrix as its address is named. One that is not copied in boxes is None, and its map is zeros."""
         self._matrices = matrices
-        self._known: dict[tuple[int, ...], bytes] = {}
+        self._addresses = itemgetter(*(name for name, matrix in matrices.items() if matrix is not None))
+        self._known: dict[object, bytes] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, *addresses: int) -> bytes:
+    def __call__(self, pointers: Mapping[str, int]) -> bytes:
+        addresses = self._addresses(pointers)
         found = self._known.get(addresses)
         if found is None:
-            pairs = zip(self._matrices, addresses, strict=True)
-            found = b"".join(bytes(MAP_BYTES) if one is None else one.encode(address) for one, address in pairs)
+            found = b"".join(
+                bytes(MAP_BYTES) if matrix is None else matrix.encode(pointers[name])
+                for name, matrix in self._matrices.items()
+            )
             with self._lock:
                 if len(self._known) >= _MAPS_KEPT:
                     self._known.clear()

@@ -21,9 +21,7 @@ take the host longer than the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +30,10 @@ from ...layer_call import LayerArguments, LayerCall
 from ...masks import n_masks_of
 from ...sizes import ceil_div, round_up
 from ..base import BackwardArguments
+from ..parameters import addresses
 from .device import gpu_of
 from .kernels import backward_gemm
 from .kernels import training_steps as steps
-from .kernels.backward_gemm import Gemm
 from .kernels.base import ELEMENTS
 from .kernels.tile_wgmma_training import partials_of, training_choice
 from .launch import LaunchSequence
@@ -79,17 +77,8 @@ class ForwardTrain:
         result, partials = x.new_empty(tokens, out_features), x.new_empty(tokens, self._entries, out_features)
         if sequence is not None:
             permuted_x = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8) if sequence.workspace_bytes else None
-            tensors = {
-                "x": x,
-                "weight": weight,
-                "packed_masks": packed_masks,
-                "mask_weights": mask_weights,
-                "weight_scale": None,
-                "out": result,
-            }
-            pointers = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
             workspace = 0 if permuted_x is None else permuted_x.data_ptr()
-            sequence(_stream(x), pointers, workspace=workspace, partials=partials.data_ptr())
+            sequence(_stream(x), given.addresses(result) | {"partials": partials.data_ptr()}, workspace)
             return result, partials
 
         x, weight, packed_masks = x.contiguous(), _with_contiguous_columns(weight), _aligned(packed_masks)
@@ -107,34 +96,6 @@ def _tile_sequence(call: LayerCall) -> LaunchSequence | None:
     return None if choice is None else choice.sequence(call, gpu, device)
 
 
-class Operands(NamedTuple):
-    """The tensors that a backward pass reads, in the layouts that its kernels take."""
-
-    grad_output: Tensor
-    """`[tokens, out_features]` with contiguous columns."""
-    x: Tensor
-    """Contiguous `[tokens, in_features]`."""
-    weight: Tensor
-    """`[out_features, in_features]` with contiguous columns."""
-    packed_masks: Tensor
-    """Contiguous `[out_features, ceil(in_features / 8), n_masks]`, at a multiple of 16 bytes."""
-    partials: Tensor
-    """`[tokens, n_masks + 1, out_features]` with contiguous columns: P and every Q_i."""
-
-    def addresses(self) -> Addresses:
-        return Addresses(*(tensor.data_ptr() for tensor in self))
-
-
-class Addresses(NamedTuple):
-    """The addresses of `Operands`."""
-
-    grad_output: int
-    x: int
-    weight: int
-    packed_masks: int
-    partials: int
-
-
 class Backward:
     """A prepared `mglu::backward`: the first call prepares it for all others of the same description. Thread-safe."""
 
@@ -146,16 +107,19 @@ class Backward:
         grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype = arguments
         n_masks = self._n_masks
         grad_output, partials = _with_contiguous_columns(grad_output), partials.contiguous()
-        operands = Operands(
+        arguments = BackwardArguments(
             grad_output,
             x.contiguous(),
             _with_contiguous_columns(weight),
             _aligned(packed_masks),
             partials[:, : n_masks + 1],
+            needs,
+            logits_dtype,
+            mask_weights_dtype,
         )
         if self._gradients is None:
-            self._gradients = _Gradients(operands, needs, logits_dtype)
-        grad_x, grad_weight, grad_logits = self._gradients(operands)
+            self._gradients = _Gradients(arguments)
+        grad_x, grad_weight, grad_logits = self._gradients(arguments)
 
         grad_mask_weights = None
         if mask_weights_dtype is not None:
@@ -172,27 +136,31 @@ class Backward:
 
 
 class _Gradients:
-    """Computes the needed gradients of x, weight and mask logits, for operands of one description."""
+    """Computes the needed gradients of x, weight and mask logits, for arguments of one description.
 
-    def __init__(self, operands: Operands, needs: Sequence[bool], logits_dtype: torch.dtype | None) -> None:
-        n_masks, (out_features, in_features) = n_masks_of(operands.packed_masks), operands.weight.shape
-        tokens = operands.x.shape[0]
-        self._needs_x, self._needs_weight = needs
-        self._logits_dtype = None if logits_dtype is None else _written_as(logits_dtype)
+    The arguments have the layouts that the kernels take: columns of `grad_output`, `weight` and `partials` are
+    contiguous, x and the masks too, and the masks start at a multiple of 16 bytes. `partials` has only P and every Q_i.
+    """
+
+    def __init__(self, arguments: BackwardArguments) -> None:
+        n_masks, (out_features, in_features) = n_masks_of(arguments.packed_masks), arguments.weight.shape
+        self._needs_x, self._needs_weight = arguments.needs
+        self._logits_dtype = None if arguments.logits_dtype is None else _written_as(arguments.logits_dtype)
         self._logits_shape = n_masks, out_features, in_features
-        self._input_gradient = _InputGradient.of(operands) if self._needs_x else None
+        self._input_gradient = _InputGradient.of(arguments) if self._needs_x else None
         self._weight_gradients = None
         if self._needs_weight or self._logits_dtype is not None:
-            self._weight_gradients = _WeightGradients.of(operands, self._needs_weight, self._logits_dtype)
+            self._weight_gradients = _WeightGradients.of(arguments, self._logits_dtype)
+        tokens = arguments.x.shape[0]
         self._chunks = feature_chunks(tokens, n_masks, out_features, in_features, BACKWARD_CHUNKS)
 
-    def __call__(self, operands: Operands) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight, addresses = operands.x, operands.weight, operands.addresses()
+    def __call__(self, arguments: BackwardArguments) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight, pointers = arguments.x, arguments.weight, addresses(**arguments.tensors())
         grad_x = grad_weight = grad_logits = left_x = left_weight = left_logits = None
         if self._needs_x:
             grad_x = x.new_empty(x.shape)
             if self._input_gradient is not None:
-                self._input_gradient(operands, addresses, grad_x)
+                self._input_gradient(weight, pointers, grad_x)
             else:
                 left_x = grad_x
         if self._needs_weight:
@@ -200,67 +168,57 @@ class _Gradients:
         if self._logits_dtype is not None:
             grad_logits = weight.new_empty(self._logits_shape, dtype=self._logits_dtype)
         if self._weight_gradients is not None:
-            self._weight_gradients(operands, addresses, grad_weight, grad_logits)
+            self._weight_gradients(x, pointers, grad_weight, grad_logits)
         else:
             left_weight, left_logits = grad_weight, grad_logits
         if not (left_x is None and left_weight is None and left_logits is None):
             for rows in self._chunks:
-                _backward_chunk(rows, *operands, left_x, left_weight, left_logits)
+                _backward_chunk(rows, *arguments[:5], left_x, left_weight, left_logits)
         return grad_x, grad_weight, grad_logits
 
 
 class _InputGradient:
     """dx by `backward_gemm`."""
 
-    def __init__(self, operands: Operands) -> None:
-        n_masks = n_masks_of(operands.packed_masks)
-        self._flipped_shape = n_masks, *operands.weight.shape
-        self._flip_signs = steps.prepare_flip_signs(operands.weight, n_masks, with_weight=False)
-        self._gemm = backward_gemm.input_gradient(operands.grad_output, operands.partials, operands.weight)
+    def __init__(self, arguments: BackwardArguments) -> None:
+        n_masks = n_masks_of(arguments.packed_masks)
+        self._flipped_shape = n_masks, *arguments.weight.shape
+        self._flip_signs = steps.prepare_flip_signs(arguments.weight, n_masks, with_weight=False)
+        self._gemm = backward_gemm.input_gradient(arguments.grad_output, arguments.partials, arguments.weight)
 
     @staticmethod
-    def of(operands: Operands) -> _InputGradient | None:
+    def of(arguments: BackwardArguments) -> _InputGradient | None:
         """None where the kernel cannot run, or the library is faster."""
-        grad_output, x, weight, _, partials = operands
+        grad_output, x, weight, _, partials, *_ = arguments
         gpu, (tokens, h), depth = gpu_of(x.device.index), x.shape, partials.shape[1] * partials.shape[2]
         can_run = h % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, weight)
-        return _InputGradient(operands) if can_run and backward_gemm.is_faster(gpu, tokens, h, depth) else None
+        return _InputGradient(arguments) if can_run and backward_gemm.is_faster(gpu, tokens, h, depth) else None
 
-    def __call__(self, operands: Operands, at: Addresses, grad_x: Tensor) -> None:
-        flipped = operands.weight.new_empty(self._flipped_shape)
+    def __call__(self, weight: Tensor, pointers: dict[str, int], grad_x: Tensor) -> None:
+        flipped = weight.new_empty(self._flipped_shape)
         stream, address = _stream(grad_x), flipped.data_ptr()
-        self._flip_signs(stream, {"weight": at.weight, "packed_masks": at.packed_masks, "out": address})
-        self._gemm(stream, at.grad_output, at.partials, at.weight, address, grad_x.data_ptr())
+        self._flip_signs(stream, pointers | {"out": address})
+        self._gemm(stream, pointers | {"flipped": address, "others": 0, "out": grad_x.data_ptr()})
 
 
 @dataclass(frozen=True)
 class _WeightChunk:
-    """The launches for the gradients of some output features, and the offsets of their operands in bytes.
+    """The launches for the gradients of some output features, and where their tensors are.
 
     Attributes:
         total: writes D_0 in float32 if it is not one of the products.
         products: writes the products, starting with D_0 if it is one.
         gradients: turns D_0 and D_i into gradients.
-        grad_output: from the address of the whole tensor to this chunk's, as for all following offsets.
-        partials: P, or Q_1 if D_0 is not needed.
-        later_partials: the entries for `products`.
-        weight: rows of the weight.
-        packed_masks: rows of the masks.
-        grad_weight: rows of dW.
-        grad_logits: rows of dlogits_1.
-        second: from D_1 to D_2, if there are two masks.
+        offsets: bytes from the addresses of whole tensors to this chunk's part, which is P or Q_1 of `partials`.
+        later_partials: the same to the first of the partial derivatives for `products`.
+        second: the same from D_1 to D_2, if there are two masks.
     """
 
-    total: Gemm | None
-    products: Gemm
+    total: LaunchSequence | None
+    products: LaunchSequence
     gradients: steps.Prepared
-    grad_output: int
-    partials: int
+    offsets: dict[str, int]
     later_partials: int
-    weight: int
-    packed_masks: int
-    grad_weight: int
-    grad_logits: int
     second: int
 
 
@@ -271,8 +229,8 @@ class _WeightGradients:
     logits have another dtype or are not needed, the D_i are in scratch memory for a chunk of output features at a time.
     """
 
-    def __init__(self, operands: Operands, needs_weight: bool, logits_dtype: torch.dtype | None) -> None:
-        grad_output, x, weight, packed_masks, partials = operands
+    def __init__(self, arguments: BackwardArguments, logits_dtype: torch.dtype | None) -> None:
+        grad_output, x, weight, packed_masks, partials, (_, needs_weight), *_ = arguments
         n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
         # Meta tensors stand for the gradients and products, which are contiguous and aligned.
         grad_weight = torch.empty(d, h, dtype=weight.dtype, device="meta") if needs_weight else None
@@ -306,59 +264,56 @@ class _WeightGradients:
                     else None,
                     products=backward_gemm.weight_products(gradient, later, x),
                     gradients=steps.prepare_weight_gradients(total, products, weight[rows], result, logits),
-                    grad_output=_bytes_between(grad_output, gradient),
-                    partials=_bytes_between(partials, factors),
+                    offsets={
+                        "grad_output": _bytes_between(grad_output, gradient),
+                        "partials": _bytes_between(partials, factors),
+                        "weight": _bytes_between(weight, weight[rows]),
+                        "packed_masks": _bytes_between(packed_masks, packed_masks[rows]),
+                        "weight_gradient": _bytes_between(grad_weight, result),
+                        "logits_gradient": _bytes_between(grad_logits, logits),
+                    },
                     later_partials=_bytes_between(partials, later),
-                    weight=_bytes_between(weight, weight[rows]),
-                    packed_masks=_bytes_between(packed_masks, packed_masks[rows]),
-                    grad_weight=0 if grad_weight is None else _bytes_between(grad_weight, grad_weight[rows]),
-                    grad_logits=0 if grad_logits is None else _bytes_between(grad_logits, grad_logits[:, rows]),
                     second=_bytes_between(products, products[1:2]) if n_masks > 1 else 0,
                 )
             )
         self._chunks = tuple(chunks)
 
     @staticmethod
-    def of(operands: Operands, needs_weight: bool, logits_dtype: torch.dtype | None) -> _WeightGradients | None:
+    def of(arguments: BackwardArguments, logits_dtype: torch.dtype | None) -> _WeightGradients | None:
         """None where the kernel cannot run, or the library is faster."""
-        grad_output, x, weight, packed_masks, partials = operands
+        grad_output, x, weight, packed_masks, partials, (_, needs_weight), *_ = arguments
         gpu, (d, h) = gpu_of(x.device.index), weight.shape
         entries = n_masks_of(packed_masks) + needs_weight
         can_run = h % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, x)
         if not (can_run and backward_gemm.is_faster(gpu, entries * d, h, x.shape[0])):
             return None
-        return _WeightGradients(operands, needs_weight, logits_dtype)
+        return _WeightGradients(arguments, logits_dtype)
 
     def __call__(
-        self, operands: Operands, at: Addresses, grad_weight: Tensor | None, grad_logits: Tensor | None
+        self, x: Tensor, pointers: dict[str, int], grad_weight: Tensor | None, grad_logits: Tensor | None
     ) -> None:
-        x, stream = operands.x, _stream(operands.x)
+        stream = _stream(x)
         scratch = None if self._is_in_place else x.new_empty(self._products_shape)
         wide = x.new_empty(self._total_shape, dtype=torch.float32) if self._total_is_wide else None
-        at_weight = 0 if grad_weight is None else grad_weight.data_ptr()
-        at_logits = 0 if grad_logits is None else grad_logits.data_ptr()
-        products = at_logits if scratch is None else scratch.data_ptr()
+        pointers = pointers | addresses(weight_gradient=grad_weight, logits_gradient=grad_logits)
+        products = pointers["logits_gradient"] if scratch is None else scratch.data_ptr()
         for chunk in self._chunks:
-            gradient = at.grad_output + chunk.grad_output
-            result = at_weight + chunk.grad_weight if at_weight else 0
-            total = result if wide is None else wide.data_ptr()
+            at = pointers | {name: pointers[name] + offset for name, offset in chunk.offsets.items()}
+            total = at["weight_gradient"] if wide is None else wide.data_ptr()
             if chunk.total is not None:
-                chunk.total(stream, gradient, at.partials + chunk.partials, at.x, 0, total)
+                at.update(out=total, others=0)
+                chunk.total(stream, at)
             first, others = (total, products) if self._total_is_first else (products, products + chunk.second)
-            chunk.products(stream, gradient, at.partials + chunk.later_partials, at.x, 0, first, others)
-            pointers = {
-                "total": total,
-                "weight": at.weight + chunk.weight,
-                "packed_masks": at.packed_masks + chunk.packed_masks,
-                "products": products,
-                "weight_gradient": result,
-                "logits_gradient": at_logits + chunk.grad_logits if at_logits else 0,
-            }
-            chunk.gradients(stream, pointers)
+            later = pointers["partials"] + chunk.later_partials
+            at.update(partials=later, out=first, others=others, total=total, products=products)
+            chunk.products(stream, at)
+            chunk.gradients(stream, at)
 
 
-def _bytes_between(whole: Tensor, part: Tensor) -> int:
-    """The distance from the address of a tensor to the address of a view of it."""
+def _bytes_between(whole: Tensor | None, part: Tensor | None) -> int:
+    """The distance from the address of a tensor to the address of a view of it; 0 if there is none."""
+    if whole is None or part is None:
+        return 0
     return int(part.storage_offset() - whole.storage_offset()) * whole.element_size()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from ....sizes import ceil_div
 from ..device import Gpu, gpu_of
 from ..driver import Launch
-from ..launch import load_kernel, parameters
+from ..launch import LaunchSequence, load_kernel, parameters
 from ..tensor_map import Matrix, TensorMaps
 from .base import ELEMENTS
 
@@ -73,34 +72,17 @@ def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
     return tiles >= _LEAST_FULL * gpu.multiprocessors and comparable < _MOST_MULTIPLICATIONS
 
 
-@dataclass(frozen=True)
-class Gemm:
-    """A launch for any tensors of one description."""
-
-    launch: Launch
-    maps: TensorMaps
-
-    def __call__(
-        self, stream: int, grad: int, partials: int, right: int, flipped: int, first: int, others: int = 0
-    ) -> None:
-        """Launch on a stream. The other arguments are addresses, 0 for tensors that the product does not have.
-
-        Raises:
-            LaunchError: the driver refused the launch; the context stays usable.
-        """
-        self.launch(stream, {"others": others, "out": first}, self.maps(grad, partials, right, flipped))
-
-
-def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> Gemm:
+def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> LaunchSequence:
     """Prepare the GEMM that writes `dx = sum over i of (grad * partials[:, i]) @ (F_i * W)`, with F_0 = 1.
 
-    All tensors have one 16-bit dtype, are on the current device, and `can_run`. The `Gemm` takes the addresses of
+    All tensors have one 16-bit dtype, are on the current device, and `can_run`. The launch takes the addresses of
 
-    - grad `[tokens, out_features]`;
+    - grad_output `[tokens, out_features]`;
     - partials `[tokens, n_masks + 1, out_features]`;
     - weight `[out_features, in_features]`;
     - flipped, contiguous `[n_masks, out_features, in_features]`: the weight with the signs flipped where masks are 1;
-    - dx, contiguous `[tokens, in_features]`.
+    - out: dx, contiguous `[tokens, in_features]`;
+    - others: 0.
 
     Raises:
         CompileError: NVRTC refused the kernel.
@@ -109,17 +91,16 @@ def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> Gemm:
     return _prepare(grad.device.index, grad.dtype, partials.shape, weight.shape[1], strides, True, False)
 
 
-def weight_products(grad: Tensor, partials: Tensor, x: Tensor, *, wide: bool = False) -> Gemm:
+def weight_products(grad: Tensor, partials: Tensor, x: Tensor, *, wide: bool = False) -> LaunchSequence:
     """Prepare the GEMM that writes the products `D_i = (grad * partials[:, i])^T x`, D_0 apart from the others.
 
-    All tensors have one 16-bit dtype, are on the current device, and `can_run`. The `Gemm` takes the addresses of
+    All tensors have one 16-bit dtype, are on the current device, and `can_run`. The launch takes the addresses of
 
-    - grad `[tokens, out_features]`;
+    - grad_output `[tokens, out_features]`;
     - partials `[tokens, entries, out_features]`;
     - x `[tokens, in_features]`;
-    - 0, in place of a fourth operand;
-    - D_0, contiguous `[out_features, in_features]`; in float32 with `wide`, which allows only one entry;
-    - the other D_i, contiguous `[entries - 1, out_features, in_features]`.
+    - out: D_0, contiguous `[out_features, in_features]`; in float32 with `wide`, which allows only one entry;
+    - others: the other D_i, contiguous `[entries - 1, out_features, in_features]`.
 
     Raises:
         CompileError: NVRTC refused the kernel.
@@ -137,7 +118,7 @@ def _prepare(
     strides: tuple[int, int, int, int],
     is_input_gradient: bool,
     wide: bool,
-) -> Gemm:
+) -> LaunchSequence:
     """Prepare the launch on `device`, the current device, with the maps of G, the partial derivatives, B and F_i * W.
 
     `strides` are the distances between rows of G, tokens and entries of the partial derivatives, and rows of B.
@@ -157,16 +138,19 @@ def _prepare(
         integers={"tokens": tokens, "out_features": out_features, "in_features": in_features},
     )
     box_features, box_tokens = (_DEPTH, _ROWS) if is_input_gradient else (64, _DEPTH)
-    grad = Matrix(2, out_features, tokens, of_grad, box_features, box_tokens, swizzle=True)
-    partials = Matrix(
-        2, out_features, products, of_entry, box_features, 1, swizzle=True,
-        depth=tokens, depth_pitch=of_token, box_depth=box_tokens,
-    )  # fmt: skip
-    b = Matrix(2, in_features, out_features if is_input_gradient else tokens, of_b, 64, _DEPTH, swizzle=True)
+    matrices = {
+        "grad_output": Matrix(2, out_features, tokens, of_grad, box_features, box_tokens, swizzle=True),
+        "partials": Matrix(
+            2, out_features, products, of_entry, box_features, 1, swizzle=True,
+            depth=tokens, depth_pitch=of_token, box_depth=box_tokens,
+        ),
+    }  # fmt: skip
     if not is_input_gradient:
-        return Gemm(launch, TensorMaps(grad, partials, b, None))
+        x = Matrix(2, in_features, tokens, of_b, 64, _DEPTH, swizzle=True)
+        return LaunchSequence(launch, maps=(TensorMaps(**matrices, x=x, flipped=None),))
+    weight = Matrix(2, in_features, out_features, of_b, 64, _DEPTH, swizzle=True)
     flipped = Matrix(
         2, in_features, out_features, 2 * in_features, 64, _DEPTH, swizzle=True,
         depth=products - 1, depth_pitch=2 * out_features * in_features,
     )  # fmt: skip
-    return Gemm(launch, TensorMaps(grad, partials, b, flipped))
+    return LaunchSequence(launch, maps=(TensorMaps(**matrices, weight=weight, flipped=flipped),))

@@ -160,13 +160,12 @@ class TileWgmma(LaunchConfig):
         pitch, swizzle = call.masks.strides[0], call.n_masks == 16 and not self.fp8
         return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=swizzle)
 
-    def results(self, call: LayerCall) -> tuple[Matrix, ...]:
+    def results(self, call: LayerCall) -> dict[str, Matrix]:
         """The matrices that the kernel writes with tensor maps: none here, since threads write the result."""
-        return ()
+        return {}
 
     def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
         results = self.results(call)
-        result_maps = TensorMaps(*results) if results else None
         struct = "TrainingTileParams" if results else "TileParams"
         kernel = Launch(
             load_kernel(device, self.kernel, self.target(gpu), self.macros(call)),
@@ -177,7 +176,7 @@ class TileWgmma(LaunchConfig):
             parameters=parameters("params.cuh", struct),
             integers=integers(call),
         )
-        x, *weights = self.matrices(call)
+        x, weight, masks = self.matrices(call)
         copies, target = [], self.target(gpu)
         if self.decoded:
             decode = decode_weight.launch(call, gpu, device, target)
@@ -191,8 +190,12 @@ class TileWgmma(LaunchConfig):
             tile = self.block_tokens, self.sub
             quantize = quantize_x.launch(call, gpu, device, target, *tile)
             copies.append(CopyLaunch(quantize, quantize_x.copy_bytes(call, *tile), "x"))
-        x_maps = None if x is None else TensorMaps(x)
-        return LaunchSequence(kernel, tuple(copies), TensorMaps(*weights), x_maps, result_maps)
+        # Several layers may read the same x, and a layer reads a new x at each call.
+        maps = [] if x is None else [TensorMaps(x=x)]
+        maps.append(TensorMaps(weight=weight, packed_masks=masks))
+        if results:
+            maps.append(TensorMaps(**results))
+        return LaunchSequence(kernel, tuple(copies), tuple(maps))
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         yield from aligned_violations(self.kernel, call, self.rows)

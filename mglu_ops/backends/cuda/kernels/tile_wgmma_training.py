@@ -23,7 +23,7 @@ from .tile_wgmma_costs import costs_of
 class TrainingTile(TileWgmma):
     """A launch of `tile_wgmma` that writes the result and its partial derivatives.
 
-    The sequence of a call (`LaunchSequence`) takes the address of `partials` last. The result `[tokens, out_features]`
+    The sequence of a call (`LaunchSequence`) also takes the address of `partials`. The result `[tokens, out_features]`
     and `partials` are contiguous and start at multiples of 16 bytes. `partials` is `[tokens, n_masks + 1,
     out_features]` in x's dtype, and with mask weights `[tokens, 2 n_masks + 1, out_features]`:
 
@@ -50,9 +50,12 @@ class TrainingTile(TileWgmma):
     def macros(self, call: LayerCall) -> dict[str, int]:
         return super().macros(call) | {"MGLU_TRAIN": 1, "MGLU_BOX_TOKENS": self.box_tokens}
 
-    def results(self, call: LayerCall) -> tuple[Matrix, ...]:
-        widths = call.out_features, partials_of(call) * call.out_features
-        return tuple(Matrix(2, width, call.tokens, 2 * width, 64, self.box_tokens, swizzle=True) for width in widths)
+    def results(self, call: LayerCall) -> dict[str, Matrix]:
+        widths = {"out": call.out_features, "partials": partials_of(call) * call.out_features}
+        return {
+            name: Matrix(2, width, call.tokens, 2 * width, 64, self.box_tokens, swizzle=True)
+            for name, width in widths.items()
+        }
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         yield from super()._violations(call, gpu)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ....activations import ACTIVATIONS
 from ....masks import n_masks_of
 from ....sizes import ceil_div
+from ...parameters import addresses
 from ..device import gpu_of
 from ..driver import Launch
 from ..launch import load_kernel, parameters
@@ -255,8 +256,7 @@ def _code(dtype: torch.dtype | None) -> int:
 
 def _run(launch: Prepared, on: Tensor, **tensors: Tensor | None) -> None:
     """Launch on the current stream of a tensor's device, with the tensors that the kernel takes; some may be None."""
-    pointers = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
-    launch(_stream(on), pointers)
+    launch(_stream(on), addresses(**tensors))
 
 
 def _is_vector(*tensors: Tensor) -> bool:
