@@ -166,7 +166,7 @@ def check_activation_format(name: str, weight_format: str) -> None:
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in the activation format `fp8_token`.
+    """Round x to the activation format `fp8_token`.
 
     The scale of a token is the smallest power of two s, not below 2^-126, for which the largest absolute value of the
     token is at most 448 s; it is 1 for a token of zeros. Each x / s is rounded to the nearest number of float8_e4m3fn,
@@ -190,7 +190,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_activation(x: Tensor) -> Tensor:
-    """x rounded to `fp8_token` (`quantize_activation`), in its own dtype.
+    """Round x to `fp8_token` (`quantize_activation`), and return it in its own dtype.
 
     The rounded values are exact in x's dtype, except those beyond its largest finite number, which become that number:
     rounding to 4 digits may exceed it.
