@@ -185,7 +185,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     # its own fraction is above 0.75.
     least = (amax.masked_fill(amax == 0, 256) / 256).clamp_min(torch.finfo(torch.float32).tiny)
     scale = ((least.view(torch.int32) + 0x1FFFFF) & ~0x7FFFFF).view(torch.float32)
-    scale = torch.where(amax < math.inf, scale, math.nan)
+    scale = scale.masked_fill(~(amax < math.inf), math.nan)
     return (x / scale).to(_FP8), scale
 
 

@@ -63,7 +63,7 @@ class LaunchConfig(ABC):
 
     @property
     def rounds_x(self) -> bool:
-        """Whether the launch rounds x to the call's activation format and multiplies in it; if not, it takes rounded x."""
+        """Whether the launch rounds x to the call's activation format itself, and multiplies in it (`Backend`)."""
         return False
 
     def target(self, gpu: Gpu) -> str:
