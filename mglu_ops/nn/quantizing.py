@@ -46,7 +46,8 @@ def quantize(
 
     Modules keep their identity, hooks, masks and router. Layers that share a weight share the quantized one. A layer
     that has this format already keeps its weight, and takes the activation format. Either all layers that `skip` does
-    not name are quantized, or there is an error and none is. An optimizer created before holds the former weights: create a new one if training continues.
+    not name are quantized, or there is an error and none is. An optimizer created before holds the former weights:
+    create a new one if training continues.
 
     A model on the meta device is quantized without values, to load the state dict of a quantized one with
     `assign=True`.
@@ -64,9 +65,9 @@ def quantize(
     Raises:
         TypeError: `model` is not an `nn.Module`, or `skip` is not a list of names.
         ValueError: there is no such format, or the two do not go together; a name in `skip` fits no `MGLU`; the model
-            has no `MGLU`; or one that `skip` does not name learns its masks, is a `NaiveMGLU`, has another format already, computes its weight
-            from other tensors, has an in_features that the format does not take, is sharded by FSDP or is offloaded by
-            accelerate.
+            has no `MGLU`; or one that `skip` does not name learns its masks, is a `NaiveMGLU`, has another format
+            already, computes its weight from other tensors, has an in_features that the format does not take, is
+            sharded by FSDP or is offloaded by accelerate.
     """
     check_model(model)
     chosen = get_format(weight_format)
