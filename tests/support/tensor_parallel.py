@@ -225,10 +225,10 @@ def check_quantized(setting: Setting) -> None:
                 setting.assert_same(sharded(setting.x()), want["y"], f"{name}, no gradients", factor=2)
             assert_same_gradients(setting, gradients(sharded, sharded, setting.x()), want, name)
         if name == "fp8_row":
-            for model in (alone, after):
-                mglu_ops.quantize(model, name, activation_format="fp8_token")
+            alone, after = (mglu_ops.quantize(one, name, activation_format="fp8_token") for one in (alone, after))
+            x = setting.x().float()
             with torch.no_grad():
-                setting.assert_same(after[0](setting.x()), alone[0](setting.x()), "x in fp8", factor=2)
+                torch.testing.assert_close(whole(after[0].float()(x)), alone[0].float()(x))
     blocks = mglu_ops.freeze(MGLU(setting.width, 16 * setting.mesh.size())).to(setting.device, setting.dtype)
     mglu_ops.quantize(parallelize_module(blocks, setting.mesh, ColwiseMGLU()), "fp8_block")
     with pytest.raises(RuntimeError, match=r"rows of fp8_block in . shards, must be a multiple of 128 rows in each"):
