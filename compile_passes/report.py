@@ -38,6 +38,7 @@ class SiteReport:
         weighted: whether the masks have mask weights.
         weight_format: how the operator reads the weight (`mglu_ops.formats`), `dense` if it is not stored in 8 bits or
             less; empty for a miss.
+        activation_format: what the operator rounds x to (`mglu_ops.formats`), `dense` if to nothing.
         packed: when the masks are packed: `at each call`, `when compiled` (under freezing), `when exported`, or
             `beforehand` (the model holds them packed); empty for a miss.
         reason: why a miss was not fused, and what to change; None for a fused layer.
@@ -56,6 +57,7 @@ class SiteReport:
     operator: str = ""
     weighted: bool = False
     weight_format: str = ""
+    activation_format: str = "dense"
     packed: str = ""
     reason: str | None = None
     note: str = ""
@@ -108,8 +110,8 @@ class FusionReport:
         for number, site in enumerate((*fused, *self.missed), 1 - len(fused)):
             result = f"not fused [{number}]"
             if site.reason is None:
-                stored = f", {site.weight_format}" if site.weight_format != "dense" else ""
-                result = f"mglu::{site.operator}{', weighted' if site.weighted else ''}{stored}"
+                formats = [one for one in (site.weight_format, site.activation_format) if one != "dense"]
+                result = ", ".join([f"mglu::{site.operator}", *(["weighted"] if site.weighted else []), *formats])
             source = re.sub(r"^.*[/\\\\]", "", site.source)
             yield (site.module_path, source, str(site.n_masks or ""), site.activation, site.dtype, result, site.packed)
 
@@ -153,6 +155,7 @@ def _present_at(node: Node) -> SiteReport | None:
         activation=str(node.args[3] if len(node.args) > 3 else node.kwargs.get("activation", "silu")),
         operator="forward_ste" if packs else "forward",
         weight_format=str(node.args[6] if len(node.args) > 6 else node.kwargs.get("weight_format", "dense")),
+        activation_format=str(node.args[7] if len(node.args) > 7 else node.kwargs.get("activation_format", "dense")),
         packed=AT_EACH_CALL if packs else BEFOREHAND,
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .activations import get_activation
-from .formats import FORMATS, WeightFormat, get_format
+from .formats import FORMATS, WeightFormat, check_activation_format, get_format
 from .layer_call import LayerArguments
 from .masks import MAX_MASKS, check_layout
 from .sizes import same_sizes
@@ -23,6 +23,12 @@ def check_layer(given: LayerArguments) -> None:
     """Check the arguments of `mglu::forward`."""
     weight_format = get_format(given.weight_format)
     check_inputs(given.x, given.weight, weight_format)
+    check_activation_format(given.activation_format, given.weight_format)
+    if given.activation_format != "dense" and given.x.dtype is torch.float64:
+        raise TypeError(
+            f"x: got dtype {given.x.dtype}, must be float16, bfloat16 or float32 for "
+            f"activation_format={given.activation_format!r}"
+        )
     _check_scale(given.weight, given.weight_scale, weight_format)
     get_activation(given.activation)
     check_packed(given.weight, given.packed_masks, weight_format)

@@ -20,6 +20,7 @@ from .backends.base import BackwardArguments, PreparedBackward, PreparedForwardT
 from .backends.cuda import Cuda, LaunchConfig
 from .backends.cuda.choice import LaunchChoice
 from .checks import check_layer
+from .formats import round_activation
 from .layer_call import Key, LayerArguments, LayerCall, as_rows, metadata_key
 from .masks import pack
 from .words import counted
@@ -45,6 +46,7 @@ class Choice:
         launch: how the CUDA backend launches the call.
         launch_origin: where `launch` comes from: a table of measured launches, or the cost model.
         weight_format: the format of the weight (`mglu_ops.formats`).
+        activation_format: the format of x in products, to which the kernel or torch rounds x.
     """
 
     backend: str
@@ -53,6 +55,7 @@ class Choice:
     launch: LaunchConfig | None = None
     launch_origin: str = ""
     weight_format: str = "dense"
+    activation_format: str = "dense"
 
     @property
     def kernel(self) -> str | None:
@@ -62,6 +65,9 @@ class Choice:
     def __str__(self) -> str:
         launch = "" if self.launch is None else f" {self.launch}, by {self.launch_origin}"
         stored = "" if self.weight_format == "dense" else f", weight in {self.weight_format}"
+        if self.activation_format != "dense":
+            rounds_x = self.launch is not None and self.launch.rounds_x
+            stored += f", x {'in' if rounds_x else 'rounded by torch to'} {self.activation_format}"
         return f"{self.backend}{launch}{stored}: {self.reason}"
 
 
@@ -82,6 +88,7 @@ def explain_dispatch(
     mask_weights: Tensor | None = None,
     weight_scale: Tensor | None = None,
     weight_format: str = "dense",
+    activation_format: str = "dense",
 ) -> Choice:
     """The backend and the kernel for a call of `mglu::forward` with these arguments; reads no value of the tensors.
 
@@ -91,14 +98,19 @@ def explain_dispatch(
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
     """
-    given = LayerArguments(x, weight, packed_masks, activation, mask_weights, weight_scale, weight_format)
+    given = LayerArguments(
+        x, weight, packed_masks, activation, mask_weights, weight_scale, weight_format, activation_format
+    )
     check_layer(given)
     return choose(LayerCall.of(given))
 
 
 def choose(call: LayerCall) -> Choice:
     """The backend for a call; raises the errors of `explain_dispatch`."""
-    return replace(_choose(call), weight_format=call.weight.format.name)
+    stored, rounded = call.weight.format.name, call.activation_format
+    if rounded != "dense" and not BACKENDS["cuda"].rounds_x(call):
+        call = call.with_rounded_x()
+    return replace(_choose(call), weight_format=stored, activation_format=rounded)
 
 
 def _choose(call: LayerCall) -> Choice:
@@ -245,7 +257,9 @@ def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
 
 
 def _prepare(backend: Backend, call: LayerCall, given: LayerArguments, launch: Any) -> PreparedCall:
-    """A prepared call, which first copies what is not `in_rows` and cannot be viewed so."""
+    """A prepared call, which first rounds x if it must, and copies what is not `in_rows` and cannot be viewed so."""
+    if call.activation_format != "dense" and not backend.rounds_x(call, launch):
+        return _OfRoundedX(backend.prepare(call.with_rounded_x(), launch))
     prepared = backend.prepare(call, launch)
     scale, weights = given.weight_scale, given.mask_weights
     copies = _is_copied(given.x) or (weights is not None and _is_copied(weights))
@@ -265,6 +279,17 @@ class _OfCopiedRows:
 
     def __call__(self, given: LayerArguments) -> Tensor:
         return self._prepared(given.in_rows())
+
+
+class _OfRoundedX:
+    """A prepared call that first rounds x to the activation format `fp8_token`."""
+
+    def __init__(self, prepared: PreparedCall) -> None:
+        self._prepared = prepared
+
+    def __call__(self, given: LayerArguments) -> Tensor:
+        x = round_activation(given.x).contiguous()
+        return self._prepared(given._replace(x=x, activation_format="dense").in_rows())
 
 
 # --- Packing and training --------------------------------------------------------------------------------------------

@@ -14,10 +14,19 @@ A weight is its stored number times the scale of its row, of its block of 128 x 
 byte of `int4_group` holds the weights of an even column, in its low four bits, and of the next column, each plus 8.
 
 A mask selects whole elements of W, so it is the same in every format. The kernels decode W once for all masks.
+
+In inference, x too may be rounded to 8 bits, to the format that the operator calls `activation_format`:
+
+| format | x in products | scale | weight formats |
+|---|---|---|---|
+| `dense` | x itself | None | every format |
+| `fp8_token` | float8_e4m3fn `[..., h]` | float32, one a token, a power of two | `fp8_row`, `fp8_block` |
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -132,3 +141,60 @@ def get_format(name: str) -> WeightFormat:
     if name not in FORMATS:
         raise ValueError(f"weight_format: got {name!r}, must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+# --- Activations ------------------------------------------------------------------------------------------------------
+
+ACTIVATION_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "dense": tuple(FORMATS),
+    "fp8_token": ("fp8_row", "fp8_block"),
+}
+"""The formats of x in products by their names, each with the weight formats that it goes with."""
+
+
+def check_activation_format(name: str, weight_format: str) -> None:
+    """Check that there is an activation format of that name, for weights in `weight_format`.
+
+    Raises:
+        ValueError: there is none, or not for such weights.
+    """
+    if name not in ACTIVATION_FORMATS:
+        raise ValueError(f"activation_format: got {name!r}, must be one of {', '.join(ACTIVATION_FORMATS)}")
+    if weight_format not in ACTIVATION_FORMATS[name]:
+        allowed = ", ".join(one for one, formats in ACTIVATION_FORMATS.items() if weight_format in formats)
+        raise ValueError(f"activation_format: got {name!r}, must be {allowed} for weight_format={weight_format!r}")
+
+
+def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x to the activation format `fp8_token`.
+
+    The scale of a token is the smallest power of two s, not below 2^-126, for which the largest absolute value of the
+    token is at most 448 s; it is 1 for a token of zeros. Each x / s is rounded to the nearest number of float8_e4m3fn,
+    to an even one between two. If a token holds NaN or an infinity, its scale and all its numbers are NaN.
+
+    Args:
+        x: float16, bfloat16 or float32 `[..., in_features]`.
+
+    Returns:
+        float8_e4m3fn `[..., in_features]`, and the scales, float32 `[..., 1]`.
+    """
+    if not x.shape[-1]:
+        return x.to(_FP8), torch.ones((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    amax = torch.linalg.vector_norm(x, math.inf, -1, keepdim=True, dtype=torch.float32)
+    # 448 s is 1.75 * 256 s. Adding the bits of a fraction of 0.75, less one, carries into the exponent of amax / 256 if
+    # its own fraction is above 0.75.
+    least = (amax.masked_fill(amax == 0, 256) / 256).clamp_min(torch.finfo(torch.float32).tiny)
+    scale = ((least.view(torch.int32) + 0x1FFFFF) & ~0x7FFFFF).view(torch.float32)
+    scale = scale.masked_fill(~(amax < math.inf), math.nan)
+    return (x / scale).to(_FP8), scale
+
+
+def round_activation(x: Tensor) -> Tensor:
+    """Round x to `fp8_token` (`quantize_activation`), and return it in its own dtype.
+
+    The rounded values are exact in x's dtype, except those beyond its largest finite number, which become that number:
+    rounding to 4 digits may exceed it.
+    """
+    stored, scale = quantize_activation(x)
+    largest = torch.finfo(x.dtype).max
+    return (stored.to(torch.float32) * scale).clamp(-largest, largest).to(x.dtype)

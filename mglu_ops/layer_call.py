@@ -42,6 +42,8 @@ class LayerArguments(NamedTuple):
     """The scales of the weight, in the shape that `weight_format` has; contiguous `in_rows`."""
     weight_format: str = "dense"
     """A name of `mglu_ops.formats.FORMATS`."""
+    activation_format: str = "dense"
+    """A name of `mglu_ops.formats.ACTIVATION_FORMATS`: what x is rounded to."""
 
     @property
     def out_features(self) -> int:
@@ -143,6 +145,7 @@ class LayerCall:
         masks: the layout of the packed masks, `[out_features, ceil(in_features / 8), n_masks]`.
         mask_weights: the layout of the mask weights as `[tokens, n_masks]`.
         batch_invariant: whether a row of the result must not depend on the number of tokens.
+        activation_format: what a kernel rounds x to, a name of `mglu_ops.formats.ACTIVATION_FORMATS`.
     """
 
     device: torch.device
@@ -158,6 +161,7 @@ class LayerCall:
     masks: Layout
     mask_weights: Layout
     batch_invariant: bool = False
+    activation_format: str = "dense"
 
     @staticmethod
     def of(given: LayerArguments) -> LayerCall:
@@ -180,6 +184,7 @@ class LayerCall:
             masks=Layout.of(given.packed_masks),
             mask_weights=Layout((0, 0)) if weights is None else Layout.of(as_rows(weights)),
             batch_invariant=batch_invariance.enabled,
+            activation_format=given.activation_format,
         )
 
     @staticmethod
@@ -193,6 +198,7 @@ class LayerCall:
         activation: str = "silu",
         mask_weights_dtype: torch.dtype | None = None,
         weight_format: str = "dense",
+        activation_format: str = "dense",
     ) -> LayerCall:
         """Describe a call of contiguous tensors at aligned addresses, for which launches are measured and compiled."""
         width, stored = packed_width(in_features), FORMATS[weight_format]
@@ -209,11 +215,16 @@ class LayerCall:
             weight=StoredWeight(stored, stored.dtype or dtype, Layout((in_features // stored.packed, 1))),
             masks=Layout((width * n_masks, n_masks, 1)),
             mask_weights=Layout((0, 0) if mask_weights_dtype is None else (n_masks, 1)),
+            activation_format=activation_format,
         )
 
     def with_dense_weight(self) -> LayerCall:
         """The same call with a contiguous weight in x's dtype."""
         return replace(self, weight=StoredWeight(FORMATS["dense"], self.dtype, Layout((self.in_features, 1))))
+
+    def with_rounded_x(self) -> LayerCall:
+        """The same call with x contiguous, and rounded to the activation format already."""
+        return replace(self, x=Layout((self.in_features, 1)), activation_format="dense")
 
     @property
     def tokens(self) -> int:
@@ -251,11 +262,11 @@ def metadata_key(given: LayerArguments) -> Key:
     Raises:
         RuntimeError: a tensor is not dense, and so has no strides or no address.
     """
-    x, weight, masks, activation, mask_weights, scale, weight_format = given
+    x, weight, masks, activation, mask_weights, scale, weight_format, activation_format = given
     offset, storage, is_contiguous = x.storage_offset(), len(x.untyped_storage()), x.is_contiguous()
     return (
         batch_invariance.enabled, activation, None if mask_weights is None else _tensor_key(mask_weights),
-        weight_format, None if scale is None else _tensor_key(scale),
+        weight_format, activation_format, None if scale is None else _tensor_key(scale),
         x.dtype, x.device, x.shape, is_contiguous or x.stride(),
         offset * x.itemsize + x.nbytes <= storage if is_contiguous else (offset, storage), x.data_ptr() & 15,
         weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(),

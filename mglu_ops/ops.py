@@ -18,6 +18,10 @@ x `[..., in_features]`, weight W `[out_features, in_features]`, y `[..., out_fea
 `forward` also takes W in 8 or 4 bits, as `weight_scale` and `weight_format` say (`mglu_ops.formats`). Such a weight has
 no gradient. For the gradients of x and of the mask weights it is decoded to x's dtype, in backward once more.
 
+With `activation_format="fp8_token"`, `forward` first rounds each token of x to float8_e4m3fn with a scale of its own
+(`mglu_ops.formats.quantize_activation`), for weights in fp8 and for inference only. The rounded values are exact in x's
+dtype, so that only kernels for which it is faster multiply in fp8. A token with NaN or an infinity becomes NaN.
+
 With F_i = -1 where M_i = 1 and +1 elsewhere, t = x W^T and f_i = x (F_i * W)^T, the gate g_i is (t - f_i) / 2 and the
 value v_i is (t + f_i) / 2. `forward_train` keeps the derivatives of y, elementwise:
 
@@ -82,7 +86,7 @@ from .sizes import same_sizes
 from .tensors import check_dense, check_memory
 
 _LAYER = 'str activation="silu", Tensor? mask_weights=None'
-_STORED = 'Tensor? weight_scale=None, str weight_format="dense"'
+_STORED = 'Tensor? weight_scale=None, str weight_format="dense", str activation_format="dense"'
 SCHEMAS = (
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
@@ -443,7 +447,15 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Call `_Layer` with the arguments of `mglu::forward`."""
-    x, weight, packed_masks, activation, mask_weights, scale, weight_format = given = LayerArguments(*args)
+    given = LayerArguments(*args)
+    x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format = given
+    if activation_format != "dense":
+        checks.check_layer(given)
+        name = next(name for name, tensor in given.tensors().items() if tensor.requires_grad)
+        raise ValueError(
+            f"{name}: got a tensor that requires a gradient, must be called under torch.no_grad() or detached, because "
+            f"activation_format={activation_format!r} is for inference"
+        )
     if weight_format != "dense" or scale is not None:
         checks.check_layer(given)
         for name, tensor in (("weight", weight), ("weight_scale", scale)):

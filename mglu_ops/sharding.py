@@ -6,7 +6,8 @@
 | column parallel | replicated | `Shard(0)` | `Shard(0)` | `Shard(1)` | replicated | `Shard(-1)` | x, mask weights |
 | token parallel | `Shard(i)` | replicated | replicated | replicated | `Shard(i)` | `Shard(i)` | weight, mask logits |
 
-For each dimension of the mesh, DTensor takes the row that moves the least data. A shard of a weight whose rows share
+No row shards x along in_features, so that each rank has the whole tokens that an `activation_format` rounds. For each
+dimension of the mesh, DTensor takes the row that moves the least data. A shard of a weight whose rows share
 scales (`fp8_block`) must have whole blocks of them.
 
 Importing this module registers the rules. `ops` imports it when DTensor first asks for the shapes of an operator's
@@ -63,6 +64,7 @@ def _forward(
     mask_weights: Any = None,
     weight_scale: Any = None,
     weight_format: str = "dense",
+    activation_format: str = "dense",
 ) -> list[Option]:
     _check_blocks(weight, weight_format)
     return [

@@ -123,8 +123,11 @@ std::vector<std::int64_t> LayerCall::result_sizes() const {
 
 LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
                    const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
-                   std::string_view weight_format) {
+                   std::string_view weight_format, std::string_view activation_format) {
     const Format& format = find_format(weight_format);
+    if (activation_format != "dense")
+        refuse("activation_format: got '" + std::string(activation_format) +
+               "', must be 'dense', the only one that this library has");
     check_x_and_weight(x, weight, format);
     check_device("weight", weight, x);
     check_scale(weight_scale, x, weight, format);

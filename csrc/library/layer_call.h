@@ -36,7 +36,7 @@ struct LayerCall {
 // Reads metadata only. Throws std::invalid_argument if no kernel could compute the call on any layout of its tensors.
 LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
                    const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
-                   std::string_view weight_format);
+                   std::string_view weight_format, std::string_view activation_format);
 
 // The tensors that must be made contiguous before the kernels of their device take them.
 struct Copies {

@@ -27,7 +27,7 @@ constexpr const char* kSchemas[] = {
     "pack_logits(Tensor mask_logits) -> Tensor",
     "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
     "forward(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None, "
-    "Tensor? weight_scale=None, str weight_format=\"dense\") -> Tensor",
+    "Tensor? weight_scale=None, str weight_format=\"dense\", str activation_format=\"dense\") -> Tensor",
     "forward_ste(Tensor x, Tensor weight, Tensor mask_logits, str activation=\"silu\", Tensor? mask_weights=None) -> "
     "(Tensor, Tensor)",
     "forward_train(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None) "
@@ -75,9 +75,10 @@ void boxed_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const auto mask_weights = to<std::optional<stable::Tensor>>(stack[4]);
     const auto weight_scale = to<std::optional<stable::Tensor>>(stack[5]);
     const std::string weight_format = to_string(stack[6]);
+    const std::string activation_format = to_string(stack[7]);
     stack[0] = give(forward(x.get(), weight.get(), packed_masks.get(), activation,
                             mask_weights ? mask_weights->get() : nullptr, weight_scale ? weight_scale->get() : nullptr,
-                            weight_format));
+                            weight_format, activation_format));
 }
 
 void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -88,7 +89,7 @@ void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const auto mask_weights = to<std::optional<stable::Tensor>>(stack[4]);
     Handle packed_masks = pack_logits(mask_logits.get());
     Handle result = forward(x.get(), weight.get(), packed_masks.get(), activation,
-                            mask_weights ? mask_weights->get() : nullptr, nullptr, "dense");
+                            mask_weights ? mask_weights->get() : nullptr, nullptr, "dense", "dense");
     stack[0] = give(std::move(result));
     stack[1] = give(std::move(packed_masks));
 }

@@ -10,11 +10,13 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(AtenTensorHandle x,
                                                              AtenTensorHandle packed_masks, const char* activation,
                                                              AtenTensorHandle* mask_weights,
                                                              AtenTensorHandle* weight_scale, const char* weight_format,
-                                                             AtenTensorHandle* result) {
+                                                             const char* activation_format, AtenTensorHandle* result) {
     try {
         AtenTensorHandle mask_weight = mask_weights != nullptr ? *mask_weights : nullptr;
         AtenTensorHandle scale = weight_scale != nullptr ? *weight_scale : nullptr;
-        *result = mglu::forward(x, weight, packed_masks, activation, mask_weight, scale, weight_format).release();
+        *result =
+            mglu::forward(x, weight, packed_masks, activation, mask_weight, scale, weight_format, activation_format)
+                .release();
         return AOTI_TORCH_SUCCESS;
     } catch (const std::exception& error) {
         // The caller throws an exception that names this function and not the reason, so the reason is printed here.

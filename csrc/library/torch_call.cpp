@@ -77,7 +77,8 @@ Handle unpack_masks(AtenTensorHandle handle, std::int64_t in_features) {
 }
 
 Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
-               AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format) {
+               AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,
+               std::string_view activation_format) {
     Handle owners[5];
     const auto describe_with = [&](const Copies& copies) {
         std::optional<Tensor> mask_weight, scale;
@@ -87,7 +88,7 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
         return describe(view_or_copy(x, "x", copies.x, owners[0]),
                         view_or_copy(weight, "weight", copies.weight, owners[1]),
                         view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]), activation,
-                        mask_weight, scale, weight_format);
+                        mask_weight, scale, weight_format, activation_format);
     };
     LayerCall call = describe_with({});
     if (const Copies copies = needed_copies(call); copies.any()) call = describe_with(copies);

@@ -15,6 +15,7 @@ Handle unpack_masks(AtenTensorHandle packed_masks, std::int64_t in_features);
 
 // `mask_weights` and `weight_scale` may be null.
 Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
-               AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format);
+               AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,
+               std::string_view activation_format);
 
 }  // namespace mglu

@@ -93,6 +93,13 @@ class Backend(ABC):
         """Whether `prepare` can take a call."""
         return self.unsupported_reason(call) is None
 
+    def rounds_x(self, call: LayerCall, launch: Any = None) -> bool:
+        """Whether `prepare` takes a call with an activation format as it is, and multiplies in that format.
+
+        Otherwise it gets the call `with_rounded_x`, and `dispatch` rounds x before each prepared call.
+        """
+        return False
+
     @abstractmethod
     def prepare(self, call: LayerCall, launch: Any = None) -> PreparedCall:
         """Choose, compile and load what runs a supported call.

@@ -146,7 +146,7 @@ def _is_sparse(mask: Tensor) -> bool:
 
 def _forward(given: LayerArguments) -> Tensor:
     """The result `[tokens, out_features]` of arguments `in_rows`."""
-    x, weight, packed_masks, activation, mask_weights, scale, weight_format = given
+    x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
     if scale is not None:
         weight = FORMATS[weight_format].dequantize(weight, scale, operand_dtype(x))

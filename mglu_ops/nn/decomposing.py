@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import get_activation
-from ..formats import FORMATS
+from ..formats import FORMATS, round_activation
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -51,7 +51,10 @@ def _forward(
     mask_weights: Tensor | None = None,
     weight_scale: Tensor | None = None,
     weight_format: str = "dense",
+    activation_format: str = "dense",
 ) -> Tensor:
+    if activation_format != "dense":
+        x = round_activation(x)
     weight = FORMATS[weight_format].dequantize(weight, weight_scale, x.dtype)
     act = get_activation(activation).forward
     bits = torch.arange(8, dtype=torch.int32, device=packed_masks.device)

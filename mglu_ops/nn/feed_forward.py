@@ -27,7 +27,7 @@ class MGLUFeedForward(nn.Module):
         hidden: size of x and of the result, at least 1.
         intermediate: size of the hidden layer between the two projections, at least 1.
         options: the keyword arguments of `MGLU`; `device` and `dtype` also hold for `down_proj`, and
-            `weight_format` does not.
+            `weight_format` and `activation_format` do not.
 
     Attributes:
         mglu: `MGLU(hidden, intermediate, ...)`.

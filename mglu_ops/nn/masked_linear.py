@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..activations import get_activation
 from ..checks import FLOATING
-from ..formats import get_format
+from ..formats import check_activation_format, get_format
 from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
 from .arguments import (
     WEIGHT_INITS,
@@ -42,6 +42,7 @@ class MaskedOptions(TypedDict, total=False):
     top_k: int | None
     weight_init: str
     weight_format: str
+    activation_format: str
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -58,6 +59,8 @@ class MaskedLinear(nn.Module):
     """How the weights were drawn, by this module or by the one whose state dict it has loaded."""
     weight_format: str
     """How the weight is stored, a name of `mglu_ops.formats.FORMATS`."""
+    activation_format: str
+    """What the operator rounds x to, a name of `mglu_ops.formats.ACTIVATION_FORMATS`."""
     weight: nn.Parameter
     weight_scale: nn.Parameter | None
     mask_logits: nn.Parameter | None
@@ -75,6 +78,7 @@ class MaskedLinear(nn.Module):
         top_k: int | None = None,
         weight_init: str = "paper",
         weight_format: str = "dense",
+        activation_format: str = "dense",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -84,6 +88,7 @@ class MaskedLinear(nn.Module):
         check_weight_init(weight_init)
         stored = get_format(weight_format)
         check_columns(stored, in_features)
+        check_activation_format(activation_format, weight_format)
         if learnable_masks and not stored.is_dense:
             raise ValueError(
                 f"weight_format: got {weight_format!r} with learnable_masks=True, must be 'dense': only a layer whose "
@@ -93,7 +98,8 @@ class MaskedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.n_masks, self.top_k = n_masks, top_k
-        self.activation, self.weight_init, self.weight_format = activation, weight_init, weight_format
+        self.activation, self.weight_init = activation, weight_init
+        self.weight_format, self.activation_format = weight_format, activation_format
         columns = in_features // stored.packed
         weight = torch.empty(out_features, columns, device=device, dtype=stored.dtype or dtype)
         self.weight = nn.Parameter(weight, requires_grad=stored.is_dense)
@@ -201,7 +207,8 @@ class MaskedLinear(nn.Module):
         return top_k_mask_weights(self.router(x), self.top_k)
 
     def extra_repr(self) -> str:
-        stored = "" if self.weight_format == "dense" else f", weight_format={self.weight_format!r}"
+        formats = {"weight_format": self.weight_format, "activation_format": self.activation_format}
+        stored = "".join(f", {name}={value!r}" for name, value in formats.items() if value != "dense")
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, n_masks={self.n_masks}, "
             f"activation={self.activation!r}, learnable_masks={self.learnable_masks}, top_k={self.top_k}{stored}"

@@ -52,6 +52,9 @@ class MGLU(MaskedLinear):
             (`mglu_ops.formats`), which need `learnable_masks=False`. The layer then takes x in float16, bfloat16 or
             float32, computes its gradient, and has no gradient of the weight. `mglu_ops.quantize` makes such a layer
             of a frozen one; this argument, one to load a checkpoint into.
+        activation_format: `dense` to multiply x as it is. `fp8_token`, with weights in `fp8_row` or `fp8_block`, rounds
+            x to fp8 with one scale a token at each call, for inference only (`mglu_ops.quantize`). It is not in the
+            `state_dict`; the attribute of this name may be changed at any time.
         save_activations: whether a forward pass with gradients keeps n_masks + 1 tensors of the result's size and dtype
             (2 n_masks + 1 with a router) for the backward pass. If False, it keeps only x, which the model mostly holds
             anyway, and backward runs forward once more: n_masks + 1 matrix products beside the 3 (n_masks + 1) of a
@@ -164,7 +167,7 @@ class MGLU(MaskedLinear):
                 weight or scales that were not loaded by `load_state_dict` have another dtype than the weight format's.
             ValueError: x is on another device than weight, or its last size is not in_features; packed masks, a weight
                 or scales that were not loaded by `load_state_dict` have another shape than the layer's, or padding of
-                masks is not 0; or a weight in 8 or 4 bits requires a gradient.
+                masks is not 0; or a weight in 8 or 4 bits requires a gradient, or x with an `activation_format`.
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
             return self._project(x, self.mask_weights(x))
@@ -184,7 +187,7 @@ class MGLU(MaskedLinear):
         given = (x, self.weight, self.packed_masks, self.activation, mask_weights)
         if self.weight_format == "dense":
             return ops.forward(*given)
-        return ops.forward(*given, self.weight_scale, self.weight_format)
+        return ops.forward(*given, self.weight_scale, self.weight_format, self.activation_format)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, save_activations={self.save_activations}"

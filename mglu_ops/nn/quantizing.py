@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..formats import FORMATS, WeightFormat, get_format
+from ..formats import FORMATS, WeightFormat, check_activation_format, get_format
 from .arguments import check_columns, check_model
 from .freezing import refuse_managed
 from .mask_logits import without_wrappers
@@ -20,7 +20,9 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @torch.no_grad()
-def quantize(model: ModelT, weight_format: str, *, skip: Iterable[str] = ()) -> ModelT:
+def quantize(
+    model: ModelT, weight_format: str, *, activation_format: str = "dense", skip: Iterable[str] = ()
+) -> ModelT:
     """Store the weight of every `MGLU` in `model` in 8 or 4 bits, in place. Call `freeze` first.
 
         mglu_ops.quantize(mglu_ops.freeze(model), "fp8_row")
@@ -38,9 +40,14 @@ def quantize(model: ModelT, weight_format: str, *, skip: Iterable[str] = ()) -> 
 
         quantize_(model, Float8WeightOnlyConfig(), filter_fn=lambda module, _: isinstance(module, (nn.Linear, MGLU)))
 
+    With `activation_format="fp8_token"`, x is rounded too, at each call: to float8_e4m3fn with one scale a token. This
+    is for prompts and large batches, on GPUs whose kernels multiply in fp8; other kernels take the rounded x in its own
+    dtype. Such a layer is for inference only, and refuses tensors that require a gradient.
+
     Modules keep their identity, hooks, masks and router. Layers that share a weight share the quantized one. A layer
-    that has this format already stays as it is. Either all layers that `skip` does not name are quantized, or there is
-    an error and none is. An optimizer created before holds the former weights: create a new one if training continues.
+    that has this format already keeps its weight, and takes the activation format. Either all layers that `skip` does
+    not name are quantized, or there is an error and none is. An optimizer created before holds the former weights:
+    create a new one if training continues.
 
     A model on the meta device is quantized without values, to load the state dict of a quantized one with
     `assign=True`.
@@ -48,6 +55,7 @@ def quantize(model: ModelT, weight_format: str, *, skip: Iterable[str] = ()) -> 
     Args:
         model: any module; the root may itself be an `MGLU`.
         weight_format: `fp8_row`, `fp8_block`, `int8_row`, or `int4_group`, which needs an even in_features.
+        activation_format: `dense` to multiply x as it is, or `fp8_token`, for `fp8_row` and `fp8_block`.
         skip: names of modules as in `model.named_modules()`, in which `*` stands for anything. An `MGLU` of that name,
             or in a module of that name, keeps its weight. Names have no `_orig_mod`, which `torch.compile` inserts.
 
@@ -56,16 +64,17 @@ def quantize(model: ModelT, weight_format: str, *, skip: Iterable[str] = ()) -> 
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `skip` is not a list of names.
-        ValueError: there is no such format; a name in `skip` fits no `MGLU`; the model has no `MGLU`; or one that
-            `skip` does not name learns its masks, is a `NaiveMGLU`, has another format already, computes its weight
-            from other tensors, has an in_features that the format does not take, is sharded by FSDP or is offloaded by
-            accelerate.
+        ValueError: there is no such format, or the two do not go together; a name in `skip` fits no `MGLU`; the model
+            has no `MGLU`; or one that `skip` does not name learns its masks, is a `NaiveMGLU`, has another format
+            already, computes its weight from other tensors, has an in_features that the format does not take, is
+            sharded by FSDP or is offloaded by accelerate.
     """
     check_model(model)
     chosen = get_format(weight_format)
     if chosen.is_dense:
         allowed = ", ".join(one.name for one in FORMATS.values() if not one.is_dense)
         raise ValueError(f"weight_format: got {weight_format!r}, must be one of {allowed}")
+    check_activation_format(activation_format, weight_format)
     layers = _layers(model, skip)
     for name, layer in layers.items():
         _check_layer(name or "it", layer, chosen)
@@ -76,6 +85,8 @@ def quantize(model: ModelT, weight_format: str, *, skip: Iterable[str] = ()) -> 
             tied.setdefault(layer.weight, []).append(layer)
     while tied:  # so that a dense weight is freed before the next one is quantized
         _store(*tied.popitem(), chosen)
+    for layer in layers.values():
+        layer.activation_format = activation_format
     return model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..activations import get_activation
 from ..backends.composite import matmul, operand_dtype
-from ..formats import FORMATS
+from ..formats import FORMATS, round_activation
 from ..layer_call import as_rows
 from ..masks import n_masks_of
 
@@ -27,8 +27,11 @@ def forward(
     mask_weights: Tensor | None = None,
     weight_scale: Tensor | None = None,
     weight_format: str = "dense",
+    activation_format: str = "dense",
 ) -> Tensor:
     """The result `[..., out_features]` in x's dtype; the arguments are those of `mglu::forward`."""
+    if activation_format != "dense":
+        x = round_activation(x)
     if weight_scale is not None:
         weight = FORMATS[weight_format].dequantize(weight, weight_scale, operand_dtype(x))
     act = get_activation(activation).forward

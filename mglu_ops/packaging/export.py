@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import notices
 from ..backends.triton import Triton
 from ..files import as_path, check_writable
+from ..formats import round_activation
 from ..layer_call import LayerArguments
 from ..masks import check_packed_masks
 from ..words import described
@@ -52,7 +53,8 @@ def export(
 
     MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
     package holds one bit per weight and mask, and no logits. A layer that calls `mglu::forward` itself stays as it is,
-    with its weight in any format of `mglu_ops.formats`. The model does not change.
+    with its weight in any format of `mglu_ops.formats`; with an activation format, it needs the backend "triton" or
+    "composite". The model does not change.
 
     A package is code: whoever loads it runs what it holds.
 
@@ -109,6 +111,7 @@ def export(
         _check_masks(fused)
         backend = device.type if backend == "auto" else backend
         _check_backend(backend, device, shim, multi_arch)
+        _check_activations(fused, backend)
         info = describe(program, fused, path, device, backend, shim, weights is None, multi_arch)
         if backend == "triton":
             _check_triton(info.layers, device)
@@ -195,6 +198,19 @@ def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: b
         )
     if shim and backend not in ("cpu", "cuda"):
         raise ValueError(f"shim: with backend {backend!r} there is no operator to call")
+
+
+def _check_activations(program: ExportedProgram, backend: str) -> None:
+    """Check that the operator library has the activation format of each layer that calls it."""
+    from ..passes import layers_of
+
+    for layer in layers_of(program.graph):
+        found = arguments_of(layer).get("activation_format", "dense")
+        if found != "dense" and backend in ("cpu", "cuda"):
+            raise ValueError(
+                f"backend: got {backend!r}, must be 'composite' or 'triton' for a layer with activation_format="
+                f"{found!r}, which libmglu_ops.so does not have"
+            )
 
 
 def _check_triton(layers: Sequence[LayerInfo], device: torch.device) -> None:
@@ -370,6 +386,8 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
 
     given = LayerArguments(*args, **(kwargs or {}))
     with mode:
+        if given.activation_format != "dense":
+            given = given._replace(x=round_activation(given.x))
         in_rows = given.in_rows()
         tokens = in_rows.x.shape[0]
         # The launch is chosen once for all numbers of tokens: tiles of 16 tokens take any number of them.

@@ -33,6 +33,7 @@ def settings(device: str) -> dict[str, Any]:
     declaration = (
         f"AOTITorchError aoti_torch_{device}_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight, "
         "AtenTensorHandle packed_masks, const char* activation, AtenTensorHandle* mask_weights, "
-        "AtenTensorHandle* weight_scale, const char* weight_format, AtenTensorHandle* result)"
+        "AtenTensorHandle* weight_scale, const char* weight_format, const char* activation_format, "
+        "AtenTensorHandle* result)"
     )
     return {"aot_inductor.custom_ops_to_c_shims": {_OPERATOR: [declaration]}}

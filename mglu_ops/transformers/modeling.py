@@ -137,7 +137,7 @@ def _narrow(config: Any) -> Iterator[None]:
         config.intermediate_size = intermediate_size
 
 
-def _feed_forward(config: Any, weight_format: str) -> MGLUFeedForward:
+def _feed_forward(config: Any, weight_format: str, activation_format: str) -> MGLUFeedForward:
     layer = MGLUFeedForward(
         config.hidden_size,
         config.intermediate_size,
@@ -147,6 +147,7 @@ def _feed_forward(config: Any, weight_format: str) -> MGLUFeedForward:
         top_k=config.mask_top_k,
         weight_init=config.weight_init,
         weight_format=weight_format,
+        activation_format=activation_format,
     )
     logits = layer.mglu.mask_logits
     if logits is not None:
@@ -169,7 +170,7 @@ class MGLUModelMixin(MGLUPreTrainedMixin):
             super().__init__(config)
         stored = stored_weights(config)
         for index, layer in enumerate(self.layers):
-            layer.mlp = _feed_forward(config, stored.format_of(f"layers.{index}.mlp.mglu"))
+            layer.mlp = _feed_forward(config, *stored.formats_of(f"layers.{index}.mlp.mglu"))
         self.post_init()
 
 

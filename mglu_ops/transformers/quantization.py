@@ -9,7 +9,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..formats import get_format
+from ..formats import check_activation_format, get_format
 from ..nn.mask_logits import without_wrappers
 from ..nn.masked_linear import MaskedLinear
 
@@ -32,22 +32,34 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
     Args:
         weight_format: a name in `mglu_ops.formats`.
         modules_to_not_convert: names of MGLU layers whose weight is dense, as in `model.named_modules()`.
+        activation_format: what the other layers round x to, likewise. A dictionary of the configuration lacks the key
+            if it is `dense`, so that versions that do not know it can read it.
 
     Raises:
-        ValueError: there is no such format.
+        ValueError: there is no such format, or the two do not go together.
     """
 
+    activation_format: str = "dense"
+
     def __init__(
-        self, weight_format: str, modules_to_not_convert: list[str] | None = None, quant_method: str = METHOD
+        self,
+        weight_format: str,
+        modules_to_not_convert: list[str] | None = None,
+        quant_method: str = METHOD,
+        activation_format: str = "dense",
     ) -> None:
         self.quant_method: Any = quant_method
         self.weight_format = get_format(weight_format).name
+        check_activation_format(activation_format, weight_format)
+        if activation_format != "dense":
+            self.activation_format = activation_format
         self.modules_to_not_convert = modules_to_not_convert or []
 
-    def format_of(self, name: str) -> str:
-        """The format of the MGLU layer of that name in the language model or in its decoder."""
+    def formats_of(self, name: str) -> tuple[str, str]:
+        """The weight and activation format of the MGLU layer of that name in the language model or in its decoder."""
         dense = {other.removeprefix("model.") for other in self.modules_to_not_convert}
-        return "dense" if name.removeprefix("model.") in dense else self.weight_format
+        is_dense = name.removeprefix("model.") in dense
+        return ("dense", "dense") if is_dense else (self.weight_format, self.activation_format)
 
 
 @register_quantizer(METHOD)
@@ -87,22 +99,24 @@ def describe_stored_weights(model: nn.Module, config: Any) -> None:
     """Write the format of a model's weights into its configuration.
 
     Raises:
-        ValueError: layers have different formats with 8 or 4 bits.
+        ValueError: layers with 8 or 4 bits have different formats of weights or activations.
     """
     formats = {
-        without_wrappers(name): module.weight_format
+        without_wrappers(name): (module.weight_format, module.activation_format)
         for name, module in model.named_modules()
         if isinstance(module, MaskedLinear)
     }
-    quantized = sorted(set(formats.values()) - {"dense"})
+    quantized = sorted({both for both in formats.values() if both[0] != "dense"})
     if len(quantized) > 1:
+        names = (weight if x == "dense" else f"{weight} with x in {x}" for weight, x in quantized)
         raise ValueError(
-            f"model: some layers are quantized to {' and others to '.join(quantized)}, which no configuration "
+            f"model: some layers are quantized to {' and others to '.join(names)}, which no configuration "
             "describes; quantize all of them, or all but those in skip, to one format"
         )
-    for weight_format in quantized:
-        dense = [name for name, other in formats.items() if other == "dense"]
+    for weight_format, activation_format in quantized:
+        dense = [name for name, (other, _) in formats.items() if other == "dense"]
         place, beside = _PLACES
         other = dict(getattr(config, place, None) or {})
         is_ours = other.get("quant_method", METHOD) == METHOD
-        setattr(config, place if is_ours else beside, MGLUQuantizationConfig(weight_format, dense).to_dict())
+        described = MGLUQuantizationConfig(weight_format, dense, activation_format=activation_format)
+        setattr(config, place if is_ours else beside, described.to_dict())

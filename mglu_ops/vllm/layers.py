@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from .. import notices, ops
 from ..activations import get_activation
-from ..formats import get_format
+from ..formats import check_activation_format, get_format
 from ..masks import packed_shape
 from ..nn.arguments import check_columns, check_masks
 from ..nn.masked_linear import top_k_mask_weights
@@ -40,6 +40,7 @@ class ColumnParallelMGLU(nn.Module):
         activation: as in `mglu_ops.nn.MGLU`, or Transformers' name for it.
         top_k: number of masks that a token keeps; None for no router. Each rank computes all routes.
         weight_format: how the weight is stored, a name of `mglu_ops.formats`.
+        activation_format: what x is rounded to, likewise.
         quant_config: of the router, which is a linear layer.
         prefix: name of the module in the model.
 
@@ -60,6 +61,7 @@ class ColumnParallelMGLU(nn.Module):
         activation: str,
         top_k: int | None,
         weight_format: str,
+        activation_format: str,
         quant_config: QuantizationConfig | None,
         prefix: str,
     ) -> None:
@@ -67,10 +69,12 @@ class ColumnParallelMGLU(nn.Module):
         check_masks(n_masks, True, top_k)
         stored = get_format(weight_format)
         check_columns(stored, in_features)
+        check_activation_format(activation_format, weight_format)
         self.activation = ACTIVATIONS.get(activation, activation)
         get_activation(self.activation)
         self.in_features, self.out_features = in_features, out_features
-        self.n_masks, self.top_k, self.weight_format = n_masks, top_k, weight_format
+        self.n_masks, self.top_k = n_masks, top_k
+        self.weight_format, self.activation_format = weight_format, activation_format
         self.loaded: set[str] = set()
         self.rank, self.ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         own = rows_of_rank(out_features, self.rank, self.ranks, weight_format)
@@ -102,7 +106,7 @@ class ColumnParallelMGLU(nn.Module):
         if self.router is not None and self.top_k is not None:
             mask_weights = top_k_mask_weights(self.router(x), self.top_k)
         given = (x, self.weight, self.packed_masks, self.activation, mask_weights)
-        return ops.forward(*given, self.weight_scale, self.weight_format)
+        return ops.forward(*given, self.weight_scale, self.weight_format, self.activation_format)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take this rank's part of the layer's tensors in a checkpoint; vLLM's loader calls it, perhaps repeatedly.
@@ -163,7 +167,8 @@ class MGLUMLP(nn.Module):
 
     Args:
         config: the model's config with `hidden_size`, `intermediate_size`, `hidden_act`, `n_masks` and `mask_top_k`,
-            and with the format of the weight if `mglu_ops.quantize` has quantized it.
+            and with the formats of the weight and of x if `mglu_ops.quantize` has quantized it. The activation scheme
+            of another quantizer does not change x of MGLU.
         quant_config: of the linear layers, `down_proj` and the router. It does not change the weight of MGLU; a warning
             says so if that is dense.
         prefix: name of the module in the model.
@@ -175,7 +180,7 @@ class MGLUMLP(nn.Module):
     def __init__(self, config: PretrainedConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         settings: Any = config
-        weight_format = stored_weights(config).format_of(f"{prefix}.mglu")
+        weight_format, activation_format = stored_weights(config).formats_of(f"{prefix}.mglu")
         if quant_config is not None and quant_config.get_name() != METHOD and weight_format == "dense":
             notices.warn(
                 f"quantization: {quant_config.get_name()} quantizes linear layers only, and leaves the weight of MGLU "
@@ -189,6 +194,7 @@ class MGLUMLP(nn.Module):
             settings.hidden_act,
             settings.mask_top_k,
             weight_format,
+            activation_format,
             quant_config,
             prefix=f"{prefix}.mglu",
         )

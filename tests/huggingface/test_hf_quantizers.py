@@ -81,6 +81,25 @@ def test_another_dtype_casts_no_stored_weight(weight_format: str, dtype: torch.d
     assert torch.equal(mglus(result)[1](x), mglus(model)[1](x))
 
 
+def test_the_format_of_activations_comes_back(tmp_path: Path) -> None:
+    model = quantized("fp8_row", skip=("model.layers.0",))
+    dense = logits(model)
+    mglu_ops.quantize(model, "fp8_row", activation_format="fp8_token", skip=["model.layers.0"])
+    assert not torch.equal(logits(model), dense)
+    model.save_pretrained(tmp_path)
+    assert config_of(tmp_path)["quantization_config"]["activation_format"] == "fp8_token"
+    result = load(tmp_path)
+    assert [mglu.activation_format for mglu in mglus(result)] == ["dense", "fp8_token"]
+    assert torch.equal(logits(result), logits(model))
+    mglu_ops.quantize(result, "fp8_row")
+    mglus(result)[1].activation_format = "fp8_token"
+    words = "model: some layers are quantized to fp8_row and others to fp8_row with x in fp8_token, which no"
+    with pytest.raises(ValueError, match=words):
+        result.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="activation_format: got 'fp8_token', must be dense for weight_format='int8"):
+        MGLUQuantizationConfig("int8_row", activation_format="fp8_token")
+
+
 def test_layers_that_were_skipped_stay_dense(tmp_path: Path) -> None:
     """A decoder names its layers without the language model's prefix."""
     model = quantized("fp8_row", skip=("model.layers.0",))

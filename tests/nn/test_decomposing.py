@@ -40,6 +40,14 @@ def test_a_program_is_written_out_and_computes_the_same(activation: str, top_k: 
         assert_matches(written_out.module()(x), model(x))
 
 
+def test_formats_of_weight_and_x_are_written_out() -> None:
+    formats = {"weight_format": "fp8_block", "activation_format": "fp8_token"}
+    model, x = MGLU(19, 24, n_masks=3, learnable_masks=False, **formats), torch.randn(5, 19)
+    written_out = decompose(exported(model, x))
+    assert not any("mglu" in name for name in operators(written_out))
+    assert_matches(written_out.module()(x), model(x))
+
+
 def test_learned_masks_and_other_things_are_refused() -> None:
     message = r"layers with learned masks; call mglu_ops\.freeze\(model\) before torch\.export"
     with pytest.raises(ValueError, match=message):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import mglu_ops
-from mglu_ops.formats import FORMATS
+from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, round_activation
 from mglu_ops.nn import MGLU, MGLUFeedForward, NaiveMGLU, SwiMGLU, freeze, quantize
 
 STORED = [name for name in FORMATS if name != "dense"]
@@ -88,6 +88,60 @@ def test_compiled_and_exported_modules_compute_the_same(weight_format: str) -> N
     model, x = quantize(frozen(), weight_format), torch.randn(3, IN)
     torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+# --- Activations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_format", ACTIVATION_FORMATS["fp8_token"])
+def test_activations_are_rounded_where_the_user_chose_it(weight_format: str) -> None:
+    model, x = quantize(frozen(top_k=1), weight_format), torch.randn(3, IN)
+    weight, weights = model.mglu.weight, torch.rand(3, 2)
+    as_it_is = model.mglu._project(x, weights)
+    rounded = model.mglu._project(round_activation(x), weights)
+    assert "activation_format" not in repr(model)
+    quantize(model, weight_format, activation_format="fp8_token")
+    assert model.mglu.weight is weight, "a quantized weight is not rounded twice"
+    assert "activation_format='fp8_token'" in repr(model)
+    loaded = stored(weight_format, top_k=1, activation_format="fp8_token")
+    loaded.load_state_dict(model.state_dict())
+    for one in (model, loaded, copy.deepcopy(model), _saved(model), model.to(torch.float32)):
+        assert torch.equal(one.mglu._project(x, weights), rounded)
+    with torch.no_grad():
+        for whole in (
+            torch.compile(model, backend="aot_eager", fullgraph=True),
+            torch.export.export(model, (x,)).module(),
+        ):
+            torch.testing.assert_close(whole(x), model(x))
+    quantize(model, weight_format)
+    assert torch.equal(model.mglu._project(x, weights), as_it_is)
+
+
+def test_layers_that_round_activations_do_not_train() -> None:
+    model = quantize(frozen(), "fp8_row", activation_format="fp8_token")
+    x = torch.randn(3, IN, requires_grad=True)
+    with torch.no_grad():
+        expected = model(x)
+    assert torch.equal(model(x.detach()), expected)
+    for model.mglu.save_activations in (True, False):
+        with pytest.raises(ValueError, match=r"x: got a tensor that requires a gradient, must be called under torch"):
+            model(x)
+
+
+def test_activation_formats_that_do_not_fit_are_refused() -> None:
+    words = "activation_format: got 'fp8_token', must be dense for weight_format='{}'"
+    for name in ("int8_row", "int4_group"):
+        model = frozen()
+        with pytest.raises(ValueError, match=words.format(name)):
+            quantize(model, name, activation_format="fp8_token")
+        assert model.mglu.weight_format == "dense"
+        with pytest.raises(ValueError, match=words.format(name)):
+            stored(name, activation_format="fp8_token")
+    for make in (MGLU, MGLUFeedForward, NaiveMGLU):
+        with pytest.raises(ValueError, match=words.format("dense")):
+            make(16, 16, activation_format="fp8_token")
+    with pytest.raises(ValueError, match="activation_format: got 'fp8', must be one of dense, fp8_token"):
+        quantize(frozen(), "fp8_row", activation_format="fp8")
 
 
 # --- PyTorch's operations on modules ----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 import mglu_ops
 from mglu_ops import ops
-from mglu_ops.formats import FORMATS
+from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.nn import MGLU, NaiveMGLU
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
@@ -216,6 +216,13 @@ def _stored_weights(ranks: Ranks) -> None:
         of_weight = {key: rows(getattr(given, key)) for key in ("weight", "weight_scale", "packed_masks")}
         got = torch.ops.mglu.forward(*given._replace(**of_x, **of_weight))
         ranks.compare(name, got, expected, Shard(1), rtol=1e-5)
+        if name in ACTIVATION_FORMATS["fp8_token"]:
+            # A rank rounds whole tokens: x that is sharded along in_features is gathered first.
+            expected = torch.ops.mglu.forward(*given._replace(activation_format="fp8_token"))
+            for placement in (Replicate(), Shard(1)):
+                rounded = given._replace(**of_weight, activation_format="fp8_token", mask_weights=of_x["mask_weights"])
+                got = torch.ops.mglu.forward(*rounded._replace(x=ranks.shard(given.x, placement)))
+                ranks.compare(f"{name}, x in fp8", got, expected, Shard(1), rtol=1e-5)
     given, _ = stored_layer("fp8_block", torch.float32, 6, 384, 264, 2)
     of_weight = {key: rows(getattr(given, key)) for key in ("weight", "packed_masks")}
     scale = ranks.shard(given.weight_scale, Replicate())

@@ -103,6 +103,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 ops = torch.ops.mglu
 for words, call in {
     "activation: got 'swish'": lambda: ops.forward(x, weight, packed, "swish"),
+    "activation_format: got 'fp8_token', must be 'dense', the only one that this library has":
+        lambda: ops.forward(x, weight, packed, activation_format="fp8_token"),
     "x: got last size 44": lambda: ops.forward(x[..., :-1], weight, packed),
     "n_masks=0": lambda: ops.forward(x, weight, packed[..., :0]),
     "float64": lambda: ops.forward(x.double(), weight.double(), packed),

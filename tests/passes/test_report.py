@@ -132,6 +132,15 @@ def test_layers_that_call_the_operator_already_are_listed(learnable: bool) -> No
     assert (site.n_masks, site.activation, site.operator, site.packed) == (3, "silu", *expected)
 
 
+def test_a_layer_that_rounds_x_is_listed_with_its_formats() -> None:
+    formats = {"weight_format": "fp8_row", "activation_format": "fp8_token"}
+    with torch.no_grad():
+        report = report_of(MGLU(8, 8, learnable_masks=False, **formats))
+    (site,) = report.present
+    assert {name: getattr(site, name) for name in formats} == formats
+    assert "mglu::forward, fp8_row, fp8_token" in str(report)
+
+
 def test_arguments_of_the_operator() -> None:
     graph, mglu = Graph(), torch.ops.mglu
     x, weight, packed, logits = (graph.placeholder(name) for name in ("x", "weight", "packed", "logits"))

@@ -71,8 +71,8 @@ class InVllm:
         self.config.__exit__(*exception)
 
 
-def entry(weight_format: str) -> dict[str, Any]:
-    return {"quant_method": "mglu", "weight_format": weight_format}
+def entry(weight_format: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "mglu", "weight_format": weight_format, **more}
 
 
 def settings(top_k: int | None, **changes: Any) -> Any:
@@ -108,6 +108,12 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
             if method := getattr(module, "quant_method", None):
                 method.process_weights_after_loading(module)
         torch.testing.assert_close(mlp(x), reference(x))
+        if weight_format != "dense":
+            mglu_ops.quantize(reference, weight_format, activation_format="fp8_token")
+            config.quantization_config = entry(weight_format, activation_format="fp8_token")
+            rounding = MGLUMLP(config, quant_config, "mlp")
+            AutoWeightsLoader(rounding).load_weights(checkpoint.items())
+            torch.testing.assert_close(rounding(x), reference(x))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +142,10 @@ def check_refusals(rank: int) -> None:
             ({"intermediate_size": 25}, "intermediate_size: got 25, must be a multiple"),
             ({"n_masks": 17}, "n_masks: got 17, must be an int from 1 to 16"),
             ({"hidden_act": "mish"}, "activation: got 'mish', must be one of"),
+            (
+                {"quantization_config": entry("int8_row", activation_format="fp8_token")},
+                "activation_format: got 'fp8_token', must be dense for weight_format='int8_row'",
+            ),
             ({"quantization_config": block}, "intermediate_size: got 24, must be a multiple of 256 .* fp8_block"),
             ({**beside, "mglu_quantization_config": block}, "intermediate_size: got 24, must be a multiple of 256"),
         ):
@@ -178,11 +188,13 @@ def check_beside_another(rank: int) -> None:
             return UnquantizedLinearMethod()
 
     with InVllm(rank, 2):
-        config = settings(2, quantization_config={"quant_method": "another"})
+        config = settings(2, quantization_config={"quant_method": "another", "activation_scheme": "dynamic"})
         with pytest.warns(UserWarning, match="quantization: another quantizes linear layers only"):
             assert MGLUMLP(config, Another(), "mlp").mglu.weight.dtype == torch.float32
         config.mglu_quantization_config = entry("int8_row")
         assert MGLUMLP(config, Another(), "mlp").mglu.weight.dtype == torch.int8
+        config.mglu_quantization_config = entry("fp8_row")
+        assert MGLUMLP(config, Another(), "mlp").mglu.activation_format == "dense", "only the user's own choice counts"
     assert Another.asked == {"mlp.mglu.router", "mlp.down_proj"}
 
 

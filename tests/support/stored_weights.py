@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import torch
+from budgets import relative_error
 from torch import Tensor, nn
 
 from mglu_ops.backends import reference
-from mglu_ops.formats import FORMATS
+from mglu_ops.formats import FORMATS, quantize_activation
 from mglu_ops.layer_call import LayerArguments
-from mglu_ops.masks import pack
+from mglu_ops.masks import pack, unpack
 
 
 def stored_layer(
-    weight_format: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int, device: str = "cpu"
+    weight_format: str,
+    dtype: torch.dtype,
+    tokens: int,
+    d: int,
+    h: int,
+    n_masks: int,
+    device: str = "cpu",
+    activation_format: str = "dense",
 ) -> tuple[LayerArguments, Tensor]:
-    """The arguments of a random layer with mask weights, and its result in float64 from the dequantised weight."""
+    """The arguments of a random layer with mask weights, and its result in float64 from dequantised weight and x."""
     generator = torch.Generator().manual_seed(tokens + d)
     chosen = FORMATS[weight_format]
     x = torch.randn(tokens, h, generator=generator).to(dtype)
@@ -24,8 +32,24 @@ def stored_layer(
     exact = chosen.dequantize(stored, scale, torch.float64)
     tensors = (None if tensor is None else tensor.to(device) for tensor in (x, stored, pack(masks), weights, scale))
     x_there, stored, packed, weights_there, scale = tensors
-    given = LayerArguments(x_there, stored, packed, "silu", weights_there, scale, weight_format)  # type: ignore[arg-type]
+    rest = scale, weight_format, activation_format
+    given = LayerArguments(x_there, stored, packed, "silu", weights_there, *rest)  # type: ignore[arg-type]
+    if activation_format != "dense":
+        rounded, scales = quantize_activation(x)
+        x = rounded.double() * scales.double()
     return given, reference.forward(x, exact, masks, "silu", weights)
+
+
+def naive_error(given: LayerArguments) -> tuple[Tensor, float]:
+    """A layer's float64 result from x as it is, and the error of a naive layer that rounds x with amax / 448 to fp8."""
+    x, scale = given.x.double(), given.weight_scale
+    weight = FORMATS[given.weight_format].dequantize(given.weight, scale, torch.float64)
+    masks = unpack(given.packed_masks, given.in_features)
+    exact = reference.forward(x, weight, masks, given.activation, given.mask_weights)
+    scales = x.abs().amax(-1, keepdim=True) / 448
+    rounded = (x / scales).to(torch.float8_e4m3fn).double() * scales
+    naive = reference.forward(rounded, weight, masks, given.activation, given.mask_weights)
+    return exact, relative_error(naive, exact)
 
 
 class StoredLayers(nn.Module):

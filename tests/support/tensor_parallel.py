@@ -224,6 +224,11 @@ def check_quantized(setting: Setting) -> None:
             with torch.no_grad():
                 setting.assert_same(sharded(setting.x()), want["y"], f"{name}, no gradients", factor=2)
             assert_same_gradients(setting, gradients(sharded, sharded, setting.x()), want, name)
+        if name == "fp8_row":
+            alone, after = (mglu_ops.quantize(one, name, activation_format="fp8_token") for one in (alone, after))
+            x = setting.x().float()
+            with torch.no_grad():
+                torch.testing.assert_close(whole(after[0].float()(x)), alone[0].float()(x))
     blocks = mglu_ops.freeze(MGLU(setting.width, 16 * setting.mesh.size())).to(setting.device, setting.dtype)
     mglu_ops.quantize(parallelize_module(blocks, setting.mesh, ColwiseMGLU()), "fp8_block")
     with pytest.raises(RuntimeError, match=r"rows of fp8_block in . shards, must be a multiple of 128 rows in each"):

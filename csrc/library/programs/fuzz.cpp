@@ -169,8 +169,9 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                 const std::optional<mglu::Tensor> given =
                     random.chance(40) ? std::optional(mask_weight->tensor) : std::nullopt;
                 const std::optional<mglu::Tensor> given_scale = has_scale ? std::optional(scale->tensor) : std::nullopt;
-                const mglu::LayerCall call = mglu::describe(x->tensor, weight->tensor, masks->tensor,
-                                                            random.pick(activations), given, given_scale, format.name);
+                const mglu::LayerCall call =
+                    mglu::describe(x->tensor, weight->tensor, masks->tensor, random.pick(activations), given,
+                                   given_scale, format.name, "dense");
                 if (mglu::needed_copies(call).any()) continue;
                 mglu::forward(call, result(call.result_sizes(), call.x.dtype)->tensor, executor);
             } else if (random.chance(50)) {

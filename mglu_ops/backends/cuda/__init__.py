@@ -88,6 +88,11 @@ class Cuda(Backend):
         """
         return choose(call, gpu_of(call.device.index))
 
+    def rounds_x(self, call: LayerCall, launch: LaunchConfig | None = None) -> bool:
+        if launch is None:
+            return self.supports(call) and self.choose(call).config.rounds_x
+        return launch.rounds_x
+
     def prepare(self, call: LayerCall, launch: LaunchConfig | None = None) -> PreparedCall:
         """Choose the launch of a supported call (or take `launch`), compile its kernels and load them.
 

@@ -97,8 +97,9 @@ _Key = tuple[object, ...]
 
 def _key(call: LayerCall, gpu: Gpu) -> _Key:
     """The properties that a call must share with the measured call of an entry."""
-    shape = call.weight.format.name, call.n_masks, call.tokens, call.out_features, call.in_features
-    return (gpu.name, gpu.arch, gpu.multiprocessors, call.dtype, *shape)
+    shape = call.n_masks, call.tokens, call.out_features, call.in_features
+    formats = call.dtype, call.weight.format.name, call.activation_format
+    return (gpu.name, gpu.arch, gpu.multiprocessors, *formats, *shape)
 
 
 def find(call: LayerCall, gpu: Gpu) -> Entry | None:

@@ -45,7 +45,7 @@ def _is_traced(tensor: Tensor) -> bool:
 
 def launch(given: LayerArguments, config: Config | None) -> Tensor:
     """The result `[tokens, out_features]` of arguments `in_rows`; one kernel, and no allocation but the result's."""
-    x, weight, packed_masks, activation, mask_weights, scale, weight_format = given
+    x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
     assert scale is None or scale.dim() == 1, f"the scales of {weight_format} are not of whole rows"
     tokens, in_features, out_features, n_masks = x.shape[0], given.in_features, given.out_features, given.n_masks
     if x.is_cuda and not _is_traced(x) and x.device.index != torch.cuda.current_device():

@@ -61,6 +61,11 @@ class LaunchConfig(ABC):
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         """Yield the rules that this configuration breaks: the source's static assertions, and a required layout."""
 
+    @property
+    def rounds_x(self) -> bool:
+        """Whether the launch rounds x to the call's activation format itself, and multiplies in it (`Backend`)."""
+        return False
+
     def target(self, gpu: Gpu) -> str:
         """The architecture that the kernel is compiled for."""
         return f"sm_{gpu.arch[0]}{gpu.arch[1]}"

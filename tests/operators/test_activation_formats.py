@@ -1,0 +1,283 @@
+"""x rounded to fp8 with one scale a token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from budgets import BUDGET, NAIVE_FACTOR, relative_error
+from hypothesis import example, given
+from hypothesis import strategies as st
+from stored_weights import naive_error, stored_layer
+from strategies import examples, laid_out
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mglu_ops
+from mglu_ops import dispatch
+from mglu_ops.backends import Backend, PreparedCall
+from mglu_ops.formats import quantize_activation, round_activation
+from mglu_ops.layer_call import LayerArguments, LayerCall
+
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HIGHEST = 448 * 2.0**119
+forward = torch.ops.mglu.forward
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def make(
+    weight_format: str = "fp8_row",
+    dtype: torch.dtype = torch.float32,
+    sizes: tuple[int, int, int] = (5, 130, 264),
+    n_masks: int = 2,
+) -> tuple[LayerArguments, Tensor]:
+    return stored_layer(weight_format, dtype, *sizes, n_masks, activation_format="fp8_token")
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
+# --- The format -------------------------------------------------------------------------------------------------------
+
+
+@given(amax=st.floats(2**-149, HIGHEST, width=32), exponent=st.integers(-149, 119))
+@example(amax=2**-149, exponent=-126)
+@example(amax=448.0, exponent=-135)
+@examples(200)
+def test_the_scale_is_the_smallest_power_of_two(amax: float, exponent: int) -> None:
+    """At 448 * 2^k the scale is 2^k, and at the next float above, 2^(k + 1)."""
+    edge = torch.tensor(448 * 2.0**exponent, dtype=torch.float32)
+    above = torch.nextafter(edge, torch.tensor(math.inf))
+    for largest in (amax, edge.item(), above.item()):
+        _, scale = quantize_activation(torch.tensor([[largest / 4, -largest, 0.0]], dtype=torch.float32))
+        fraction, _ = math.frexp(scale.item())
+        assert fraction == 0.5
+        assert largest <= 448 * scale.item()
+        assert largest > 448 * scale.item() / 2 or scale.item() == 2**-126
+    if exponent >= -126:
+        scales = quantize_activation(torch.stack((edge, above))[:, None])[1]
+        assert scales.flatten().tolist() == [2.0**exponent, 2.0 ** (exponent + 1)]
+
+
+@each_dtype
+@pytest.mark.parametrize("size", [1e-5, 1.0, 3e4])
+def test_each_value_is_rounded_to_the_nearest(dtype: torch.dtype, size: float) -> None:
+    """The oracle looks for the nearest of all numbers of fp8, on a tie for the one whose last bit is 0."""
+    x = (size * torch.randn(7, 50) * torch.logspace(-6, 0, 50)).to(dtype)
+    x[0, :8] = torch.tensor([448, -0.0, 2**-10, 3 * 2**-10, 17, 19, -21, 432]) * 2.0**-9  # ties, if 448 is the largest
+    x[0, 8:] = 0
+    stored, scale = quantize_activation(x)
+    numbers = torch.arange(128, dtype=torch.uint8)[:127].view(FP8).double()
+    distance = ((x.double() / scale.double()).abs()[..., None] - numbers).abs()
+    is_nearest = distance == distance.amin(-1, keepdim=True)
+    expected = (is_nearest * (2 - torch.arange(127) % 2)).argmax(-1)
+    assert torch.equal(bits(stored) & 0x7F, expected.to(torch.uint8))
+    assert torch.equal(stored.float().signbit(), x.signbit())
+    rounded = round_activation(x)
+    assert rounded.dtype == dtype
+    assert torch.equal(rounded.double(), stored.double() * scale.double())
+
+
+@each_dtype
+def test_the_smallest_and_largest_numbers_are_rounded_exactly(dtype: torch.dtype) -> None:
+    """Denormals too are exact in x's dtype; beyond the largest number, a rounded value becomes that number."""
+    info = torch.finfo(dtype)
+    tiny = (info.smallest_normal * info.eps * torch.arange(1, 600)).to(dtype)
+    for x in (tiny[None], tiny[:3, None], torch.cat((tiny, tiny.new_ones(1)))[None]):
+        stored, scale = quantize_activation(x)
+        assert torch.equal(round_activation(x).double(), stored.double() * scale.double())
+    most = torch.tensor([[info.max, -info.max, 0.0]], dtype=dtype)
+    stored, scale = quantize_activation(most)
+    assert (stored.double() * scale.double())[0, 0] > info.max
+    assert round_activation(most).tolist() == [[info.max, -info.max, 0.0]]
+
+
+@each_dtype
+def test_zeros_and_values_that_are_not_finite(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 1000).to(dtype)
+    x[0], x[1, 999], x[2, 17] = 0, math.nan, -math.inf
+    stored, scale = quantize_activation(x)
+    assert scale.flatten().nan_to_num(-1).tolist() == [1, -1, -1, quantize_activation(x[3:])[1].item()]
+    assert stored.float().isnan().all(1).tolist() == round_activation(x).isnan().all(1).tolist()
+    assert stored.float().isnan().any(1).tolist() == [False, True, True, False]
+    assert torch.equal(bits(stored[3:]), bits(quantize_activation(x[3:])[0]))
+    for shape in ((0, 8), (3, 0), (2, 0, 5)):
+        stored, scale = quantize_activation(torch.ones(shape, dtype=dtype))
+        assert (stored.shape, scale.shape, scale.dtype) == (shape, (*shape[:-1], 1), torch.float32)
+
+
+@each_dtype
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_rounding_is_the_same_compiled_and_under_transforms(dtype: torch.dtype, backend: str) -> None:
+    x = (torch.randn(3, 4, 33) * 10.0 ** torch.arange(-3, 1)[:, None]).to(dtype)
+    x[1, 2, 3], x[2] = math.nan, 0
+    expected = [bits(one) for one in quantize_activation(x)]
+
+    def quantize(one: Tensor) -> tuple[Tensor, ...]:
+        return (*(one.view(torch.int32 if one.itemsize == 4 else torch.uint8) for one in quantize_activation(one)),)
+
+    compiled = torch.compile(quantize, backend=backend, fullgraph=True, dynamic=True)
+    for function in (compiled, torch.vmap(quantize)):
+        for found, wanted in zip(function(x), expected, strict=True):
+            assert torch.equal(found, wanted)
+    with FakeTensorMode():
+        fake = torch.empty(2, 3, 33, dtype=dtype)
+    for rounded in (round_activation(fake), round_activation(x[:2, :3].to("meta"))):
+        assert (rounded.shape, rounded.dtype) == ((2, 3, 33), dtype)
+
+
+# --- The operator -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_row", "fp8_block"])
+@given(
+    sizes=st.tuples(st.integers(0, 40), st.integers(1, 300), st.integers(0, 600)),
+    n_masks=st.integers(1, 16),
+    dtype=st.sampled_from(DTYPES),
+    backend=st.sampled_from([None, "cpu", "composite"]),
+)
+@examples(25)
+def test_results_match_the_oracle_of_the_rounded_values(
+    weight_format: str, sizes: tuple[int, int, int], n_masks: int, dtype: torch.dtype, backend: str | None
+) -> None:
+    arguments, expected = make(weight_format, dtype, sizes, n_masks)
+    found = forward(*arguments) if backend is None else dispatch.forward(arguments, backend=backend)
+    assert found.dtype == dtype
+    assert relative_error(found, expected) < BUDGET[dtype]
+
+
+@each_dtype
+@pytest.mark.parametrize("n_masks", [1, 4])
+def test_errors_are_those_of_a_naive_layer_in_fp8(dtype: torch.dtype, n_masks: int) -> None:
+    """Scales of powers of two lose nothing against amax / 448, because fp8 rounds all sizes alike."""
+    arguments, _ = make("fp8_row", dtype, (16, 256, 1024), n_masks)
+    exact, naive = naive_error(arguments)
+    assert 0.5 * naive < relative_error(forward(*arguments), exact) < NAIVE_FACTOR * naive
+
+
+@pytest.mark.parametrize("layout", ["strided", "transposed", "expanded", "offset"])
+def test_layouts_of_x_and_more_dimensions(layout: str) -> None:
+    """Rounded x is contiguous, however x lies; and a call is prepared for its own layout."""
+    arguments, _ = make(dtype=torch.bfloat16, sizes=(6, 130, 264))
+    x = laid_out(arguments.x, layout)
+    expected = forward(*arguments._replace(x=round_activation(x).contiguous(), activation_format="dense"))
+    for _ in range(2):
+        assert torch.equal(forward(*arguments._replace(x=x)), expected)
+    more = {name: getattr(arguments, name).view(3, 2, -1).transpose(0, 1) for name in ("x", "mask_weights")}
+    found = forward(*arguments._replace(**more))
+    assert torch.equal(found.transpose(0, 1).flatten(0, 1), forward(*arguments))
+
+
+@each_dtype
+def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    arguments, _ = make(dtype=dtype)
+    expected = forward(*arguments)
+    for value in (0.0, 1000.0, math.inf, math.nan):
+        x = arguments.x.clone()
+        x[1:4] *= value
+        found = forward(*arguments._replace(x=x))
+        assert torch.equal(found[::4], expected[::4])
+        assert bool(found[1:4].isnan().all()) == (not math.isfinite(value))
+
+
+def refused(**changes: Any) -> LayerArguments:
+    return make()[0]._replace(**changes)
+
+
+INT8, NIBBLES = (stored_layer(name, torch.float32, 3, 4, 8, 2)[0] for name in ("int8_row", "int4_group"))
+DENSE = LayerArguments(torch.ones(1, 8), torch.ones(1, 8), torch.ones(1, 1, 1, dtype=torch.uint8))
+GRADIENT = (
+    r"{}: got a tensor that requires a gradient, must be called under torch\.no_grad\(\) or detached, because "
+    "activation_format='fp8_token' is for inference"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (refused(activation_format="fp8"), ValueError, "activation_format: got 'fp8', must be one of dense, fp8_token"),
+        *(
+            (
+                one._replace(activation_format="fp8_token"),
+                ValueError,
+                f"activation_format: got 'fp8_token', must be dense for weight_format='{one.weight_format}'",
+            )
+            for one in (DENSE, INT8, NIBBLES)
+        ),
+        (refused(x=torch.ones(5, 264).double()), TypeError, r"x: got dtype torch\.float64, must be float16"),
+        (refused(x=torch.ones(5, 264, requires_grad=True)), ValueError, GRADIENT.format("x")),
+        (refused(mask_weights=torch.ones(5, 2, requires_grad=True)), ValueError, GRADIENT.format("mask_weights")),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_wrong_arguments_are_named(
+    arguments: LayerArguments, error: type[Exception], message: str, device: str
+) -> None:
+    moved = {
+        name: tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+        for name, tensor in arguments.tensors().items()
+    }
+    with pytest.raises(error, match=message):
+        forward(*arguments._replace(**moved))
+    if "gradient" in message:
+        with torch.no_grad():
+            assert forward(*arguments._replace(**moved)).shape == (5, 130)
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_row", "fp8_block"])
+def test_opcheck(weight_format: str) -> None:
+    """Torch cannot compare fp8 tensors, which `test_schema` does with the arguments before and after a call."""
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    report = torch.library.opcheck(forward.default, tuple(make(weight_format)[0]), test_utils=checks)
+    assert set(report.values()) == {"SUCCESS"}
+
+
+def test_autocast_vmap_and_compiled_programs() -> None:
+    arguments, _ = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(forward(*arguments), forward(*arguments._replace(x=arguments.x.bfloat16())))
+    x = torch.stack((arguments.x, 3 * arguments.x))
+    expected = torch.stack([forward(*arguments._replace(x=one)) for one in x])
+    torch.testing.assert_close(torch.vmap(lambda one: forward(*arguments._replace(x=one)))(x), expected)
+    compiled = torch.compile(lambda one: forward(*arguments._replace(x=one)), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x[1]), expected[1])
+
+
+# --- Dispatch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds_x", [False, True])
+def test_x_is_rounded_for_kernels_that_do_not_round_it(rounds_x: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Spy(Backend):
+        name = "spy"
+
+        def unsupported_reason(self, call: LayerCall) -> str | None:
+            return None
+
+        def rounds_x(self, call: LayerCall, launch: object = None) -> bool:
+            return rounds_x
+
+        def prepare(self, call: LayerCall, launch: object = None) -> PreparedCall:
+            seen.append((call.activation_format, call.x.strides))
+            return lambda given: given.x
+
+    arguments, _ = make()
+    x = arguments.x.t().contiguous().t()
+    monkeypatch.setattr(dispatch, "BACKENDS", {"spy": Spy()})
+    found = dispatch.forward(arguments._replace(x=x), backend="spy")
+    assert seen == [("fp8_token", (1, 5)) if rounds_x else ("dense", (264, 1))]
+    assert torch.equal(found, x if rounds_x else round_activation(x))
+
+
+def test_the_choice_names_the_format() -> None:
+    for device in ("cpu", "meta"):
+        moved = (value.to(device) if isinstance(value, Tensor) else value for value in make()[0])
+        choice = mglu_ops.explain_dispatch(*moved)
+        assert choice.activation_format == "fp8_token"
+        assert ", weight in fp8_row, x rounded by torch to fp8_token: " in str(choice)
