@@ -94,7 +94,7 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, 
 
     from .backends.cuda.choice import choose
     from .backends.cuda.device import gpu_of_architecture
-    from .backends.cuda.kernels import pack
+    from .backends.cuda.kernels import pack, quantize_x
     from .layer_call import LayerCall
     from .packaging.device_code import capability
 
@@ -106,4 +106,4 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, 
             for rows, columns in options.shapes:
                 for tokens in options.tokens:
                     call = LayerCall.contiguous(device, dtype, n_masks, tokens, rows, columns, options.activation)
-                    yield from choose(call, gpu).config.sources(call, gpu)
+                    yield from quantize_x.sources(choose(call, gpu).config, call, gpu)

@@ -67,7 +67,7 @@ class Choice:
         stored = "" if self.weight_format == "dense" else f", weight in {self.weight_format}"
         if self.activation_format != "dense":
             rounds_x = self.launch is not None and self.launch.rounds_x
-            stored += f", x {'in' if rounds_x else 'rounded by torch to'} {self.activation_format}"
+            stored += f", x {'in' if rounds_x else 'rounded to'} {self.activation_format}"
         return f"{self.backend}{launch}{stored}: {self.reason}"
 
 
@@ -107,10 +107,7 @@ def explain_dispatch(
 
 def choose(call: LayerCall) -> Choice:
     """The backend for a call; raises the errors of `explain_dispatch`."""
-    stored, rounded = call.weight.format.name, call.activation_format
-    if rounded != "dense" and not BACKENDS["cuda"].rounds_x(call):
-        call = call.with_rounded_x()
-    return replace(_choose(call), weight_format=stored, activation_format=rounded)
+    return replace(_choose(call), weight_format=call.weight.format.name, activation_format=call.activation_format)
 
 
 def _choose(call: LayerCall) -> Choice:
@@ -258,7 +255,7 @@ def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
 
 def _prepare(backend: Backend, call: LayerCall, given: LayerArguments, launch: Any) -> PreparedCall:
     """A prepared call, which first rounds x if it must, and copies what is not `in_rows` and cannot be viewed so."""
-    if call.activation_format != "dense" and not backend.rounds_x(call, launch):
+    if call.activation_format != "dense" and not backend.rounds_x:
         return _OfRoundedX(backend.prepare(call.with_rounded_x(), launch))
     prepared = backend.prepare(call, launch)
     scale, weights = given.weight_scale, given.mask_weights

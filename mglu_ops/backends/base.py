@@ -84,6 +84,8 @@ class Backend(ABC):
     """One implementation of `mglu::forward`, entered in `mglu_ops.backends.BACKENDS`."""
 
     name: ClassVar[str]
+    rounds_x: ClassVar[bool] = False
+    """Whether prepared calls round x to the call's activation format. Otherwise `dispatch` does it before them."""
 
     @abstractmethod
     def unsupported_reason(self, call: LayerCall) -> str | None:
@@ -92,13 +94,6 @@ class Backend(ABC):
     def supports(self, call: LayerCall) -> bool:
         """Whether `prepare` can take a call."""
         return self.unsupported_reason(call) is None
-
-    def rounds_x(self, call: LayerCall, launch: Any = None) -> bool:
-        """Whether `prepare` takes a call with an activation format as it is, and multiplies in that format.
-
-        Otherwise it gets the call `with_rounded_x`, and `dispatch` rounds x before each prepared call.
-        """
-        return False
 
     @abstractmethod
     def prepare(self, call: LayerCall, launch: Any = None) -> PreparedCall:

@@ -260,15 +260,13 @@ def test_x_is_rounded_for_kernels_that_do_not_round_it(rounds_x: bool, monkeypat
         def unsupported_reason(self, call: LayerCall) -> str | None:
             return None
 
-        def rounds_x(self, call: LayerCall, launch: object = None) -> bool:
-            return rounds_x
-
         def prepare(self, call: LayerCall, launch: object = None) -> PreparedCall:
             seen.append((call.activation_format, call.x.strides))
             return lambda given: given.x
 
     arguments, _ = make()
     x = arguments.x.t().contiguous().t()
+    monkeypatch.setattr(Spy, "rounds_x", rounds_x)
     monkeypatch.setattr(dispatch, "BACKENDS", {"spy": Spy()})
     found = dispatch.forward(arguments._replace(x=x), backend="spy")
     assert seen == [("fp8_token", (1, 5)) if rounds_x else ("dense", (264, 1))]

@@ -172,26 +172,9 @@ class _Call:
 
     def _run(self, given: LayerArguments, out: Tensor, partials: int) -> None:
         """Write the result, and the partial derivatives if their address is not 0."""
-<<<<<<< HEAD
         if self._copied:
             given = given._replace(**{name: getattr(given, name).contiguous() for name in self._copied})
         self._library.forward(self._pack(given.addresses(out) | {"partials": partials}))
-=======
-        x, weight, packed_masks, _, mask_weights, scale, *_ = given
-        if self._any_copied:
-            tensors = zip((x, weight, packed_masks), self._copied, strict=True)
-            x, weight, packed_masks = (tensor.contiguous() if copied else tensor for tensor, copied in tensors)
-        pointers = {
-            "x": x.data_ptr(),
-            "weight": weight.data_ptr(),
-            "packed_masks": packed_masks.data_ptr(),
-            "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
-            "weight_scale": 0 if scale is None else scale.data_ptr(),
-            "out": out.data_ptr(),
-            "partials": partials,
-        }
-        self._library.forward(self._pack(pointers))
->>>>>>> b75b14c
 
 
 class CpuCall(_Call):

@@ -21,7 +21,7 @@ from . import training
 from .choice import LaunchChoice, choose
 from .compiler import has_cuda_core, is_cached
 from .device import Gpu, gpu_of
-from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma
+from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma, quantize_x
 from .kernels import pack as packing
 from .kernels.base import ELEMENTS
 from .kernels.plain import MOST_TOKENS as MOST_PLAIN_TOKENS
@@ -46,6 +46,7 @@ class Cuda(Backend):
     """The backend of `csrc/cuda`."""
 
     name: ClassVar[str] = "cuda"
+    rounds_x: ClassVar[bool] = True
 
     def unsupported_reason(self, call: LayerCall) -> str | None:
         if call.device.type != "cuda":
@@ -78,7 +79,7 @@ class Cuda(Backend):
         """Whether the cache holds every kernel of a call, so that no compiler is needed."""
         if 0 in call.result_shape:
             return True
-        return all(is_cached(*source) for source in self.choose(call).config.sources(call, gpu))
+        return all(is_cached(*source) for source in quantize_x.sources(self.choose(call).config, call, gpu))
 
     def choose(self, call: LayerCall) -> LaunchChoice:
         """Choose the launch of a call.
@@ -87,11 +88,6 @@ class Cuda(Backend):
             TableError: a table of launches cannot be used.
         """
         return choose(call, gpu_of(call.device.index))
-
-    def rounds_x(self, call: LayerCall, launch: LaunchConfig | None = None) -> bool:
-        if launch is None:
-            return self.supports(call) and self.choose(call).config.rounds_x
-        return launch.rounds_x
 
     def prepare(self, call: LayerCall, launch: LaunchConfig | None = None) -> PreparedCall:
         """Choose the launch of a supported call (or take `launch`), compile its kernels and load them.
@@ -111,7 +107,7 @@ class Cuda(Backend):
                 raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
             config = launch or self.choose(call).config
             with torch.cuda.device(device):
-                sequence = config.sequence(call, gpu, device)
+                sequence = quantize_x.sequence(config, call, gpu, device)
         return CudaCall(sequence, device, call.dtype, call.result_shape)
 
     def can_pack(self, masks: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from ...layer_call import LayerCall
 from . import launch_tables
 from .device import Gpu
-from .kernels import CHOICES
+from .kernels import CHOICES, tile_wgmma_choice
 from .kernels.base import LaunchConfig, has_aligned_rows, has_x_in_rows, mask_alignment, weight_is_vectorizable
 
 
@@ -39,6 +39,11 @@ def choose(call: LayerCall, gpu: Gpu) -> LaunchChoice:
     Raises:
         TableError: a table of launches cannot be read.
     """
+    if call.activation_format != "dense":
+        in_fp8 = tile_wgmma_choice.choose_fp8(call, gpu)
+        if in_fp8 is not None:
+            return LaunchChoice(in_fp8, "the cost model")
+        call = call.with_rounded_x()
     if has_aligned_rows(call) and has_x_in_rows(call) and not call.batch_invariant:
         measured = launch_tables.find(call, gpu)
         if measured is not None:

@@ -74,7 +74,7 @@ class LaunchSequence:
         """
         read = pointers
         for copy in self.copies:
-            copy.launch(stream, {**pointers, "out": workspace})
+            copy.launch(stream, {**read, "out": workspace})
             read = {**read, copy.tensor: workspace}
             workspace += round_up(copy.nbytes, 16)
         self.kernel(stream, read, b"".join([maps(read) for maps in self.maps]) if self.maps else None)

@@ -63,7 +63,7 @@ class LaunchConfig(ABC):
 
     @property
     def rounds_x(self) -> bool:
-        """Whether the launch rounds x to the call's activation format itself, and multiplies in it (`Backend`)."""
+        """Whether the kernel multiplies in the call's activation format. Otherwise `quantize_x` rounds x for it."""
         return False
 
     def target(self, gpu: Gpu) -> str:

@@ -1,35 +1,58 @@
-"""The copy of x in float8_e4m3fn that `tile_wgmma` multiplies in fp8 (csrc/cuda/quantize_x.cu)."""
+"""The copy of x in the activation format `fp8_token` (csrc/cuda/quantize_x.cu).
+
+`tile_wgmma` multiplies a copy in float8_e4m3fn. Other kernels read one in x's dtype, with the same values.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ....layer_call import LayerCall
 from ....sizes import round_up
 from ..device import Gpu
 from ..driver import Launch
-from ..launch import load_kernel, parameters
-from .base import ELEMENTS, integers
+from ..launch import CopyLaunch, LaunchSequence, load_kernel, parameters
+from .base import ELEMENTS, LaunchConfig, integers
 
 NAME = "quantize_x"
 
-
-def macros(call: LayerCall, block_tokens: int, sub: int) -> dict[str, int]:
-    """The macros of the source, which writes whole tiles of tokens and whole stages of columns."""
-    return {"MGLU_ELEMENT": ELEMENTS[call.dtype], "MGLU_TOKEN_COLUMNS": block_tokens, "MGLU_SUB": sub}
+_THREADS = 256
+"""Threads of a block, which takes one token."""
 
 
-def copy_bytes(call: LayerCall, block_tokens: int, sub: int) -> int:
-    """The size of the copy in bytes, with a scale for each token."""
-    return round_up(call.tokens, block_tokens) * (round_up(call.in_features, 128 * sub) + 4)
+def macros(call: LayerCall, block_tokens: int) -> dict[str, int]:
+    """The macros of the source. `block_tokens` are the tokens of a tile, or 0 for a copy in x's dtype."""
+    return {"MGLU_ELEMENT": ELEMENTS[call.dtype], "MGLU_TOKEN_COLUMNS": block_tokens}
 
 
-def launch(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int, sub: int) -> Launch:
-    """Compile, load and describe the launch that precedes a `tile_wgmma` with these settings."""
-    return Launch(
-        load_kernel(device, NAME, target, macros(call, block_tokens, sub)),
-        (round_up(call.tokens, block_tokens), 1),
-        128,
+def copy(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int) -> CopyLaunch:
+    """Compile, load and describe the launch that precedes a kernel."""
+    rows = round_up(call.tokens, block_tokens) if block_tokens else call.tokens
+    row_bytes = round_up(call.in_features, 128) + 4 if block_tokens else call.in_features * call.dtype.itemsize
+    launch = Launch(
+        load_kernel(device, NAME, target, macros(call, block_tokens)),
+        (rows, 1),
+        _THREADS,
         0,
         overlap=gpu.arch >= (9, 0),
         parameters=parameters("params.cuh"),
         integers=integers(call),
     )
+    return CopyLaunch(launch, rows * row_bytes, "x")
+
+
+def sources(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+    """Everything that is compiled for a call with this launch, as `(kernel, target, macros)`."""
+    found = config.sources(call, gpu)
+    if call.activation_format != "dense" and not config.rounds_x:
+        found.append((NAME, config.target(gpu), macros(call, 0)))
+    return found
+
+
+def sequence(config: LaunchConfig, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+    """Compile and load the kernels of a call on `device`, the current device, after a rounding of x if it needs one."""
+    if call.activation_format == "dense" or config.rounds_x:
+        return config.sequence(call, gpu, device)
+    found = config.sequence(call.with_rounded_x(), gpu, device)
+    rounded = copy(call, gpu, device, config.target(gpu), 0)
+    return replace(found, copies=(rounded, *found.copies))

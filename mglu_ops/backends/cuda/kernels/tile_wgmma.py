@@ -67,6 +67,10 @@ class TileWgmma(LaunchConfig):
     """Whether `quantize_x` first rounds x, and products are of fp8 numbers. Then a chunk has 128 columns."""
 
     @property
+    def rounds_x(self) -> bool:
+        return self.fp8
+
+    @property
     def threads(self) -> int:
         return 128 * (self.row_groups * self.mask_groups + 1)
 
@@ -89,7 +93,7 @@ class TileWgmma(LaunchConfig):
 
     @property
     def chunk_columns(self) -> int:
-        """Columns of a chunk."""
+        """Columns of a chunk: 128 bytes of x."""
         return 128 if self.fp8 else 64
 
     def _fixed_bytes(self, n_masks: int) -> int:
@@ -137,7 +141,7 @@ class TileWgmma(LaunchConfig):
         if self.permuted:
             found.append((permute_x.NAME, self.target(gpu), permute_x.macros(self.block_tokens, self.sub)))
         if self.fp8:
-            found.append((quantize_x.NAME, self.target(gpu), quantize_x.macros(call, self.block_tokens, self.sub)))
+            found.append((quantize_x.NAME, self.target(gpu), quantize_x.macros(call, self.block_tokens)))
         return found
 
     def matrices(self, call: LayerCall) -> tuple[Matrix | None, Matrix, Matrix | None]:
@@ -187,9 +191,7 @@ class TileWgmma(LaunchConfig):
             permute = permute_x.launch(call, gpu, device, target, *tile)
             copies.append(CopyLaunch(permute, permute_x.copy_bytes(call, *tile), "x"))
         if self.fp8:
-            tile = self.block_tokens, self.sub
-            quantize = quantize_x.launch(call, gpu, device, target, *tile)
-            copies.append(CopyLaunch(quantize, quantize_x.copy_bytes(call, *tile), "x"))
+            copies.append(quantize_x.copy(call, gpu, device, target, self.block_tokens))
         # Several layers may read the same x, and a layer reads a new x at each call.
         maps = [] if x is None else [TensorMaps(x=x)]
         maps.append(TensorMaps(weight=weight, packed_masks=masks))
@@ -226,10 +228,10 @@ class TileWgmma(LaunchConfig):
             yield f"mask_groups: got {self.mask_groups}, more than the masks of a pass"
         elif not (self.sparse or self.fp8) and self.sub * (4 // self.steps) * ((masks + 1) // self.mask_groups) < 2:
             yield f"steps: got {self.steps}, must be less where a stage is one group of wgmmas"
-        if self.fp8 and (self.sparse or self.permuted or self.decoded or self.passes > 1):
+        if self.fp8 and call.activation_format != "fp8_token":
+            yield f"fp8: activation_format is {call.activation_format}"
+        if self.fp8 and (self.sparse or self.permuted or self.decoded or self.passes > 1 or self.sub > 1):
             yield "fp8: not with other forms of products"
-        if self.fp8 and call.weight.dtype is not torch.float8_e4m3fn:
-            yield f"fp8: the weight is {call.weight.dtype}"
         if call.n_masks % 2 and self.sub % 2 and not self.fp8:
             yield f"sub: got {self.sub}, must be even for an odd number of masks"
 

@@ -20,6 +20,7 @@ from .tile_wgmma_costs import CostModel, costs_of, waves_of
 # The widths of a tile for which the source has an instruction, and the heights of a tile.
 _TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 _TILE_ROWS = (64, 80, 96, 112, 128)
+_LEAST_FP8_TOKENS = 17
 
 
 def choose(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
@@ -100,6 +101,32 @@ def candidates(call: LayerCall, gpu: Gpu, must_permute: bool) -> Iterator[TileWg
         dense = launches(call.n_masks, 16, must_permute, gpu.shared_bytes_per_sm)
         found += tuple(replace(config, decoded=True) for config in dense)
     return (config for config in found if suits(config, call))
+
+
+def choose_fp8(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
+    """The launch whose products are in fp8, or None where the kernel cannot run it or another launch is faster.
+
+    In the batch-invariant mode it takes any number of tokens. Each sum ascends k, whichever tile is chosen.
+    """
+    if not can_run(call, gpu) or (call.tokens < _LEAST_FP8_TOKENS and not call.batch_invariant):
+        return None
+    found = fp8_launches(call.n_masks, call.weight.format.name, gpu.shared_bytes_per_sm)
+    costs = costs_of(gpu)
+    return min((one for one in found if suits(one, call)), key=lambda one: costs.microseconds(one, call, gpu))
+
+
+@cache
+def fp8_launches(n_masks: int, weight_format: str, shared_bytes_per_sm: int) -> tuple[TileWgmma, ...]:
+    """All launches in fp8 with enough registers for the sums, the products of a chunk, and the bits of masks."""
+    found = []
+    for groups, rows in ((1, 128), (1, 64), (2, 64)):
+        products = ceil_div(n_masks + 1, groups)
+        most = 210 if weight_format == "fp8_row" else 206 if groups == 1 else 202  # by what ptxas compiles
+        for columns in _TOKEN_COLUMNS:
+            if groups <= n_masks and (products + 1) * columns // 2 + 2 * products + n_masks <= most:
+                tile = TileWgmma(rows=rows, block_tokens=columns, mask_groups=groups, fp8=True)
+                found += [replace(tile, cluster=cluster) for cluster in range(1, 4 - groups)]
+    return tuple(one.with_full_ring(n_masks, 8, shared_bytes_per_sm) for one in found)
 
 
 def suits(config: TileWgmma, call: LayerCall) -> bool:

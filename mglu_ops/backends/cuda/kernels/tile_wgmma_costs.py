@@ -94,10 +94,10 @@ class CostModel:
         shared_rows = config.mask_groups == 2
         token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
         waves = waves_of(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
-        columns = config.row_groups * (
-            self._columns(config, call.n_masks) + config.passes * _DECODE_COLUMNS[call.weight.format.name]
-        )
-        multiplying = waves * (columns * call.in_features * self.column_us + (self.exchange_us if shared_rows else 0))
+        decoding = 0 if config.fp8 else config.passes * _DECODE_COLUMNS[call.weight.format.name]
+        columns = config.row_groups * (self._columns(config, call.n_masks) + decoding)
+        column_us = self.column_us * (_FP8_COLUMN if config.fp8 else 1)
+        multiplying = waves * (columns * call.in_features * column_us + (self.exchange_us if shared_rows else 0))
         bytes_of_column = call.bytes_of_columns(8) / 8  # of one row of W and its masks
         from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
         bytes_of_tile = config.rows * bytes_of_column / config.cluster + 2 * min(config.block_tokens, call.tokens)
@@ -105,12 +105,14 @@ class CostModel:
         reading = config.passes * call.in_features * max(from_memory, from_l2)
         serial = self.serial_alone if config.rows == 64 and not shared_rows else self.serial
         total = max(multiplying, reading) + serial * min(multiplying, reading)
-        return self.launch_us + total + (self.permute_us if config.permuted else 0)
+        return self.launch_us + total + (self.permute_us if config.permuted or config.fp8 else 0)
 
     def _columns(self, config: TileWgmma, n_masks: int) -> float:
         """The cost of 64 rows of a tile for one column of in_features, in columns of tokens."""
         shared_rows = config.mask_groups == 2
-        if config.sparse:
+        if config.fp8:
+            by_kind = _FP8
+        elif config.sparse:
             by_kind = self.sparse_alone, self.sparse_of_rows, self.sparse_of_masks
         else:
             by_kind = self.alone, self.of_rows, self.of_masks
@@ -118,7 +120,7 @@ class CostModel:
         products = n_masks + (config.passes if shared_rows else 1)
         # If x is not permuted, a warp reads four times the mask bytes, and four masks as one word.
         of_mask = self.mask_columns[1 if n_masks == 4 and not shared_rows else 0 if n_masks < 8 else 2]
-        bits = 0 if config.permuted or config.sparse else config.mask_groups * n_masks * of_mask
+        bits = 0 if config.permuted or config.sparse or config.fp8 else config.mask_groups * n_masks * of_mask
         columns = products * (costs.gap + config.block_tokens) + config.passes * costs.fragments + bits
         return columns * self.cluster if config.cluster > 1 else columns
 
@@ -126,6 +128,12 @@ class CostModel:
 _DECODE_LAUNCH_US = 2.0
 """Fixed time of `decode_weight`."""
 
+
+_FP8 = ProductCosts(100, 60), ProductCosts(13, 32), ProductCosts(10, 135)
+"""The costs of products in fp8 as `alone`, `of_rows` and `of_masks`; measured with 1 to 8 masks (tile_wgmma.md)."""
+
+_FP8_COLUMN = 0.85
+"""The time of a product in fp8 for a column of in_features, in those of 16 bits."""
 
 _DECODE_COLUMNS = {"dense": 0, "fp8_row": 20, "fp8_block": 40, "int8_row": 20, "int4_group": 28}
 """The time to decode 64 rows of W for a pass, in columns of tokens; measured with 1 to 8 masks (tile_wgmma.md)."""
