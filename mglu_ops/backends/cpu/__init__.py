@@ -170,7 +170,7 @@ class _Call:
 
     def _run(self, given: LayerArguments, out: Tensor, partials: int) -> None:
         """Write the result, and the partial derivatives if their address is not 0."""
-        x, weight, packed_masks, _, mask_weights, scale, *_ = given
+        x, weight, packed_masks, _, mask_weights, scale, _, _ = given
         if self._any_copied:
             tensors = zip((x, weight, packed_masks), self._copied, strict=True)
             x, weight, packed_masks = (tensor.contiguous() if copied else tensor for tensor, copied in tensors)

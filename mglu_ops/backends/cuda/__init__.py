@@ -202,7 +202,7 @@ class CudaCall:
         if sequence is None:
             return out
         stream = _current_stream(device)
-        x, weight, packed_masks, _, mask_weights, scale, *_ = given
+        x, weight, packed_masks, _, mask_weights, scale, _, _ = given
         pointers = {
             "x": x.data_ptr(),
             "weight": weight.data_ptr(),
