@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(256) mglu_quantize_x(const __grid_c
         float* scales = reinterpret_cast<float*>(static_cast<u8*>(p.out) + static_cast<i64>(gridDim.x) * chunks * 128);
         scales[token] = scale;
     }
-#pragma unroll 4
+#pragma unroll 2
     for (int first = 0; first < chunks * kOctets; first += kThreads) {
         const int octet = first + threadIdx.x;
         float x[8];

@@ -38,9 +38,9 @@ constexpr int kBoxTokens = 8;
 constexpr int kRowGroups = (kBlockRows + 63) / 64;
 constexpr int kConsumers = kRowGroups * kMaskGroups;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kColumns = kTokens / 2;  // sums of one product that a thread holds
+constexpr int kColumns = kTokens / 2;           // sums of one product that a thread holds
 constexpr int kChunkColumns = kFp8 ? 128 : 64;  // of in_features: 128 bytes of a row of x
-constexpr int kSwath = 8;              // row tiles that are visited together for each tile of tokens
+constexpr int kSwath = 8;                       // row tiles that are visited together for each tile of tokens
 constexpr int kPassMasks = kMasks / kPasses;
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and at least one warpgroup");
 static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks, or two");

@@ -12,8 +12,8 @@
 
 namespace mglu {
 
-constexpr int kChunkSteps = 4;                // wgmmas of 32 columns in a chunk
-using Fp8Fragments = u32[kChunkSteps][4];     // their A operands
+constexpr int kChunkSteps = 4;             // wgmmas of 32 columns in a chunk
+using Fp8Fragments = u32[kChunkSteps][4];  // their A operands
 
 // Loads a lane's 32 bytes of a row of W, and transposes them: register j gets bytes 8b + j as byte b.
 __device__ __forceinline__ void load_octets(u32 (&registers)[8], u32 row, int g, int q) {
@@ -111,11 +111,10 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
 #pragma unroll
             for (int j = 0; j < 8; ++j) fragments[j / 2][j % 2 * 2 + half] = registers[j];
             const u32 masks = slot + kXBytes + kWeightBytes + (row + 8 * half) * kMaskRowBytes;
-            if constexpr (kBulkMasks)
-                load_octet_masks<kFirst>(bits[half], masks + 4 * q * kMasks);
+            if constexpr (kBulkMasks) load_octet_masks<kFirst>(bits[half], masks + 4 * q * kMasks);
             else
-                read_octet_masks<kFirst>(bits[half], mask_rows + 8 * half * p.mask_row_stride,
-                                         column / kOctet + 4 * q, p.in_features / kOctet);
+                read_octet_masks<kFirst>(bits[half], mask_rows + 8 * half * p.mask_row_stride, column / kOctet + 4 * q,
+                                         p.in_features / kOctet);
         }
         const u64 b = wgmma_descriptor(slot);
         if constexpr (kTotal) add_products(sums.t, fragments, b, scale);

@@ -186,22 +186,22 @@ struct Fp8Wgmma;
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(metadata), "n"(kSelector));                  \
         }                                                                                                              \
     };
-#define MGLU_WGMMA_FP8(N, D, A, B, ADD, SELECTOR, ...)                                                            \
-    template <>                                                                                                   \
-    struct Fp8Wgmma<N> {                                                                                          \
-        template <bool kAdd>                                                                                      \
-        __device__ __forceinline__ static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b) {                 \
-            asm volatile(                                                                                         \
-                "{\n\t.reg .pred add;\n\tsetp.ne.u32 add, " ADD                                                  \
-                ", 0;\n\t"                                                                                        \
-                "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, {" A "}, " B ", add, 1, 1;\n\t}" \
-                : __VA_ARGS__                                                                                     \
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd));                                 \
-        }                                                                                                         \
+#define MGLU_WGMMA_FP8(N, D, A, B, ADD, SELECTOR, ...)                                                   \
+    template <>                                                                                          \
+    struct Fp8Wgmma<N> {                                                                                 \
+        template <bool kAdd>                                                                             \
+        __device__ __forceinline__ static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b) {        \
+            asm volatile("{\n\t.reg .pred add;\n\tsetp.ne.u32 add, " ADD                                 \
+                         ", 0;\n\t"                                                                      \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, {" A "}, " B \
+                         ", add, 1, 1;\n\t}"                                                             \
+                         : __VA_ARGS__                                                                   \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd));               \
+        }                                                                                                \
     };
-#define MGLU_WGMMA(N, ...)                         \
-    MGLU_WGMMA_TYPE(N, false, "f16", __VA_ARGS__)  \
-    MGLU_WGMMA_TYPE(N, true, "bf16", __VA_ARGS__)  \
+#define MGLU_WGMMA(N, ...)                        \
+    MGLU_WGMMA_TYPE(N, false, "f16", __VA_ARGS__) \
+    MGLU_WGMMA_TYPE(N, true, "bf16", __VA_ARGS__) \
     MGLU_WGMMA_FP8(N, __VA_ARGS__)
 
 MGLU_WGMMA(8, MGLU_D4, "%4, %5, %6, %7", "%8", "%9", "%10", MGLU_F4(0))

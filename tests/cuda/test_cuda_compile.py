@@ -16,10 +16,11 @@ from families import quick_only_for, sample
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma
-from mglu_ops.backends.cuda.choice import without_tables
+from mglu_ops.backends.cuda.choice import choose, without_tables
 from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
-from mglu_ops.backends.cuda.kernels import backward_gemm, permute_x, training_steps
+from mglu_ops.backends.cuda.kernels import backward_gemm, permute_x, quantize_x, training_steps
+from mglu_ops.backends.cuda.kernels.tile_wgmma_choice import fp8_launches
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice
 from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerCall, StoredWeight
@@ -141,6 +142,32 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
         assert not launch_of(replace(call, leading=(64,)), HOPPER).decoded
     dense = call.with_dense_weight()
     assert "decoded" in str(decoded.violation(dense, HOPPER))
+
+
+@pytest.mark.parametrize("n_masks", quick_only_for([1, 4, 8, 16], range(1, 17)))
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block"])
+def test_tiles_in_fp8_compile_without_spills(name: str, n_masks: int) -> None:
+    call = replace(stored_in(layer_call(torch.bfloat16, n_masks, 8192), name), activation_format="fp8_token")
+    widest = {(one.rows, one.mask_groups): one for one in fp8_launches(n_masks, name, HOPPER.shared_bytes_per_sm)}
+    for config in widest.values():  # the last ones have most sums
+        check(call, HOPPER, config)
+        assert config.violation(call, HOPPER) is None
+    assert "activation_format" in str(config.violation(replace(call, activation_format="dense"), HOPPER))
+
+
+def test_calls_whose_products_are_in_fp8() -> None:
+    """Few tokens, and calls that the kernel cannot run, get an x that is rounded and as wide as before."""
+    call = replace(stored_in(layer_call(torch.bfloat16, 4, 8192), "fp8_row"), activation_format="fp8_token")
+    few, wide = replace(call, leading=(4,)), replace(call, dtype=torch.float32)
+    in_fp8 = [choose(one, HOPPER).config.rounds_x for one in (call, few, replace(few, batch_invariant=True), wide)]
+    assert in_fp8 == [True, False, True, False]
+    assert not choose(call, KNOWN_GPUS[8, 0]).config.rounds_x
+    for gpu in KNOWN_GPUS.values():
+        for one in (few, wide):
+            config = choose(one, gpu).config
+            (*kernels, rounding) = quantize_x.sources(config, one, gpu)
+            assert (kernels, rounding[0]) == (config.sources(one, gpu), quantize_x.NAME)
+            assert compiled(*rounding)[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -278,4 +278,4 @@ def test_the_choice_names_the_format() -> None:
         moved = (value.to(device) if isinstance(value, Tensor) else value for value in make()[0])
         choice = mglu_ops.explain_dispatch(*moved)
         assert choice.activation_format == "fp8_token"
-        assert ", weight in fp8_row, x rounded by torch to fp8_token: " in str(choice)
+        assert ", weight in fp8_row, x rounded to fp8_token: " in str(choice)
