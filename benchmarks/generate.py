@@ -111,9 +111,6 @@ class Problem:
     batch: int
     masks: Sequence[int]
 
-    def __str__(self) -> str:
-        return f"{self.name}, {self.batch} sequences"
-
     @property
     def variants(self) -> list[tuple[Form, int]]:
         """Every form with its number of masks; SwiGLU has 0."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.baselines import swiglu
-from benchmarks.records import Row, parser_of, printed, write
+from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import wall_microseconds
 
 PROTOCOL = (
@@ -130,30 +130,20 @@ def first_use_rows(processes: int, at_once: int) -> list[Row]:
     ]
 
 
-def bench(out: Path, rounds: int = ROUNDS, processes: int = PROCESSES, at_once: int = 1) -> list[Row]:
-    """Measure and write `overheads.csv`.
-
-    Args:
-        out: the folder for the result.
-        rounds: rounds of `CALLS_PER_ROUND` calls for each host time.
-        processes: processes for each first use, cold and warm.
-        at_once: how many first uses are timed side by side.
-    """
+def run(out: Path, rounds: int = ROUNDS, processes: int = PROCESSES, at_once: int = 1) -> list[Row]:
+    """Measure `overheads.csv`: `processes` for each first use, cold and warm; `at_once` first uses side by side."""
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
-    rows: list[Row] = []
-    for measured in (partial(host_rows, rounds), partial(first_use_rows, processes, at_once)):
-        rows += printed(measured())
-        write(rows, out, "overheads", protocol)  # after each part, in case a later one fails
-    return rows
+    parts = {"host time": partial(host_rows, rounds), "first use": partial(first_use_rows, processes, at_once)}
+    return measure(list(parts), lambda name: parts[name](), out, "overheads", protocol)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of {CALLS_PER_ROUND} calls for each host time")
     parser.add_argument("--processes", type=int, default=PROCESSES, help="for each first use, cold and warm")
     parser.add_argument("--at-once", type=int, default=1, help="how many first uses are timed side by side")
     options = parser.parse_args()
-    bench(options.out, options.rounds, options.processes, options.at_once)
+    run(options.out, options.rounds, options.processes, options.at_once)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from benchmarks.ceiling import GEMM
-from benchmarks.frames import MissingResultError, fastest, load
+from benchmarks.frames import fastest, load
 from benchmarks.tables import MODEL_OF, ONE_TOKEN, chosen, one_token_times
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def draw(results: Path, out: Path) -> list[Path]:
     """
     paths = []
     for name, (tables, picture) in PLOTS.items():
-        with suppress(MissingResultError):
+        with suppress(FileNotFoundError):
             rows = [load(results, table) for table in tables]
             paths.append(save(picture, rows, out / f"{name}.svg", source(results, *tables)))
     if not paths:

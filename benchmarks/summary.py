@@ -34,10 +34,9 @@ def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] 
     if math.isnan(ours):
         return ""
     ratios = []
-    for theirs in (swiglu, naive):
-        if not math.isnan(theirs):
-            ratio = f"{theirs / ours:.{2 if theirs < 10 * ours else 0}f}x"
-            ratios.append(ratio if theirs >= ours else f"**{ratio}**")
+    for theirs in (one for one in (swiglu, naive) if not math.isnan(one)):
+        ratio = f"{theirs / ours:.{2 if theirs < 10 * ours else 0}f}x"
+        ratios.append(ratio if theirs >= ours else f"**{ratio}**")
     return f"{form(ours)} ({', '.join(ratios)})"
 
 
@@ -69,17 +68,13 @@ def cpu_line(label: str, results: Path, name: str) -> list[str]:
     return [label, f"{swiglu.min() / 1000:.2f} to {swiglu.max() / 1000:.2f} ms", *map(cell, ours, swiglu, naive)]
 
 
-def gpu_of(result: pd.DataFrame) -> str:
-    """The name of the GPU that a result was measured on, such as H200."""
-    return str(result.attrs["device"]).split()[1]
-
-
 def summary(results: Path) -> str:
     """One line for each kind of work; bold where mglu_ops is slower."""
-    works = [(work, load(results, name), rows, how) for work, name, rows, how in ON_GPU]
-    lines = [
-        *(gpu_line(f"{gpu_of(on)}: {work}", on.query(rows), **how) for work, on, rows, how in works),
-        cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"),
-        cpu_line("16 CPU cores, AVX-512: 8192 x 2048, 1 token", results, "cpu_one_token_xeon"),
-    ]
+    lines = []
+    for work, name, query, how in ON_GPU:
+        rows = load(results, name)
+        gpu = rows.attrs["device"].split()[1]  # such as H200
+        lines.append(gpu_line(f"{gpu}: {work}", rows.query(query), **how))
+    lines.append(cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"))
+    lines.append(cpu_line("16 CPU cores, AVX-512: 8192 x 2048, 1 token", results, "cpu_one_token_xeon"))
     return markdown(("work", "fastest SwiGLU", *(f"n_m = {n_masks}" for n_masks in MASKS)), lines)

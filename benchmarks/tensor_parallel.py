@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import mglu_ops
 from benchmarks.harness import Variant, capture, relative_error
-from benchmarks.records import Row, parser_of, printed, write
+from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import clock_of, under_load
 from benchmarks.train import shape_of
 from mglu_ops.accuracy import ERROR_BUDGET
@@ -185,7 +185,7 @@ def run(chosen: Sequence[Problem], out: Path, rounds: int = ROUNDS, seconds: flo
         found = bench(problem, ranks, rounds, seconds)
         rows += found
         if dist.get_rank() == 0:
-            printed(found)
+            print(*found, sep="\n", flush=True)
             write(rows, out, "tensor_parallel", f"{dist.get_backend()}, {ranks.mesh.size()} ranks; {PROTOCOL}")
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -3,8 +3,7 @@
 python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--n-masks 1 4] [--resume]
 
 Without `--shapes`, `--tokens` and `--n-masks`, all problems are measured. `--resume` measures only those that
-`DIR/train.csv` lacks. `--only-compile` measures nothing but fills Inductor's cache on the disk; several processes may
-do so at once.
+`DIR/train.csv` lacks.
 """
 
 from __future__ import annotations
@@ -51,9 +50,6 @@ class Problem:
     shape: tuple[int, int]
     tokens: int
     n_masks: int
-
-    def __str__(self) -> str:
-        return f"{self.shape[0]}x{self.shape[1]}, {self.tokens} tokens, n_m = {self.n_masks}"
 
     def is_in(self, rows: Sequence[Row]) -> bool:
         return self in {Problem(row.shape, row.tokens, row.n_masks) for row in rows}
@@ -130,7 +126,7 @@ def bench(
 
 
 def run(
-    chosen: Sequence[Problem],
+    problems: Sequence[Problem],
     out: Path,
     device: str = "cuda",
     rounds: int = SETTLED_ROUNDS,
@@ -139,7 +135,7 @@ def run(
 ) -> list[Row]:
     """Measure problems into `train.csv` of a folder."""
     torch.manual_seed(0)
-    return measure(chosen, lambda one: bench(one, device, rounds, load), out, "train", PROTOCOL, resume)
+    return measure(problems, lambda one: bench(one, device, rounds, load), out, "train", PROTOCOL, resume)
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -155,14 +151,9 @@ def main() -> None:
     parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only-compile", action="store_true", help="measure nothing, but fill Inductor's cache")
     arguments = parser.parse_args()
     chosen = problems(arguments.shapes, arguments.tokens, arguments.n_masks)
-    if arguments.only_compile:
-        for problem in chosen:
-            bench(problem, arguments.device, rounds=1, load=0.0)
-    else:
-        run(chosen, arguments.out, arguments.device, arguments.rounds, resume=arguments.resume)
+    run(chosen, arguments.out, arguments.device, arguments.rounds, resume=arguments.resume)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 
-from benchmarks.frames import MissingResultError, markdown
+from benchmarks.frames import markdown
 from benchmarks.learning import comparisons
 from benchmarks.learning.comparisons import COMPARISONS, NAMES, PAPERS, SCALED, Comparison
 from benchmarks.learning.experiments import BEST, LARGER, SWIGLU, same_load
@@ -167,7 +167,7 @@ def claims(results: Path) -> str:
     """The table of the paper's claims.
 
     Raises:
-        MissingResultError: no run is finished.
+        FileNotFoundError: no run is finished.
     """
     found = runs(results)
     losses = losses_of(found, Recipe.size)
@@ -185,7 +185,7 @@ def findings(results: Path) -> str:
     """The tables of all comparisons, one for each question.
 
     Raises:
-        MissingResultError: no run is finished.
+        FileNotFoundError: no run is finished.
     """
     found = runs(results)
     sizes = {size: deviation(losses_of(found, size).values()) * found[0].bytes_of_token for size in SIZES}
@@ -213,14 +213,14 @@ def summary(results: Path) -> str:
     """The table of FAQ.md: the loss of layers with masks minus SwiGLU's, in nats a token.
 
     Raises:
-        MissingResultError: a layer of the table has no run.
+        FileNotFoundError: a layer of the table has no run.
     """
     found = runs(results)
 
     def to_swiglu(layer: Recipe, other: Recipe) -> str:
         measured = measure(layer, other, found)
         if measured is None:
-            raise MissingResultError(f"{results}: no result of {label(layer)} and {label(other)} with several seeds")
+            raise FileNotFoundError(f"{results}: no result of {label(layer)} and {label(other)} with several seeds")
         return f"{-measured.advantage:+.3f}{' (noise)' if measured.is_noise else ''}"
 
     lines = [[f"{NAMES[n]}, equal width", to_swiglu(PAPERS[n], SWIGLU), to_swiglu(BEST[n], SWIGLU)] for n in BEST]
@@ -238,7 +238,7 @@ def stability(results: Path) -> str:
     several seeds, the loss is their mean, and spike and rise are their maxima.
 
     Raises:
-        MissingResultError: no run is finished.
+        FileNotFoundError: no run is finished.
     """
     found = runs(results)
     lines, of = [], by_recipe(found)

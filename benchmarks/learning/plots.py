@@ -91,7 +91,7 @@ def draw(results: Path, out: Path) -> list[Path]:
     """Draw every plot into the folder `out`, as SVG.
 
     Raises:
-        MissingResultError: no run is finished.
+        FileNotFoundError: no run is finished.
     """
     found = runs(results)
     return [plots.save(picture, [found], out / f"{name}.svg") for name, picture in PLOTS.items()]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.frames import MissingResultError, form, markdown
+from benchmarks.frames import form, markdown
 from benchmarks.learning import cost
 from benchmarks.learning.experiments import BEST, EXPERIMENTS, RESULTS, SWIGLU, same_load, same_training
 from benchmarks.learning.recipe import KINDS, SIZES, Recipe
@@ -99,13 +99,13 @@ def runs(results: Path) -> list[Finished]:
     """All finished runs.
 
     Raises:
-        MissingResultError: no run is finished.
+        FileNotFoundError: no run is finished.
         ValueError: the runs read different texts.
     """
     files = [read_table(path) for path in sorted((results / FOLDER).glob("*.csv"))]
     found = [Finished(recipe_of(facts), facts, rows) for facts, rows in files]
     if not found:
-        raise MissingResultError(
+        raise FileNotFoundError(
             f"{results / FOLDER}: no results; `python -m benchmarks.learning.experiments` measures them"
         )
     if len(digests := {run.facts["corpus.digest"] for run in found}) > 1:
@@ -158,7 +158,7 @@ def choice(results: Path) -> str:
     A model needs a finished run of SwiGLU to be in the table.
 
     Raises:
-        MissingResultError: no run is finished.
+        FileNotFoundError: no run is finished.
     """
     found, (where, milliseconds) = runs(results), costs(results)
     layers = {
@@ -251,7 +251,7 @@ def masks(results: Path) -> str:
     found = [run for run in runs(results) if run.recipe in EXPERIMENTS["layers"] + EXPERIMENTS["best"]]
     found = [run for run in found if run.recipe.has_masks and run.recipe.learned and run.recipe.seed == 0]
     if not found:
-        raise MissingResultError(f"{results / FOLDER}: no result of a layer with masks is here")
+        raise FileNotFoundError(f"{results / FOLDER}: no result of a layer with masks is here")
     ratios = [(run, json.loads(run.last["gate_ratios"])) for run in sorted(found, key=lambda run: run.recipe.n_masks)]
     layers = max(len(of) for _, of in ratios)
     head = ["feed-forward layer", *map(str, range(1, layers + 1)), "agreement", "flips, early", "flips, last"]
