@@ -21,11 +21,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary.summary,
     **frames.TABLES,
     **learning.TABLES,
+    **claims.TABLES,
     "learning_formats": formats.table,
-    "learning_claims": claims.claims,
-    "learning_findings": claims.findings,
-    "learning_stability": claims.stability,
-    "learning_summary": claims.summary,
 }
 """Name of a table to the function that makes it from the folder of the results."""
 MARKED = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)

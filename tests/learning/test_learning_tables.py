@@ -156,7 +156,6 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     (line,) = [one for one in claims.claims(tmp_path).splitlines() if one.startswith("| Top-1")]
     assert line.endswith("not reproduced: a run diverged |")
     assert claims.measure(replace(PAPER, n_masks=2), replace(PAPER, n_masks=1), found) is None
-    assert claims.table([]).count("| not run |") == len(claims.CLAIMS)
 
 
 def test_a_converted_model_is_compared_with_swiglu_that_read_as_much():
