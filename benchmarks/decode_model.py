@@ -1,6 +1,6 @@
 """Times a decoding step, one token of each sequence, of whole models of Llama's shapes with SwiGLU and with SwiMGLU.
 
-python -m benchmarks.decode_model --out DIR [--models "Llama-3.1 8B"] [--batches 1 32] [--compilations 1] [--resume]
+python -m benchmarks.decode_model --out DIR [--fp8] [--resume]
 
 The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles the start,
 one block and the head; a whole step is one CUDA graph, which passes its tokens to the next step. The logits are
@@ -37,9 +37,6 @@ MODELS = {
     "Llama-3.2 1B": Sizes(),
     "Llama-3.1 8B": Sizes(layers=32, hidden=4096, intermediate=14336),
 }
-BATCHES = (1, 8, 32)
-COMPILATIONS = 3
-"""Compilations of each model, all with an empty cache, since coordinate descent finds other kernels each time."""
 OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
 """Options of torch.compile with which both layers decode faster than without."""
 PROTOCOL = (
@@ -55,25 +52,30 @@ ERROR_OVER_EAGER = 1.5
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and how it is measured.
+    """The sizes of a model, the number of sequences, and the numbers of masks that are measured; 0 is SwiGLU.
 
-    Attributes:
-        sizes: its sizes.
-        batch: the number of sequences.
-        compilations: compilations of each model.
-        fp8: whether weights are in fp8.
-        masks: the numbers of masks; 0 is SwiGLU.
+    Each model is compiled `compilations` times with an empty cache, since coordinate descent finds other kernels each
+    time. The fastest compilation counts.
     """
 
     sizes: Sizes
     batch: int = 1
-    compilations: int = COMPILATIONS
     fp8: bool = False
+    compilations: int = 1
     masks: tuple[int, ...] = (0, 1, 4, 8)
 
     def is_in(self, rows: Sequence[Row]) -> bool:
         shape = self.sizes.intermediate, self.sizes.hidden
         return (shape, self.batch) in {(row.shape, row.tokens) for row in rows}
+
+
+SMALL = Problem(Sizes(layers=2, vocabulary=1024), masks=(0, 1))
+"""A problem to see that everything works."""
+IN_BFLOAT16 = [
+    Problem(sizes, batch, compilations=3 if (sizes, batch) == (Sizes(), 1) else 1)
+    for sizes, batch in product(MODELS.values(), (1, 8, 32))
+]
+IN_FP8 = [Problem(sizes, batch, fp8=True) for sizes, batch in product(MODELS.values(), (1, 8))]
 
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1, *, fp8: bool = False) -> Decoder:
@@ -213,17 +215,8 @@ def run(problems: Sequence[Problem], out: Path, rounds: int = ROUNDS, resume: bo
     return measure(problems, lambda one: bench(one, rounds), out, name, PROTOCOL, resume)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = parser_of(__doc__, resume=True)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--compilations", type=int, default=COMPILATIONS, help="of each model; the fastest counts")
     parser.add_argument("--fp8", action="store_true", help="weights in fp8")
     options = parser.parse_args()
-    every = product(options.models, options.batches)
-    chosen = [Problem(MODELS[name], batch, options.compilations, options.fp8) for name, batch in every]
-    run(chosen, options.out, resume=options.resume)
-
-
-if __name__ == "__main__":
-    main()
+    run(IN_FP8 if options.fp8 else IN_BFLOAT16, options.out, resume=options.resume)

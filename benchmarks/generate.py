@@ -1,6 +1,6 @@
 """Times `generate` with Hugging Face's own Llama, as its users have it, with SwiGLU and with MGLU in every form.
 
-python -m benchmarks.generate --out DIR [--models "Llama-3.2 1B"] [--n-masks 1 4] [--batches 1 8 32] [--resume]
+python -m benchmarks.generate --out DIR [--resume]
 
 The model is `LlamaForCausalLM` of a Llama's shape with random weights in bfloat16. On a GPU, `generate` with a static
 cache compiles its step and captures it into CUDA graphs. The naive MGLU is a module as a user writes it, without this
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,8 +34,6 @@ from mglu_ops.nn import MGLU
 
 CASE = "generate"
 PROMPT, NEW_TOKENS = 16, 256
-BATCHES = (1, 8, 32)
-MASKS = (1, 4)
 ROUNDS = 7
 COMPILE_THREADS = 2
 """Inductor's threads in each process; all of them compile at once."""
@@ -109,7 +106,7 @@ class Problem:
 
     name: str
     batch: int
-    masks: Sequence[int]
+    masks: tuple[int, ...]
 
     @property
     def variants(self) -> list[tuple[Form, int]]:
@@ -118,7 +115,10 @@ class Problem:
 
     def is_in(self, rows: Sequence[Row]) -> bool:
         shape = MODELS[self.name]["intermediate_size"], MODELS[self.name]["hidden_size"]
-        return {*self.masks} <= {row.n_masks for row in rows if (row.shape, row.tokens) == (shape, self.batch)}
+        return (shape, self.batch) in {(row.shape, row.tokens) for row in rows}
+
+
+PROBLEMS = [*(Problem("Llama-3.2 1B", batch, (1, 4)) for batch in (1, 8, 32)), Problem("Llama-3.1 8B", 1, (1,))]
 
 
 def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
@@ -235,15 +235,6 @@ def bench(
     return rows
 
 
-def main() -> None:
-    parser = parser_of(__doc__, resume=True)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS)[:1])
-    parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    options = parser.parse_args()
-    problems = [Problem(name, batch, options.n_masks) for name, batch in product(options.models, options.batches)]
-    measure(problems, bench, options.out, "generate", PROTOCOL, options.resume)
-
-
 if __name__ == "__main__":
-    main()
+    options = parser_of(__doc__, resume=True).parse_args()
+    measure(PROBLEMS, bench, options.out, "generate", PROTOCOL, options.resume)

@@ -39,10 +39,8 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 FIRST_USES = ((1, 1), (1, 4), (1, 16), (8, 4), (64, 1), (64, 4), (64, 16))
 """`(tokens, n_masks)` of the first uses."""
-ROUNDS = 200
 CALLS_PER_ROUND = 100
 WARMUP_ROUNDS = 3
-PROCESSES = 3
 
 
 def layer(tokens: int, d: int, h: int, n_masks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,21 +128,12 @@ def first_use_rows(processes: int, at_once: int) -> list[Row]:
     ]
 
 
-def run(out: Path, rounds: int = ROUNDS, processes: int = PROCESSES, at_once: int = 1) -> list[Row]:
+def run(out: Path, rounds: int = 200, processes: int = 2, at_once: int = 4) -> list[Row]:
     """Measure `overheads.csv`: `processes` for each first use, cold and warm; `at_once` first uses side by side."""
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
     parts = {"host time": partial(host_rows, rounds), "first use": partial(first_use_rows, processes, at_once)}
     return measure(list(parts), lambda name: parts[name](), out, "overheads", protocol)
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of {CALLS_PER_ROUND} calls for each host time")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="for each first use, cold and warm")
-    parser.add_argument("--at-once", type=int, default=1, help="how many first uses are timed side by side")
-    options = parser.parse_args()
-    run(options.out, options.rounds, options.processes, options.at_once)
-
-
 if __name__ == "__main__":
-    main()
+    run(parser_of(__doc__).parse_args().out)

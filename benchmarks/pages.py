@@ -21,8 +21,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary.summary,
     **frames.TABLES,
     **learning.TABLES,
-    **claims.TABLES,
     "learning_formats": formats.table,
+    **claims.TABLES,
 }
 """Name of a table to the function that makes it from the folder of the results."""
 MARKED = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)

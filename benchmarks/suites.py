@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +16,6 @@ import torch
 
 from benchmarks import decode, decode_model, masks_at_inference, overheads, train, train_model
 from benchmarks.decode import SHAPES, Sweep
-from benchmarks.decode_model import BATCHES
-from benchmarks.decoder import Sizes
 from benchmarks.records import Row, version
 from mglu_ops.formats import FORMATS
 
@@ -102,14 +100,6 @@ def _sweep(name: str, about: str, sweep: Sweep) -> Suite:
     return Suite(about, partial(decode.run, sweep, name=name), quick)
 
 
-def _decode_model(about: str, batches: Sequence[int], fp8: bool = False) -> Suite:
-    every = product(decode_model.MODELS.values(), batches)
-    problems = [decode_model.Problem(sizes, batch, fp8=fp8) for sizes, batch in every]
-    small = decode_model.Problem(Sizes(layers=2, vocabulary=1024), compilations=1, fp8=fp8, masks=(0, 1))
-    quick = partial(decode_model.run, [small], rounds=QUICK_ROUNDS)
-    return Suite(about, partial(decode_model.run, problems), quick)
-
-
 def _tables(out: Path) -> Sequence[Row]:
     """Fill the pages from the committed results; for another folder of results, write all tables into it."""
     from benchmarks import pages  # with pandas, which measuring does not need
@@ -131,8 +121,16 @@ def _plots(out: Path) -> Sequence[Row]:
 
 SUITES = {
     **{name: _sweep(name, *sweep) for name, sweep in SWEEPS.items()},
-    "decode_model": _decode_model("tokens a second of a whole model, with SwiGLU and with SwiMGLU", BATCHES),
-    "decode_model_fp8": _decode_model("the same with weights in fp8, for one and for 8 sequences", (1, 8), fp8=True),
+    "decode_model": Suite(
+        "tokens a second of a whole model, with SwiGLU and with SwiMGLU",
+        partial(decode_model.run, decode_model.IN_BFLOAT16),
+        partial(decode_model.run, [decode_model.SMALL], rounds=QUICK_ROUNDS),
+    ),
+    "decode_model_fp8": Suite(
+        "the same with weights in fp8, for one and for 8 sequences",
+        partial(decode_model.run, decode_model.IN_FP8),
+        partial(decode_model.run, [replace(decode_model.SMALL, fp8=True)], rounds=QUICK_ROUNDS),
+    ),
     "train": Suite(
         "a training step of a layer, in every form: time, peak memory and errors",
         partial(train.run, train.problems()),
@@ -140,7 +138,7 @@ SUITES = {
     ),
     "train_model": Suite(
         "a training step of whole models, with SwiGLU and with SwiMGLU",
-        partial(train_model.run, train_model.problems()),
+        partial(train_model.run, train_model.PROBLEMS),
         partial(train_model.run, [train_model.SMALL], rounds=QUICK_ROUNDS),
     ),
     "masks_at_inference": Suite(
@@ -151,7 +149,7 @@ SUITES = {
     "overheads": Suite(
         "host time per call, and the first call of a kernel in a process",
         overheads.run,
-        partial(overheads.run, rounds=QUICK_ROUNDS, processes=1),
+        partial(overheads.run, rounds=QUICK_ROUNDS, processes=1, at_once=1),
     ),
     "tables": Suite("the tables of README.md and benchmarks/README.md, from the CSV files", _tables, _tables, PANDAS),
     "plots": Suite("plots, from the CSV files", _plots, _plots, ("matplotlib", *PANDAS)),

@@ -149,11 +149,10 @@ def main() -> None:
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
-    parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
     chosen = problems(arguments.shapes, arguments.tokens, arguments.n_masks)
-    run(chosen, arguments.out, arguments.device, arguments.rounds, resume=arguments.resume)
+    run(chosen, arguments.out, arguments.device, resume=arguments.resume)
 
 
 if __name__ == "__main__":

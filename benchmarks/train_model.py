@@ -1,6 +1,6 @@
 """Times a whole training step of language models with SwiGLU, with naive SwiMGLU and with fused SwiMGLU.
 
-python -m benchmarks.train_model --out DIR [--models 350M] [--precisions autocast] [--n-masks 1 4] [--resume]
+python -m benchmarks.train_model --out DIR [--resume]
 
 A step is forward, backward and AdamW (fused) on random tokens. As in the paper, SwiMGLU replaces SwiGLU and nothing
 else changes, so all models have the same widths. With one mask, a model has as many parameters as with SwiGLU, mask
@@ -9,7 +9,7 @@ logits included. The blocks and the loss are compiled. `--resume` works as in be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -29,7 +29,6 @@ from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 Precision = Literal["autocast", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 """`autocast`: bfloat16 autocast of float32 parameters; `bfloat16`: parameters in bfloat16."""
-MASKS = (1, 2, 4)
 LENGTH = 2048
 PROTOCOL = (
     "forward, backward and AdamW(fused=True); blocks and loss compiled; random tokens, sequences of 2048; between two "
@@ -77,12 +76,10 @@ SMALL = Problem("350M", Model(replace(MODELS["350M"].sizes, layers=2, context=12
 """A problem to see that everything works."""
 
 
-def problems(
-    names: Iterable[str] = MODELS, precisions: Sequence[Precision] = PRECISIONS, masks: Sequence[int] = MASKS
-) -> list[Problem]:
-    """Every model in every precision with every number of masks."""
-    every = product(names, precisions, masks)
-    return [Problem(name, MODELS[name], precision, n_masks) for name, precision, n_masks in every]
+PROBLEMS = [
+    Problem(name, model, precision, n_masks)
+    for (name, model), precision, n_masks in product(MODELS.items(), PRECISIONS, (1, 2, 4))
+]
 
 
 class Training:
@@ -204,16 +201,6 @@ def run(problems: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, re
     return measure(problems, lambda one: bench(one, rounds=rounds), out, "train_model", PROTOCOL, resume)
 
 
-def main() -> None:
-    parser = parser_of(__doc__, resume=True)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
-    parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
-    arguments = parser.parse_args()
-    chosen = problems(arguments.models, arguments.precisions, arguments.n_masks)
-    run(chosen, arguments.out, arguments.rounds, arguments.resume)
-
-
 if __name__ == "__main__":
-    main()
+    options = parser_of(__doc__, resume=True).parse_args()
+    run(PROBLEMS, options.out, resume=options.resume)

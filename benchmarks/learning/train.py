@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from torch import Tensor
 
 from benchmarks.language_model import count
 from benchmarks.learning.corpus import Corpus, load
@@ -79,27 +77,18 @@ def run(
             wait = -1 if limit is None else limit  # -1 waits without a limit
             try:
                 with FileLock(out / f"{recipe.teacher.name}.lock", timeout=wait):
-                    if not weights.is_file() and not _run(recipe.teacher, corpus, out, device, end, compiled, None):
+                    if not weights.is_file() and not _run(Training(recipe.teacher, corpus, device, compiled), out, end):
                         return False
             except TimeoutError:
                 return False
             teacher = torch.load(weights, map_location=device, weights_only=True)
-        return _run(recipe, corpus, out, device, end, compiled, teacher, keeps_weights)
+        return _run(Training(recipe, corpus, device, compiled, teacher), out, end, keeps_weights)
 
 
-def _run(
-    recipe: Recipe,
-    corpus: Corpus,
-    out: Path,
-    device: str,
-    end: float,
-    compiled: bool,
-    teacher: Mapping[str, Tensor] | None,
-    keeps_weights: bool = False,
-) -> bool:
+def _run(training: Training, out: Path, end: float, keeps_weights: bool = False) -> bool:
     """Train until `end` of the clock, from the run's checkpoint if there is one."""
+    recipe = training.recipe
     checkpoint = out / f"{recipe.name}.pt"
-    training = Training(recipe, corpus, device, compiled, teacher)
     training.warm_up()
     if checkpoint.is_file():
         training.restore(checkpoint)
@@ -155,27 +144,18 @@ def corpus_facts(corpus: Corpus) -> dict[str, str]:
     return {f"corpus.{key}": str(value) for key, value in sizes.items()}
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of a recipe."""
-    for name, kind in KINDS.items():
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        parser.add_argument(f"--{name.replace('_', '-')}", **how)
-    parser.set_defaults(**asdict(Recipe()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, help="stop after about this time, and leave a checkpoint")
-    add_recipe(parser)
-    options = vars(parser.parse_args())
-    recipe = Recipe(**{name: options[name] for name in KINDS})
-    try:
-        finished = run(recipe, load(options["corpus"]), options["out"], options["device"], options["seconds"])
-    except TimeoutError as error:
-        raise SystemExit(str(error)) from None
+    for name, kind in KINDS.items():
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=getattr(Recipe, name), **how)
+    options = parser.parse_args()
+    recipe = Recipe(**{name: getattr(options, name) for name in KINDS})
+    finished = run(recipe, load(options.corpus), options.out, options.device, options.seconds)
     print("finished" if finished else "stopped; repeat the command to continue")
 
 

@@ -152,8 +152,8 @@ def test_problems_that_were_measured_are_left_out(monkeypatch: pytest.MonkeyPatc
         ]
 
     monkeypatch.setattr(decode_model, "bench", bench)
-    for arguments in (["--batches", "1", "8"], ["--resume"]):
-        monkeypatch.setattr("sys.argv", ["decode_model", "--out", str(tmp_path), "--compilations", "2", *arguments])
-        decode_model.main()
-    assert measured == [(16, 1), (16, 8), (32, 1), (32, 8), (16, 32), (32, 32)]
-    assert len(read(tmp_path, "decode_model")) == 12  # both compilations of every problem
+    problems = decode_model.IN_BFLOAT16
+    decode_model.run(problems[:2], tmp_path)
+    decode_model.run(problems, tmp_path, resume=True)
+    assert measured == [(16, 1), (16, 8), (16, 32), (32, 1), (32, 8), (32, 32)]
+    assert len(read(tmp_path, "decode_model")) == 3 + 5  # every compilation of every problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,9 +133,9 @@ def test_the_suite_measures_both_models_in_both_precisions(monkeypatch: pytest.M
     }
     assert {problem.n_masks for problem in measured} == {1, 2, 4}
     measured.clear()
-    monkeypatch.setattr("sys.argv", f"train_model --models 350M --n-masks 1 8 --out {tmp_path} --resume".split())
-    train_model.main()
-    assert measured == train_model.problems(["350M"], masks=[8])
+    more = [replace(problem, n_masks=8) for problem in train_model.PROBLEMS[-2:]]
+    train_model.run([*train_model.PROBLEMS, *more], tmp_path, resume=True)
+    assert measured == more
 
 
 def test_table_of_models(tmp_path: Path) -> None:
