@@ -74,12 +74,8 @@ def captured(function: Callable[..., Any], x: Tensor) -> Graph:
 def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
     """Seconds of this thread's CPU time, which other load does not affect, to fuse a copy of a graph.
 
-    The garbage collector is off meanwhile, since it visits all objects of the process.
-
-    Args:
-        graph: the graph, which is not changed.
-        layers: how many layers the pass must fuse.
-        may_report: allow the report to mention products that were not fused.
+    The garbage collector is off meanwhile, since it visits all objects of the process. The pass must fuse `layers`
+    layers; `may_report` allows the report to mention products that were not fused.
     """
     copy, report = Graph(graph.owning_module), FusionReport()
     copy.output(copy.graph_copy(graph, {}))

@@ -18,14 +18,10 @@ EXTRA = ("chosen", "left_out", "peak_mb", "errors", "bits_repeat")
 
 
 def load(results: Path, name: str) -> pd.DataFrame:
-    """The rows of a result, whose environment is in `attrs`.
+    """The rows of `<name>.csv` in the folder of the results, whose environment is in `attrs`.
 
     The columns are those of the file, except that each name in `extra` has a column of its own and `least` is called
     `microseconds`. Two are added: `layer`, such as `8192 x 2048`, and `rate`, in tokens a second.
-
-    Args:
-        results: the folder of the results.
-        name: the name of the CSV file.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -117,9 +113,7 @@ def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
 def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
     """A table of a frame, or of its columns by name, whose first columns are the levels of its index.
 
-    Args:
-        corner: the name of the first column.
-        cells: the frame; columns that are numbers are numbers of masks.
+    `corner` is the name of the first column. Columns of the frame that are numbers are numbers of masks.
     """
     cells = pd.DataFrame(cells)
     levels = ["n_m" if name == "n_masks" else name for name in cells.index.names[1:]]

@@ -201,14 +201,10 @@ def bench(
     rounds: int = ROUNDS,
     new_tokens: int = NEW_TOKENS,
 ) -> list[Row]:
-    """Measure a problem, and return a row for each form.
+    """Measure a problem by `rounds` timed calls of each form, and return a row for each form.
 
-    Args:
-        problem: the problem.
-        sizes: sizes of the model, as in `LlamaConfig`; by default the sizes of `MODELS[problem.name]`.
-        device: "cuda", or "cpu" to see that everything works; there, nothing is compiled.
-        rounds: number of timed calls of each form.
-        new_tokens: new tokens of each call.
+    `sizes` are those of the model as in `LlamaConfig`, by default of `MODELS[problem.name]`. On a CPU, which shows that
+    everything works, nothing is compiled.
     """
     sizes = sizes or MODELS[problem.name]
     with ExitStack() as stack:

@@ -186,12 +186,7 @@ def listing() -> str:
 
 
 def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
-    """Run suites one after the other.
-
-    Args:
-        names: names of suites; empty for all.
-        out: the folder for results and plots.
-        quick: measure only a small problem of each suite, to see that everything works; the times mean little.
+    """Run the suites of these names, or all, with `out` as the folder for results and plots.
 
     Returns:
         The number of rows whose result was wrong.

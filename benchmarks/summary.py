@@ -45,12 +45,8 @@ def gpu_line(
 ) -> list[str]:
     """A line for one problem at several numbers of masks.
 
-    Args:
-        label: its first cell.
-        rows: the rows of the problem.
-        ours: how the names of our variants begin; where the dispatch chose one of them, only that one counts.
-        naive: how the names of the naive layer's variants begin.
-        column: what is shown of the fastest variants, "microseconds" or "peak_mb".
+    `ours` and `naive` are how the names of our variants and of the naive layer's begin; where the dispatch chose one of
+    ours, only that one counts. The column, "microseconds" or "peak_mb", is shown of the fastest variants.
     """
     form = duration if column == "microseconds" else "{:.0f} MB".format
     mine = fastest(rows[rows.chosen] if rows.chosen.any() else rows, ours, "n_masks")[column].reindex(MASKS)

@@ -60,10 +60,8 @@ def paper(rows: pd.DataFrame) -> Iterator[str]:
 def chosen(rows: pd.DataFrame, **others: tuple[str, list[str]]) -> pd.DataFrame:
     """The rows that the dispatch chose, by problem.
 
-    Args:
-        rows: the rows of a result.
-        others: further columns, each the least microseconds of the variants that begin with a prefix, among the rows
-            that have the same values in the given columns.
+    `others` are further columns, each the least microseconds of the variants that begin with a prefix, among the rows
+    that have the same values in the given columns.
     """
     ours = rows[rows.chosen]
     for name, (prefix, columns) in others.items():

@@ -104,13 +104,9 @@ def prepared(problem: Problem, device: str) -> tuple[dict[str, Callable[[], None
 def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
-    """Measure one problem and return a row for each variant.
+    """Measure one problem in at most `rounds` rounds and return a row for each variant.
 
-    Args:
-        problem: the problem.
-        device: "cuda", or "cpu" to see that everything works; a CPU does not measure memory.
-        rounds: largest number of rounds.
-        load: the argument `seconds` of `timing.under_load`.
+    A CPU does not measure memory. `load` is the argument `seconds` of `timing.under_load`.
     """
     release(device)
     ready, columns = prepared(problem, device)

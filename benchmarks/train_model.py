@@ -83,13 +83,9 @@ PROBLEMS = [
 
 
 class Training:
-    """A compiled model and its optimiser.
+    """A compiled model and its optimiser, with the tokens `[batch, length + 1]` of every step.
 
-    Args:
-        model: the model.
-        optimizer: the optimiser of its parameters.
-        tokens: `[batch, length + 1]`, the same in every step.
-        autocast: whether to run forward under bfloat16 autocast.
+    `autocast` says whether forward runs under bfloat16 autocast.
     """
 
     def __init__(self, model: LanguageModel, optimizer: torch.optim.Optimizer, tokens: Tensor, autocast: bool) -> None:

@@ -9,6 +9,7 @@ same command continues after an interruption.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,7 +72,7 @@ def measure(
     runs: Path,
     out: Path,
     device: str = "cuda",
-    seconds: float | None = None,
+    seconds: float = math.inf,
     compiled: bool = True,
 ) -> bool:
     """Train the models whose weights are not in `runs`, and write `learning_formats.csv` into the folder `out`.
@@ -88,9 +89,8 @@ def measure(
     for recipe in recipes:
         weights = runs / f"{recipe.name}.weights"
         if not (weights.is_file() and is_done(recipe, [runs], corpus.sizes.digest)):
-            rest = None if seconds is None else seconds - (time.perf_counter() - begin)
-            is_over = rest is not None and rest < LEAST_SECONDS
-            if is_over or not run(recipe, corpus, runs, device, rest, compiled, keeps_weights=True):
+            rest = seconds - (time.perf_counter() - begin)
+            if rest < LEAST_SECONDS or not run(recipe, corpus, runs, device, rest, compiled, keeps_weights=True):
                 return False
         training = Training(recipe, corpus, device, compiled)
         training.model.load_state_dict(torch.load(weights, map_location=device, weights_only=True))
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
     parser.add_argument("--runs", type=Path, required=True, help="a folder for the runs and the trained weights")
     parser.add_argument("--out", type=Path, default=RESULTS.parent)
-    parser.add_argument("--seconds", type=float, help="stop after about this time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after about this time")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     corpus = load(options.corpus)

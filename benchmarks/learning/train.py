@@ -46,7 +46,7 @@ def run(
     corpus: Corpus,
     out: Path,
     device: str = "cuda",
-    limit: float | None = None,
+    limit: float = math.inf,
     compiled: bool = True,
     keeps_weights: bool = False,
 ) -> bool:
@@ -60,21 +60,20 @@ def run(
         corpus: the text.
         out: the folder. The run resumes from a checkpoint `NAME.pt` in it, and removes it at the end.
         device: "cuda" or "cpu".
-        limit: the most seconds; the run stops at the last point of its curve that it expects to reach in time. None for
-            no limit.
+        limit: the most seconds; the run stops at the last point of its curve that it expects to reach in time.
         compiled: whether blocks and loss are compiled.
         keeps_weights: whether the trained weights are written to `NAME.weights`, as those of GLU are in any case.
 
     Raises:
         TimeoutError: another process trains this run.
     """
-    end = math.inf if limit is None else time.perf_counter() + limit
+    end = time.perf_counter() + limit
     out.mkdir(parents=True, exist_ok=True)
     with FileLock(out / f"{recipe.name}.lock", timeout=0):
         teacher = None
         if recipe.start is not None:
             weights = out / f"{recipe.teacher.name}.weights"
-            wait = -1 if limit is None else limit  # -1 waits without a limit
+            wait = limit if math.isfinite(limit) else -1  # -1 waits without a limit
             try:
                 with FileLock(out / f"{recipe.teacher.name}.lock", timeout=wait):
                     if not weights.is_file() and not _run(Training(recipe.teacher, corpus, device, compiled), out, end):
@@ -149,7 +148,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, help="stop after about this time, and leave a checkpoint")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after about this time, and leave a checkpoint"
+    )
     for name, kind in KINDS.items():
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
         parser.add_argument(f"--{name.replace('_', '-')}", default=getattr(Recipe, name), **how)

@@ -11,7 +11,6 @@ import pytest
 from benchmarks.learning import claims, cost, experiments, tables
 from benchmarks.learning.experiments import PAPER
 from benchmarks.learning.recipe import Recipe
-from benchmarks.learning.training import Training
 from benchmarks.records import read_table, write_table
 
 pytest_plugins = ["learning_fixtures"]
@@ -220,7 +219,4 @@ def test_spikes_are_measured_within_a_part_of_a_run_and_rises_between_parts(tmp_
 
 @pytest.mark.gpu
 def test_the_kernels_of_a_step_take_milliseconds():
-    run = Training(Recipe("glu", size="10M"), cost.random_text(8192), "cuda", compiled=False)
-    times = cost.kernels_of_step(run)
-    assert len(times) > 10
-    assert 1 < sum(times.values()) < 1000
+    assert 1 < cost.cost(Recipe("glu", size="10M"), compiled=False) < 1000
