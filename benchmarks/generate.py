@@ -154,14 +154,8 @@ def generation(model: Any, tokens: Tensor, new_tokens: int) -> Callable[[], Tens
     return lambda: model.generate(tokens, attention_mask=mask, cache_implementation="static", **options).cpu()
 
 
-class Served(NamedTuple):
-    """The call of `generate` of the model in this process."""
-
-    call: Callable[[], Tensor]
-    new_tokens: int
-
-
-_served: Served
+_served: Callable[[], Tensor]
+"""The call of `generate` of the model in this process."""
 
 
 def serve(
@@ -174,18 +168,18 @@ def serve(
     config = LlamaConfig(**sizes)
     model = model_of(config, n_masks, form, device)
     tokens = torch.randint(1, config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
-    _served = Served(generation(model, tokens, new_tokens), new_tokens)
+    _served = generation(model, tokens, new_tokens)
     with torch.no_grad(), settings(form):
         logits: npt.NDArray[np.float32] = model(tokens).logits[:, -1].float().numpy(force=True)
         for _ in range(2):
-            _served.call()
+            _served()
     return logits
 
 
 @torch.no_grad()
 def time_served() -> float:
-    """Time a call of the model of this process, in microseconds for each new token of a sequence."""
-    return wall_microseconds(_served.call) / _served.new_tokens
+    """Time a call of the model of this process, in microseconds."""
+    return wall_microseconds(_served)
 
 
 def process() -> Executor:
@@ -207,27 +201,25 @@ def bench(
     everything works, nothing is compiled.
     """
     sizes = sizes or MODELS[problem.name]
+    times: dict[tuple[Form, int], list[float]] = {variant: [] for variant in problem.variants}
     with ExitStack() as stack:
-        processes = [stack.enter_context(process()) for _ in problem.variants]
-        started = [
-            process.submit(serve, sizes, form, n_masks, problem.batch, device, new_tokens)
-            for process, (form, n_masks) in zip(processes, problem.variants, strict=True)
-        ]
-        logits = [torch.from_numpy(one.result()) for one in started]
-        times: dict[tuple[Form, int], list[float]] = {variant: [] for variant in problem.variants}
-        turns = list(zip(problem.variants, processes, strict=True))
+        processes = {variant: stack.enter_context(process()) for variant in times}
+        started = {
+            variant: one.submit(serve, sizes, *variant, problem.batch, device, new_tokens)
+            for variant, one in processes.items()
+        }
+        logits = {variant: torch.from_numpy(one.result()) for variant, one in started.items()}
+        turns = list(processes.items())
         for _ in range(rounds):
             random.shuffle(turns)
-            for variant, process_of_variant in turns:
-                times[variant].append(process_of_variant.submit(time_served).result())
-    rows = []
-    exact = dict(zip(problem.variants, (result.double() for result in logits), strict=True))
-    for (form, n_masks), result in zip(problem.variants, logits, strict=True):
-        error = relative_error(result, exact[MGLUS[0], n_masks]) if form.packed else float("nan")
-        size = problem.batch, (sizes["intermediate_size"], sizes["hidden_size"]), n_masks
-        extra: dict[str, object] = {"new_tokens": new_tokens}
-        of_form = times[form, n_masks]
-        rows.append(Row.of_times(CASE, form.name, *size, of_form, error=error, budget=MAX_DISTANCE, extra=extra))
+            for variant, one in turns:
+                times[variant].append(one.submit(time_served).result() / new_tokens)
+    rows, shape = [], (sizes["intermediate_size"], sizes["hidden_size"])
+    for (form, n_masks), of_form in times.items():
+        exact = logits[MGLUS[0], n_masks].double() if form.packed else None
+        error = float("nan") if exact is None else relative_error(logits[form, n_masks], exact)
+        size, extra = (problem.batch, shape, n_masks), {"new_tokens": new_tokens}
+        rows.append(Row.of_times(CASE, form.name, *size, of_form, error=error, budget=MAX_DISTANCE, extra={**extra}))
     return rows
 
 
