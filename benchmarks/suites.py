@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import decode, decode_model, masks_at_inference, overheads, train, train_model
-from benchmarks.decode import SHAPES, Sweep
+from benchmarks.decode import BASELINES, SHAPES, Sweep
 from benchmarks.records import Row, version
 from mglu_ops.formats import FORMATS
 
@@ -55,49 +55,10 @@ class Suite(NamedTuple):
     needs: tuple[str, ...] = GPU
 
 
-SWEEPS = {
-    "one_token": (
-        "one token, float16: every backend, the naive layer and SwiGLU in all their forms",
-        Sweep(dtype=torch.float16, baselines=("naive", "swiglu", "triton", "composite")),
-    ),
-    "sustained": (
-        "one token, bfloat16, under sustained load: our kernels, and SwiGLU in all its forms",
-        Sweep(masks=(1, 4, 8, 16), baselines=("swiglu",), shapes={SHAPES[0]: "decode"}, settle_seconds=0.8),
-    ),
-    "tokens": (
-        "1 to 8192 tokens: our kernels against the floor",
-        Sweep(tokens=ONE_TO_8192, masks=(1, 4, 8, 16), baselines=("triton",)),
-    ),
-    "routes": (
-        "1 to 8192 tokens: the dispatch against every other backend, the naive layer and SwiGLU",
-        Sweep(
-            tokens=ONE_TO_8192,
-            masks=(1, 4),
-            baselines=("naive", "swiglu", "triton", "composite"),
-            shapes={SHAPES[1]: "decode"},
-            tuned_at=(1, 8192),
-        ),
-    ),
-    "formats": (
-        "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, and SwiGLU with such weights",
-        Sweep(
-            tokens=(1, 8, 16),
-            masks=(1, 2, 4, 8),
-            baselines=("swiglu",),
-            weight_formats=tuple(name for name in FORMATS if name != "dense"),
-        ),
-    ),
-    "models": (
-        "one token, bfloat16: the layers of current models",
-        Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=MODELS),
-    ),
-}
-"""Name of a suite to what it shows and its problems."""
-
-
-def _sweep(name: str, about: str, sweep: Sweep) -> Suite:
+def _sweep(name: str, about: str, sweep: Sweep) -> dict[str, Suite]:
+    """The suite that measures a sweep into `<name>.csv`."""
     quick = partial(decode.run, sweep.quick(), name=name, rounds=QUICK_ROUNDS)
-    return Suite(about, partial(decode.run, sweep, name=name), quick)
+    return {name: Suite(about, partial(decode.run, sweep, name=name), quick)}
 
 
 def _tables(out: Path) -> Sequence[Row]:
@@ -120,7 +81,36 @@ def _plots(out: Path) -> Sequence[Row]:
 
 
 SUITES = {
-    **{name: _sweep(name, *sweep) for name, sweep in SWEEPS.items()},
+    **_sweep(
+        "one_token",
+        "one token, float16: every backend, the naive layer and SwiGLU in all their forms",
+        Sweep(dtype=torch.float16, baselines=BASELINES),
+    ),
+    **_sweep(
+        "sustained",
+        "one token, bfloat16, under sustained load: our kernels, and SwiGLU in all its forms",
+        Sweep(masks=(1, 4, 8, 16), baselines=("swiglu",), shapes={SHAPES[0]: "decode"}, settle_seconds=0.8),
+    ),
+    **_sweep(
+        "tokens",
+        "1 to 8192 tokens: our kernels against the floor",
+        Sweep(tokens=ONE_TO_8192, masks=(1, 4, 8, 16), baselines=("triton",)),
+    ),
+    **_sweep(
+        "routes",
+        "1 to 8192 tokens: the dispatch against every other backend, the naive layer and SwiGLU",
+        Sweep(ONE_TO_8192, (1, 4), baselines=BASELINES, shapes={SHAPES[1]: "decode"}, tuned_at=(1, 8192)),
+    ),
+    **_sweep(
+        "formats",
+        "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, and SwiGLU with such weights",
+        Sweep((1, 8, 16), (1, 2, 4, 8), baselines=("swiglu",), weight_formats=tuple(FORMATS)[1:]),
+    ),
+    **_sweep(
+        "models",
+        "one token, bfloat16: the layers of current models",
+        Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=MODELS),
+    ),
     "decode_model": Suite(
         "tokens a second of a whole model, with SwiGLU and with SwiMGLU",
         partial(decode_model.run, decode_model.IN_BFLOAT16),

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.frames import grid, in_order
 from benchmarks.frames import load as load_frame
-from benchmarks.frames import markdown
 from benchmarks.learning.corpus import Corpus, load
 from benchmarks.learning.experiments import BEST, LEAST_SECONDS, RESULTS, SWIGLU, is_done
 from benchmarks.learning.recipe import Recipe, projection_weights
@@ -102,18 +102,13 @@ def measure(
 def table(results: Path) -> str:
     """A row for each model: its loss in 16 bits in nats a byte, and the change of the loss in each other format."""
     rows = load_frame(results, NAME)
-    facts = rows.attrs
-    losses: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows.to_dict("records"):
-        losses.setdefault((row["model"], row["layer"]), {})[row["format"]] = row["held_out"]
-    others = [name for name, one in FORMATS.items() if not one.is_dense]
-    lines = [
-        [*key, f"{of['dense']:.4f}", *(f"{of[name] - of['dense']:+.4f}" for name in others)]
-        for key, of in losses.items()
-    ]
+    facts, losses = rows.attrs, in_order(rows, ["model", "layer"], "format", rows.held_out)
+    cells = {"16 bits": losses.dense.map("{:.4f}".format)}
+    for name in (name for name, one in FORMATS.items() if not one.is_dense):
+        cells[f"`{name}`"] = (losses[name] - losses.dense).map("{:+.4f}".format)
     source = f"{facts['device']}, torch {facts['torch']}, commit {facts['commit'][:7]}; text `{facts['corpus.kind']}` "
     source += f"{facts['corpus.digest']}, {float(facts['corpus.held_out_bytes']) / 1e6:.1f} MB held out."
-    return f"{source}\n\n{markdown(['model', 'layer', '16 bits', *(f'`{name}`' for name in others)], lines)}"
+    return f"{source}\n\n{grid('model', cells)}"
 
 
 def main() -> None:
