@@ -74,8 +74,6 @@ class Problem:
 
 SMALL = Problem("350M", Model(replace(MODELS["350M"].sizes, layers=2, context=128), batch=1), "autocast", 1)
 """A problem to see that everything works."""
-
-
 PROBLEMS = [
     Problem(name, model, precision, n_masks)
     for (name, model), precision, n_masks in product(MODELS.items(), PRECISIONS, (1, 2, 4))
