@@ -89,5 +89,5 @@ SWIGLU = (
 
 def in_modes(baselines: Collection[Baseline], tuned: bool, autotuned: bool) -> list[Baseline]:
     """The baselines in the modes to measure; `tuned` adds coordinate descent and, if `autotuned`, max-autotune."""
-    measured = {"eager": True, "compiled": True, "coordinate descent": tuned, "max-autotune": tuned and autotuned}
-    return [baseline for baseline in baselines if measured[baseline.mode]]
+    left_out = {"coordinate descent": not tuned, "max-autotune": not (tuned and autotuned)}
+    return [baseline for baseline in baselines if not left_out.get(baseline.mode)]

@@ -84,10 +84,6 @@ def gemm(weights: list[Tensor]) -> Variant:
 def floor(read_ceiling: float, product: float | None, tokens: int, n_masks: int) -> float:
     """Lower bound of a layer's time, in microseconds: the larger of its reads and of n_masks + 1 GEMMs.
 
-    Args:
-        read_ceiling: time to read W and the masks, in microseconds.
-        product: time of `gemm` with the layer's weight, in microseconds; None for few tokens, where reads dominate.
-        tokens: rows of x.
-        n_masks: number of masks.
+    `product` is the time of `gemm` with the layer's weight; None for few tokens, where reads dominate.
     """
     return max(read_ceiling, 0.0 if product is None else (n_masks + 1) * tokens / GEMM_TOKENS * product)

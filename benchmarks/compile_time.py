@@ -3,8 +3,7 @@
 It measures a stack of MGLU layers, and models without one, to which the pass must add next to nothing: chains of four
 kinds of elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
 
-python -m benchmarks.compile_time --out benchmarks/results [--layers 32] [--n-masks 4] [--nodes 10 100 1000 5000]
-    [--masked-layers 100 200 400 800] [--only "padded MLP"]
+python -m benchmarks.compile_time --out benchmarks/results [--only "padded MLP"]
 """
 
 from __future__ import annotations
@@ -26,21 +25,18 @@ from torch.fx import Graph
 from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel
 from benchmarks.ordinary_models import FEATURES, MASKED_LAYERS, STEPS, TOKENS, Chain, Masked, UNet, resnet
-from benchmarks.records import Row, parser_of, write
+from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import summarise, wall_microseconds
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
 from mglu_ops.nn import GLU, NaiveMGLU
 
+ROUNDS = 3
 WIDTH, HIDDEN = 64, 128
-NODES = (10, 100, 1000, 5000)
 MOST_NODES_TO_COMPILE = {"relu": 10}
 """The longest chain of a step that Inductor compiles here, if limited: 100 nodes of relu take it 11 minutes. Longer
 chains are only traced, by Dynamo and AOTAutograd. Tracing is faster, so the pass's share of it is an upper bound of its
 share of the whole compilation."""
-LLAMA_LAYERS = 200
-DEPTHS = (100, 200, 400, 800)
-"""Layers of the models with masked activations."""
 MOST_LAYERS_TO_COMPILE = {"padded MLP": 200, "MLP with dropout": 40, "split attention": 100, "masked tanh": 400}
 """The deepest model of a kind that Inductor compiles within a minute, if limited. Deeper models are only traced."""
 PROTOCOL = (
@@ -62,10 +58,6 @@ class Block(nn.Module):
         return x + self.down(self.mlp(self.norm(x)))
 
 
-def model(layers: int, n_masks: int) -> nn.Module:
-    return nn.Sequential(*(Block(n_masks) for _ in range(layers)))
-
-
 def captured(function: Callable[..., Any], x: Tensor) -> Graph:
     """The graph that Dynamo captures from a model."""
     graphs: list[Graph] = []
@@ -82,12 +74,8 @@ def captured(function: Callable[..., Any], x: Tensor) -> Graph:
 def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
     """Seconds of this thread's CPU time, which other load does not affect, to fuse a copy of a graph.
 
-    The garbage collector is off meanwhile, since it visits all objects of the process.
-
-    Args:
-        graph: the graph, which is not changed.
-        layers: how many layers the pass must fuse.
-        may_report: allow the report to mention products that were not fused.
+    The garbage collector is off meanwhile, since it visits all objects of the process. The pass must fuse `layers`
+    layers; `may_report` allows the report to mention products that were not fused.
     """
     copy, report = Graph(graph.owning_module), FusionReport()
     copy.output(copy.graph_copy(graph, {}))
@@ -116,57 +104,52 @@ def no_autograd_cache() -> AbstractContextManager[None]:
     return torch._functorch.config.patch(enable_autograd_cache=False)
 
 
-def bench(layers: int, n_masks: int, rounds: int) -> list[Row]:
-    """Measure a stack of MGLU layers."""
-    layer_stack, x = model(layers, n_masks), torch.randn(3, WIDTH)
-    with torch.no_grad(), no_autograd_cache():
-        graph = captured(layer_stack, x)
-        times: dict[str, list[float]] = {"pass": [], "naive compiled": [], "fused": []}
-        time_of_compilation(layer_stack, x, "mglu")  # so that no timed call imports modules
-        for _ in range(rounds):
-            times["pass"].append(time_of_pass(graph, layers))
-            times["naive compiled"].append(time_of_compilation(layer_stack, x, "inductor"))
-            times["fused"].append(time_of_compilation(layer_stack, x, "mglu"))
-    naive = summarise(times["naive compiled"]).median
-    name, nodes = f"compile {layers} layers", len(graph.nodes)
-    return [
-        _row(name, variant, values, {"of_naive": round(summarise(values).median / naive, 4), "nodes": nodes}, n_masks)
-        for variant, values in times.items()
-    ]
-
-
 @dataclass(frozen=True)
-class Ordinary:
-    """A model without an MGLU layer.
+class Case:
+    """A model to compile.
 
     Attributes:
         name: its name in the results.
         build: returns the model and its input.
         backend: `inductor` to compile it, or `aot_eager` to trace it only.
         may_report: whether the report may mention products, because they look like a part of an MGLU layer.
+        layers: how many MGLU layers it has, which the pass must fuse; it is then compiled with fusion, too.
+        n_masks: their number of masks.
     """
 
     name: str
     build: Callable[[], tuple[nn.Module, Tensor]]
     backend: str = "inductor"
     may_report: bool = False
+    layers: int = 0
+    n_masks: int = 0
 
 
-def chain(step: str, nodes: int) -> Ordinary:
+def mglu_layers(n_masks: int, layers: int = 32) -> Case:
+    """A stack of MGLU layers."""
+    name = f"compile {layers} layers"
+
+    def build() -> tuple[nn.Module, Tensor]:
+        return nn.Sequential(*(Block(n_masks) for _ in range(layers))), torch.randn(3, WIDTH)
+
+    return Case(name, build, layers=layers, n_masks=n_masks)
+
+
+def chain(step: str, nodes: int) -> Case:
     """A chain of elementwise operators; `step` is one of `STEPS`."""
     backend = "inductor" if nodes <= MOST_NODES_TO_COMPILE.get(step, nodes) else "aot_eager"
-    return Ordinary(f"chain of {step}, {nodes} nodes", lambda: (Chain(step, nodes), torch.randn(3, FEATURES)), backend)
+    return Case(f"chain of {step}, {nodes} nodes", lambda: (Chain(step, nodes), torch.randn(3, FEATURES)), backend)
 
 
-def llama(layers: int) -> Ordinary:
+def llama(layers: int) -> Case:
     """A decoder with SwiGLU that predicts the tokens of two sequences."""
     sizes = Sizes(layers, FEATURES, 2 * FEATURES, heads=4, kv_heads=4, vocabulary=256, context=64, rope_base=10_000.0)
-    return Ordinary(f"Llama, {layers} layers", lambda: (LanguageModel(sizes, GLU), torch.arange(18).view(2, 9)))
+    return Case(f"Llama, {layers} layers", lambda: (LanguageModel(sizes, GLU), torch.arange(18).view(2, 9)))
 
 
-def masked(kind: str, layers: int) -> Ordinary:
+def masked(kind: str, layers: int) -> Case:
     """Layers with masked activations; `kind` is one of `MASKED_LAYERS`."""
-    return Ordinary(
+    return Case(
         f"{kind}, {layers} layers",
         lambda: (Masked(kind, layers), torch.randn(TOKENS, FEATURES)),
         "inductor" if layers <= MOST_LAYERS_TO_COMPILE.get(kind, layers) else "aot_eager",
@@ -174,63 +157,48 @@ def masked(kind: str, layers: int) -> Ordinary:
     )
 
 
-UNET = Ordinary("UNet", lambda: (UNet(), torch.randn(1, 3, 64, 64)))
-RESNET = Ordinary("ResNet", lambda: (resnet().eval(), torch.randn(1, 3, 64, 64)))
+UNET = Case("UNet", lambda: (UNet(), torch.randn(1, 3, 64, 64)))
+RESNET = Case("ResNet", lambda: (resnet().eval(), torch.randn(1, 3, 64, 64)))
+CASES = (
+    mglu_layers(4),
+    *(chain(step, nodes) for nodes in (10, 100, 1000, 5000) for step in STEPS),
+    *(UNET, RESNET, llama(200)),
+    *(masked(kind, layers) for kind in MASKED_LAYERS for layers in (100, 200, 400, 800)),
+)
 
 
-def bench_ordinary(case: Ordinary, rounds: int) -> list[Row]:
-    """Measure the pass and the whole compilation of a model that the pass must not change."""
+def bench(case: Case) -> list[Row]:
+    """Measure the pass and the whole compilation of a model."""
     function, x = case.build()
+    variants = {"compiled" if case.backend == "inductor" else "traced": case.backend}
+    if case.layers:
+        variants = {"naive compiled": "inductor", "fused": "mglu"}
+    times: dict[str, list[float]] = {name: [] for name in ("pass", *variants)}
     with torch.no_grad(), no_autograd_cache():
         assert function(x).isfinite().all(), f"{case.name}: infinities would change the time of arithmetic"
         graph = captured(function, x)
-        times = {"pass": [time_of_pass(graph, layers=0, may_report=case.may_report) for _ in range(rounds)]}
-        whole = "compiled" if case.backend == "inductor" else "traced"
-        times[whole] = [time_of_compilation(function, x, case.backend)]
-    compiled, nodes = times[whole][0], len(graph.nodes)
-
-    def extra(seconds: float) -> dict[str, object]:
-        per_node = round(seconds / nodes * 1e6, 2)
-        return {"of_compiled": round(seconds / compiled, 5), "nodes": nodes, "us_a_node": per_node}
-
-    return [_row(case.name, variant, values, extra(summarise(values).median)) for variant, values in times.items()]
-
-
-def _row(case: str, variant: str, seconds: Sequence[float], extra: dict[str, object], n_masks: int = 0) -> Row:
-    """A row of compilation times; its sizes are 0 for a model without MGLU layers."""
-    tokens, shape = (3, (HIDDEN, WIDTH)) if n_masks else (0, (0, 0))
-    times = [1e6 * one for one in seconds]
-    return Row.of_times(case, variant, tokens, shape, n_masks, times, dtype=torch.float32, extra=extra)
+        if case.layers:
+            time_of_compilation(function, x, "mglu")  # so that no timed call imports modules
+        for i in range(ROUNDS):
+            times["pass"].append(time_of_pass(graph, case.layers, case.may_report))
+            for name, backend in variants.items():
+                if case.layers or i == 0:
+                    times[name].append(time_of_compilation(function, x, backend))
+    tokens, shape = (3, (HIDDEN, WIDTH)) if case.layers else (0, (0, 0))
+    nodes, rows = len(graph.nodes), []
+    for name, seconds in times.items():
+        of_name = [1e6 * one for one in seconds]
+        extra: dict[str, object] = {"nodes": nodes, "us_a_node": round(summarise(of_name).median / nodes, 2)}
+        size = tokens, shape, case.n_masks
+        rows.append(Row.of_times(case.name, name, *size, of_name, dtype=torch.float32, extra=extra))
+    return rows
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--n-masks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--nodes", type=int, nargs="*", default=NODES, help="lengths of the chains")
-    parser.add_argument("--llama-layers", type=int, default=LLAMA_LAYERS)
-    parser.add_argument("--masked-layers", type=int, nargs="*", default=DEPTHS, help="depths of the masked models")
-    parser.add_argument("--only", help="print the times of models whose names contain this, and write no result")
+    parser.add_argument("--only", default="", help="measure models whose names contain this")
     options = parser.parse_args()
-    chains = [chain(step, nodes) for nodes in options.nodes for step in STEPS]
-    masked_models = [masked(kind, layers) for kind in MASKED_LAYERS for layers in options.masked_layers]
-    cases = (*chains, UNET, RESNET, llama(options.llama_layers), *masked_models)
-    if options.only is not None:
-        for case in cases:
-            if options.only in case.name:
-                _printed(bench_ordinary(case, options.rounds))
-        return
-    rows = _printed(bench(options.layers, options.n_masks, options.rounds))
-    for case in cases:
-        rows += _printed(bench_ordinary(case, options.rounds))
-    write(rows, options.out, "compile_time", PROTOCOL)
-
-
-def _printed(rows: list[Row]) -> list[Row]:
-    for row in rows:
-        print(f"{row.case:34}{row.variant:16}{row.microseconds / 1e6:9.4f} s  {row.extra}", flush=True)
-    return rows
+    measure([case for case in CASES if options.only in case.name], bench, options.out, "compile_time", PROTOCOL)
 
 
 if __name__ == "__main__":

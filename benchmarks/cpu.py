@@ -26,7 +26,7 @@ from benchmarks.layers import Layers, all_masks, mglu
 from benchmarks.records import environment, parser_of, write_table
 from benchmarks.timing import summarise, wall_microseconds
 from mglu_ops.accuracy import ERROR_BUDGET
-from mglu_ops.backends import BACKENDS, PreparedCall, cpu
+from mglu_ops.backends import BACKENDS, cpu
 from mglu_ops.backends.cpu.build import find_compiler
 from mglu_ops.backends.cpu.library import Library, load
 from mglu_ops.formats import FORMATS
@@ -64,19 +64,16 @@ def layers_for(bytes_of_layer: int) -> int:
     return 2 * -(-CACHES_OF_LAYERS * last_cache // (2 * bytes_of_layer))
 
 
-def variants_of(layers: Layers, formats: list[str], baselines: list[str]) -> list[Variant]:
+def variants_of(layers: Layers, formats: Sequence[str], baselines: Sequence[str]) -> list[Variant]:
     """The read loop, our kernel for the dense weight and for each of the formats, and the baselines."""
     x, weights, packed = layers.x, layers.weights, layers.packed
     read = read_loop()
     variants = [Variant("read loop", lambda i: read(weights[i], packed[i]), layers.count)]
 
-    def ours(call: PreparedCall, i: int) -> Tensor:
-        return call(LayerArguments(x, weights[i], packed[i]))
+    def run(calls: Sequence[Callable[[], Tensor]], i: int) -> Tensor:
+        return calls[i]()
 
-    for name in ("cpu", *(name for name in baselines if name == "composite")):
-        prepared = BACKENDS[name].prepare(LayerCall.of(LayerArguments(x, weights[0], packed[0])))
-        variants.append(Variant(f"mglu {name}", partial(ours, prepared), layers.count))
-    for name in formats:
+    for name in ("dense", *formats):
         stored = [FORMATS[name].quantize(weight) for weight in weights]
         given = [
             LayerArguments(x, weight, bits, weight_scale=scale, weight_format=name)
@@ -84,7 +81,7 @@ def variants_of(layers: Layers, formats: list[str], baselines: list[str]) -> lis
         ]
         prepared = BACKENDS["cpu"].prepare(LayerCall.of(given[0]))
         calls = [partial(prepared, one) for one in given]
-        variants.append(Variant(f"mglu cpu {name}", partial(_call, calls), layers.count))
+        variants.append(Variant(f"mglu cpu {name}".removesuffix(" dense"), partial(run, calls), layers.count))
     if "naive" in baselines:
         # Masks that are not packed exceed the caches with fewer layers.
         count = layers_for((1 + layers.n_masks) * weights[0].nbytes)
@@ -94,10 +91,6 @@ def variants_of(layers: Layers, formats: list[str], baselines: list[str]) -> lis
     if "swiglu" in baselines:
         variants += swiglu_variants(layers, tuned=False)
     return variants
-
-
-def _call(calls: Sequence[Callable[[], Tensor]], i: int) -> Tensor:
-    return calls[i]()
 
 
 def error_of(variant: Variant, layers: Layers) -> float:
@@ -132,16 +125,7 @@ def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, l
     return times
 
 
-def bench(
-    d: int,
-    h: int,
-    n_masks: int,
-    tokens: int,
-    dtype: torch.dtype,
-    seconds: float,
-    formats: list[str],
-    baselines: list[str],
-) -> list[dict[str, Any]]:
+def bench(layers: Layers, seconds: float, formats: Sequence[str], baselines: Sequence[str]) -> list[dict[str, Any]]:
     """Measure one problem and return its rows; every variant runs for `seconds`.
 
     A row has the columns of `records.Row` up to `dtype`, and these:
@@ -150,26 +134,22 @@ def bench(
         error: norm of the error relative to the norm of the float64 result; NaN for SwiGLU and the read loop.
         isa: the instruction set that our kernel used for the dense weight; empty for the other variants.
     """
-    bits = min([8 * dtype.itemsize, *(8 if FORMATS[name].packed == 1 else 4 for name in formats)])
-    count = layers_for(d * h * bits // 8 + d * h // 8 * n_masks)
-    layers = Layers(d, h, n_masks, tokens, dtype, "cpu", count)
-    variants = variants_of(layers, formats, baselines)
+    variants, x, (d, h) = variants_of(layers, formats, baselines), layers.x, layers.weights[0].shape
     errors = {variant.name: error_of(variant, layers) for variant in variants}
-    times = times_of(variants, count, seconds)
-    reading = min(times["read loop"])
+    times = times_of(variants, layers.count, seconds)
     return [
         {
             "variant": name,
-            "tokens": tokens,
+            "tokens": len(x),
             "out_features": d,
             "in_features": h,
-            "n_masks": n_masks,
-            "dtype": str(dtype).removeprefix("torch."),
+            "n_masks": layers.n_masks,
+            "dtype": str(x.dtype).removeprefix("torch."),
             "least": round(min(found), 1),
             "median": round(summarise(found).median, 1),
-            "fraction_of_reading": round(reading / min(found), 3),
+            "fraction_of_reading": round(min(times["read loop"]) / min(found), 3),
             "error": errors[name],
-            "isa": (cpu.isa(dtype, tokens, n_masks) or "") if name == "mglu cpu" else "",
+            "isa": (cpu.isa(x.dtype, len(x), layers.n_masks) or "") if name == "mglu cpu" else "",
         }
         for name, found in times.items()
     ]
@@ -186,24 +166,21 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=4, help="for each variant of a problem")
     parser.add_argument("--formats", nargs="*", choices=[*FORMATS][1:], default=[], help="of the weight, beside dense")
-    parser.add_argument("--baselines", nargs="*", choices=["naive", "swiglu", "composite"], default=["naive", "swiglu"])
-    arguments = parser.parse_args()
+    parser.add_argument("--baselines", nargs="*", choices=["naive", "swiglu"], default=["naive", "swiglu"])
+    options = parser.parse_args()
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
-    line = (
-        "{dtype:8} T={tokens:<4} n_m={n_masks:<2} {variant:26} {least:10.1f} us (median {median:10.1f}) "
-        "{fraction_of_reading:6.3f} error {error:.1e}"
-    )
-    for dtype, tokens, n_masks in product(arguments.dtypes, arguments.tokens, arguments.n_masks):
+    d, h = options.shape
+    for name, tokens, n_masks in product(options.dtypes, options.tokens, options.n_masks):
         torch._dynamo.reset()
-        d, h = arguments.shape
-        found = bench(
-            d, h, n_masks, tokens, getattr(torch, dtype), arguments.seconds, arguments.formats, arguments.baselines
-        )
+        dtype = getattr(torch, name)
+        bits = min([8 * dtype.itemsize, *(8 // FORMATS[one].packed for one in options.formats)])
+        layers = Layers(d, h, n_masks, tokens, dtype, "cpu", layers_for(d * h * (bits + n_masks) // 8))
+        found = bench(layers, options.seconds, options.formats, options.baselines)
+        print(*(" ".join(f"{key} {value}" for key, value in row.items()) for row in found), sep="\n", flush=True)
         rows += found
-        print(*(line.format(**row) for row in found), sep="\n", flush=True)
     facts = {**environment(PROTOCOL), "load": " ".join(f"{load:.2f}" for load in os.getloadavg())}
-    write_table(rows, facts, arguments.out, arguments.name)
+    write_table(rows, facts, options.out, options.name)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ This command takes any problem; `python -m mglu_ops bench` measures the problems
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks import records
 from benchmarks.baselines import NAIVE, SWIGLU, in_modes, swiglu_stacked
 from benchmarks.ceiling import (
     GEMM,
@@ -31,7 +32,7 @@ from benchmarks.ceiling import (
 from benchmarks.harness import PROTOCOL, SETTLED_PROTOCOL, Timing, Variant, measure
 from benchmarks.layers import Layers, all_masks
 from benchmarks.quantized import quantized_swiglu_variants
-from benchmarks.records import Row, parser_of, printed, write
+from benchmarks.records import Row, parser_of
 from benchmarks.timing import ROUNDS, SETTLE_SECONDS
 from mglu_ops import dispatch
 from mglu_ops.timer import layers_for
@@ -107,44 +108,46 @@ def swiglu_variants(layers: Layers, tuned: bool) -> list[Variant]:
     ]
 
 
-def bench(
-    d: int,
-    h: int,
-    n_masks: int,
-    tokens: int,
-    dtype: torch.dtype,
-    baselines: Collection[str],
-    rounds: int = ROUNDS,
-    *,
-    tuned: bool = True,
-    settle_seconds: float = 0.0,
-    case: str = "decode",
-    weight_format: str = "dense",
-) -> list[Row]:
-    """Measure one problem and return its rows.
+@dataclass(frozen=True)
+class Problem:
+    """A layer, and what is measured of it.
 
-    Args:
-        d: out_features.
-        h: in_features.
-        n_masks: number of masks.
+    Attributes:
+        case: the name of the problem in the rows.
+        shape: `(out_features, in_features)`.
         tokens: number of tokens.
+        n_masks: number of masks.
         dtype: of x and the weights.
+        weight_format: how the weights of MGLU and of SwiGLU are stored.
         baselines: members of `BASELINES` to measure besides the read ceiling and the backend that the dispatch chooses.
-        rounds: largest number of rounds.
         tuned: also compile the naive layer and SwiGLU with the options of torch.compile that take longer.
         settle_seconds: as in `harness.measure`; above `MAX_SEPARATE_GEMM_TOKENS` tokens at least `SETTLE_SECONDS`.
-        case: the name of the problem in the rows.
-        weight_format: how the weights of MGLU and of SwiGLU are stored.
     """
+
+    case: str
+    shape: tuple[int, int]
+    tokens: int
+    n_masks: int
+    dtype: torch.dtype
+    weight_format: str
+    baselines: tuple[str, ...]
+    tuned: bool
+    settle_seconds: float
+
+
+def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
+    """Measure one problem in at most `rounds` rounds, and return its rows."""
     torch._dynamo.reset()
-    layers = Layers(d, h, n_masks, tokens, dtype, weight_format=weight_format)
-    ours = our_variants(layers, {"cuda", *baselines})
+    (d, h), tokens, n_masks, dtype = problem.shape, problem.tokens, problem.n_masks, problem.dtype
+    layers = Layers(d, h, n_masks, tokens, dtype, weight_format=problem.weight_format)
+    ours = our_variants(layers, {"cuda", *problem.baselines})
     variants = [Variant("read ceiling", reader(layers.weights, layers.packed), layers.count), *ours]
-    if "naive" in baselines:
-        variants += naive_variants(layers, tuned)
-    if "swiglu" in baselines:
-        variants += swiglu_variants(layers, tuned) if weight_format == "dense" else quantized_swiglu_variants(layers)
-    many = tokens > MAX_SEPARATE_GEMM_TOKENS
+    if "naive" in problem.baselines:
+        variants += naive_variants(layers, problem.tuned)
+    if "swiglu" in problem.baselines:
+        dense_format = problem.weight_format == "dense"
+        variants += swiglu_variants(layers, problem.tuned) if dense_format else quantized_swiglu_variants(layers)
+    many, settle_seconds = tokens > MAX_SEPARATE_GEMM_TOKENS, problem.settle_seconds
     dense = [layers.weight(i, dtype) for i in range(GEMM_LAYERS)]
     if many:
         variants.append(gemm(dense))
@@ -162,7 +165,7 @@ def bench(
         if name == GEMM and not math.isnan(timing.microseconds):
             extra |= {"of_tokens": GEMM_TOKENS, "tflops": round(2e-6 * GEMM_TOKENS * d * h / timing.microseconds, 1)}
         dtype_name = str(dtype).removeprefix("torch.")
-        return Row(case, name, tokens, d, h, n_masks, dtype_name, *timing[:2], share, timing.error, extra)
+        return Row(problem.case, name, tokens, d, h, n_masks, dtype_name, *timing[:2], share, timing.error, extra)
 
     return [row(name, timing) for name, timing in timings.items()]
 
@@ -178,9 +181,8 @@ class Sweep:
     shapes: dict[tuple[int, int], str] = field(default_factory=lambda: dict.fromkeys(SHAPES, "decode"))
     """`(out_features, in_features)` to the name of the problem in the rows."""
     tuned_at: tuple[int, ...] = (1,)
-    """Numbers of tokens for which `bench` gets `tuned=True`."""
+    """Numbers of tokens for which `Problem.tuned` is set."""
     settle_seconds: float = 0.0
-    """The argument of `bench`."""
     weight_formats: tuple[str, ...] = ("dense",)
     """The formats in which weights are stored; other than the dense one, they are the names of the problems."""
 
@@ -189,39 +191,34 @@ class Sweep:
         (d, h), case = min(self.shapes.items())
         return replace(self, shapes={(d, h): case}, tokens=self.tokens[:1], masks=self.masks[:1], settle_seconds=0.0)
 
-    def rows(self, rounds: int = ROUNDS) -> Iterator[list[Row]]:
-        """Measure problem by problem, and yield the rows of each."""
-        torch.manual_seed(0)
-        for ((d, h), case), name, tokens, n_masks in product(
-            self.shapes.items(), self.weight_formats, self.tokens, self.masks
-        ):
+    def problems(self) -> list[Problem]:
+        found = []
+        every = product(self.shapes.items(), self.weight_formats, self.tokens, self.masks)
+        for (shape, case), weight_format, tokens, n_masks in every:
             # SwiGLU has no masks, so one measurement per shape and number of tokens is enough.
-            once = [name for name in self.baselines if name != "swiglu" or n_masks == self.masks[0]]
-            yield bench(
-                *(d, h, n_masks, tokens, self.dtype, once, rounds),
-                tuned=tokens in self.tuned_at,
-                settle_seconds=self.settle_seconds,
-                case=case if name == "dense" else name,
-                weight_format=name,
-            )
-            torch.cuda.empty_cache()
+            baselines = tuple(one for one in self.baselines if one != "swiglu" or n_masks == self.masks[0])
+            name = case if weight_format == "dense" else weight_format
+            layer = name, shape, tokens, n_masks, self.dtype, weight_format
+            found.append(Problem(*layer, baselines, tokens in self.tuned_at, self.settle_seconds))
+        return found
 
 
 def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:
     """Measure a table; print and write its rows after each problem."""
-    rows: list[Row] = []
-    protocol = PROTOCOL
-    if sweep.settle_seconds:
-        protocol = SETTLED_PROTOCOL.format(seconds=2 * sweep.settle_seconds)
-    for found in sweep.rows(rounds):
-        rows += printed(found)
-        write(rows, out, name, protocol)
-    return rows
+
+    def rows_of(problem: Problem) -> list[Row]:
+        rows = bench(problem, rounds)
+        torch.cuda.empty_cache()
+        return rows
+
+    torch.manual_seed(0)
+    seconds = 2 * sweep.settle_seconds
+    protocol = SETTLED_PROTOCOL.format(seconds=seconds) if seconds else PROTOCOL
+    return records.measure(sweep.problems(), rows_of, out, name, protocol)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--name", default="decode")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
@@ -237,7 +234,7 @@ def main() -> None:
         shapes={SHAPES[i]: "decode" for i in arguments.shapes},
         tuned_at=tuple(arguments.tokens),
     )
-    run(sweep, arguments.out, arguments.name, arguments.rounds)
+    run(sweep, arguments.out, "decode", arguments.rounds)
 
 
 if __name__ == "__main__":

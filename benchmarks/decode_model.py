@@ -1,6 +1,6 @@
 """Times a decoding step, one token of each sequence, of whole models of Llama's shapes with SwiGLU and with SwiMGLU.
 
-python -m benchmarks.decode_model --out DIR [--models "Llama-3.1 8B"] [--batches 1 32] [--compilations 1] [--resume]
+python -m benchmarks.decode_model --out DIR [--fp8] [--resume]
 
 The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles the start,
 one block and the head; a whole step is one CUDA graph, which passes its tokens to the next step. The logits are
@@ -37,9 +37,6 @@ MODELS = {
     "Llama-3.2 1B": Sizes(),
     "Llama-3.1 8B": Sizes(layers=32, hidden=4096, intermediate=14336),
 }
-BATCHES = (1, 8, 32)
-COMPILATIONS = 3
-"""Compilations of each model, all with an empty cache, since coordinate descent finds other kernels each time."""
 OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
 """Options of torch.compile with which both layers decode faster than without."""
 PROTOCOL = (
@@ -48,8 +45,6 @@ PROTOCOL = (
     "and captured into a CUDA graph, variants interleaved, median over rounds of two steps, us a step; "
     "the ceiling reads as many bytes as the weights and masks have"
 )
-MASKS = (0, 1, 4, 8)
-"""Numbers of masks; 0 is SwiGLU."""
 CHECKED_TOKENS = 8
 ERROR_OVER_EAGER = 1.5
 """Largest error of a compiled model relative to the error of the eager model."""
@@ -57,23 +52,30 @@ ERROR_OVER_EAGER = 1.5
 
 @dataclass(frozen=True)
 class Problem:
-    """A model in MODELS and the number of sequences."""
+    """The sizes of a model, the number of sequences, and the numbers of masks that are measured; 0 is SwiGLU.
 
-    name: str
-    batch: int
-    compilations: int = COMPILATIONS
+    Each model is compiled `compilations` times with an empty cache, since coordinate descent finds other kernels each
+    time. The fastest compilation counts.
+    """
+
+    sizes: Sizes
+    batch: int = 1
     fp8: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.batch} sequences"
-
-    @property
-    def sizes(self) -> Sizes:
-        return MODELS[self.name]
+    compilations: int = 1
+    masks: tuple[int, ...] = (0, 1, 4, 8)
 
     def is_in(self, rows: Sequence[Row]) -> bool:
         shape = self.sizes.intermediate, self.sizes.hidden
         return (shape, self.batch) in {(row.shape, row.tokens) for row in rows}
+
+
+SMALL = Problem(Sizes(layers=2, vocabulary=1024), masks=(0, 1))
+"""A problem to see that everything works."""
+IN_BFLOAT16 = [
+    Problem(sizes, batch, compilations=3 if (sizes, batch) == (Sizes(), 1) else 1)
+    for sizes, batch in product(MODELS.values(), (1, 8, 32))
+]
+IN_FP8 = [Problem(sizes, batch, fp8=True) for sizes, batch in product(MODELS.values(), (1, 8))]
 
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1, *, fp8: bool = False) -> Decoder:
@@ -175,29 +177,22 @@ def capture_step(decoding: Decoding, name: str) -> Captured:
     return captured
 
 
-def bench(
-    sizes: Sizes,
-    batch: int = 1,
-    masks: Sequence[int] = MASKS,
-    rounds: int = ROUNDS,
-    compilations: int = COMPILATIONS,
-    *,
-    fp8: bool = False,
-) -> list[Row]:
+def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
     """A row per model and compilation, and one per read ceiling; all of them are timed in turn."""
-    models = {n_masks: build(sizes, n_masks, "cuda", torch.bfloat16, batch, fp8=fp8) for n_masks in masks}
+    sizes, batch = problem.sizes, problem.batch
+    models = {n: build(sizes, n, "cuda", torch.bfloat16, batch, fp8=problem.fp8) for n in problem.masks}
     weight_bytes = {n_masks: model.weight_bytes() for n_masks, model in models.items()}
-    decodings: dict[int, list[Captured]] = {n_masks: [] for n_masks in masks}
+    decodings: dict[int, list[Captured]] = {n_masks: [] for n_masks in models}
     with torch.no_grad():
         memory = torch.empty(max(weight_bytes.values()), dtype=torch.uint8, device="cuda")
         readers = {n_masks: reader([memory[:count]], [memory[:0]]) for n_masks, count in weight_bytes.items()}
         readings = {n_masks: capture(Variant("read ceiling", read, 1)) for n_masks, read in readers.items()}
-        for _ in range(compilations):
+        for _ in range(problem.compilations):
             with fresh_cache():
                 for n_masks, model in models.items():
                     torch._dynamo.reset()
                     decoding = Decoding.start(sharing(model))
-                    decodings[n_masks].append(capture_step(decoding, f"{layer(n_masks)} {n_masks}"))
+                    decodings[n_masks].append(capture_step(decoding, "SwiMGLU" if n_masks else "SwiGLU"))
         time_graphs([*readings.values(), *(step for steps in decodings.values() for step in steps)], rounds)
     rows = []
     for n_masks, steps in decodings.items():
@@ -206,40 +201,22 @@ def bench(
             time, spread, error = one.timing()
             fraction = reading.timing().microseconds / time
             extra: dict[str, object] = {"weight_mb": round(weight_bytes[n_masks] / 1e6, 1)}
-            name = "read ceiling"
             if one is not reading:
-                name = layer(n_masks)
                 extra |= {"error_budget": float(f"{one.budget:.3g}"), "compilation": i}
-            problem = "decode model", name, batch, sizes.intermediate, sizes.hidden, n_masks, "bfloat16"
-            rows.append(Row(*problem, time, spread, fraction, error, extra))
+            size = batch, sizes.intermediate, sizes.hidden, n_masks, "bfloat16"
+            rows.append(Row("decode model", one.variant.name, *size, time, spread, fraction, error, extra))
     return rows
 
 
-def layer(n_masks: int) -> str:
-    return "SwiMGLU" if n_masks else "SwiGLU"
-
-
-def run(problems: Sequence[Problem], out: Path, resume: bool = False) -> list[Row]:
+def run(problems: Sequence[Problem], out: Path, rounds: int = ROUNDS, resume: bool = False) -> list[Row]:
     """Measure problems into `decode_model.csv` of a folder, or `decode_model_fp8.csv`."""
     torch.manual_seed(0)
-
-    def rows_of(problem: Problem) -> list[Row]:
-        return bench(problem.sizes, problem.batch, compilations=problem.compilations, fp8=problem.fp8)
-
-    return measure(problems, rows_of, out, f"decode_model{'_fp8' if problems[0].fp8 else ''}", PROTOCOL, resume)
-
-
-def main() -> None:
-    parser = parser_of(__doc__, resume=True)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--compilations", type=int, default=COMPILATIONS, help="of each model; the fastest counts")
-    parser.add_argument("--fp8", action="store_true", help="weights in fp8")
-    options = parser.parse_args()
-    every = product(options.models, options.batches)
-    chosen = [Problem(name, batch, options.compilations, options.fp8) for name, batch in every]
-    run(chosen, options.out, options.resume)
+    name = f"decode_model{'_fp8' if problems[0].fp8 else ''}"
+    return measure(problems, lambda one: bench(one, rounds), out, name, PROTOCOL, resume)
 
 
 if __name__ == "__main__":
-    main()
+    parser = parser_of(__doc__, resume=True)
+    parser.add_argument("--fp8", action="store_true", help="weights in fp8")
+    options = parser.parse_args()
+    run(IN_FP8 if options.fp8 else IN_BFLOAT16, options.out, resume=options.resume)

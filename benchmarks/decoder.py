@@ -136,13 +136,7 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decodes one token of each sequence at a time, greedily; embedding and head share a matrix.
-
-    Args:
-        sizes: the sizes of the model.
-        projection: makes the gated projection of a block.
-        batch: number of sequences, which all have the same length.
-    """
+    """Decodes one token of each of `batch` sequences at a time, greedily; embedding and head share a matrix."""
 
     def __init__(self, sizes: Sizes, projection: Projection, batch: int = 1) -> None:
         super().__init__()

@@ -11,38 +11,25 @@ from typing import TypeAlias
 
 import pandas as pd
 
-from benchmarks.records import read_environment
-
-Parts: TypeAlias = Callable[[pd.DataFrame], Iterable[str]]
-"""Makes the parts of a table from the rows of a result."""
+from benchmarks.records import read_table
 
 EXTRA = ("chosen", "left_out", "peak_mb", "errors", "bits_repeat")
 """Names in `Row.extra` that are columns of every frame, also where no row has them."""
-TABLES: dict[str, Callable[[Path], str]] = {}
-"""Name of a table to the function that makes it from the folder of the results; `table` enters it here."""
-
-
-class MissingResultError(FileNotFoundError):
-    """No result has what a table needs."""
 
 
 def load(results: Path, name: str) -> pd.DataFrame:
-    """The rows of a result, whose environment is in `attrs`.
+    """The rows of `<name>.csv` in the folder of the results, whose environment is in `attrs`.
 
     The columns are those of the file, except that each name in `extra` has a column of its own and `least` is called
     `microseconds`. Two are added: `layer`, such as `8192 x 2048`, and `rate`, in tokens a second.
 
-    Args:
-        results: the folder of the results.
-        name: the name of the CSV file.
-
     Raises:
-        MissingResultError: it is not there.
+        FileNotFoundError: it is not there.
     """
     path = results / f"{name}.csv"
     if not path.is_file():
-        raise MissingResultError(f"{path}: no such result; benchmarks/README.md has the command that measures it")
-    environment = read_environment(results, name)
+        raise FileNotFoundError(f"{path}: no such result; benchmarks/README.md has the command that measures it")
+    environment = read_table(path)[0]
     rows = pd.read_csv(path, skiprows=len(environment), keep_default_na=False, na_values=["nan"])
     rows = rows.rename(columns={"least": "microseconds"})
     if "extra" in rows:
@@ -57,12 +44,9 @@ def load(results: Path, name: str) -> pd.DataFrame:
 
 
 def fastest(rows: pd.DataFrame, prefix: str | tuple[str, ...], by: str | list[str]) -> pd.DataFrame:
-    """The fastest correct row of each problem, among the variants that begin with a prefix.
+    """The fastest correct row of each problem, among the variants that begin with a prefix, or one of several.
 
-    Args:
-        rows: the rows of a result.
-        prefix: one beginning, or several.
-        by: the columns that tell problems apart, which become the index.
+    `by` are the columns that tell problems apart; they become the index.
     """
     found = rows[rows.variant.str.startswith(prefix) & rows.microseconds.notna()]
     return found.sort_values("microseconds", kind="stable").drop_duplicates(by).set_index(by).sort_index()
@@ -129,9 +113,7 @@ def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
 def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
     """A table of a frame, or of its columns by name, whose first columns are the levels of its index.
 
-    Args:
-        corner: the name of the first column.
-        cells: the frame; columns that are numbers are numbers of masks.
+    `corner` is the name of the first column. Columns of the frame that are numbers are numbers of masks.
     """
     cells = pd.DataFrame(cells)
     levels = ["n_m" if name == "n_masks" else name for name in cells.index.names[1:]]
@@ -140,19 +122,26 @@ def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
     return markdown([corner, *levels, *head], lines.itertuples(index=False))
 
 
-def page(parts: Parts, name: str, results: Path) -> str:
-    """Tables of a result, below a line that says where, with which torch and at which commit it was measured."""
-    rows = load(results, name)
-    commits = ", ".join(commit[:7] for commit in rows.attrs["commit"].split(", "))
-    head = f"`{name}.csv`: {rows.attrs['device']}, torch {rows.attrs['torch']}, commit {commits}."
-    return "\n\n".join([head, *parts(rows)])
+Parts: TypeAlias = Callable[[pd.DataFrame], Iterable[str]]
+"""Makes the parts of a table from the rows of a result."""
+TABLES: dict[str, Callable[[Path], str]] = {}
+"""Name of a table to the function that makes it from the folder of the results; `table` enters most of them."""
 
 
 def table(*names: str, result: str | None = None) -> Callable[[Parts], Parts]:
-    """Enter a function in `TABLES` under each name; `result` names the CSV file if its name differs."""
+    """Enter a function in `TABLES` under each name; `result` names the CSV file if its name differs.
+
+    The table stands below a line that says where, with which torch and at which commit it was measured.
+    """
 
     def enter(parts: Parts) -> Parts:
-        TABLES.update({name: partial(page, parts, result or name) for name in names})
+        def text(name: str, results: Path) -> str:
+            rows = load(results, name)
+            commits = ", ".join(commit[:7] for commit in rows.attrs["commit"].split(", "))
+            head = f"`{name}.csv`: {rows.attrs['device']}, torch {rows.attrs['torch']}, commit {commits}."
+            return "\n\n".join([head, *parts(rows)])
+
+        TABLES.update({name: partial(text, result or name) for name in names})
         return parts
 
     return enter

@@ -1,6 +1,6 @@
 """Times `generate` with Hugging Face's own Llama, as its users have it, with SwiGLU and with MGLU in every form.
 
-python -m benchmarks.generate --out DIR [--models "Llama-3.2 1B"] [--n-masks 1 4] [--batches 1 8 32] [--resume]
+python -m benchmarks.generate --out DIR [--resume]
 
 The model is `LlamaForCausalLM` of a Llama's shape with random weights in bfloat16. On a GPU, `generate` with a static
 cache compiles its step and captures it into CUDA graphs. The naive MGLU is a module as a user writes it, without this
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,8 +34,6 @@ from mglu_ops.nn import MGLU
 
 CASE = "generate"
 PROMPT, NEW_TOKENS = 16, 256
-BATCHES = (1, 8, 32)
-MASKS = (1, 4)
 ROUNDS = 7
 COMPILE_THREADS = 2
 """Inductor's threads in each process; all of them compile at once."""
@@ -109,10 +106,7 @@ class Problem:
 
     name: str
     batch: int
-    masks: Sequence[int]
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.batch} sequences"
+    masks: tuple[int, ...]
 
     @property
     def variants(self) -> list[tuple[Form, int]]:
@@ -121,7 +115,10 @@ class Problem:
 
     def is_in(self, rows: Sequence[Row]) -> bool:
         shape = MODELS[self.name]["intermediate_size"], MODELS[self.name]["hidden_size"]
-        return {*self.masks} <= {row.n_masks for row in rows if (row.shape, row.tokens) == (shape, self.batch)}
+        return (shape, self.batch) in {(row.shape, row.tokens) for row in rows}
+
+
+PROBLEMS = [*(Problem("Llama-3.2 1B", batch, (1, 4)) for batch in (1, 8, 32)), Problem("Llama-3.1 8B", 1, (1,))]
 
 
 def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
@@ -157,14 +154,8 @@ def generation(model: Any, tokens: Tensor, new_tokens: int) -> Callable[[], Tens
     return lambda: model.generate(tokens, attention_mask=mask, cache_implementation="static", **options).cpu()
 
 
-class Served(NamedTuple):
-    """The call of `generate` of the model in this process."""
-
-    call: Callable[[], Tensor]
-    new_tokens: int
-
-
-_served: Served
+_served: Callable[[], Tensor]
+"""The call of `generate` of the model in this process."""
 
 
 def serve(
@@ -177,18 +168,18 @@ def serve(
     config = LlamaConfig(**sizes)
     model = model_of(config, n_masks, form, device)
     tokens = torch.randint(1, config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
-    _served = Served(generation(model, tokens, new_tokens), new_tokens)
+    _served = generation(model, tokens, new_tokens)
     with torch.no_grad(), settings(form):
         logits: npt.NDArray[np.float32] = model(tokens).logits[:, -1].float().numpy(force=True)
         for _ in range(2):
-            _served.call()
+            _served()
     return logits
 
 
 @torch.no_grad()
 def time_served() -> float:
-    """Time a call of the model of this process, in microseconds for each new token of a sequence."""
-    return wall_microseconds(_served.call) / _served.new_tokens
+    """Time a call of the model of this process, in microseconds."""
+    return wall_microseconds(_served)
 
 
 def process() -> Executor:
@@ -204,49 +195,34 @@ def bench(
     rounds: int = ROUNDS,
     new_tokens: int = NEW_TOKENS,
 ) -> list[Row]:
-    """Measure a problem, and return a row for each form.
+    """Measure a problem by `rounds` timed calls of each form, and return a row for each form.
 
-    Args:
-        problem: the problem.
-        sizes: sizes of the model, as in `LlamaConfig`; by default the sizes of `MODELS[problem.name]`.
-        device: "cuda", or "cpu" to see that everything works; there, nothing is compiled.
-        rounds: number of timed calls of each form.
-        new_tokens: new tokens of each call.
+    `sizes` are those of the model as in `LlamaConfig`, by default of `MODELS[problem.name]`. On a CPU, which shows that
+    everything works, nothing is compiled.
     """
     sizes = sizes or MODELS[problem.name]
+    times: dict[tuple[Form, int], list[float]] = {variant: [] for variant in problem.variants}
     with ExitStack() as stack:
-        processes = [stack.enter_context(process()) for _ in problem.variants]
-        started = [
-            process.submit(serve, sizes, form, n_masks, problem.batch, device, new_tokens)
-            for process, (form, n_masks) in zip(processes, problem.variants, strict=True)
-        ]
-        logits = [torch.from_numpy(one.result()) for one in started]
-        times: dict[tuple[Form, int], list[float]] = {variant: [] for variant in problem.variants}
-        turns = list(zip(problem.variants, processes, strict=True))
+        processes = {variant: stack.enter_context(process()) for variant in times}
+        started = {
+            variant: one.submit(serve, sizes, *variant, problem.batch, device, new_tokens)
+            for variant, one in processes.items()
+        }
+        logits = {variant: torch.from_numpy(one.result()) for variant, one in started.items()}
+        turns = list(processes.items())
         for _ in range(rounds):
             random.shuffle(turns)
-            for variant, process_of_variant in turns:
-                times[variant].append(process_of_variant.submit(time_served).result())
-    rows = []
-    exact = dict(zip(problem.variants, (result.double() for result in logits), strict=True))
-    for (form, n_masks), result in zip(problem.variants, logits, strict=True):
-        error = relative_error(result, exact[MGLUS[0], n_masks]) if form.packed else float("nan")
-        size = problem.batch, (sizes["intermediate_size"], sizes["hidden_size"]), n_masks
-        extra: dict[str, object] = {"new_tokens": new_tokens}
-        of_form = times[form, n_masks]
-        rows.append(Row.of_times(CASE, form.name, *size, of_form, error=error, budget=MAX_DISTANCE, extra=extra))
+            for variant, one in turns:
+                times[variant].append(one.submit(time_served).result() / new_tokens)
+    rows, shape = [], (sizes["intermediate_size"], sizes["hidden_size"])
+    for (form, n_masks), of_form in times.items():
+        exact = logits[MGLUS[0], n_masks].double() if form.packed else None
+        error = float("nan") if exact is None else relative_error(logits[form, n_masks], exact)
+        size, extra = (problem.batch, shape, n_masks), {"new_tokens": new_tokens}
+        rows.append(Row.of_times(CASE, form.name, *size, of_form, error=error, budget=MAX_DISTANCE, extra={**extra}))
     return rows
 
 
-def main() -> None:
-    parser = parser_of(__doc__, resume=True)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS)[:1])
-    parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    options = parser.parse_args()
-    problems = [Problem(name, batch, options.n_masks) for name, batch in product(options.models, options.batches)]
-    measure(problems, bench, options.out, "generate", PROTOCOL, options.resume)
-
-
 if __name__ == "__main__":
-    main()
+    options = parser_of(__doc__, resume=True).parse_args()
+    measure(PROBLEMS, bench, options.out, "generate", PROTOCOL, options.resume)

@@ -46,12 +46,9 @@ class Timing(NamedTuple):
 
 
 class Captured(GraphTimer):
-    """A variant as a CUDA graph.
+    """A variant as a CUDA graph, and the tensors that a replay writes, one per layer.
 
-    Attributes:
-        outputs: the tensors that a replay writes, one per layer.
-        error: relative error of the result, once it is checked.
-        budget: largest error of a correct result; infinite until the result is checked.
+    `check` sets `error`, the relative error of the result, and `budget`, the largest error of a correct one.
     """
 
     def __init__(self, variant: Variant, graph: torch.cuda.CUDAGraph, outputs: list[Tensor | None]) -> None:
@@ -115,13 +112,7 @@ def capture(variant: Variant) -> Captured:
 def measure(
     variants: Sequence[Variant], dtype: torch.dtype, rounds: int = ROUNDS, settle_seconds: float = 0.0
 ) -> dict[str, Timing]:
-    """Check variants, and time them together.
-
-    Args:
-        variants: what to time.
-        dtype: selects the error budget.
-        rounds: largest number of rounds.
-        settle_seconds: how long each graph is replayed before its clock starts, and how long it is then timed.
+    """Check variants against the error budget of `dtype`, and time them together as `time_graphs` does.
 
     Returns:
         The timings by the names of the variants.

@@ -43,12 +43,7 @@ class Loss(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next token of a sequence; embedding and head share a matrix.
-
-    Args:
-        sizes: the sizes of the model; `context` is the longest sequence.
-        projection: makes the gated projection of a block.
-    """
+    """Predicts each next token of sequences of up to `sizes.context` tokens; embedding and head share a matrix."""
 
     cosine: Tensor
     sine: Tensor

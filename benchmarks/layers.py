@@ -38,15 +38,8 @@ def mglu(x: Tensor, weight: Tensor, packed: Tensor) -> Tensor:
 class Layers:
     """Distinct layers of one shape: MGLU has a weight and masks, SwiGLU has the weights of two MGLU layers.
 
-    Args:
-        d: out_features.
-        h: in_features.
-        n_masks: number of masks.
-        tokens: rows of x.
-        dtype: of x, and of the weights unless they are stored in another.
-        device: where the layers are.
-        count: number of MGLU layers; by default as many as take more than a gigabyte together with their results.
-        weight_format: how weights are stored, a name of `mglu_ops.formats.FORMATS`.
+    There are `count` MGLU layers, by default as many as take more than a gigabyte together with their results. `dtype`
+    is that of x and of dense weights.
 
     Attributes:
         x: the input `[tokens, h]`, the same for all layers.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.baselines import swiglu
-from benchmarks.records import Row, parser_of, printed, write
+from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import wall_microseconds
 
 PROTOCOL = (
@@ -39,10 +39,8 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 FIRST_USES = ((1, 1), (1, 4), (1, 16), (8, 4), (64, 1), (64, 4), (64, 16))
 """`(tokens, n_masks)` of the first uses."""
-ROUNDS = 200
 CALLS_PER_ROUND = 100
 WARMUP_ROUNDS = 3
-PROCESSES = 3
 
 
 def layer(tokens: int, d: int, h: int, n_masks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,31 +128,12 @@ def first_use_rows(processes: int, at_once: int) -> list[Row]:
     ]
 
 
-def bench(out: Path, rounds: int = ROUNDS, processes: int = PROCESSES, at_once: int = 1) -> list[Row]:
-    """Measure and write `overheads.csv`.
-
-    Args:
-        out: the folder for the result.
-        rounds: rounds of `CALLS_PER_ROUND` calls for each host time.
-        processes: processes for each first use, cold and warm.
-        at_once: how many first uses are timed side by side.
-    """
+def run(out: Path, rounds: int = 200, processes: int = 2, at_once: int = 4) -> list[Row]:
+    """Measure `overheads.csv`: `processes` for each first use, cold and warm; `at_once` first uses side by side."""
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
-    rows: list[Row] = []
-    for measured in (partial(host_rows, rounds), partial(first_use_rows, processes, at_once)):
-        rows += printed(measured())
-        write(rows, out, "overheads", protocol)  # after each part, in case a later one fails
-    return rows
-
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="for each first use, cold and warm")
-    parser.add_argument("--at-once", type=int, default=1, help="how many first uses are timed side by side")
-    options = parser.parse_args()
-    bench(options.out, options.rounds, options.processes, options.at_once)
+    parts = {"host time": partial(host_rows, rounds), "first use": partial(first_use_rows, processes, at_once)}
+    return measure(list(parts), lambda name: parts[name](), out, "overheads", protocol)
 
 
 if __name__ == "__main__":
-    main()
+    run(parser_of(__doc__).parse_args().out)

@@ -70,13 +70,11 @@ def bench(device: str) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--name", default="packages")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    arguments = parser.parse_args()
-    rows = bench(arguments.device)
-    for row in rows:
-        print(f"{row['variant']:28} {row['microseconds']:8} us a layer")
-    write_table(rows, environment(PROTOCOL), arguments.out, arguments.name)
+    options = parser.parse_args()
+    rows = bench(options.device)
+    print(*rows, sep="\n")
+    write_table(rows, environment(PROTOCOL), options.out, "packages")
 
 
 if __name__ == "__main__":

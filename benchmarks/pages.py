@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import frames, summary, tables, tables_train  # noqa: F401 (the last two enter their tables in frames)
-from benchmarks.frames import MissingResultError
 from benchmarks.learning import claims, formats
 from benchmarks.learning import tables as learning
 
@@ -23,10 +22,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **frames.TABLES,
     **learning.TABLES,
     "learning_formats": formats.table,
-    "learning_claims": claims.claims,
-    "learning_findings": claims.findings,
-    "learning_stability": claims.stability,
-    "learning_summary": claims.summary,
+    **claims.TABLES,
 }
 """Name of a table to the function that makes it from the folder of the results."""
 MARKED = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
@@ -37,7 +33,7 @@ def fill(page: str, results: Path) -> str:
 
     Raises:
         KeyError: the page names a table that does not exist.
-        MissingResultError: a result is missing.
+        FileNotFoundError: a result is missing.
     """
     return MARKED.sub(lambda found: f"<!-- table: {found[1]} -->\n\n{TABLES[found[1]](results)}\n\n<!-- end -->", page)
 
@@ -65,16 +61,16 @@ def write_tables(out: Path) -> Path:
     """Write `tables.md` with every table whose results are in a folder, for results that no page shows.
 
     Raises:
-        MissingResultError: the folder has no result of any table.
+        FileNotFoundError: the folder has no result of any table.
     """
     parts = []
     for name, table in TABLES.items():
         try:
             parts.append(f"## {name}\n\n{table(out)}\n")
-        except MissingResultError:
+        except FileNotFoundError:
             continue
     if not parts:
-        raise MissingResultError(f"{out}: no results are here to make tables from; measure some first")
+        raise FileNotFoundError(f"{out}: no results are here to make tables from; measure some first")
     path = out / "tables.md"
     path.write_text("\n".join(parts))
     return path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from benchmarks.ceiling import GEMM
-from benchmarks.frames import MissingResultError, fastest, load
+from benchmarks.frames import fastest, load
 from benchmarks.tables import MODEL_OF, ONE_TOKEN, chosen, one_token_times
 
 if TYPE_CHECKING:
@@ -72,12 +72,9 @@ def draw_line(axes: Axes, label: str, style: Style, points: Iterable[tuple[float
         axes.plot(*zip(*line, strict=True), label=label, **style._asdict())
 
 
-def masks(rows: pd.DataFrame) -> list[int]:
-    """The numbers of masks of a result, without the 0 of layers that have none."""
-    return sorted({*rows.n_masks} - {0})
-
-
-def powers_of_two(axes: Axes, label: str, ticks: Sequence[int]) -> None:
+def powers_of_two(axes: Axes, label: str, ticks: Iterable[int]) -> None:
+    """Let an axis of numbers of masks, without the 0 of layers that have none, or of tokens have some ticks."""
+    ticks = sorted({*ticks} - {0})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, map(str, ticks))
     axes.set_xlabel(label)
@@ -100,7 +97,7 @@ def latency_by_masks(rows: pd.DataFrame) -> Figure:
             draw_line(axes, label, BY_LABEL.get(label, SWIGLU), column.dropna().items())
         axes.set(yscale="log", ylabel="us a layer", title=f"one token, {layer}")
         axes.yaxis.set_major_formatter("{x:g}")
-    powers_of_two(panels[-1], "masks", masks(rows))
+    powers_of_two(panels[-1], "masks", rows.n_masks)
     draw_legend(figure, panels[0])
     return figure
 
@@ -116,7 +113,7 @@ def fraction_of_ceiling(rows: pd.DataFrame) -> Figure:
             draw_line(axes, f"{backend}, {layer}", style._replace(linestyle=linestyle), points)
     axes.axhline(1, **THIN)
     axes.set(ylim=(0, 1.05), ylabel="of the read ceiling", title="one token")
-    powers_of_two(axes, "masks", masks(rows))
+    powers_of_two(axes, "masks", rows.n_masks)
     draw_legend(figure, axes)
     return figure
 
@@ -132,7 +129,7 @@ def speedup_over_swiglu(rows: pd.DataFrame) -> Figure:
             draw_line(axes, f"n_m = {n_masks}", BY_MASKS[n_masks], line.droplevel("n_masks").items())
         axes.axhline(1, **THIN)
         axes.set(ylim=(0, None), ylabel="speed-up over SwiGLU", title=layer)
-    powers_of_two(panels[-1], "tokens", sorted(set(rows.tokens)))
+    powers_of_two(panels[-1], "tokens", rows.tokens)
     panels[-1].tick_params(axis="x", labelrotation=45)
     draw_legend(figure, panels[0])
     return figure
@@ -229,7 +226,7 @@ def draw(results: Path, out: Path) -> list[Path]:
     """
     paths = []
     for name, (tables, picture) in PLOTS.items():
-        with suppress(MissingResultError):
+        with suppress(FileNotFoundError):
             rows = [load(results, table) for table in tables]
             paths.append(save(picture, rows, out / f"{name}.svg", source(results, *tables)))
     if not paths:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.baselines import OPTIONS
+from benchmarks.baselines import OPTIONS, swiglu
 from benchmarks.harness import Variant
 from benchmarks.layers import Layers
 from mglu_ops.formats import FORMATS, WeightFormat
@@ -70,35 +70,34 @@ def int4_packed(weight: Tensor, scale: Tensor) -> Weights:
 
 def quantized_swiglu_variants(layers: Layers) -> list[Variant]:
     """SwiGLU in the format of the layers. Its two weights are the weights of two MGLU layers."""
-    return list(_variants(layers))
-
-
-def _variants(layers: Layers) -> Iterator[Variant]:
     format, weights, scales = layers.format, layers.weights, layers.scales
+    found: list[Variant] = []
     pairs: list[Weights] = [
         (weights[i], scales[i], weights[i + 1], scales[i + 1]) for i in range(0, len(weights) - 1, 2)
     ]
-
-    def variant(name: str, form: Callable[..., Tensor], tensors: Sequence[Weights], x_in_fp8: bool = False) -> Variant:
-        oracle = partial(_oracle_of_fp8_x, layers) if x_in_fp8 else layers.swiglu_oracle
-        return Variant(name, lambda i: form(layers.x, *tensors[i]), len(tensors), oracle)
-
-    tuned = partial(torch.compile, fullgraph=True, dynamic=False, options=OPTIONS["coordinate descent"])
-    yield variant("SwiGLU decoded, coordinate descent", tuned(partial(decoded_swiglu, format)), pairs)
-    if format.columns is None:
-        yield variant("SwiGLU scaled, coordinate descent", tuned(row_scaled_swiglu), pairs)
     stacks = [(torch.cat((one[0], one[2])), torch.cat((one[1], one[3]))) for one in pairs]
+
+    def oracle_of_fp8_x(i: int) -> Tensor:
+        x, scale = in_fp8_tokens(layers.x)
+        return swiglu(x.double() * scale.double(), *(layers.weight(j, torch.float64) for j in (2 * i, 2 * i + 1)))
+
+    def add(
+        name: str,
+        form: Callable[..., Tensor],
+        tensors: Sequence[Weights],
+        oracle: Callable[[int], Tensor] = layers.swiglu_oracle,
+    ) -> None:
+        compiled = torch.compile(form, fullgraph=True, dynamic=False, options=OPTIONS["coordinate descent"])
+        found.append(Variant(f"SwiGLU {name}", lambda i: compiled(layers.x, *tensors[i]), len(tensors), oracle))
+
+    add("decoded, coordinate descent", partial(decoded_swiglu, format), pairs)
+    if format.columns is None:
+        add("scaled, coordinate descent", row_scaled_swiglu, pairs)
     if format.name == "fp8_row":
-        yield variant("SwiGLU torch._scaled_mm, compiled", tuned(scaled_mm_swiglu), stacks, x_in_fp8=True)
+        add("torch._scaled_mm, compiled", scaled_mm_swiglu, stacks, oracle_of_fp8_x)
     if format.name == "int4_group" and layers.x.dtype is torch.bfloat16:
-        yield variant("SwiGLU int4pack_mm, compiled", tuned(int4_swiglu), [int4_packed(*one) for one in stacks])
-
-
-def _oracle_of_fp8_x(layers: Layers, i: int) -> Tensor:
-    """SwiGLU in float64 with x as fp8 holds it."""
-    stored, scale = in_fp8_tokens(layers.x)
-    x = stored.double() * scale.double()
-    return F.silu(x @ layers.weight(2 * i, torch.float64).T) * (x @ layers.weight(2 * i + 1, torch.float64).T)
+        add("int4pack_mm, compiled", int4_swiglu, [int4_packed(*one) for one in stacks])
+    return found
 
 
 class Fp8Linear(nn.Module):

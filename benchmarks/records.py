@@ -19,7 +19,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -44,7 +44,8 @@ class Row:
         spread: distance between the quartiles of the times, in microseconds.
         fraction_of_ceiling: time of the read ceiling divided by this one's; NaN if there is none.
         error: norm of the error relative to the norm of the float64 result; NaN if there is nothing to compare.
-        extra: further columns by name, as JSON can hold them; `left_out` is the reason why nothing was measured.
+        extra: further columns by name, as JSON can hold them; `left_out` says why nothing was measured, such as "out of
+            memory".
     """
 
     case: str
@@ -90,12 +91,6 @@ class Row:
         return self.case, self.variant, self.tokens, self.shape, self.n_masks, self.dtype, self.extra.get("compilation")
 
     @property
-    def left_out(self) -> str | None:
-        """The reason why nothing was measured, such as "out of memory"; None for a row that was measured."""
-        reason = self.extra.get("left_out")
-        return None if reason is None else str(reason)
-
-    @property
     def has_time(self) -> bool:
         """Whether the row was measured and its result was right."""
         return not math.isnan(self.microseconds)
@@ -103,16 +98,16 @@ class Row:
     @property
     def is_wrong(self) -> bool:
         """Whether the row has no time because its result disagreed with the oracle."""
-        return not self.has_time and self.left_out is None
+        return not self.has_time and "left_out" not in self.extra
 
     def __str__(self) -> str:
         problem = f"{self.out_features}x{self.in_features} n_m={self.n_masks} T={self.tokens}"
-        result = f"{self.microseconds:.2f} us" if self.has_time else "left out" if self.left_out else "WRONG"
-        share = "" if math.isnan(self.fraction_of_ceiling) else f" {self.fraction_of_ceiling:.3f} of the ceiling"
-        error = "" if math.isnan(self.error) else f", error {self.error:.1e}"
+        result = f"{self.microseconds:.2f} us" if self.has_time else "WRONG" if self.is_wrong else "left out"
         extra = "".join(f", {name} {value}" for name, value in self.extra.items())
-        what = f"{self.case}: {self.variant}"
-        return f"{problem} {what:60} {result:>13} +-{self.spread:<7.2f}{share}{error}{extra}"
+        return (
+            f"{problem} {f'{self.case}: {self.variant}':60} {result:>13} +-{self.spread:<7.2f} "
+            f"{self.fraction_of_ceiling:.3f} of the ceiling, error {self.error:.1e}{extra}"
+        )
 
 
 def _cpu_name() -> str:
@@ -153,18 +148,6 @@ def write(rows: Iterable[Row], out: Path, name: str, facts: str | Mapping[str, s
         for row in rows
     ]
     write_table(table, environment(facts) if isinstance(facts, str) else facts, out, name)
-
-
-def printed(rows: list[Row]) -> list[Row]:
-    """Print rows and return them."""
-    print(*rows, sep="\n", flush=True)
-    return rows
-
-
-def written(rows: list[Row], out: Path, name: str, protocol: str) -> list[Row]:
-    """Print rows, write them as `write` does, and return them."""
-    write(printed(rows), out, name, protocol)
-    return rows
 
 
 def write_table(table: Sequence[Mapping[str, Any]], environment: Mapping[str, str], out: Path, name: str) -> None:
@@ -211,11 +194,6 @@ def read(out: Path, name: str) -> list[Row]:
     return [Row(**{name: value_of[name](cell) for name, cell in line.items()}) for line in lines]
 
 
-def read_environment(out: Path, name: str) -> dict[str, str]:
-    """The environment in which `<name>.csv` was measured."""
-    return read_table(out / f"{name}.csv")[0]
-
-
 def parser_of(about: str, resume: bool = False) -> argparse.ArgumentParser:
     """A parser with the options that the commands of benchmarks share: `--out` and, for `measure`, `--resume`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -226,21 +204,18 @@ def parser_of(about: str, resume: bool = False) -> argparse.ArgumentParser:
     return parser
 
 
-class Problem(Protocol):
-    """What a benchmark measures at a time; `is_in` says whether some rows are its result."""
-
-    def is_in(self, rows: Sequence[Row]) -> bool: ...
-
-
-P = TypeVar("P", bound=Problem)
-
-
 def measure(
-    problems: Sequence[P], bench: Callable[[P], list[Row]], out: Path, name: str, protocol: str, resume: bool = False
+    problems: Sequence[Any],
+    bench: Callable[[Any], list[Row]],
+    out: Path,
+    name: str,
+    protocol: str,
+    resume: bool = False,
 ) -> list[Row]:
-    """Measure problem by problem, and write all rows so far after each, so that a command may be stopped.
+    """Measure problem by problem: print the rows of each, and write all rows so far, so that a command may be stopped.
 
-    With `resume`, the rows of a result that is in the folder stay, and only the problems that it lacks are measured.
+    With `resume`, the rows of a result that is in the folder stay, and problems whose `is_in(rows)` is true are left
+    out.
 
     Returns:
         All rows of the result.
@@ -251,23 +226,20 @@ def measure(
     rows = read(out, name) if resume else []
     facts = environment(protocol)
     if rows:
-        facts = _resumed(read_environment(out, name), facts)
+        earlier = read_table(out / f"{name}.csv")[0]
+        for fact, value in facts.items():
+            if fact != "commit" and " ".join(value.split()) != earlier.get(fact):
+                raise ValueError(
+                    f"the result to resume has another {fact}: {earlier.get(fact)!r} instead of {value!r}; "
+                    "measure all of it here, in another folder"
+                )
+        facts["commit"] = ", ".join(dict.fromkeys([*earlier["commit"].split(", "), facts["commit"]]))
     for i, problem in enumerate(problems):
-        if problem.is_in(rows):
+        if resume and problem.is_in(rows):
             continue
         print(f"{problem}: {i + 1} of {len(problems)}", flush=True)
-        rows = list({row.key: row for row in [*rows, *printed(bench(problem))]}.values())
+        found = bench(problem)
+        print(*found, sep="\n", flush=True)
+        rows = list({row.key: row for row in [*rows, *found]}.values())
         write(rows, out, name, facts)
     return rows
-
-
-def _resumed(earlier: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a result that is resumed, with the commits of both parts."""
-    for fact, value in now.items():
-        if fact != "commit" and " ".join(value.split()) != earlier.get(fact):
-            raise ValueError(
-                f"the result to resume has another {fact}: {earlier.get(fact)!r} instead of {value!r}; "
-                "measure all of it here, in another folder"
-            )
-    commits = dict.fromkeys([*earlier["commit"].split(", "), now["commit"]])
-    return {**now, "commit": ", ".join(commits)}

@@ -34,10 +34,9 @@ def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] 
     if math.isnan(ours):
         return ""
     ratios = []
-    for theirs in (swiglu, naive):
-        if not math.isnan(theirs):
-            ratio = f"{theirs / ours:.{2 if theirs < 10 * ours else 0}f}x"
-            ratios.append(ratio if theirs >= ours else f"**{ratio}**")
+    for theirs in (one for one in (swiglu, naive) if not math.isnan(one)):
+        ratio = f"{theirs / ours:.{2 if theirs < 10 * ours else 0}f}x"
+        ratios.append(ratio if theirs >= ours else f"**{ratio}**")
     return f"{form(ours)} ({', '.join(ratios)})"
 
 
@@ -46,12 +45,8 @@ def gpu_line(
 ) -> list[str]:
     """A line for one problem at several numbers of masks.
 
-    Args:
-        label: its first cell.
-        rows: the rows of the problem.
-        ours: how the names of our variants begin; where the dispatch chose one of them, only that one counts.
-        naive: how the names of the naive layer's variants begin.
-        column: what is shown of the fastest variants, "microseconds" or "peak_mb".
+    `ours` and `naive` are how the names of our variants and of the naive layer's begin; where the dispatch chose one of
+    ours, only that one counts. The column, "microseconds" or "peak_mb", is shown of the fastest variants.
     """
     form = duration if column == "microseconds" else "{:.0f} MB".format
     mine = fastest(rows[rows.chosen] if rows.chosen.any() else rows, ours, "n_masks")[column].reindex(MASKS)
@@ -69,17 +64,13 @@ def cpu_line(label: str, results: Path, name: str) -> list[str]:
     return [label, f"{swiglu.min() / 1000:.2f} to {swiglu.max() / 1000:.2f} ms", *map(cell, ours, swiglu, naive)]
 
 
-def gpu_of(result: pd.DataFrame) -> str:
-    """The name of the GPU that a result was measured on, such as H200."""
-    return str(result.attrs["device"]).split()[1]
-
-
 def summary(results: Path) -> str:
     """One line for each kind of work; bold where mglu_ops is slower."""
-    works = [(work, load(results, name), rows, how) for work, name, rows, how in ON_GPU]
-    lines = [
-        *(gpu_line(f"{gpu_of(on)}: {work}", on.query(rows), **how) for work, on, rows, how in works),
-        cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"),
-        cpu_line("16 CPU cores, AVX-512: 8192 x 2048, 1 token", results, "cpu_one_token_xeon"),
-    ]
+    lines = []
+    for work, name, query, how in ON_GPU:
+        rows = load(results, name)
+        gpu = rows.attrs["device"].split()[1]  # such as H200
+        lines.append(gpu_line(f"{gpu}: {work}", rows.query(query), **how))
+    lines.append(cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"))
+    lines.append(cpu_line("16 CPU cores, AVX-512: 8192 x 2048, 1 token", results, "cpu_one_token_xeon"))
     return markdown(("work", "fastest SwiGLU", *(f"n_m = {n_masks}" for n_masks in MASKS)), lines)

@@ -33,42 +33,35 @@ def one_token_times(rows: pd.DataFrame) -> pd.DataFrame:
 
 @table("one_token", "sustained")
 def one_token(rows: pd.DataFrame) -> Iterator[str]:
-    """Microseconds per layer of one token, shape by shape; lines are variants, columns numbers of masks."""
-    for layer, here in rows[rows.tokens == 1].groupby("layer", sort=False):
+    """Microseconds per layer, shape by shape; lines are variants, columns numbers of masks."""
+    for layer, here in rows.groupby("layer", sort=False):
         yield grid(f"{layer}, us", one_token_times(here).map(us).T)
 
 
 @table("paper", result="one_token")
 def paper(rows: pd.DataFrame) -> Iterator[str]:
     """The paper's two tables as one, with our GPU beside its own."""
+    variants = {"CUDA": "mglu cuda", "Triton": "mglu triton", "Torch": "naive eager", "GLU": "SwiGLU eager"}
     printed = pd.read_csv(PAPER, comment="#").set_index("n_m")
     printed["GPU"] += ", paper"
-    variants = {"CUDA": "mglu cuda", "Triton": "mglu triton", "Torch": "naive eager"}
-    printed[[*variants, "GLU"]] *= 1000  # milliseconds
-    for layer, here in rows[rows.tokens == 1].groupby("layer", sort=False):
-        ours = {label: fastest(here, variant, "n_masks").microseconds for label, variant in variants.items()}
-        swiglu = here.microseconds[here.variant == "SwiGLU eager"].min()
-        ours = pd.DataFrame(ours).assign(GLU=swiglu, GPU=f"**{rows.attrs['device']}**")
+    printed[[*variants]] *= 1000  # milliseconds
+    for layer, here in rows.groupby("layer", sort=False):
+        ours = pd.DataFrame({label: fastest(here, name, "n_masks").microseconds for label, name in variants.items()})
+        ours = ours.assign(GLU=ours.GLU.min(), GPU=f"**{rows.attrs['device']}**").dropna()
         theirs = printed[(printed.layer == layer) & printed.index.isin(ours.index)]
-        lines = pd.concat([theirs, ours.dropna()]).sort_index(kind="stable")
-        cells = {
-            "GPU": lines.GPU,
-            **{label: lines[label].map(us) for label in variants},
-            "Torch/CUDA": (lines.Torch / lines.CUDA).map(ratio),
-            "Torch/Triton": (lines.Torch / lines.Triton).map(ratio),
-            "GLU": lines.GLU.map(us),
-            "GLU/CUDA": (lines.GLU / lines.CUDA).map(ratio),
-        }
-        yield f"{layer}, us\n\n{grid('n_m', cells)}"
+        lines = pd.concat([theirs, ours]).sort_index(kind="stable")
+        head = ["GPU", "CUDA", "Triton", "Torch", "Torch/CUDA", "Torch/Triton", "GLU", "GLU/CUDA"]
+        for over in (name for name in head if "/" in name):
+            above, below = over.split("/")
+            lines[over] = (lines[above] / lines[below]).map(ratio)
+        yield f"{layer}, us\n\n{grid('n_m', lines.assign(**lines[[*variants]].map(us))[head])}"
 
 
 def chosen(rows: pd.DataFrame, **others: tuple[str, list[str]]) -> pd.DataFrame:
     """The rows that the dispatch chose, by problem.
 
-    Args:
-        rows: the rows of a result.
-        others: further columns, each the least microseconds of the variants that begin with a prefix, among the rows
-            that have the same values in the given columns.
+    `others` are further columns, each the least microseconds of the variants that begin with a prefix, among the rows
+    that have the same values in the given columns.
     """
     ours = rows[rows.chosen]
     for name, (prefix, columns) in others.items():
@@ -113,10 +106,9 @@ def formats(rows: pd.DataFrame) -> Iterator[str]:
 
     An fp8 layer is compared with the fastest SwiGLU in any form of fp8, another one with that in its own format.
     """
-    kind = rows.case.replace({"fp8_row": "fp8", "fp8_block": "fp8"})
-    swiglu = rows.assign(kind=kind)[rows.variant.str.startswith("SwiGLU")]
-    best = swiglu.groupby(["layer", "tokens", "kind"]).microseconds.min().rename("swiglu")
-    ours = rows.assign(kind=kind)[rows.chosen].join(best, on=["layer", "tokens", "kind"])
+    problem = ["layer", "tokens", "kind"]
+    rows["kind"] = rows.case.replace({"fp8_row": "fp8", "fp8_block": "fp8"})
+    ours = rows[rows.chosen].join(fastest(rows, "SwiGLU", problem).microseconds.rename("swiglu"), on=problem)
     share_of_reading = ours.fraction_of_ceiling.map(form("{:.2f}"))
     ours["cell"] = shown(ours) + ", " + share_of_reading + ", " + (ours.swiglu / ours.microseconds).map(speedup)
     for (layer, tokens), here in ours.groupby(["layer", "tokens"], sort=False):
@@ -216,7 +208,7 @@ def cpu(rows: pd.DataFrame) -> Iterator[str]:
 @table("cpu_formats")
 def cpu_formats(rows: pd.DataFrame) -> Iterator[str]:
     """The median times of a token, and how many times as fast weights in 8 bits are as those in x's dtype."""
-    times = rows.assign(times=rows["median"]).pivot_table("times", ["dtype", "n_masks"], "variant", sort=False)
+    times = in_order(rows, ["dtype", "n_masks"], "variant", rows["median"])
     dense = times["mglu cpu"]
     cells = {"only reading in x's dtype": times["read loop"].map(us), "W in x's dtype": dense.map(us)}
     for name in (name for name in times.columns if name.startswith("mglu cpu ")):
@@ -229,7 +221,7 @@ def compile_time(rows: pd.DataFrame) -> Iterator[str]:
     """Seconds to compile a model, and the fusion pass's part of them."""
     variants = ["naive compiled", "compiled", "traced", "fused", "pass"]
     seconds = in_order(rows, "case", "variant", rows.microseconds).reindex(columns=variants) / 1e6
-    without = seconds[variants[:3]].bfill(axis="columns").iloc[:, 0]
+    without = seconds["naive compiled"].fillna(seconds.compiled).fillna(seconds.traced)
     # Tracing is only a part of compiling: the time is more, and the share of the pass less, than what was measured.
     more, less = (seconds.traced.notna().map({True: word, False: ""}) for word in ("more than ", "less than "))
     cells = {

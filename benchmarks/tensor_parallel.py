@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, product
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import mglu_ops
 from benchmarks.harness import Variant, capture, relative_error
-from benchmarks.records import Row, parser_of, printed, write
+from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import clock_of, under_load
 from benchmarks.train import shape_of
 from mglu_ops.accuracy import ERROR_BUDGET
@@ -147,50 +146,28 @@ def finished(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def error_of(whole: nn.Module, layer: nn.Module, x: Tensor) -> float:
-    """The error of a layer's result against float64."""
-    with torch.no_grad():
-        return relative_error(finished(layer(x)), copy.deepcopy(whole).double()(x.double()))
-
-
-def bench(problem: Problem, ranks: Ranks, rounds: int = ROUNDS, seconds: float = SECONDS) -> list[Row]:
+def bench(problem: Problem, ranks: Ranks, rounds: int, seconds: float) -> list[Row]:
     """Measure a problem on all ranks together, and return one row for a single rank and one for all ranks."""
     whole = layer_of(problem, ranks)
     x = torch.randn(problem.tokens, problem.shape[1], device=ranks.device, dtype=torch.bfloat16)
     dist.broadcast(x, 0)
     divided = parallel(whole, ranks)
-    names = {"one rank": whole, f"{ranks.mesh.size()} ranks": divided}
-    errors = {name: ranks.slowest(error_of(whole, layer, x)) for name, layer in names.items()}
-    if problem.case == DECODE:
-        calls = {name: decoding(problem, ranks, x, whole, layer is divided) for name, layer in names.items()}
-    else:
-        calls = {name: (training(x, layer), 1) for name, layer in names.items()}
+    errors, counts, calls = {}, {}, {}
+    for name, layer in {"one rank": whole, f"{ranks.mesh.size()} ranks": divided}.items():
+        with torch.no_grad():
+            exact = copy.deepcopy(whole).double()(x.double())
+            errors[name] = ranks.slowest(relative_error(finished(layer(x)), exact))
+        if problem.case == DECODE:
+            calls[name], counts[name] = decoding(problem, ranks, x, whole, layer is divided)
+        else:
+            calls[name], counts[name] = training(x, layer), 1
     # A time is the slowest rank's, the same on all ranks, so that they make the same calls in the same order.
-    turns = {name: call for name, (call, _) in calls.items()}
-    times = under_load(turns, ranks.clock, rounds, seconds, most_seconds=math.inf)
+    times = under_load(calls, ranks.clock, rounds, seconds, most_seconds=math.inf)
     size, budget = (problem.tokens, problem.shape, problem.n_masks), ERROR_BUDGET[torch.bfloat16]
     rows = []
     for name, of_call in times.items():
-        of_layer = [time / calls[name][1] for time in of_call]
+        of_layer = [time / counts[name] for time in of_call]
         rows.append(Row.of_times(problem.case, name, *size, of_layer, error=errors[name], budget=budget))
-    return rows
-
-
-def run(chosen: Sequence[Problem], out: Path, rounds: int = ROUNDS, seconds: float = SECONDS) -> list[Row]:
-    """Measure problems on the ranks of torchrun; rank 0 prints the rows and writes `tensor_parallel.csv`."""
-    ranks = Ranks.start()
-    torch.manual_seed(0)
-    rows: list[Row] = []
-    for problem in chosen:
-        found = bench(problem, ranks, rounds, seconds)
-        rows += found
-        if dist.get_rank() == 0:
-            printed(found)
-            write(rows, out, "tensor_parallel", f"{dist.get_backend()}, {ranks.mesh.size()} ranks; {PROTOCOL}")
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
-    dist.barrier()  # so that gloo's threads drop their tensors before Python ends: see pytorch issue 190489
-    dist.destroy_process_group()
     return rows
 
 
@@ -202,11 +179,21 @@ def main() -> None:
     parser.add_argument("--trained", type=int, nargs="*", default=TRAINED, help="numbers of tokens of a training step")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="how long a turn repeats its call")
-    arguments = parser.parse_args()
-    work = [*product([DECODE], arguments.decoded), *product([TRAIN], arguments.trained)]
-    every = product(arguments.shapes, arguments.n_masks, work)
-    chosen = [Problem(case, shape, n_masks, tokens) for shape, n_masks, (case, tokens) in every]
-    rows = run(chosen, arguments.out, arguments.rounds, arguments.seconds)
+    options = parser.parse_args()
+    work = [*product([DECODE], options.decoded), *product([TRAIN], options.trained)]
+    ranks = Ranks.start()
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for shape, n_masks, (case, tokens) in product(options.shapes, options.n_masks, work):
+        found = bench(Problem(case, shape, n_masks, tokens), ranks, options.rounds, options.seconds)
+        rows += found
+        if dist.get_rank() == 0:
+            print(*found, sep="\n", flush=True)
+            write(rows, options.out, "tensor_parallel", f"{dist.get_backend()}, {ranks.mesh.size()} ranks; {PROTOCOL}")
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.barrier()  # so that gloo's threads drop their tensors before Python ends: see pytorch issue 190489
+    dist.destroy_process_group()
     raise SystemExit(any(row.is_wrong for row in rows))
 
 

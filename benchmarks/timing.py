@@ -125,11 +125,9 @@ def under_load(
 
 
 class GraphTimer:
-    """A CUDA graph that runs `layers` layers, and its times so far, in microseconds per layer.
+    """A CUDA graph that runs `layers` layers, and the times of its rounds so far, in microseconds per layer.
 
-    Attributes:
-        warmup_replays: replays of each round that run before the clock starts.
-        times: the time of each round so far.
+    In each round, `warmup_replays` run before the clock starts.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, layers: int) -> None:
@@ -145,10 +143,7 @@ class GraphTimer:
 def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_seconds: float = 0.0) -> None:
     """Replay graphs in turn and add their times; at most `rounds` rounds, fewer if a round is long.
 
-    Args:
-        timers: the graphs.
-        rounds: largest number of rounds.
-        settle_seconds: how long each graph is replayed before its clock starts, and how long it is then timed.
+    `settle_seconds` is how long each graph is replayed before its clock starts, and how long it is then timed.
     """
     for timer, times in zip(timers, replay(timers, 2), strict=True):
         timer.warmup_replays = max(1, round(settle_seconds * 1e6 / (times[-1] * timer.layers)))

@@ -3,8 +3,7 @@
 python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--n-masks 1 4] [--resume]
 
 Without `--shapes`, `--tokens` and `--n-masks`, all problems are measured. `--resume` measures only those that
-`DIR/train.csv` lacks. `--only-compile` measures nothing but fills Inductor's cache on the disk; several processes may
-do so at once.
+`DIR/train.csv` lacks.
 """
 
 from __future__ import annotations
@@ -51,9 +50,6 @@ class Problem:
     shape: tuple[int, int]
     tokens: int
     n_masks: int
-
-    def __str__(self) -> str:
-        return f"{self.shape[0]}x{self.shape[1]}, {self.tokens} tokens, n_m = {self.n_masks}"
 
     def is_in(self, rows: Sequence[Row]) -> bool:
         return self in {Problem(row.shape, row.tokens, row.n_masks) for row in rows}
@@ -108,13 +104,9 @@ def prepared(problem: Problem, device: str) -> tuple[dict[str, Callable[[], None
 def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
-    """Measure one problem and return a row for each variant.
+    """Measure one problem in at most `rounds` rounds and return a row for each variant.
 
-    Args:
-        problem: the problem.
-        device: "cuda", or "cpu" to see that everything works; a CPU does not measure memory.
-        rounds: largest number of rounds.
-        load: the argument `seconds` of `timing.under_load`.
+    A CPU does not measure memory. `load` is the argument `seconds` of `timing.under_load`.
     """
     release(device)
     ready, columns = prepared(problem, device)
@@ -130,7 +122,7 @@ def bench(
 
 
 def run(
-    chosen: Sequence[Problem],
+    problems: Sequence[Problem],
     out: Path,
     device: str = "cuda",
     rounds: int = SETTLED_ROUNDS,
@@ -139,7 +131,7 @@ def run(
 ) -> list[Row]:
     """Measure problems into `train.csv` of a folder."""
     torch.manual_seed(0)
-    return measure(chosen, lambda one: bench(one, device, rounds, load), out, "train", PROTOCOL, resume)
+    return measure(problems, lambda one: bench(one, device, rounds, load), out, "train", PROTOCOL, resume)
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -153,16 +145,10 @@ def main() -> None:
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
-    parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only-compile", action="store_true", help="measure nothing, but fill Inductor's cache")
     arguments = parser.parse_args()
     chosen = problems(arguments.shapes, arguments.tokens, arguments.n_masks)
-    if arguments.only_compile:
-        for problem in chosen:
-            bench(problem, arguments.device, rounds=1, load=0.0)
-    else:
-        run(chosen, arguments.out, arguments.device, arguments.rounds, resume=arguments.resume)
+    run(chosen, arguments.out, arguments.device, resume=arguments.resume)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Times a whole training step of language models with SwiGLU, with naive SwiMGLU and with fused SwiMGLU.
 
-python -m benchmarks.train_model --out DIR [--models 350M] [--precisions autocast] [--n-masks 1 4] [--resume]
+python -m benchmarks.train_model --out DIR [--resume]
 
 A step is forward, backward and AdamW (fused) on random tokens. As in the paper, SwiMGLU replaces SwiGLU and nothing
 else changes, so all models have the same widths. With one mask, a model has as many parameters as with SwiGLU, mask
-logits included. The blocks and the loss are compiled. `--resume` and `--only-compile` work as in benchmarks/train.py.
+logits included. The blocks and the loss are compiled. `--resume` works as in benchmarks/train.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,7 +29,6 @@ from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 Precision = Literal["autocast", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 """`autocast`: bfloat16 autocast of float32 parameters; `bfloat16`: parameters in bfloat16."""
-MASKS = (1, 2, 4)
 LENGTH = 2048
 PROTOCOL = (
     "forward, backward and AdamW(fused=True); blocks and loss compiled; random tokens, sequences of 2048; between two "
@@ -58,14 +57,12 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, its precision and the number of masks of SwiMGLU."""
+    """A model and its name, its precision and the number of masks of SwiMGLU."""
 
     name: str
+    model: Model
     precision: Precision
     n_masks: int
-
-    def __str__(self) -> str:
-        return f"{self.case}, n_m = {self.n_masks}"
 
     @property
     def case(self) -> str:
@@ -75,21 +72,18 @@ class Problem:
         return (self.case, self.n_masks) in {(row.case, row.n_masks) for row in rows}
 
 
-def problems(
-    names: Iterable[str] = MODELS, precisions: Sequence[Precision] = PRECISIONS, masks: Sequence[int] = MASKS
-) -> list[Problem]:
-    """Every model in every precision with every number of masks."""
-    return [Problem(name, precision, n_masks) for name, precision, n_masks in product(names, precisions, masks)]
+SMALL = Problem("350M", Model(replace(MODELS["350M"].sizes, layers=2, context=128), batch=1), "autocast", 1)
+"""A problem to see that everything works."""
+PROBLEMS = [
+    Problem(name, model, precision, n_masks)
+    for (name, model), precision, n_masks in product(MODELS.items(), PRECISIONS, (1, 2, 4))
+]
 
 
 class Training:
-    """A compiled model and its optimiser.
+    """A compiled model and its optimiser, with the tokens `[batch, length + 1]` of every step.
 
-    Args:
-        model: the model.
-        optimizer: the optimiser of its parameters.
-        tokens: `[batch, length + 1]`, the same in every step.
-        autocast: whether to run forward under bfloat16 autocast.
+    `autocast` says whether forward runs under bfloat16 autocast.
     """
 
     def __init__(self, model: LanguageModel, optimizer: torch.optim.Optimizer, tokens: Tensor, autocast: bool) -> None:
@@ -128,15 +122,19 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return float(torch.stack(difference).norm() / torch.stack(norm).norm())
 
 
-def trainings(problem: Problem, model: Model, device: str) -> tuple[dict[str, Training], dict[str, dict[str, object]]]:
-    """The models of a problem by name, and the extra columns of their rows, such as peak memory, by the same names.
+def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[str, dict[str, object]], float]:
+    """The models of a problem and the extra columns of their rows, by name, and the error of the fused model.
 
     The naive and the fused model share their parameters and the optimiser, to save memory.
     """
     torch._dynamo.reset()
-    tokens = torch.randint(0, model.sizes.vocabulary, (model.batch, model.sizes.context + 1), device=device)
+    (sizes, batch), n_masks = problem.model, problem.n_masks
+    tokens = torch.randint(0, sizes.vocabulary, (batch, sizes.context + 1), device=device)
     found: dict[str, Training] = {}
     columns: dict[str, dict[str, object]] = {}
+
+    def training(model: LanguageModel, optimizer: torch.optim.Optimizer) -> Training:
+        return Training(model, optimizer, tokens, problem.precision == "autocast")
 
     def optimizer(of: LanguageModel) -> torch.optim.Optimizer:
         return torch.optim.AdamW(of.parameters(), lr=LEARNING_RATE, fused=True)
@@ -149,78 +147,54 @@ def trainings(problem: Problem, model: Model, device: str) -> tuple[dict[str, Tr
         columns[name] = {
             "peak_mb": round(peak(training.step, device) - held, 1),
             "parameters_m": round(count(training.model) / 1e6, 1),
-            "sequences": model.batch,
+            "sequences": batch,
         }
 
-    autocast = problem.precision == "autocast"
     held = allocated(device)
-    swiglu = build(model.sizes, GLU, device, problem.precision)
-    add("SwiGLU", Training(swiglu, optimizer(swiglu), tokens, autocast), held)
+    swiglu = build(sizes, GLU, device, problem.precision)
+    add("SwiGLU", training(swiglu, optimizer(swiglu)), held)
 
     held = allocated(device)
-    naive = build(model.sizes, partial(NaiveMGLU, n_masks=problem.n_masks), device, problem.precision)
-    fused = build(model.sizes, partial(MGLU, n_masks=problem.n_masks), "meta", problem.precision)
+    naive = build(sizes, partial(NaiveMGLU, n_masks=n_masks), device, problem.precision)
+    fused = build(sizes, partial(MGLU, n_masks=n_masks), "meta", problem.precision)
     share_tensors(naive, fused)
     shared = optimizer(naive)
-    pair = {"naive": Training(naive, shared, tokens, autocast), "fused": Training(fused, shared, tokens, autocast)}
+    pair = {"naive": training(naive, shared), "fused": training(fused, shared)}
     error = distance(pair["fused"].gradients(), pair["naive"].gradients())
     release(device)
-    for name, training in pair.items():
-        add(name, training, held)
-    columns["fused"]["distance"] = float(f"{error:.3g}")
-    return found, columns
+    for name, one in pair.items():
+        add(name, one, held)
+    return found, columns, float(f"{error:.3g}")
 
 
 def bench(
-    problem: Problem,
-    model: Model | None = None,
-    device: str = "cuda",
-    rounds: int = SETTLED_ROUNDS,
-    load: float = LOAD_SECONDS,
+    problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
-    """Measure one problem and return a row for each model.
-
-    Args:
-        problem: the problem.
-        model: the model; by default `MODELS[problem.name]`.
-        device: "cuda", or "cpu" to see that everything works; a CPU does not measure memory.
-        rounds: largest number of rounds.
-        load: the argument `seconds` of `timing.under_load`.
-    """
+    """Measure one problem and return a row for each model; the arguments are those of `train.bench`."""
     release(device)
-    model = model or MODELS[problem.name]
-    found, columns = trainings(problem, model, device)
+    found, columns, distance = trainings(problem, device)
     release(device)
     times = under_load({name: training.step for name, training in found.items()}, clock_of(device), rounds, load)
-    rows = []
-    for name, extra in columns.items():
-        error = float(str(extra.pop("distance", "nan")))
-        size = model.batch * model.sizes.context, (model.sizes.intermediate, model.sizes.hidden), problem.n_masks
-        rows.append(Row.of_times(problem.case, name, *size, times[name], error=error, budget=MAX_DISTANCE, extra=extra))
-    return rows
+    sizes, batch = problem.model
+    size = batch * sizes.context, (sizes.intermediate, sizes.hidden), problem.n_masks
+    errors = {"fused": distance}
+    return [
+        Row.of_times(
+            *(problem.case, name, *size, times[name]),
+            error=errors.get(name, float("nan")),
+            budget=MAX_DISTANCE,
+            extra=extra,
+        )
+        for name, extra in columns.items()
+    ]
 
 
-def run(chosen: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, resume: bool = False) -> list[Row]:
+def run(problems: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, resume: bool = False) -> list[Row]:
     """Measure problems into `train_model.csv` of a folder."""
     torch.manual_seed(0)
-    return measure(chosen, lambda one: bench(one, rounds=rounds), out, "train_model", PROTOCOL, resume)
-
-
-def main() -> None:
-    parser = parser_of(__doc__, resume=True)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
-    parser.add_argument("--rounds", type=int, default=SETTLED_ROUNDS)
-    parser.add_argument("--only-compile", action="store_true", help="measure nothing, but fill Inductor's cache")
-    arguments = parser.parse_args()
-    chosen = problems(arguments.models, arguments.precisions, arguments.n_masks)
-    if arguments.only_compile:
-        for problem in chosen:
-            bench(problem, rounds=1, load=0.0)
-    else:
-        run(chosen, arguments.out, arguments.rounds, arguments.resume)
+    return measure(problems, lambda one: bench(one, rounds=rounds), out, "train_model", PROTOCOL, resume)
 
 
 if __name__ == "__main__":
-    main()
+    options = parser_of(__doc__, resume=True).parse_args()
+    run(PROBLEMS, options.out, resume=options.resume)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 
-from benchmarks.frames import MissingResultError, markdown
+from benchmarks.frames import markdown
 from benchmarks.learning import comparisons
 from benchmarks.learning.comparisons import COMPARISONS, NAMES, PAPERS, SCALED, Comparison
 from benchmarks.learning.experiments import BEST, LARGER, SWIGLU, same_load
 from benchmarks.learning.recipe import SIZES, Recipe
-from benchmarks.learning.tables import Finished, by_recipe, label, runs, source
+from benchmarks.learning.tables import Finished, by_recipe, label, mean_loss, runs, source
 
 CONFIDENCE = 2.0
 """Standard errors that a difference must exceed: about 95% confidence."""
@@ -27,15 +27,9 @@ CONFIDENCE = 2.0
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper that one layer has a lower loss than another.
+    """A claim of the paper: `better` has a lower loss than `worse`, or at most `within` nats a token more.
 
-    Attributes:
-        text: the claim.
-        better: the layer with the lower loss, if the claim holds.
-        worse: the layer with the higher loss.
-        where: the table or figure of the paper.
-        perplexities: the paper's figures of both; None where it has only curves.
-        within: nats a token by which `better` may be worse, for a claim that two layers are about as good.
+    `where` is the paper's table or figure; `perplexities` are its figures of both, None where it has only curves.
     """
 
     text: str
@@ -108,16 +102,15 @@ class Measured:
 def deviation(losses: Iterable[Sequence[float]]) -> float:
     """The standard deviation between seeds, pooled over recipes with two seeds or more; NaN if there is none."""
     several = [of for of in losses if len(of) > 1 and all(map(math.isfinite, of))]
-    if not several:
-        return math.nan
-    freedom = [len(of) - 1 for of in several]
-    return math.sqrt(sum(map(math.prod, zip(map(statistics.variance, several), freedom, strict=True))) / sum(freedom))
+    freedom = sum(len(of) - 1 for of in several)
+    squares = sum((len(of) - 1) * statistics.variance(of) for of in several)
+    return math.sqrt(squares / freedom) if several else math.nan
 
 
 def losses_of(found: Iterable[Finished], size: str) -> Mapping[Recipe, list[float]]:
     """The losses of all seeds, by recipe (with seed 0), of the recipes in COMPARED that have a size of model."""
-    compared = [one for one in by_recipe(found).values() if one.recipe.size == size and one.recipe in COMPARED]
-    return {one.recipe: [run.loss for run in one.seeds] for one in compared}
+    compared = {recipe: seeds for recipe, seeds in by_recipe(found).items() if recipe in COMPARED}
+    return {recipe: [run.loss for run in seeds] for recipe, seeds in compared.items() if recipe.size == size}
 
 
 def measure(layer: Recipe, other: Recipe, found: Sequence[Finished]) -> Measured | None:
@@ -126,10 +119,10 @@ def measure(layer: Recipe, other: Recipe, found: Sequence[Finished]) -> Measured
     ours, theirs, one_seed = losses.get(layer), losses.get(other), deviation(losses.values())
     if not ours or not theirs or math.isnan(one_seed):
         return None
-    advantage = statistics.fmean(theirs) - statistics.fmean(ours)
-    noise = CONFIDENCE * one_seed * math.sqrt(1 / len(ours) + 1 / len(theirs))
     unit = found[0].bytes_of_token
-    return Measured(advantage * unit, (len(ours), len(theirs)), noise * unit)
+    advantage = unit * (statistics.fmean(theirs) - statistics.fmean(ours))
+    noise = unit * CONFIDENCE * one_seed * math.sqrt(1 / len(ours) + 1 / len(theirs))
+    return Measured(advantage, (len(ours), len(theirs)), noise)
 
 
 def verdict(claim: Claim, measured: Measured | None) -> str:
@@ -144,49 +137,30 @@ def verdict(claim: Claim, measured: Measured | None) -> str:
     return "reproduced" if over > 0 else "not reproduced"
 
 
-def table(found: Sequence[Finished]) -> str:
-    """A row for each claim of the paper."""
-    pairs = [(claim, measure(claim.better, claim.worse, found)) for claim in CLAIMS]
-    return markdown(CELLS, [[cell(*pair) for cell in CELLS.values()] for pair in pairs])
-
-
-CELLS: dict[str, Callable[[Claim, Measured | None], str]] = {
-    "claim": lambda claim, _: claim.text,
-    "in the paper": lambda claim, _: claim.where,
-    "perplexities": lambda claim, _: "{} against {}".format(*claim.perplexities) if claim.perplexities else "curves",
-    "nats a token": lambda claim, _: "" if claim.published is None else f"{claim.published:+.3f}",
-    "here": lambda _, measured: f"{measured.advantage:+.4f}" if measured else "",
-    "noise": lambda _, measured: f"{measured.noise:.4f}" if measured else "",
-    "seeds": lambda _, measured: "{} and {}".format(*measured.seeds) if measured else "",
-    "verdict": verdict,
-}
-"""Heading of a column of the table of claims to its cell, from a claim and what the runs say about it."""
-
-
 def claims(results: Path) -> str:
-    """The table of the paper's claims.
-
-    Raises:
-        MissingResultError: no run is finished.
-    """
-    found = runs(results)
-    losses = losses_of(found, Recipe.size)
-    several = [of for of in losses.values() if len(of) > 1]
-    if not several:
-        return f"{source(found)}\n\n{table(found)}"
-    one_seed, unit = deviation(several), found[0].bytes_of_token
+    """A row for each claim of the paper."""
+    found, lines = runs(results), []
+    for claim in CLAIMS:
+        published, measured = claim.published, measure(claim.better, claim.worse, found)
+        paper = ["curves", ""]
+        if claim.perplexities and published is not None:
+            paper = ["{} against {}".format(*claim.perplexities), f"{published:+.3f}"]
+        here = ["", "", ""]
+        if measured:
+            here = [f"{measured.advantage:+.4f}", f"{measured.noise:.4f}", "{} and {}".format(*measured.seeds)]
+        lines.append([claim.text, claim.where, *paper, *here, verdict(claim, measured)])
+    head = ["claim", "in the paper", "perplexities", "nats a token", "here", "noise", "seeds", "verdict"]
+    losses, unit = losses_of(found, Recipe.size).values(), found[0].bytes_of_token
+    one_seed, several = deviation(losses), sum(len(of) > 1 for of in losses)
     return (
         f"{source(found)} A token has {unit:.2f} bytes. The standard deviation between seeds is {one_seed:.4f} nats a "
-        f"byte or {one_seed * unit:.3f} nats a token, from {len(several)} recipes with several seeds.\n\n{table(found)}"
+        f"byte or {one_seed * unit:.3f} nats a token, from {several} recipes with several seeds.\n\n"
+        f"{markdown(head, lines)}"
     )
 
 
 def findings(results: Path) -> str:
-    """The tables of all comparisons, one for each question.
-
-    Raises:
-        MissingResultError: no run is finished.
-    """
+    """The tables of all comparisons, one for each question."""
     found = runs(results)
     sizes = {size: deviation(losses_of(found, size).values()) * found[0].bytes_of_token for size in SIZES}
     deviations = ", ".join(f"{one:.3f} in the {size} model" for size, one in sizes.items() if not math.isnan(one))
@@ -213,14 +187,14 @@ def summary(results: Path) -> str:
     """The table of FAQ.md: the loss of layers with masks minus SwiGLU's, in nats a token.
 
     Raises:
-        MissingResultError: a layer of the table has no run.
+        FileNotFoundError: a layer of the table has no run.
     """
     found = runs(results)
 
     def to_swiglu(layer: Recipe, other: Recipe) -> str:
         measured = measure(layer, other, found)
         if measured is None:
-            raise MissingResultError(f"{results}: no result of {label(layer)} and {label(other)} with several seeds")
+            raise FileNotFoundError(f"{results}: no result of {label(layer)} and {label(other)} with several seeds")
         return f"{-measured.advantage:+.3f}{' (noise)' if measured.is_noise else ''}"
 
     lines = [[f"{NAMES[n]}, equal width", to_swiglu(PAPERS[n], SWIGLU), to_swiglu(BEST[n], SWIGLU)] for n in BEST]
@@ -236,18 +210,24 @@ def stability(results: Path) -> str:
     The points of its learning curve divide a run into parts; the first part, with the warm-up, does not count. A spike
     is a step's loss minus the mean of its part. A rise is the mean of a part minus the mean of an earlier part. With
     several seeds, the loss is their mean, and spike and rise are their maxima.
-
-    Raises:
-        MissingResultError: no run is finished.
     """
     found = runs(results)
     lines, of = [], by_recipe(found)
     for lr, recipe in product((1e-3, 3e-3, 6e-3, 1e-2), (SWIGLU, FOUR)):
-        if one := of.get(replace(recipe, lr=lr)):
-            parts = [[(float(row["train"]), float(row["worst"])) for row in run.rows[1:]] for run in one.seeds]
+        if seeds := of.get(replace(recipe, lr=lr)):
+            parts = [[(float(row["train"]), float(row["worst"])) for row in run.rows[1:]] for run in seeds]
             spike = max(worst - mean for run in parts for mean, worst in run)
             rise = max(late - early for run in parts for i, (early, _) in enumerate(run) for late, _ in run[i:])
-            figures = f"{one.loss:.4f}", f"{spike:.2f}", f"{rise:.2f}", len(one.seeds)
+            figures = f"{mean_loss(seeds):.4f}", f"{spike:.2f}", f"{rise:.2f}", len(seeds)
             lines.append([f"{lr:g}", label(recipe), *figures])
     head = ["learning rate", "layer", "nats a byte", "largest step over its part's mean", "rise", "seeds"]
     return f"{source(found)}\n\n{markdown(head, lines)}"
+
+
+TABLES = {
+    "learning_claims": claims,
+    "learning_findings": findings,
+    "learning_stability": stability,
+    "learning_summary": summary,
+}
+"""Name of a table to the function that makes it from the folder of the results."""

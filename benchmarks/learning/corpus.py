@@ -112,9 +112,6 @@ class Corpus:
     token_bytes: Tensor
 
 
-# --- Files ----------------------------------------------------------------------------------------------------------
-
-
 def roots(kind: str = "python") -> list[Path]:
     """The folders of Python's modules and of all installed packages, also outside a virtual environment.
 
@@ -156,9 +153,6 @@ def read(paths: Iterable[tuple[str, Path]]) -> list[Document]:
     return [document for _, document in sorted(found.items())]
 
 
-# --- Training and held-out text -------------------------------------------------------------------------------------
-
-
 def divide(documents: Sequence[Document], most: float = float("inf")) -> tuple[list[Document], list[Document]]:
     """Divide documents into training text and held-out text, by packages.
 
@@ -181,7 +175,11 @@ def divide(documents: Sequence[Document], most: float = float("inf")) -> tuple[l
     ends = accumulate(document.size for document in train)
     train = [document for document, end in zip(train, ends, strict=True) if end <= most]
     seen = {line for document in train for line in long_lines(document)}
-    held_out = [document for document in documents if document.package in chosen and _is_new(document, seen)]
+    held_out = []
+    for document in (one for one in documents if one.package in chosen):
+        lines = long_lines(document)
+        if lines and sum(line in seen for line in lines) <= COMMON_LINES * len(lines):
+            held_out.append(document)
     return train, held_out
 
 
@@ -191,14 +189,6 @@ def long_lines(document: Document) -> list[int]:
     return [hash(line) for line in stripped if len(line) >= SHORTEST_LINE]
 
 
-def _is_new(document: Document, seen: set[int]) -> bool:
-    lines = long_lines(document)
-    return bool(lines) and sum(line in seen for line in lines) <= COMMON_LINES * len(lines)
-
-
-# --- Tokens ---------------------------------------------------------------------------------------------------------
-
-
 def train_tokenizer(documents: Sequence[Document], vocabulary: int = VOCABULARY) -> Any:
     """Train a byte-level byte-pair encoding on documents spread evenly over the given ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -206,8 +196,7 @@ def train_tokenizer(documents: Sequence[Document], vocabulary: int = VOCABULARY)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    total = sum(document.size for document in documents)
-    every = max(1, total // TOKENIZER_BYTES)
+    every = max(1, sum(document.size for document in documents) // TOKENIZER_BYTES)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
@@ -233,9 +222,6 @@ def bytes_of_tokens(tokenizer: Any) -> list[int]:
     return [0 if token == END else len(token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
 
 
-# --- A corpus in a folder -------------------------------------------------------------------------------------------
-
-
 def prepare(
     out: Path,
     kind: str = "python",
@@ -255,38 +241,32 @@ def prepare(
     Raises:
         ValueError: there is too little text to hold some of it out.
     """
-    if not (out / "corpus.json").is_file():
-        name = kind if text is None else text.name
-        documents = read(files(roots(kind), SUFFIXES[kind]) if text is None else files([text], ANY_SUFFIX))
-        train, held_out = divide(documents, megabytes * 1e6)
-        if not train or not held_out:
-            raise ValueError(
-                f"text: {len(documents)} documents are too few to hold some out; they must come from several packages "
-                "or folders"
-            )
-        _write(out, name, train, held_out, vocabulary)
-    return load(out)
-
-
-def _write(out: Path, kind: str, train: Sequence[Document], held_out: Sequence[Document], vocabulary: int) -> None:
+    if (out / "corpus.json").is_file():
+        return load(out)
+    documents = read(files(roots(kind), SUFFIXES[kind]) if text is None else files([text], ANY_SUFFIX))
+    parts = dict(zip(("train", "held_out"), divide(documents, megabytes * 1e6), strict=True))
+    if not all(parts.values()):
+        raise ValueError(
+            f"text: {len(documents)} documents are too few to hold some out; they must come from several packages or "
+            "folders"
+        )
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(train, vocabulary)
-    tokens = {"train": encode(tokenizer, train), "held_out": encode(tokenizer, held_out)}
+    tokenizer = train_tokenizer(parts["train"], vocabulary)
     digest = hashlib.sha256(tokenizer.to_str().encode())
-    for ids in tokens.values():
-        digest.update(hashlib.sha256(ids.tobytes()).digest())
     counts: dict[str, int] = {}
-    for name, documents in (("train", train), ("held_out", held_out)):
-        counts[f"{name}_bytes"] = sum(document.size for document in documents)
-        counts[f"{name}_tokens"], counts[f"{name}_files"] = len(tokens[name]), len(documents)
-    packages = sorted({document.package for document in held_out})
-    sizes = Sizes(kind, digest.hexdigest()[:16], **counts, held_out_packages=packages)
-    for name, ids in tokens.items():
-        np.save(out / f"{name}.npy", ids)
+    for name, part in parts.items():
+        tokens = encode(tokenizer, part)
+        np.save(out / f"{name}.npy", tokens)
+        digest.update(hashlib.sha256(tokens.tobytes()).digest())
+        counts |= {f"{name}_bytes": sum(one.size for one in part), f"{name}_tokens": len(tokens)}
+        counts[f"{name}_files"] = len(part)
+    packages = sorted({document.package for document in parts["held_out"]})
+    sizes = Sizes(kind if text is None else text.name, digest.hexdigest()[:16], **counts, held_out_packages=packages)
     tokenizer.save(str(out / "tokenizer.json"))
     about = json.dumps({"sizes": asdict(sizes), "token_bytes": bytes_of_tokens(tokenizer)}, indent=1)
     # Written last, so a folder with this file is complete.
     write_whole(out / "corpus.json", lambda path: path.write_text(about))
+    return load(out)
 
 
 def load(folder: Path) -> Corpus:

@@ -1,6 +1,6 @@
 """Measures the time of a training step of each layer on a GPU: the sum of the times of its kernels.
 
-python -m benchmarks.learning.cost --out DIR [--only layers sizes] [--kernels 10]
+python -m benchmarks.learning.cost --out DIR [--only layers sizes]
 
 The seconds of a run say little about its layer: several runs may share a GPU, and with models this small a GPU may wait
 for Python. The sum of the times of a step's kernels avoids both, as long as nothing else runs on the GPU. The text is
@@ -46,45 +46,36 @@ def random_text(vocabulary: int, steps: int = 2) -> Corpus:
     return Corpus(about, train, held_out, torch.ones(vocabulary, dtype=torch.int64))
 
 
-def kernels_of_step(training: Training, steps: int = STEPS) -> dict[str, float]:
-    """The milliseconds of each kernel in a step, by name; empty on a CPU."""
+@keep_all_graphs  # type: ignore[untyped-decorator]
+def cost(recipe: Recipe, device: str = "cuda", compiled: bool = True) -> float:
+    """The milliseconds of all kernels in a step of a recipe; 0 on a CPU."""
+    training = Training(recipe, random_text(recipe.sizes.vocabulary), device, compiled)
+    training.warm_up()
     for _ in range(3):
         training.step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        for _ in range(steps):
+        for _ in range(STEPS):
             training.step()
-        if training.device == "cuda":
+        if device == "cuda":
             torch.cuda.synchronize()
     events = [event for event in profiled.key_averages() if event.device_type == DeviceType.CUDA]
-    return {event.key: event.self_device_time_total / 1000 / steps for event in events}
+    return sum(event.self_device_time_total / 1000 / STEPS for event in events)
 
 
-@keep_all_graphs  # type: ignore[untyped-decorator]
-def cost(recipe: Recipe, device: str = "cuda", compiled: bool = True) -> dict[str, float]:
-    """The milliseconds of each kernel in a step of a recipe."""
-    training = Training(recipe, random_text(recipe.sizes.vocabulary), device, compiled)
-    training.warm_up()
-    return kernels_of_step(training)
-
-
-def measure(recipes: Sequence[Recipe], out: Path, most: int = 0) -> None:
-    """Write `learning_cost.csv` into a folder, and print the `most` slowest kernels of each recipe."""
+def measure(recipes: Sequence[Recipe], out: Path) -> None:
+    """Write `learning_cost.csv` into a folder."""
     rows = []
     for recipe in recipes:
-        times = cost(recipe)
-        rows.append({"name": recipe.name, "ms": round(sum(times.values()), 4)})
-        print(f"{recipe.name}: {rows[-1]['ms']} ms", flush=True)
-        for name, time in sorted(times.items(), key=lambda item: -item[1])[:most]:
-            print(f"    {time:.3f} ms {name[:100]}", flush=True)
+        rows.append({"name": recipe.name, "ms": round(cost(recipe), 4)})
+        print(*rows[-1].values(), flush=True)
         write_table(rows, environment(PROTOCOL), out, NAME)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
-    parser.add_argument("--kernels", type=int, default=0, help="print the slowest kernels of each layer, this many")
     options = parser.parse_args()
-    measure(list(dict.fromkeys(map(layer_of, chosen(options.only)))), options.out, options.kernels)
+    measure(list(dict.fromkeys(map(layer_of, chosen(options.only)))), options.out)
 
 
 if __name__ == "__main__":

@@ -304,16 +304,15 @@ def is_done(recipe: Recipe, folders: Iterable[Path], digest: str) -> bool:
     return False
 
 
-def tokens(recipe: Recipe, corpus: Corpus) -> int:
-    """The tokens that a run reads."""
-    return max(1, steps_of(recipe.megabytes, corpus)) * SEQUENCES * CONTEXT
-
-
 def print_plan(recipes: Iterable[Recipe], corpus: Corpus) -> None:
-    """Print each run with its tokens and its arithmetic operations, and their sums."""
-    counts = [(tokens(one, corpus), one.flops_of_token * tokens(one, corpus), one.name) for one in recipes]
-    for count, flops, name in [*counts, (sum(c[0] for c in counts), sum(c[1] for c in counts), "all")]:
-        print(f"{count / 1e6:8.1f} M tokens {flops / 1e15:8.2f} PFLOP  {name}")
+    """Print the tokens that each run reads and its arithmetic operations, and their sums."""
+    total = [0.0, 0.0]
+    for recipe in recipes:
+        tokens = max(1, steps_of(recipe.megabytes, corpus)) * SEQUENCES * CONTEXT
+        of = tokens / 1e6, recipe.flops_of_token * tokens / 1e15
+        total = [a + b for a, b in zip(total, of, strict=True)]
+        print("{:8.1f} M tokens {:8.2f} PFLOP".format(*of), recipe.name)
+    print("{:8.1f} M tokens {:8.2f} PFLOP".format(*total), "all")
 
 
 def main() -> None:
@@ -327,15 +326,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", help="train every run with these seeds instead of its own")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply the text of every run (default: 1)")
-    parser.add_argument("--seconds", type=float, help="stop after about this time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after about this time")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="print the runs that are left, their tokens and FLOPs")
     options = parser.parse_args()
-    recipes = chosen(options.only)
+    recipes, corpus = chosen(options.only), load(options.corpus)
     if options.seeds is not None:
         recipes = list(dict.fromkeys(seeds(recipes, options.seeds)))
     recipes = [scaled(recipe, options.scale) for recipe in recipes]
-    corpus = load(options.corpus)
     left = [one for one in recipes if not is_done(one, [options.out, *options.done], corpus.sizes.digest)]
     if options.list:
         print_plan(left, corpus)
@@ -343,12 +341,10 @@ def main() -> None:
     for i, recipe in enumerate(left):
         if is_done(recipe, [options.out], corpus.sizes.digest):  # another process has trained it meanwhile
             continue
-        rest = None if options.seconds is None else options.seconds - (time.perf_counter() - begin)
+        rest = options.seconds - (time.perf_counter() - begin)
         print(f"{recipe.name}: {i + 1} of {len(left)}", flush=True)
         try:
-            if (rest is not None and rest < LEAST_SECONDS) or not run(
-                recipe, corpus, options.out, options.device, rest
-            ):
+            if rest < LEAST_SECONDS or not run(recipe, corpus, options.out, options.device, rest):
                 print(f"the time is over; {len(left) - i} runs are left")
                 return
         except TimeoutError:

@@ -9,6 +9,7 @@ same command continues after an interruption.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.frames import grid, in_order
 from benchmarks.frames import load as load_frame
-from benchmarks.frames import markdown
 from benchmarks.learning.corpus import Corpus, load
 from benchmarks.learning.experiments import BEST, LEAST_SECONDS, RESULTS, SWIGLU, is_done
 from benchmarks.learning.recipe import Recipe, projection_weights
@@ -71,7 +72,7 @@ def measure(
     runs: Path,
     out: Path,
     device: str = "cuda",
-    seconds: float | None = None,
+    seconds: float = math.inf,
     compiled: bool = True,
 ) -> bool:
     """Train the models whose weights are not in `runs`, and write `learning_formats.csv` into the folder `out`.
@@ -88,9 +89,8 @@ def measure(
     for recipe in recipes:
         weights = runs / f"{recipe.name}.weights"
         if not (weights.is_file() and is_done(recipe, [runs], corpus.sizes.digest)):
-            rest = None if seconds is None else seconds - (time.perf_counter() - begin)
-            is_over = rest is not None and rest < LEAST_SECONDS
-            if is_over or not run(recipe, corpus, runs, device, rest, compiled, keeps_weights=True):
+            rest = seconds - (time.perf_counter() - begin)
+            if rest < LEAST_SECONDS or not run(recipe, corpus, runs, device, rest, compiled, keeps_weights=True):
                 return False
         training = Training(recipe, corpus, device, compiled)
         training.model.load_state_dict(torch.load(weights, map_location=device, weights_only=True))
@@ -102,18 +102,13 @@ def measure(
 def table(results: Path) -> str:
     """A row for each model: its loss in 16 bits in nats a byte, and the change of the loss in each other format."""
     rows = load_frame(results, NAME)
-    facts = rows.attrs
-    losses: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows.to_dict("records"):
-        losses.setdefault((row["model"], row["layer"]), {})[row["format"]] = row["held_out"]
-    others = [name for name, one in FORMATS.items() if not one.is_dense]
-    lines = [
-        [*key, f"{of['dense']:.4f}", *(f"{of[name] - of['dense']:+.4f}" for name in others)]
-        for key, of in losses.items()
-    ]
+    facts, losses = rows.attrs, in_order(rows, ["model", "layer"], "format", rows.held_out)
+    cells = {"16 bits": losses.dense.map("{:.4f}".format)}
+    for name in (name for name, one in FORMATS.items() if not one.is_dense):
+        cells[f"`{name}`"] = (losses[name] - losses.dense).map("{:+.4f}".format)
     source = f"{facts['device']}, torch {facts['torch']}, commit {facts['commit'][:7]}; text `{facts['corpus.kind']}` "
     source += f"{facts['corpus.digest']}, {float(facts['corpus.held_out_bytes']) / 1e6:.1f} MB held out."
-    return f"{source}\n\n{markdown(['model', 'layer', '16 bits', *(f'`{name}`' for name in others)], lines)}"
+    return f"{source}\n\n{grid('model', cells)}"
 
 
 def main() -> None:
@@ -121,7 +116,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
     parser.add_argument("--runs", type=Path, required=True, help="a folder for the runs and the trained weights")
     parser.add_argument("--out", type=Path, default=RESULTS.parent)
-    parser.add_argument("--seconds", type=float, help="stop after about this time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after about this time")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     corpus = load(options.corpus)

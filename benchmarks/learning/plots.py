@@ -1,11 +1,7 @@
-"""Plots of the training runs, drawn from their result files.
-
-python -m benchmarks.learning.plots [--results DIR] [--out DIR]
-"""
+"""Plots of the training runs, drawn from their result files."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -15,7 +11,7 @@ from typing import TYPE_CHECKING
 from benchmarks import plots
 from benchmarks.learning.claims import GELU, losses_of
 from benchmarks.learning.comparisons import PAPERS
-from benchmarks.learning.experiments import BEST, LARGER, RESULTS, SWIGLU
+from benchmarks.learning.experiments import BEST, LARGER, SWIGLU
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.tables import Finished, label, runs
 
@@ -91,20 +87,7 @@ def draw(results: Path, out: Path) -> list[Path]:
     """Draw every plot into the folder `out`, as SVG.
 
     Raises:
-        MissingResultError: no run is finished.
+        FileNotFoundError: no run is finished.
     """
     found = runs(results)
     return [plots.save(picture, [found], out / f"{name}.svg") for name, picture in PLOTS.items()]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS.parent, help="a folder that has the folder learning")
-    parser.add_argument("--out", type=Path, default=RESULTS.parent)
-    options = parser.parse_args()
-    for path in draw(options.results, options.out):
-        print(path)
-
-
-if __name__ == "__main__":
-    main()

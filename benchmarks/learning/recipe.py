@@ -21,6 +21,8 @@ Layer = Literal["lu", "glu", "glu_shared", "mglu", "no_gate_mask", "no_value_mas
 LAYERS: tuple[Layer, ...] = get_args(Layer)
 """The first half of a feed-forward layer. With `silu`, `glu` is SwiGLU and `mglu` is SwiMGLU."""
 StraightThrough = Literal["identity", "clipped", "tanh"]
+SLOPE = 0.05
+"""The width of `clipped` and `tanh`."""
 
 CONTEXT = 512
 SEQUENCES = 32
@@ -44,7 +46,6 @@ class Recipe:
         n_masks: the number of masks, in layers that have masks.
         activation: as in `mglu_ops.nn.MGLU`.
         top_k: the number of masks that the router keeps for a token; None for all masks and no router.
-        fused: whether `mglu` is `MGLU` or `NaiveMGLU`, which computes the same in plain PyTorch.
         learned: whether the masks are learned; if not, they are random and fixed.
         size: the model, a key of SIZES.
         width: the intermediate size as a multiple of the model's own.
@@ -55,8 +56,7 @@ class Recipe:
         logits_std: the standard deviation of the initial logits.
         gate_ratio: the fraction of ones in the initial masks.
         straight_through: how gradients pass the threshold: `identity` (the paper's), `clipped` (no gradient where a
-            logit is further than `slope` from 0) or `tanh` (times the derivative of `slope * tanh(logit / slope)`).
-        slope: the width of `clipped` and `tanh`.
+            logit is further than `SLOPE` from 0) or `tanh` (times the derivative of `SLOPE * tanh(logit / SLOPE)`).
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
         scale: a factor of the layer's result, before the down projection.
         weight_gain: a factor of the initial weights of the layer.
@@ -72,7 +72,6 @@ class Recipe:
     n_masks: int = 4
     activation: str = "silu"
     top_k: int | None = None
-    fused: bool = True
     learned: bool = True
     size: str = "25M"
     width: float = 1.0
@@ -83,7 +82,6 @@ class Recipe:
     logits_std: float = 0.01
     gate_ratio: float = 0.5
     straight_through: StraightThrough = "identity"
-    slope: float = 0.05
     scaled_sum: bool = False
     scale: float = 1.0
     weight_gain: float = 1.0
@@ -98,9 +96,9 @@ class Recipe:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, must be one of {', '.join(values)}")
-        if self.start is not None and (self.start not in WEIGHTS or self.layer != "mglu" or not self.fused):
+        if self.start is not None and (self.start not in WEIGHTS or self.layer != "mglu"):
             raise ValueError(
-                f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for a fused mglu"
+                f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for mglu"
             )
         if self.distilled and self.start is None:
             raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
@@ -141,9 +139,7 @@ class Recipe:
         teacher that predicts costs its forward pass.
         """
         sizes, masks = self.sizes, self.n_masks
-        matrices = {"lu": 1, "glu": 2, "glu_shared": 1}.get(self.layer, 2 * masks)
-        if self.layer == "mglu" and self.fused:
-            matrices = masks + 1
+        matrices = {"lu": 1, "glu": 2, "glu_shared": 1, "mglu": masks + 1}.get(self.layer, 2 * masks)
         width = sizes.heads * sizes.head_width
         block = sizes.hidden * 2 * (width + sizes.kv_heads * sizes.head_width)
         block += (matrices + 1) * sizes.hidden * sizes.intermediate + sizes.context * width
@@ -176,7 +172,7 @@ class Recipe:
             "lu": partial(LU, activation=self.activation),
             "glu": partial(GLU, activation=self.activation),
             "glu_shared": partial(GLU, activation=self.activation, shared=True),
-            "mglu": partial(MGLU if self.fused else NaiveMGLU, **masked),
+            "mglu": partial(MGLU, **masked),
             "no_gate_mask": partial(NaiveMGLU, mask_gate=False, **masked),
             "no_value_mask": partial(NaiveMGLU, mask_value=False, **masked),
         }
@@ -188,7 +184,7 @@ class Recipe:
         mean = self.logits_std * math.sqrt(2) * torch.erfinv(torch.tensor(2 * self.gate_ratio - 1)).item()
         nn.init.normal_(logits, mean, self.logits_std)
         if self.straight_through != "identity":
-            squashed = Squashed(self.straight_through, self.slope)
+            squashed = Squashed(self.straight_through)
             parametrize.register_parametrization(module, "mask_logits", squashed, unsafe=True)
 
 
@@ -237,13 +233,11 @@ class Scaled(nn.Module):
 
 
 class Squashed(nn.Module):
-    """Maps logits to `[-slope, slope]`: signs stay, and logits far from 0 get little gradient, or none if clipped."""
+    """Maps logits to `[-SLOPE, SLOPE]`: signs stay, and logits far from 0 get little gradient, or none if clipped."""
 
-    def __init__(self, how: StraightThrough, slope: float) -> None:
+    def __init__(self, how: StraightThrough) -> None:
         super().__init__()
-        self.how, self.slope = how, slope
+        self.how = how
 
     def forward(self, logits: Tensor) -> Tensor:
-        if self.how == "clipped":
-            return logits.clamp(-self.slope, self.slope)
-        return torch.tanh(logits / self.slope) * self.slope
+        return logits.clamp(-SLOPE, SLOPE) if self.how == "clipped" else torch.tanh(logits / SLOPE) * SLOPE

@@ -18,12 +18,7 @@ EVALUATIONS = 6
 
 
 class Windows:
-    """The windows of a corpus, `[SEQUENCES, CONTEXT + 1]` a step, in the one order in which all runs read them.
-
-    Args:
-        tokens: `[train_tokens]`.
-        device: where the batches are.
-    """
+    """The windows of a corpus, `[SEQUENCES, CONTEXT + 1]` a step, in the one order in which all runs read them."""
 
     def __init__(self, tokens: Tensor, device: str) -> None:
         self.tokens = tokens.to(device, torch.int32)  # uint16 cannot be indexed on every device

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from torch import Tensor
 
 from benchmarks.language_model import count
 from benchmarks.learning.corpus import Corpus, load
@@ -48,7 +46,7 @@ def run(
     corpus: Corpus,
     out: Path,
     device: str = "cuda",
-    limit: float | None = None,
+    limit: float = math.inf,
     compiled: bool = True,
     keeps_weights: bool = False,
 ) -> bool:
@@ -62,44 +60,34 @@ def run(
         corpus: the text.
         out: the folder. The run resumes from a checkpoint `NAME.pt` in it, and removes it at the end.
         device: "cuda" or "cpu".
-        limit: the most seconds; the run stops at the last point of its curve that it expects to reach in time. None for
-            no limit.
+        limit: the most seconds; the run stops at the last point of its curve that it expects to reach in time.
         compiled: whether blocks and loss are compiled.
         keeps_weights: whether the trained weights are written to `NAME.weights`, as those of GLU are in any case.
 
     Raises:
         TimeoutError: another process trains this run.
     """
-    end = math.inf if limit is None else time.perf_counter() + limit
+    end = time.perf_counter() + limit
     out.mkdir(parents=True, exist_ok=True)
     with FileLock(out / f"{recipe.name}.lock", timeout=0):
         teacher = None
         if recipe.start is not None:
             weights = out / f"{recipe.teacher.name}.weights"
-            wait = -1 if limit is None else limit  # -1 waits without a limit
+            wait = limit if math.isfinite(limit) else -1  # -1 waits without a limit
             try:
                 with FileLock(out / f"{recipe.teacher.name}.lock", timeout=wait):
-                    if not weights.is_file() and not _run(recipe.teacher, corpus, out, device, end, compiled, None):
+                    if not weights.is_file() and not _run(Training(recipe.teacher, corpus, device, compiled), out, end):
                         return False
             except TimeoutError:
                 return False
             teacher = torch.load(weights, map_location=device, weights_only=True)
-        return _run(recipe, corpus, out, device, end, compiled, teacher, keeps_weights)
+        return _run(Training(recipe, corpus, device, compiled, teacher), out, end, keeps_weights)
 
 
-def _run(
-    recipe: Recipe,
-    corpus: Corpus,
-    out: Path,
-    device: str,
-    end: float,
-    compiled: bool,
-    teacher: Mapping[str, Tensor] | None,
-    keeps_weights: bool = False,
-) -> bool:
+def _run(training: Training, out: Path, end: float, keeps_weights: bool = False) -> bool:
     """Train until `end` of the clock, from the run's checkpoint if there is one."""
+    recipe = training.recipe
     checkpoint = out / f"{recipe.name}.pt"
-    training = Training(recipe, corpus, device, compiled, teacher)
     training.warm_up()
     if checkpoint.is_file():
         training.restore(checkpoint)
@@ -155,27 +143,20 @@ def corpus_facts(corpus: Corpus) -> dict[str, str]:
     return {f"corpus.{key}": str(value) for key, value in sizes.items()}
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of a recipe."""
-    for name, kind in KINDS.items():
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        parser.add_argument(f"--{name.replace('_', '-')}", **how)
-    parser.set_defaults(**asdict(Recipe()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, help="stop after about this time, and leave a checkpoint")
-    add_recipe(parser)
-    options = vars(parser.parse_args())
-    recipe = Recipe(**{name: options[name] for name in KINDS})
-    try:
-        finished = run(recipe, load(options["corpus"]), options["out"], options["device"], options["seconds"])
-    except TimeoutError as error:
-        raise SystemExit(str(error)) from None
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after about this time, and leave a checkpoint"
+    )
+    for name, kind in KINDS.items():
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=getattr(Recipe, name), **how)
+    options = parser.parse_args()
+    recipe = Recipe(**{name: getattr(options, name) for name in KINDS})
+    finished = run(recipe, load(options.corpus), options.out, options.device, options.seconds)
     print("finished" if finished else "stopped; repeat the command to continue")
 
 

@@ -32,30 +32,20 @@ keep_all_graphs = dynamo_config.patch(recompile_limit=1000, accumulated_recompil
 
 @dataclass
 class Progress:
-    """How far a run has come.
-
-    Attributes:
-        step: the number of steps taken.
-        seconds: the time of these steps, without evaluation and compilation.
-        peak_mb: the peak of GPU memory in these steps, in megabytes, without the text; NaN on a CPU.
-        rows: the learning curve so far.
-    """
+    """How far a run has come, and its learning curve so far."""
 
     step: int = 0
     seconds: float = 0.0
+    """The time of the steps, without evaluation and compilation."""
     peak_mb: float = float("nan")
+    """The peak of GPU memory in the steps, in megabytes, without the text; NaN on a CPU."""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Training:
-    """A run in progress.
+    """A run in progress on a device, "cuda" or "cpu"; `compiled` says whether blocks and loss are compiled.
 
-    Args:
-        recipe: what to train.
-        corpus: the text.
-        device: "cuda" or "cpu".
-        compiled: whether blocks and loss are compiled.
-        teacher: the state dict of the trained `recipe.teacher`, if the recipe has a `start`.
+    `teacher` is the state dict of the trained `recipe.teacher`, if the recipe has a `start`.
     """
 
     def __init__(
@@ -204,8 +194,6 @@ class Training:
             "gate_ratios": json.dumps([_mean(of) for of in ratios.values()]),
         }
 
-    # --- Checkpoints
-
     def save(self, path: Path) -> None:
         """Write a checkpoint; an older file is replaced in one step."""
         state = {
@@ -224,12 +212,10 @@ class Training:
             ValueError: the checkpoint has another recipe or another corpus.
         """
         state = torch.load(path, map_location=self.device, weights_only=True)
-        for what, found, wanted in (
-            ("recipe", state["recipe"], asdict(self.recipe)),
-            ("corpus", state["digest"], self.corpus.sizes.digest),
-        ):
-            if found != wanted:
-                raise ValueError(f"{path}: the checkpoint is of another {what}: {found}, not {wanted}")
+        wanted = {"recipe": asdict(self.recipe), "digest": self.corpus.sizes.digest}
+        for what, own in wanted.items():
+            if state[what] != own:
+                raise ValueError(f"{path}: the checkpoint is of another {what}: {state[what]}, not {own}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])

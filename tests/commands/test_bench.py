@@ -15,10 +15,10 @@ import pytest
 import torch
 from bench_rows import row
 
-from benchmarks import decode, frames, pages, suites, summary, tables
+from benchmarks import decode, pages, suites, summary, tables
 from benchmarks.ceiling import GEMM_TOKENS, floor
 from benchmarks.harness import relative_error
-from benchmarks.records import Row, read, read_environment, read_table, write, write_table
+from benchmarks.records import Row, read, read_table, write, write_table
 from benchmarks.timing import summarise
 from mglu_ops import bench
 from mglu_ops.__main__ import main
@@ -65,7 +65,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert "WRONG" in str(found[1])
     assert "chosen True" in str(found[0])
     assert read(tmp_path, "another") == []
-    facts = read_environment(tmp_path, "some")
+    facts = read_table(tmp_path / "some.csv")[0]
     assert facts["protocol"] == "by the clock: # twice"
     assert {"commit", "device", "torch", "triton", "cuda", "python"} < set(facts)
 
@@ -87,12 +87,11 @@ def test_summary_of_times_is_their_median_and_interquartile_range() -> None:
 def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def measured(
-        d: int, h: int, n_masks: int, tokens: int, *rest: Any, settle_seconds: float, case: str, **options: Any
-    ) -> list[Row]:
-        assert settle_seconds == 0.25
-        calls.append((d, h, n_masks, tokens, rest[1], options["tuned"], case))
-        assert options["weight_format"] == (case if case == "fp8_row" else "dense")
+    def measured(one: decode.Problem, rounds: int) -> list[Row]:
+        (d, h), n_masks, tokens, case = one.shape, one.n_masks, one.tokens, one.case
+        assert one.settle_seconds == 0.25
+        calls.append((d, h, n_masks, tokens, one.baselines, one.tuned, case))
+        assert one.weight_format == (case if case == "fp8_row" else "dense")
         return [row("mglu cuda", 1.0, n_masks, tokens, out_features=d, in_features=h, case=case)]
 
     monkeypatch.setattr(decode, "bench", measured)
@@ -100,13 +99,13 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     sweep = decode.Sweep((1, 2), (1, 4), baselines=("naive", "swiglu"), shapes=shapes, settle_seconds=0.25)
     found = decode.run(sweep, tmp_path, "some")
     assert calls[:4] == [
-        (64, 32, 1, 1, ["naive", "swiglu"], True, "a"),
-        (64, 32, 4, 1, ["naive"], True, "a"),  # SwiGLU has no masks
-        (64, 32, 1, 2, ["naive", "swiglu"], False, "a"),
-        (64, 32, 4, 2, ["naive"], False, "a"),
+        (64, 32, 1, 1, ("naive", "swiglu"), True, "a"),
+        (64, 32, 4, 1, ("naive",), True, "a"),  # SwiGLU has no masks
+        (64, 32, 1, 2, ("naive", "swiglu"), False, "a"),
+        (64, 32, 4, 2, ("naive",), False, "a"),
     ]
     assert len(calls) == len(found) == len(read(tmp_path, "some")) == 8
-    assert "in turns of 0.5 s" in read_environment(tmp_path, "some")["protocol"]
+    assert "in turns of 0.5 s" in read_table(tmp_path / "some.csv")[0]["protocol"]
     calls.clear()
     decode.run(replace(sweep, weight_formats=("dense", "fp8_row")), tmp_path, "some")
     assert [case for *_, case in calls[:8]] == ["a"] * 4 + ["fp8_row"] * 4
@@ -147,16 +146,16 @@ def test_command_leaves_out_the_plots_without_their_packages(
     ran: list[str] = []
 
     def suite(name: str, needs: tuple[str, ...]) -> suites.Suite:
-        def run(out: Path, quick: bool) -> Sequence[Row]:
-            ran.append(f"{name} {quick}")
+        def run(out: Path) -> Sequence[Row]:
+            ran.append(name)
             return [row("mglu cuda", NAN)]
 
-        return suites.Suite(name, run, needs)
+        return suites.Suite(name, lambda out: [], run, needs)
 
     monkeypatch.setattr(suites, "SUITES", {"measure": suite("measure", ()), "draw": suite("draw", ("matplotlib",))})
     monkeypatch.setattr(suites, "version", lambda name: "not installed")
     assert main(["bench", "--quick", "--out", str(tmp_path)]) == 1  # a row is wrong
-    assert ran == ["measure True"]
+    assert ran == ["measure"]
     printed = capsys.readouterr().out
     assert "draw is left out: it needs matplotlib" in printed
     assert "WRONG: 8192x2048" in printed
@@ -319,7 +318,7 @@ def test_marked_tables_are_replaced_and_the_rest_of_a_page_stays(tmp_path: Path)
     assert filled.startswith("# A\n\n<!-- table: sustained -->\n\n`sustained.csv`: ")
     assert filled.endswith("| SwiGLU, fastest | 20.0 |\n\n<!-- end -->\n\nafter\n")
     assert pages.fill(filled, tmp_path) == filled
-    with pytest.raises(frames.MissingResultError, match=r"one_token\.csv: no such result; benchmarks/README\.md"):
+    with pytest.raises(FileNotFoundError, match=r"one_token\.csv: no such result; benchmarks/README\.md"):
         pages.fill(page.replace("sustained", "one_token"), tmp_path)
 
 

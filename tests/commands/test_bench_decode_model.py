@@ -142,18 +142,18 @@ def test_bytes_of_weights_count_each_matrix_once() -> None:
 def test_problems_that_were_measured_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured: list[tuple[int, int]] = []
 
-    def bench(sizes: Sizes, batch: int, compilations: int, fp8: bool) -> list[Row]:
-        assert not fp8
-        measured.append((sizes.layers, batch))
-        shape = sizes.intermediate, sizes.hidden
+    def bench(problem: decode_model.Problem, rounds: int) -> list[Row]:
+        assert not problem.fp8
+        measured.append((problem.sizes.layers, problem.batch))
+        size = problem.batch, problem.sizes.intermediate, problem.sizes.hidden, 0
         return [
-            Row("decode model", "SwiGLU", batch, *shape, 0, "bfloat16", 1.0, 0.0, 1.0, 0.0, {"compilation": i})
-            for i in range(compilations)
+            Row("decode model", "SwiGLU", *size, "bfloat16", 1.0, 0.0, 1.0, 0.0, {"compilation": i})
+            for i in range(problem.compilations)
         ]
 
     monkeypatch.setattr(decode_model, "bench", bench)
-    for arguments in (["--batches", "1", "8"], ["--resume"]):
-        monkeypatch.setattr("sys.argv", ["decode_model", "--out", str(tmp_path), "--compilations", "2", *arguments])
-        decode_model.main()
-    assert measured == [(16, 1), (16, 8), (32, 1), (32, 8), (16, 32), (32, 32)]
-    assert len(read(tmp_path, "decode_model")) == 12  # both compilations of every problem
+    problems = decode_model.IN_BFLOAT16
+    decode_model.run(problems[:2], tmp_path)
+    decode_model.run(problems, tmp_path, resume=True)
+    assert measured == [(16, 1), (16, 8), (16, 32), (32, 1), (32, 8), (32, 32)]
+    assert len(read(tmp_path, "decode_model")) == 3 + 5  # every compilation of every problem

@@ -15,7 +15,7 @@ from bench_rows import row
 
 import mglu_ops
 from benchmarks import generate, pages
-from benchmarks.generate import Form, Problem, Served
+from benchmarks.generate import Form, Problem
 from benchmarks.records import write
 
 LlamaConfig = pytest.importorskip("transformers", reason="transformers is not installed").LlamaConfig
@@ -35,7 +35,7 @@ SIZES = {
 class Inline(Executor):
     """Runs the tasks of a process in this one, with a model of its own."""
 
-    served: Served
+    served: Callable[[], torch.Tensor]
 
     def submit(self, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

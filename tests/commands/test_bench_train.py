@@ -15,7 +15,7 @@ from families import quick_only_for
 from torch import Tensor
 
 from benchmarks import memory, pages, records, suites, summary, timing, train, train_layers
-from benchmarks.records import Row, read, read_environment, write
+from benchmarks.records import Row, read, read_table, write
 from benchmarks.train_layers import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
 from mglu_ops.accuracy import ERROR_BUDGET
 
@@ -119,7 +119,7 @@ def test_what_does_not_fit_into_memory_is_left_out_in_words(monkeypatch: pytest.
     replace_layer(monkeypatch, NAIVE, lambda layer: too_large)
     rows = train.run([PROBLEM], tmp_path, "cpu", rounds=1, load=0.0)
     (naive,) = (one for one in rows if one.variant == NAIVE)
-    assert (naive.left_out, naive.is_wrong, naive.has_time) == ("out of memory", False, False)
+    assert (naive.extra["left_out"], naive.is_wrong, naive.has_time) == ("out of memory", False, False)
     assert all(one.has_time for one in rows if one is not naive)
     assert "left out" in str(naive)
     assert "| 10 | 2 | out of memory |" in pages.TABLES["train"](tmp_path)
@@ -170,13 +170,13 @@ def test_the_suite_measures_all_problems_of_the_issue(monkeypatch: pytest.Monkey
         return [step(problem, FUSED, 1.0)]
 
     monkeypatch.setattr(train, "bench", one_row)
-    rows = suites.SUITES["train"].run(tmp_path, False)
+    rows = suites.SUITES["train"].run(tmp_path)
     assert len(measured) == len(rows) == len(read(tmp_path, "train")) == 2 * 3 * 5
     assert {problem.n_masks for problem in measured} == {1, 2, 4, 8, 16}
-    assert "60 ms" in read_environment(tmp_path, "train")["protocol"]
+    assert "60 ms" in read_table(tmp_path / "train.csv")[0]["protocol"]
     assert timing.LOAD_SECONDS == 0.06
     measured.clear()
-    suites.SUITES["train"].run(tmp_path, True)
+    suites.SUITES["train"].quick(tmp_path)
     assert measured == [train.Problem((8192, 2048), 64, 1)]
 
 
@@ -211,7 +211,7 @@ def test_a_resumed_result_lacks_only_the_problems_that_are_not_there(
     rows = measure("2222222222")
     assert begun == [10, 0, 20, 30]
     assert [one.tokens for one in rows] == [one.tokens for one in read(tmp_path, "train")] == [10, 20, 30]
-    assert read_environment(tmp_path, "train")["commit"] == "1111111111, 2222222222"
+    assert read_table(tmp_path / "train.csv")[0]["commit"] == "1111111111, 2222222222"
     assert "commit 1111111, 2222222." in pages.TABLES["train"](tmp_path)
     with pytest.raises(ValueError, match="has another protocol: 'by the clock' instead of 'by another clock'"):
         measure("2222222222", "by another clock")

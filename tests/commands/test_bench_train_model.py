@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ def test_the_fused_model_is_another_form_of_the_naive_one() -> None:
 @pytest.mark.parametrize("precision", train_model.PRECISIONS)
 def test_every_model_is_trained(precision: train_model.Precision) -> None:
     torch.manual_seed(0)
-    problem = train_model.Problem("350M", precision, 2)
-    rows = train_model.bench(problem, train_model.Model(SIZES, batch=2), "cpu", rounds=1, load=0.0)
+    problem = train_model.Problem("350M", train_model.Model(SIZES, batch=2), precision, 2)
+    rows = train_model.bench(problem, "cpu", rounds=1, load=0.0)
     assert [one.variant for one in rows] == ["SwiGLU", "naive", "fused"]
     for one in rows:
         assert one.has_time
@@ -88,8 +89,8 @@ def test_a_model_of_wrong_gradients_has_no_time(monkeypatch: pytest.MonkeyPatch)
             return -super().forward(x)
 
     monkeypatch.setattr(train_model, "MGLU", Wrong)
-    problem = train_model.Problem("350M", "autocast", 1)
-    rows = train_model.bench(problem, train_model.Model(SIZES, batch=2), "cpu", rounds=1, load=0.0)
+    problem = train_model.Problem("350M", train_model.Model(SIZES, batch=2), "autocast", 1)
+    rows = train_model.bench(problem, "cpu", rounds=1, load=0.0)
     assert [one.is_wrong for one in rows] == [False, False, True]
 
 
@@ -125,16 +126,16 @@ def test_the_suite_measures_both_models_in_both_precisions(monkeypatch: pytest.M
         return [row("fused", 1.0, problem.n_masks, case=problem.case)]
 
     monkeypatch.setattr(train_model, "bench", one_row)
-    suites.SUITES["train_model"].run(tmp_path, False)
+    suites.SUITES["train_model"].run(tmp_path)
     assert len(measured) == len(read(tmp_path, "train_model")) == 2 * 2 * 3
     assert {problem.case for problem in measured} == {
         f"{name}, {precision}" for name in ("Llama-3.2 1B", "350M") for precision in ("autocast", "bfloat16")
     }
     assert {problem.n_masks for problem in measured} == {1, 2, 4}
     measured.clear()
-    monkeypatch.setattr("sys.argv", f"train_model --models 350M --n-masks 1 8 --out {tmp_path} --resume".split())
-    train_model.main()
-    assert measured == [train_model.Problem("350M", precision, 8) for precision in train_model.PRECISIONS]
+    more = [replace(problem, n_masks=8) for problem in train_model.PROBLEMS[::3]]
+    train_model.run([*train_model.PROBLEMS, *more], tmp_path, resume=True)
+    assert measured == more
 
 
 def test_table_of_models(tmp_path: Path) -> None:

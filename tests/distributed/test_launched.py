@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.records import read, read_environment
+from benchmarks.records import read, read_table
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -47,4 +47,4 @@ def test_the_benchmark_measures_one_rank_and_all_of_them(tmp_path: Path) -> None
     assert sorted((row.case, row.variant, row.tokens) for row in rows) == sorted(expected)
     assert all(row.has_time and row.microseconds > 0 and 0 < row.error < 2.4e-2 for row in rows)
     assert all(row.shape == (48, 32) and row.n_masks == 2 for row in rows)
-    assert read_environment(tmp_path, "tensor_parallel")["protocol"].startswith("gloo, 2 ranks; down_proj(mglu(x))")
+    assert read_table(tmp_path / "tensor_parallel.csv")[0]["protocol"].startswith("gloo, 2 ranks; down_proj(mglu(x))")

@@ -51,7 +51,7 @@ def test_the_initial_gate_ratio(ratio):
 @pytest.mark.parametrize("how", ["clipped", "tanh"])
 def test_straight_through_gradients_fade_and_masks_stay(how):
     torch.manual_seed(0)
-    plain, shaped = Recipe(logits_std=0.1), Recipe(logits_std=0.1, straight_through=how, slope=0.05)
+    plain, shaped = Recipe(logits_std=0.1), Recipe(logits_std=0.1, straight_through=how)
     layers = [next(iter(training.masked_layers(one.model()))) for one in (plain, shaped)]
     assert torch.equal(layers[0].mask_logits > 0, layers[1].mask_logits > 0)
     x = torch.randn(5, 16)

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.frames import MissingResultError
 from benchmarks.learning import claims, cost, experiments, tables
 from benchmarks.learning.experiments import PAPER
 from benchmarks.learning.recipe import Recipe
-from benchmarks.learning.training import Training
 from benchmarks.records import read_table, write_table
 
 pytest_plugins = ["learning_fixtures"]
@@ -43,7 +41,7 @@ def test_recipes_survive_their_file(tmp_path, monkeypatch):
 
 
 def test_a_table_compares_with_the_mean_of_swiglu(tmp_path):
-    with pytest.raises(MissingResultError, match=r"benchmarks\.learning\.experiments"):
+    with pytest.raises(FileNotFoundError, match=r"benchmarks\.learning\.experiments"):
         tables.experiment(tmp_path, "layers")
     masks = {"gate_ratio": 0.512, "flipped": 0.071}
     for seed, (swiglu, mglu) in enumerate([(0.7290, 0.7367), (0.7300, 0.7357)]):
@@ -157,7 +155,6 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     (line,) = [one for one in claims.claims(tmp_path).splitlines() if one.startswith("| Top-1")]
     assert line.endswith("not reproduced: a run diverged |")
     assert claims.measure(replace(PAPER, n_masks=2), replace(PAPER, n_masks=1), found) is None
-    assert claims.table([]).count("| not run |") == len(claims.CLAIMS)
 
 
 def test_a_converted_model_is_compared_with_swiglu_that_read_as_much():
@@ -179,7 +176,7 @@ def test_answers_about_the_best_recipe(tmp_path):
     assert "| 1 mask | SwiGLU | not run | +0.004 ± 0.006 | not run |" in lines
     assert "| 1 mask | SwiGLU with as many bytes | **+0.400 ± 0.006** |" in lines
     assert "| 2 masks | SwiGLU |  | not run |  |" in lines
-    with pytest.raises(MissingResultError, match="no result of SwiMGLU, n_m = 2 and SwiGLU"):
+    with pytest.raises(FileNotFoundError, match="no result of SwiMGLU, n_m = 2 and SwiGLU"):
         claims.summary(tmp_path)
     for n_masks in (2, 4, 8, 16):
         for one in (replace(PAPER, n_masks=n_masks), experiments.BEST[n_masks]):
@@ -222,7 +219,4 @@ def test_spikes_are_measured_within_a_part_of_a_run_and_rises_between_parts(tmp_
 
 @pytest.mark.gpu
 def test_the_kernels_of_a_step_take_milliseconds():
-    run = Training(Recipe("glu", size="10M"), cost.random_text(8192), "cuda", compiled=False)
-    times = cost.kernels_of_step(run)
-    assert len(times) > 10
-    assert 1 < sum(times.values()) < 1000
+    assert 1 < cost.cost(Recipe("glu", size="10M"), compiled=False) < 1000

@@ -53,7 +53,6 @@ ALL_LAYERS = [
     {"layer": "mglu", "n_masks": 3, "top_k": 2, "scaled_sum": True},
     {"layer": "mglu", "n_masks": 2, "learned": False},
     {"layer": "mglu", "n_masks": 2, "straight_through": "tanh"},
-    {"layer": "mglu", "n_masks": 2, "fused": False},
     {"layer": "no_gate_mask", "n_masks": 1},
     {"layer": "no_value_mask", "n_masks": 1},
 ]
