@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import FLOATING
-from ..formats import WeightFormat
+from ..formats import WeightFormat, get_format
 from ..masks import MAX_MASKS
 
 WEIGHT_INITS = ("paper", "leveled")
@@ -45,6 +45,18 @@ def check_columns(weight_format: WeightFormat, in_features: int) -> None:
         raise ValueError(
             f"weight_format: got {weight_format.name!r} with in_features={in_features}, which must be a multiple of "
             f"{weight_format.packed} for it"
+        )
+
+
+def check_rows_of_ranks(name: str, rows: int, ranks: int, weight_format: str) -> None:
+    """Check that every rank gets the same number of rows, and whole blocks of rows that share their scales."""
+    together = get_format(weight_format).rows
+    if rows % ranks:
+        raise ValueError(f"{name}: got {rows}, must be a multiple of the number of ranks, {ranks}")
+    if ranks > 1 and rows % (ranks * together):
+        raise ValueError(
+            f"{name}: got {rows}, must be a multiple of {ranks * together} with {ranks} ranks and a weight in "
+            f"{weight_format}, of which {together} rows share their scales"
         )
 
 
