@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..backends.cuda import TileWgmma
 from ..backends.cuda.device import Gpu
@@ -195,17 +196,17 @@ def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
         costs = _scaled(start, iter(factors))
         return np.log([costs.microseconds(config, call, gpu) / found for config, call, found in described])
 
-    count = sum(1 for value in _flat(asdict(start)) if value)
+    count = sum(map(bool, tree_leaves(asdict(start))))
     found = least_squares(
         residuals, [1.0] * count, bounds=(0.2, 5), loss="soft_l1", f_scale=0.1, diff_step=0.02, max_nfev=60
     )
-    return _rounded(_scaled(start, iter(found.x)))
+    return _changed(_scaled(start, iter(found.x)), lambda value: float(f"{value:.3g}"))  # the timings are worth no more
 
 
 def error_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
     """The geometric mean of the factors by which the model is off."""
-    logarithms = [abs(_log_ratio(costs.microseconds(one.config, one.call(), gpu), one.microseconds)) for one in timings]
-    return float(torch.tensor(logarithms).mean().exp())
+    ratios = [costs.microseconds(one.config, one.call(), gpu) / one.microseconds for one in timings]
+    return statistics.geometric_mean(max(ratio, 1 / ratio) for ratio in ratios)
 
 
 def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
@@ -216,41 +217,23 @@ def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
     calls: dict[tuple[int, ...], list[Timing]] = {}
     for one in timings:
         calls.setdefault((one.n_masks, one.tokens, one.out_features, one.in_features), []).append(one)
-    logarithms = []
+    factors = []
     for known in calls.values():
         if len(known) > 1:
             chosen = min(known, key=lambda one: costs.microseconds(one.config, one.call(), gpu))
-            logarithms.append(_log_ratio(chosen.microseconds, min(one.microseconds for one in known)))
-    return float(torch.tensor(logarithms).mean().exp())
+            factors.append(chosen.microseconds / min(one.microseconds for one in known))
+    return statistics.geometric_mean(factors)
 
 
-def _log_ratio(a: float, b: float) -> float:
-    return float(torch.tensor(a / b, dtype=torch.float64).log())
-
-
-def _flat(value: Any) -> Iterator[float]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
-
-
-def _scaled(costs: Any, factors: Iterator[float]) -> Any:
+def _scaled(costs: CostModel, factors: Iterator[float]) -> CostModel:
     """The constants; each one that is not 0 is multiplied by the next factor."""
-    if isinstance(costs, tuple):
-        return tuple(_scaled(value, factors) for value in costs)
-    if isinstance(costs, (int, float)):
-        return costs * next(factors) if costs else costs
-    return replace(costs, **{field.name: _scaled(getattr(costs, field.name), factors) for field in fields(costs)})
+    return _changed(costs, lambda value: value * next(factors) if value else value)
 
 
-def _rounded(costs: Any) -> Any:
-    """The constants with three digits, which is more than the timings are worth."""
+def _changed(costs: Any, change: Callable[[float], float]) -> Any:
+    """The constants after a change of each, in their order."""
     if isinstance(costs, tuple):
-        return tuple(map(_rounded, costs))
+        return tuple(_changed(value, change) for value in costs)
     if isinstance(costs, (int, float)):
-        return float(f"{costs:.3g}")
-    return replace(costs, **{field.name: _rounded(getattr(costs, field.name)) for field in fields(costs)})
+        return change(costs)
+    return replace(costs, **{field.name: _changed(getattr(costs, field.name), change) for field in fields(costs)})
