@@ -19,13 +19,6 @@ from .view import View
 class RuleConflict(Exception):  # noqa: N818 (a property of the rules, not of the program)
     """Two rules know different values of a node, and `rules.PRECEDENCE` does not say why the first is right."""
 
-    def __init__(self, node: Node, first: Rule, later: Rule, values: tuple[Value, Value]) -> None:
-        super().__init__(
-            f"rules `{first.name}` and `{later.name}` know different values of `{node.format_node()}`: {values}; "
-            "make one of them refuse such a node, or add the pair to PRECEDENCE in compile_passes/rules/__init__.py "
-            "with the reason why the first is right"
-        )
-
 
 def check_rules(graph: Graph) -> set[tuple[Rule, Rule]]:
     """Ask all rules about all nodes of a graph, which stays unchanged.
@@ -57,6 +50,10 @@ class _AskAll(Evaluation):
             first, decided = known[0]
             if value != decided:
                 if (first, rule) not in PRECEDENCE:
-                    raise RuleConflict(node, first, rule, (decided, value))
+                    raise RuleConflict(
+                        f"rules `{first.name}` and `{rule.name}` know different values of `{node.format_node()}`: "
+                        f"{decided} and {value}; make one of them refuse such a node, or add the pair to PRECEDENCE in "
+                        "compile_passes/rules/__init__.py with the reason why the first is right"
+                    )
                 self.decided.add((first, rule))
         return known[0][1] if known else otherwise(node)

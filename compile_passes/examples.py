@@ -66,14 +66,16 @@ def _is_recorded(graph: Graph) -> bool:
     Nodes that switch the grad mode or autocast have no value; only the nodes that switch back read them.
     """
     computed = [node for node in graph.nodes if node.op == "output" or "example_value" in node.meta]
-    read = {node for user in computed for node in user.all_input_nodes if not _is_body(node)}
-    return all("example_value" in node.meta for node in read) and _has_current_gradients(graph)
+    read = {node for user in computed for node in user.all_input_nodes}
+    bodies = {node for node in read if node.op == "get_attr" and submodule(graph, node) is not None}
+    return all("example_value" in node.meta for node in read - bodies) and _has_current_gradients(graph)
 
 
 def _has_current_gradients(graph: Graph) -> bool:
     """Whether the recorded results have gradients exactly if they would have them in the current grad mode."""
     leaves = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    wanted = torch.is_grad_enabled() and any(map(_requires_grad, leaves))
+    given = (value for node in leaves for value in tensors_in(example(node)))
+    wanted = torch.is_grad_enabled() and any(value.requires_grad for value in given)
     results = [value for node in _recorded_results(graph) for value in tensors_in(example(node))]
     has_floating = any(value.is_floating_point() for value in results)
     return not has_floating or any(value.requires_grad for value in results) == wanted
@@ -91,15 +93,6 @@ def _recorded_results(graph: Graph) -> list[Node]:
                 seen.add(node)
                 pending.append(node)
     return found
-
-
-def _is_body(node: Node) -> bool:
-    """Whether a node names the body of a higher-order operator."""
-    return node.op == "get_attr" and submodule(node.graph, node) is not None
-
-
-def _requires_grad(node: Node) -> bool:
-    return any(value.requires_grad for value in tensors_in(example(node)))
 
 
 def _as_number(value: Any) -> Any:

@@ -27,7 +27,8 @@ def check_interference(
     Raises:
         Refusal: they may not.
     """
-    reads = {item for node in made for item in node.all_input_nodes}.difference(made)
+    inputs = [item for node in made for item in node.all_input_nodes]
+    reads = [item for item in dict.fromkeys(inputs) if item not in made]
     _check_users(recogniser, root, interior)
     _check_modes(recogniser, root, interior, reads)
     _check_reads(recogniser.view, root, interior, reads)
@@ -78,7 +79,7 @@ def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collec
     for node in reads:
         writer = view.overwriter(node, root, without=removed)
         if writer is not None:
-            raise Refusal(f"`{line(writer)}` writes in place to `{view.holder(node).name}`, which the layer reads")
+            raise Refusal(f"`{line(writer)}` writes in place to `{view.holders[node].name}`, which the layer reads")
 
 
 def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
@@ -93,7 +94,7 @@ def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Col
         for writer in view.later_writers(node, besides=root):
             if writer not in inside:
                 problem = "writes in place to" if view.memory.effects[writer].is_known else "may change or watch"
-                raise Refusal(f"`{line(writer)}` {problem} `{view.holder(node).name}`, which backward needs")
+                raise Refusal(f"`{line(writer)}` {problem} `{view.holders[node].name}`, which backward needs")
 
 
 # --- Kinds of nodes --------------------------------------------------------------------------------------------------

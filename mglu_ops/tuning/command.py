@@ -44,10 +44,7 @@ def add_parser(subparsers: Any) -> None:
         "minutes and with scipy; MGLU_COST_MODEL=FILE makes mglu_ops use it",
     )
     parser.add_argument(
-        "--timings",
-        type=Path,
-        metavar="CSV",
-        help="with --fit: where to keep the timings, or to find them",
+        "--timings", type=Path, metavar="CSV", help="with --fit: where to keep the timings, or to find them"
     )
     parser.set_defaults(run=run)
 

@@ -28,9 +28,9 @@ MODULES: list[ModuleType] = [value for value in vars(rules).values() if isinstan
 def test_each_rule_is_listed_once() -> None:
     """A rule that is defined but not listed would never be asked."""
     defined = [value for module in MODULES for value in vars(module).values() if isinstance(value, Rule)]
-    listed = [*WEIGHT_RULES, *LAYER_RULES]
-    assert len(set(listed)) == len(listed)
-    assert set(defined) == set(listed)
+    for table in (WEIGHT_RULES, LAYER_RULES):
+        assert len(set(table)) == len(table)
+    assert set(defined) == {*WEIGHT_RULES, *LAYER_RULES}
 
 
 def test_precedence_is_the_order_in_which_rules_are_asked() -> None:
