@@ -2,7 +2,7 @@
 
 The first rule that knows a value of a node decides it. Most rules exclude one another by the types of the values that
 they read, so their order does not matter. Where two rules may know different values of one node, `PRECEDENCE` names the
-pair and the reason why the earlier one is right; `conflicts.py` finds pairs that are not listed.
+pair and the reason why the earlier one is right; `tests/support/conflicts.py` finds pairs that are not listed.
 """
 
 from __future__ import annotations

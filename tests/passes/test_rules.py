@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import conflicts
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from spellings import gated
 from torch import Tensor
 from torch.fx import Graph
 
-from compile_passes import conflicts, rules
+from compile_passes import rules
 from compile_passes.rules import LAYER_RULES, PRECEDENCE, WEIGHT_RULES, Rule
 from compile_passes.symbols import as_call, calls_read_once
 

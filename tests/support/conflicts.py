@@ -1,6 +1,6 @@
-"""A debug check: finds two rules that know different values of one node, so that their order decides.
+"""Finds two rules of the pass that know different values of one node, so that their order decides.
 
-The tests run it on every graph that they capture (`tests/support/graphs.py`).
+`graphs.Capture` runs it on every graph.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from torch.fx import Graph, Node
 
-from .evaluate import Evaluation
-from .rules import PRECEDENCE, Rule, RulesBySymbol
-from .symbols import as_call, calls_read_once
-from .values import Value
-from .view import View
+from compile_passes.evaluate import Evaluation
+from compile_passes.rules import PRECEDENCE, Rule, RulesBySymbol
+from compile_passes.symbols import as_call, calls_read_once
+from compile_passes.values import Value
+from compile_passes.view import View
 
 
 class RuleConflict(Exception):  # noqa: N818 (a property of the rules, not of the program)
