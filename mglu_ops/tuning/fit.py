@@ -41,15 +41,9 @@ SEED = 0
 class Timing:
     """The measured time of a launch for a call of contiguous bfloat16 tensors."""
 
-    n_masks: int
-    tokens: int
-    out_features: int
-    in_features: int
+    call: LayerCall
     config: TileWgmma
     microseconds: float
-
-    def call(self) -> LayerCall:
-        return _call(self.n_masks, self.tokens, self.out_features, self.in_features)
 
 
 def _call(n_masks: int, tokens: int, out_features: int, in_features: int) -> LayerCall:
@@ -107,8 +101,7 @@ def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable
             configs = [config for config in wanted[call] if config not in refused]
             replays = [layers.replay(config) for config in configs]
             for config, one_launch in zip(configs, times(replays, ROUNDS) if replays else [], strict=True):
-                shape = call.n_masks, call.tokens, call.out_features, call.in_features
-                found.append(Timing(*shape, config, round(statistics.median(one_launch), 3)))
+                found.append(Timing(call, config, round(statistics.median(one_launch), 3)))
             del replays
         timings = counted(len(found), "timing")
         note(f"{counted(layer.n_masks, 'mask')}, {layer.out_features} x {layer.in_features}: {timings} so far")
@@ -117,6 +110,7 @@ def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable
     return found
 
 
+_SHAPE = ("n_masks", "tokens", "out_features", "in_features")
 _SETTINGS = {name: default for name, default in asdict(TileWgmma()).items() if name != "decoded"}
 """The settings of a launch for weights in x's dtype, and their defaults."""
 
@@ -126,10 +120,10 @@ def write_timings(path: Path, timings: Iterable[Timing], header: str) -> None:
     with path.open("w", newline="") as file:
         file.write(f"# {header}\n")
         writer = csv.writer(file)
-        writer.writerow(["n_masks", "tokens", "out_features", "in_features", *_SETTINGS, "microseconds"])
+        writer.writerow([*_SHAPE, *_SETTINGS, "microseconds"])
         for one in timings:
             settings = [int(getattr(one.config, name)) for name in _SETTINGS]
-            shape = one.n_masks, one.tokens, one.out_features, one.in_features
+            shape = [getattr(one.call, name) for name in _SHAPE]
             writer.writerow([*shape, *settings, f"{one.microseconds:.3f}"])
 
 
@@ -144,10 +138,7 @@ def read_timings(path: Path) -> list[Timing]:
     try:
         return [
             Timing(
-                int(row["n_masks"]),
-                int(row["tokens"]),
-                int(row["out_features"]),
-                int(row["in_features"]),
+                _call(*(int(row[name]) for name in _SHAPE)),
                 TileWgmma(**{name: type(default)(int(row[name])) for name, default in _SETTINGS.items()}),
                 float(row["microseconds"]),
             )
@@ -188,13 +179,11 @@ def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
     """
     from scipy.optimize import least_squares
 
-    described = [(one.config, one.call(), one.microseconds) for one in timings]
-
     def residuals(factors: Any) -> Any:
         import numpy as np
 
         costs = _scaled(start, iter(factors))
-        return np.log([costs.microseconds(config, call, gpu) / found for config, call, found in described])
+        return np.log([costs.microseconds(one.config, one.call, gpu) / one.microseconds for one in timings])
 
     count = sum(map(bool, tree_leaves(asdict(start))))
     found = least_squares(
@@ -205,7 +194,7 @@ def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
 
 def error_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
     """The geometric mean of the factors by which the model is off."""
-    ratios = [costs.microseconds(one.config, one.call(), gpu) / one.microseconds for one in timings]
+    ratios = [costs.microseconds(one.config, one.call, gpu) / one.microseconds for one in timings]
     return statistics.geometric_mean(max(ratio, 1 / ratio) for ratio in ratios)
 
 
@@ -214,13 +203,13 @@ def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
 
     Only calls with several measured launches count, and only these launches.
     """
-    calls: dict[tuple[int, ...], list[Timing]] = {}
+    calls: dict[LayerCall, list[Timing]] = {}
     for one in timings:
-        calls.setdefault((one.n_masks, one.tokens, one.out_features, one.in_features), []).append(one)
+        calls.setdefault(one.call, []).append(one)
     factors = []
     for known in calls.values():
         if len(known) > 1:
-            chosen = min(known, key=lambda one: costs.microseconds(one.config, one.call(), gpu))
+            chosen = min(known, key=lambda one: costs.microseconds(one.config, one.call, gpu))
             factors.append(chosen.microseconds / min(one.microseconds for one in known))
     return statistics.geometric_mean(factors)
 
