@@ -120,7 +120,7 @@ def _watched(node: Node) -> Effect | None:
     returned = {storage_of(t) for t in tensors_in(result)}
     writes = {i for i, held in memory.items() if held & watch.written}
     changes_metadata = bool(inputs) and any(tensor is copies[inputs[0]] for tensor in watch.reshaped)
-    if _is_named_inplace(node) and inputs:
+    if inputs and is_inplace_name(_name(node)) and _module(node.target) != "_operator":
         changes_metadata |= 0 not in writes  # autograd itself does what `detach_` and `requires_grad_` do
         writes.add(0)
     shares = frozenset(i for i, held in memory.items() if held & returned)
@@ -209,10 +209,6 @@ def _name(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-def _is_named_inplace(node: Node) -> bool:
-    return is_inplace_name(_name(node)) and _module(node.target) != "_operator"
-
-
 # --- Calls that are alike --------------------------------------------------------------------------------------------
 
 
@@ -234,13 +230,10 @@ def call_key(node: Node) -> Hashable:
 
 def _kind(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        shape = tuple(n if type(n) is int else str(n) for n in (*value.shape, *_strides(value)))
+        strides = value.stride() if value.layout is torch.strided and not value.is_nested else (value.layout,)
+        shape = tuple(n if type(n) is int else str(n) for n in (*value.shape, *strides))
         return (type(value), value.dtype, value.device, shape)
     return tuple(map(_kind, value)) if isinstance(value, (tuple, list)) else (type(value).__name__, str(value))
-
-
-def _strides(value: Tensor) -> tuple[Any, ...]:
-    return value.stride() if value.layout is torch.strided and not value.is_nested else (value.layout,)
 
 
 # --- Calls that cannot be run ----------------------------------------------------------------------------------------

@@ -92,7 +92,9 @@ class Evaluation(Recogniser):
                     raise RuleError(node, rule) from error
                 if value is not None and self._keeps_precision(node, value):
                     self.looked_through.update(self._looking)
-                    return _with_its_gradient(node, value)
+                    if isinstance(value, Binary) and requires_grad(node) and not any(value.slope):
+                        return replace(value, zero_gradient=True)
+                    return value
         return otherwise(node)
 
     def _keeps_precision(self, node: Node, value: Value) -> bool:
@@ -115,13 +117,6 @@ class Evaluation(Recogniser):
             if constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):
                 return Binary(Mask(node, key, "constant"))
         return None
-
-
-def _with_its_gradient(node: Node, value: Value) -> Value:
-    """Mark a function of a mask if autograd passes a gradient through its node, but only zeros."""
-    if isinstance(value, Binary) and requires_grad(node) and not any(value.slope):
-        return replace(value, zero_gradient=True)
-    return value
 
 
 def _is_binary(tensor: torch.Tensor) -> bool:

@@ -62,7 +62,8 @@ def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node], r
             )
     for node in interior:
         modes = view.modes(node)
-        if (modes.grad, modes.blocks) != (wanted.grad, wanted.blocks) and _is_weight_or_more(recogniser, node):
+        is_part = isinstance(recogniser.value(node), (Weighted, Product, Bundle)) or _is_computed(recogniser, node)
+        if (modes.grad, modes.blocks) != (wanted.grad, wanted.blocks) and is_part:
             mode = "grad mode" if modes.grad != wanted.grad else "autocast or inference mode"
             raise Refusal(f"`{node.name}` is computed under another {mode} than `{root.name}`")
 
@@ -97,16 +98,9 @@ def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Col
                 raise Refusal(f"`{line(writer)}` {problem} `{view.holders[node].name}`, which backward needs")
 
 
-# --- Kinds of nodes --------------------------------------------------------------------------------------------------
-
-
 def _is_computed(recogniser: Recogniser, node: Node) -> bool:
     """Whether a node holds what the operator computes internally: products, activations, terms, or a tuple of them."""
     call = as_call(node)
     if call is not None and call.symbol in ("unbind", "split"):
         return isinstance(call.args[0], Node) and _is_computed(recogniser, call.args[0])
     return isinstance(first_of(recogniser.value(node)), (Projection, Activated, Gated))
-
-
-def _is_weight_or_more(recogniser: Recogniser, node: Node) -> bool:
-    return isinstance(recogniser.value(node), (Weighted, Product, Bundle)) or _is_computed(recogniser, node)
