@@ -131,6 +131,7 @@ def _without_side_effects(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
+    """A tensor as a fake one; the mode gives the same one for the same tensor."""
     is_real = isinstance(value, torch.Tensor) and not is_fake(value)
     return mode.from_tensor(value, static_shapes=True) if is_real else value
 
@@ -139,21 +140,16 @@ class _Recorder(Interpreter):
     def __init__(self, gm: GraphModule, mode: FakeTensorMode, anew: bool) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self._mode, self._anew = mode, anew
-        self._fakes: dict[int, Any] = {}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        return self._as_fake(value)
+        return _as_fake(self._mode, super().get_attr(target, args, kwargs))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         # The module may write to its state, so it runs on fake tensors.
-        state = {name: self._as_fake(tensor) for name, tensor in tensors.items()}
+        state = {name: _as_fake(self._mode, tensor) for name, tensor in tensors.items()}
         return torch.func.functional_call(module, state, args, kwargs)
-
-    def _as_fake(self, value: Any) -> Any:
-        return self._fakes.setdefault(id(value), _as_fake(self._mode, value))
 
     def run_node(self, n: Node) -> Any:
         if not self._anew and "example_value" in n.meta:
