@@ -24,7 +24,8 @@ from torch.fx import Node
 
 from .recognise import Recogniser
 from .roles import keys_of_masked_weights, original, roles_of_masks, stack_key
-from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL, RuleError, RulesBySymbol
+from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL
+from .rules.rule import RuleError, RulesBySymbol
 from .rules.weight_layouts import rounds_once
 from .shapes import dims, dtype_of, requires_grad
 from .symbols import as_call

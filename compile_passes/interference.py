@@ -27,8 +27,8 @@ def check_interference(
     Raises:
         Refusal: they may not.
     """
-    inputs = [item for node in made for item in node.all_input_nodes]
-    reads = [item for item in dict.fromkeys(inputs) if item not in made]
+    inputs, new = dict.fromkeys(item for node in made for item in node.all_input_nodes), set(made)
+    reads = [item for item in inputs if item not in new]
     _check_users(recogniser, root, interior)
     _check_modes(recogniser, root, interior, reads)
     _check_reads(recogniser.view, root, interior, reads)

@@ -10,18 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import activations, bundles, einsum, gates, mask_functions, masks, projections, sums, weight_layouts, weights
-from .rule import Rule, RuleError, RulesBySymbol, by_symbol, rules_of
-
-__all__ = [
-    "LAYER_RULES",
-    "LAYER_RULES_BY_SYMBOL",
-    "PRECEDENCE",
-    "WEIGHT_RULES",
-    "WEIGHT_RULES_BY_SYMBOL",
-    "Rule",
-    "RuleError",
-    "RulesBySymbol",
-]
+from .rule import Rule, by_symbol, rules_of
 
 WEIGHT_RULES = rules_of(bundles, weights, weight_layouts, mask_functions, masks)
 """The rules that find masks and (masked) weights. They are asked about every node of a graph."""
