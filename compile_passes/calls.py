@@ -90,7 +90,9 @@ class Watcher:
                 return NONE if target == _GUARDS_OF_EXPORT else _of_bodies(node, [body])
         elif not _is_of_torch(node):
             return _unknown(node)
-        elif _is_of_functorch(target):  # wrapping and unwrapping for `vmap` and `grad`, which only a graph contains
+        elif "functorch" in _module(
+            target
+        ):  # wrapping and unwrapping for `vmap` and `grad`, which only a graph contains
             return Effect(shares=frozenset(range(len(node.all_input_nodes))))
         elif not node.all_input_nodes and not isinstance(example(node), Tensor):
             return NONE  # it switches a mode
@@ -118,7 +120,7 @@ def _watched(node: Node) -> Effect | None:
     returned = {storage_of(t) for t in tensors_in(result)}
     writes = {i for i, held in memory.items() if held & watch.written}
     changes_metadata = bool(inputs) and any(tensor is copies[inputs[0]] for tensor in watch.reshaped)
-    if _is_named_inplace(node) and inputs:
+    if inputs and is_inplace_name(_name(node)) and _module(node.target) != "_operator":
         changes_metadata |= 0 not in writes  # autograd itself does what `detach_` and `requires_grad_` do
         writes.add(0)
     shares = frozenset(i for i, held in memory.items() if held & returned)
@@ -132,7 +134,7 @@ def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         shape, stride = ([_number(n) for n in sizes] for sizes in (value.shape, value.stride()))
         if 0 in shape:
-            raise _NoExample("an operator may skip its work on an empty tensor")
+            raise ValueError("an operator may skip its work on an empty tensor")
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     return _number(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
@@ -141,12 +143,8 @@ def _number(value: Any) -> Any:
     if isinstance(value, (int, float)):
         return value
     if value.node.hint is None:
-        raise _NoExample(f"the value of {value} is unknown")
+        raise ValueError(f"the value of {value} is unknown")
     return value.node.hint
-
-
-class _NoExample(Exception):  # noqa: N818 (a result, not an error)
-    """A call has no example to run on."""
 
 
 def as_function(node: Node) -> Callable[..., Any]:
@@ -159,7 +157,7 @@ def as_function(node: Node) -> Callable[..., Any]:
     assert node.graph.owning_module is not None
     module = node.graph.owning_module.get_submodule(str(node.target))
     if not type(module).__module__.startswith("torch.nn"):
-        raise _NoExample("a module of another library may do anything")
+        raise ValueError("a module of another library may do anything")
     state = {name: _copy(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     return lambda *args, **kwargs: torch.func.functional_call(module, state, args, kwargs)
 
@@ -176,9 +174,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        written = [given.get(argument.name) for argument in func._schema.arguments if _is_written(argument)]
+        aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
+        given = {**dict(zip(aliases, args, strict=False)), **kwargs}
+        written = [given.get(name) for name, alias in aliases.items() if alias is not None and alias.is_write]
         if given.get("training", given.get("train")) is True:  # the schemas of most norms do not declare this write
             written += [given.get("running_mean"), given.get("running_var")]
         self.written.update(storage_of(tensor) for tensor in tensors_in(written))
@@ -186,10 +184,6 @@ class _Watch(TorchDispatchMode):
         self.multiplies |= _multiplies(func)
         self.reshaped += args[:1] if torch.Tag.inplace_view in func.tags else ()
         return func(*args, **kwargs)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _draws(op: torch._ops.OpOverload) -> bool:
@@ -202,23 +196,17 @@ def _multiplies(op: torch._ops.OpOverload) -> bool:
 
 def _is_of_torch(node: Node) -> bool:
     """Whether a node calls a function that only calls operators."""
-    target: Any = node.target
-    if target is getattr:
-        return True
-    module = getattr(target, "__module__", None) or "torch"  # the name of a method has no module
-    return module.split(".")[0] in _TORCH and not module.startswith(_OUTSIDE_OF_OPERATORS)
+    module = _module(node.target) or "torch"  # the name of a method has no module
+    is_of_torch = module.split(".")[0] in _TORCH and not module.startswith(_OUTSIDE_OF_OPERATORS)
+    return is_of_torch or node.target is getattr
 
 
-def _is_of_functorch(target: Any) -> bool:
-    return "functorch" in (getattr(target, "__module__", None) or "")
+def _module(target: Any) -> str:
+    return getattr(target, "__module__", None) or ""
 
 
 def _name(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _is_named_inplace(node: Node) -> bool:
-    return is_inplace_name(_name(node)) and getattr(node.target, "__module__", "") != "_operator"
 
 
 # --- Calls that are alike --------------------------------------------------------------------------------------------
@@ -242,13 +230,10 @@ def call_key(node: Node) -> Hashable:
 
 def _kind(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        shape = tuple(n if type(n) is int else str(n) for n in (*value.shape, *_strides(value)))
+        strides = value.stride() if value.layout is torch.strided and not value.is_nested else (value.layout,)
+        shape = tuple(n if type(n) is int else str(n) for n in (*value.shape, *strides))
         return (type(value), value.dtype, value.device, shape)
     return tuple(map(_kind, value)) if isinstance(value, (tuple, list)) else (type(value).__name__, str(value))
-
-
-def _strides(value: Tensor) -> tuple[Any, ...]:
-    return value.stride() if value.layout is torch.strided and not value.is_nested else (value.layout,)
 
 
 # --- Calls that cannot be run ----------------------------------------------------------------------------------------

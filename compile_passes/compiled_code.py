@@ -27,13 +27,10 @@ def drop_compiled_code() -> None:
                 continue
             for entry in _debug_get_cache_entry_list(code):
                 if entry.guard_manager.extra_state is not None:
-                    entry.guard_manager.extra_state.invalidate(entry, _never_valid())
+                    guards = DeletedGuardManagerWrapper("mglu_ops.enable_fusion was called")
+                    # As if guarded by a local variable that none has: Dynamo does not count such an entry against its
+                    # limit of compilations per function.
+                    guards.id_matched_objs = {"": weakref.ref(drop_compiled_code)}
+                    entry.guard_manager.extra_state.invalidate(entry, guards)
             # Dynamo no longer compiles a function that was compiled too often; let it begin again.
             set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
-
-
-def _never_valid() -> DeletedGuardManagerWrapper:
-    """The guards of an invalid entry, which Dynamo does not count against its limit of compilations per function."""
-    guards = DeletedGuardManagerWrapper("mglu_ops.enable_fusion was called")
-    guards.id_matched_objs = {"": weakref.ref(drop_compiled_code)}  # as if guarded by a local variable that none has
-    return guards

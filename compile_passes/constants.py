@@ -17,8 +17,9 @@ from torch.fx import Graph, Node
 
 from mglu_ops.tensors import bytes_of
 
+from .calls import storage_of
 from .inlining import inline_no_grad
-from .memory import STORAGE, Memory, storage_of
+from .memory import STORAGE, Memory
 from .shapes import sources, tensor_example
 from .symbols import as_call
 

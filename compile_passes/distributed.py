@@ -150,13 +150,10 @@ def _readers(weight: Node) -> Iterator[tuple[Node, Node]]:
 def _masked(weight: Node) -> Iterator[tuple[Node, list[Node]]]:
     """Products of a weight with a tensor of its shape, and choices of its entries, each with its possible masks."""
     for node, form in _readers(weight):
-        operands = [operand for operand in node.all_input_nodes if operand is not form and _may_mask(operand, form)]
+        others = [operand for operand in node.all_input_nodes if operand is not form]
+        operands = [operand for operand in others if is_like(operand, form) and not _is_parameter(operand)]
         if operands and symbol_of(node) in _MASKS:
             yield node, operands
-
-
-def _may_mask(mask: Node, weight: Node) -> bool:
-    return is_like(mask, weight) and not _is_parameter(mask)
 
 
 def _fate(masked: Node) -> tuple[bool, list[Node]]:

@@ -23,7 +23,7 @@ from torch.fx import Graph
 
 from mglu_ops import notices
 
-from .fusion import FusionError, FusionPass, GraphPass
+from .fusion import FusionError, FusionPass
 
 _SLOT = "pre_grad_custom_pass"
 
@@ -97,7 +97,8 @@ def adding_the_pass(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 def _pass_to_add() -> FusionPass | None:
     """The current pass, after those in the slot; None if there is none, or if the slot has a pass of mglu_ops."""
     global unfused_compilations
-    others = _passes_in_slot()
+    slot: Any = getattr(inductor_config, _SLOT)  # a callable or None, and since torch 2.13 also a list
+    others = [other for other in (slot if isinstance(slot, (list, tuple)) else [slot]) if other is not None]
     if any(isinstance(other, (FusionPass, NoFusion)) for other in others):
         return None
     current = current_pass()
@@ -105,13 +106,6 @@ def _pass_to_add() -> FusionPass | None:
         unfused_compilations += 1
         return None
     return current.after(others)
-
-
-def _passes_in_slot() -> list[GraphPass]:
-    """The content of the slot, which holds a callable or None, and since torch 2.13 also a list."""
-    slot: Any = getattr(inductor_config, _SLOT)
-    passes = slot if isinstance(slot, (list, tuple)) else [slot]
-    return [graph_pass for graph_pass in passes if graph_pass is not None]
 
 
 def _settings_of(fusion_pass: FusionPass) -> dict[str, Any]:

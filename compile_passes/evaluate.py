@@ -24,7 +24,8 @@ from torch.fx import Node
 
 from .recognise import Recogniser
 from .roles import keys_of_masked_weights, original, roles_of_masks, stack_key
-from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL, RuleError, RulesBySymbol
+from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL
+from .rules.rule import RuleError, RulesBySymbol
 from .rules.weight_layouts import rounds_once
 from .shapes import dims, dtype_of, requires_grad
 from .symbols import as_call
@@ -92,7 +93,9 @@ class Evaluation(Recogniser):
                     raise RuleError(node, rule) from error
                 if value is not None and self._keeps_precision(node, value):
                     self.looked_through.update(self._looking)
-                    return _with_its_gradient(node, value)
+                    if isinstance(value, Binary) and requires_grad(node) and not any(value.slope):
+                        return replace(value, zero_gradient=True)
+                    return value
         return otherwise(node)
 
     def _keeps_precision(self, node: Node, value: Value) -> bool:
@@ -115,13 +118,6 @@ class Evaluation(Recogniser):
             if constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):
                 return Binary(Mask(node, key, "constant"))
         return None
-
-
-def _with_its_gradient(node: Node, value: Value) -> Value:
-    """Mark a function of a mask if autograd passes a gradient through its node, but only zeros."""
-    if isinstance(value, Binary) and requires_grad(node) and not any(value.slope):
-        return replace(value, zero_gradient=True)
-    return value
 
 
 def _is_binary(tensor: torch.Tensor) -> bool:

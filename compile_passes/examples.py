@@ -66,14 +66,16 @@ def _is_recorded(graph: Graph) -> bool:
     Nodes that switch the grad mode or autocast have no value; only the nodes that switch back read them.
     """
     computed = [node for node in graph.nodes if node.op == "output" or "example_value" in node.meta]
-    read = {node for user in computed for node in user.all_input_nodes if not _is_body(node)}
-    return all("example_value" in node.meta for node in read) and _has_current_gradients(graph)
+    read = {node for user in computed for node in user.all_input_nodes}
+    bodies = {node for node in read if node.op == "get_attr" and submodule(graph, node) is not None}
+    return all("example_value" in node.meta for node in read - bodies) and _has_current_gradients(graph)
 
 
 def _has_current_gradients(graph: Graph) -> bool:
     """Whether the recorded results have gradients exactly if they would have them in the current grad mode."""
     leaves = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    wanted = torch.is_grad_enabled() and any(map(_requires_grad, leaves))
+    given = (value for node in leaves for value in tensors_in(example(node)))
+    wanted = torch.is_grad_enabled() and any(value.requires_grad for value in given)
     results = [value for node in _recorded_results(graph) for value in tensors_in(example(node))]
     has_floating = any(value.is_floating_point() for value in results)
     return not has_floating or any(value.requires_grad for value in results) == wanted
@@ -91,15 +93,6 @@ def _recorded_results(graph: Graph) -> list[Node]:
                 seen.add(node)
                 pending.append(node)
     return found
-
-
-def _is_body(node: Node) -> bool:
-    """Whether a node names the body of a higher-order operator."""
-    return node.op == "get_attr" and submodule(node.graph, node) is not None
-
-
-def _requires_grad(node: Node) -> bool:
-    return any(value.requires_grad for value in tensors_in(example(node)))
 
 
 def _as_number(value: Any) -> Any:
@@ -138,6 +131,7 @@ def _without_side_effects(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
+    """A tensor as a fake one; the mode gives the same one for the same tensor."""
     is_real = isinstance(value, torch.Tensor) and not is_fake(value)
     return mode.from_tensor(value, static_shapes=True) if is_real else value
 
@@ -146,21 +140,16 @@ class _Recorder(Interpreter):
     def __init__(self, gm: GraphModule, mode: FakeTensorMode, anew: bool) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self._mode, self._anew = mode, anew
-        self._fakes: dict[int, Any] = {}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        return self._as_fake(value)
+        return _as_fake(self._mode, super().get_attr(target, args, kwargs))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         # The module may write to its state, so it runs on fake tensors.
-        state = {name: self._as_fake(tensor) for name, tensor in tensors.items()}
+        state = {name: _as_fake(self._mode, tensor) for name, tensor in tensors.items()}
         return torch.func.functional_call(module, state, args, kwargs)
-
-    def _as_fake(self, value: Any) -> Any:
-        return self._fakes.setdefault(id(value), _as_fake(self._mode, value))
 
     def run_node(self, n: Node) -> Any:
         if not self._anew and "example_value" in n.meta:

@@ -40,11 +40,8 @@ What to try:
 
 def add_parser(subparsers: Any) -> None:
     """Add `report` to the commands."""
-    parser = subparsers.add_parser(
-        "report",
-        help="say which layers of a model would fuse, and why not",
-        description=DESCRIPTION,
-    )
+    help_text = "say which layers of a model would fuse, and why not"
+    parser = subparsers.add_parser("report", help=help_text, description=DESCRIPTION)
     parser.add_argument("model", metavar=factory.METAVAR, help=factory.HELP)
     parser.add_argument("--train", action="store_true", help="run it in training mode (default: eval, under no_grad)")
     parser.add_argument("--assume-binary", action="store_true", help="trust that real-valued masks hold only 0 and 1")
@@ -116,17 +113,12 @@ def explain(model: Callable[..., Any], *inputs: Any, train: bool = False, assume
         problem = error
     finally:
         torch._dynamo.reset()
-    _raise_own_error(model, inputs, train)
-    raise ValueError(f"model: Dynamo cannot capture it: {factory.describe(problem)}") from problem
-
-
-def _raise_own_error(model: Callable[..., Any], inputs: Sequence[Any], train: bool) -> None:
-    """If a model fails without Dynamo too, raise its own error: Dynamo's report of the same error has 200 lines."""
-    try:
+    try:  # if the model fails without Dynamo too, raise its own error: Dynamo's report of the same error has 200 lines
         with _mode(model, train):
             model(*inputs)
     except Exception as error:
         raise ValueError(f"inputs: the model failed on {described(inputs)}: {factory.describe(error)}") from error
+    raise ValueError(f"model: Dynamo cannot capture it: {factory.describe(problem)}") from problem
 
 
 @contextmanager

@@ -17,10 +17,9 @@ relu only in value (`Scaled.kink`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import MappingProxyType
 
 from mglu_ops.activations import ACTIVATIONS
 
@@ -42,49 +41,37 @@ _MOST_ATOMS = 48
 
 @dataclass(frozen=True)
 class Atom:
-    """The variable, a number whose value is unknown, or a function of a formula."""
+    """The variable, a number whose value is unknown, or a function of a formula; equal atoms have equal texts."""
 
-    name: str
-    argument: Formula | None = None
+    name: str = field(compare=False)
+    argument: Formula | None = field(default=None, compare=False)
     text: str = field(init=False)
-    size: int = field(init=False)
+    size: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         inner = "" if self.argument is None else f"({self.argument.text})"
         object.__setattr__(self, "text", self.name + inner)
         object.__setattr__(self, "size", 1 if self.argument is None else 1 + self.argument.size)
 
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Atom) and self.text == other.text
-
 
 Monomial = tuple[tuple[Atom, int], ...]
 """A product of powers of atoms, sorted by their texts."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Formula:
     """A sorted sum of terms `(monomial, coefficient)`, in which no coefficient is 0.
 
     Equal formulas have equal texts, in which coefficients are rounded.
     """
 
-    terms: tuple[tuple[Monomial, float], ...]
+    terms: tuple[tuple[Monomial, float], ...] = field(compare=False)
     text: str = field(init=False)
-    size: int = field(init=False)
+    size: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", " + ".join(_spelled_term(*term) for term in self.terms) or "0")
         object.__setattr__(self, "size", sum(atom.size for monomial, _ in self.terms for atom, _ in monomial))
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Formula) and self.text == other.text
 
     def __str__(self) -> str:
         return self.text
@@ -212,7 +199,7 @@ def _half_of_one_plus(a: Formula, b: Formula | None) -> Formula | None:
 
 CLAMP, MAXIMUM = "clamp_min", "maximum"
 
-LIKE_RELU = MappingProxyType({CLAMP: ("clamp(min=0)", "1"), MAXIMUM: ("maximum(g, 0)", "1/2")})
+LIKE_RELU: Mapping[str, tuple[str, str]] = {CLAMP: ("clamp(min=0)", "1"), MAXIMUM: ("maximum(g, 0)", "1/2")}
 """How functions are written that differ from relu only in their derivative at 0, and that derivative."""
 
 
@@ -237,7 +224,7 @@ def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
 
 
 @lru_cache
-def _by_digits(digits: int) -> MappingProxyType[Formula, tuple[str, float]]:
+def _by_digits(digits: int) -> Mapping[Formula, tuple[str, float]]:
     """The name of each activation and its factor (`unscaled`), by its unit formula."""
     named = {}
     for name in (*ACTIVATIONS, CLAMP, MAXIMUM):
@@ -245,7 +232,7 @@ def _by_digits(digits: int) -> MappingProxyType[Formula, tuple[str, float]]:
         assert formula is not None, "within the limits"
         unit, factor = unscaled(formula)
         named[_rounded(unit, digits)] = (name, factor)
-    return MappingProxyType(named)
+    return named
 
 
 def _rounded(formula: Formula, digits: int) -> Formula:

@@ -27,7 +27,7 @@ from .memory import Memory
 from .near_misses import find_near_misses
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
-from .report import FusionReport, SiteReport, layers_present, lines, missed_at, report_at
+from .report import FusionReport, SiteReport, layers_present, line, report_at
 from .rewrite import replacement, rewrite
 from .shapes import example, tensor_example
 from .sites import Refusal, Site, find_sites, interior
@@ -65,7 +65,8 @@ def fuse_graph(
         FusionError: under `strict`, if a layer is not fused (the other layers are), or if the pass itself fails.
             Without `strict`, a failure of the pass leaves the graph as it was, with a warning.
     """
-    if not _has_examples(graph):
+    inputs = graph.find_nodes(op="placeholder")
+    if inputs and all(example(node) is None for node in inputs):
         notices.warn(
             "mglu_ops: a graph came without the examples that tracing records, so nothing in it can be proved and "
             "fused (torch 2.11 drops them on a CPU under torch._inductor.config.freezing; use mglu_ops.freeze instead)",
@@ -112,19 +113,18 @@ def _fuse(
         except Refusal as refusal:
             if lacks_its_mask(graph, view.originals(spelling)):
                 continue  # `report_split_layers` reports it
-            missed.append(_describe(site, reason=str(refusal), before=lines(spelling)))
+            missed.append(_describe(site, reason=str(refusal), before=tuple(map(line, spelling))))
             reported.update(recogniser.key(projection.weight) for projection in site.projections)
         found.update(spelling)
     missed.extend(report_split_layers(graph, view.originals(found)))
     if not is_part_of_a_split_graph():
-        near_misses = find_near_misses(recogniser, found, reported)
-        missed.extend(missed_at(miss.node, miss.reason) for miss in near_misses)
+        missed.extend(find_near_misses(recogniser, found, reported))
     made = []
     for layer in layers:
         try:
             made.append(replacement(recogniser, layer))
         except Refusal as refusal:
-            missed.append(_describe(layer.site, reason=str(refusal), before=lines(layer.interior)))
+            missed.append(_describe(layer.site, reason=str(refusal), before=tuple(map(line, layer.interior))))
     notes = _notes(recogniser, [one.layer for one in made])
     fused = [
         _describe(
@@ -135,8 +135,8 @@ def _fuse(
             packed=one.packed,
             note=note,
             hides_nan=one.layer.hides_nan,
-            before=lines(one.layer.interior),
-            after=lines(one.nodes),
+            before=tuple(map(line, one.layer.interior)),
+            after=tuple(map(line, one.nodes)),
         )
         for one, note in zip(made, notes, strict=True)
     ]
@@ -266,11 +266,6 @@ def _lifted_numbers(gm: GraphModule) -> dict[Any, Tensor]:
     names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")} - registered
     tensors = {name: getattr(gm, name, None) for name in names}
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.dim() == 0}
-
-
-def _has_examples(graph: Graph) -> bool:
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return not inputs or any(example(node) is not None for node in inputs)
 
 
 def _describe(site: Site, **more: Any) -> SiteReport:

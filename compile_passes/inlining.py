@@ -43,8 +43,7 @@ def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
 
 
 def _calls(graph: Graph) -> list[Node]:
-    found: list[Node] = graph.find_nodes(op="call_function", target=_set_grad_enabled)
-    return found
+    return graph.find_nodes(op="call_function", target=_set_grad_enabled)
 
 
 def _can_inline(call: Node, without_gradient: set[Node] | None) -> bool:

@@ -27,7 +27,8 @@ def check_interference(
     Raises:
         Refusal: they may not.
     """
-    reads = {item for node in made for item in node.all_input_nodes}.difference(made)
+    inputs, new = dict.fromkeys(item for node in made for item in node.all_input_nodes), set(made)
+    reads = [item for item in inputs if item not in new]
     _check_users(recogniser, root, interior)
     _check_modes(recogniser, root, interior, reads)
     _check_reads(recogniser.view, root, interior, reads)
@@ -61,7 +62,8 @@ def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node], r
             )
     for node in interior:
         modes = view.modes(node)
-        if (modes.grad, modes.blocks) != (wanted.grad, wanted.blocks) and _is_weight_or_more(recogniser, node):
+        is_part = isinstance(recogniser.value(node), (Weighted, Product, Bundle)) or _is_computed(recogniser, node)
+        if (modes.grad, modes.blocks) != (wanted.grad, wanted.blocks) and is_part:
             mode = "grad mode" if modes.grad != wanted.grad else "autocast or inference mode"
             raise Refusal(f"`{node.name}` is computed under another {mode} than `{root.name}`")
 
@@ -78,7 +80,7 @@ def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collec
     for node in reads:
         writer = view.overwriter(node, root, without=removed)
         if writer is not None:
-            raise Refusal(f"`{line(writer)}` writes in place to `{view.holder(node).name}`, which the layer reads")
+            raise Refusal(f"`{line(writer)}` writes in place to `{view.holders[node].name}`, which the layer reads")
 
 
 def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
@@ -93,10 +95,7 @@ def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Col
         for writer in view.later_writers(node, besides=root):
             if writer not in inside:
                 problem = "writes in place to" if view.memory.effects[writer].is_known else "may change or watch"
-                raise Refusal(f"`{line(writer)}` {problem} `{view.holder(node).name}`, which backward needs")
-
-
-# --- Kinds of nodes --------------------------------------------------------------------------------------------------
+                raise Refusal(f"`{line(writer)}` {problem} `{view.holders[node].name}`, which backward needs")
 
 
 def _is_computed(recogniser: Recogniser, node: Node) -> bool:
@@ -105,7 +104,3 @@ def _is_computed(recogniser: Recogniser, node: Node) -> bool:
     if call is not None and call.symbol in ("unbind", "split"):
         return isinstance(call.args[0], Node) and _is_computed(recogniser, call.args[0])
     return isinstance(first_of(recogniser.value(node)), (Projection, Activated, Gated))
-
-
-def _is_weight_or_more(recogniser: Recogniser, node: Node) -> bool:
-    return isinstance(recogniser.value(node), (Weighted, Product, Bundle)) or _is_computed(recogniser, node)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .calls import NONE, Effect, Watcher, storage_of
+from .calls import Effect, Watcher, storage_of
 from .shapes import example
 
 STORAGE = "mglu_storage"
@@ -115,16 +115,13 @@ def _modes(graph: Graph) -> Iterator[tuple[Node, Modes]]:
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == "_set_grad_enabled":
-            modes = Modes(node.args[0], modes.blocks, modes.transforms)
+            modes = replace(modes, grad=node.args[0])
         elif name in _ENTERS:
-            modes = Modes(modes.grad, (*modes.blocks, node.name), modes.transforms)
+            modes = replace(modes, blocks=(*modes.blocks, node.name))
         elif name in _EXITS:
-            modes = Modes(modes.grad, modes.blocks[:-1], modes.transforms)
+            modes = replace(modes, blocks=modes.blocks[:-1])
         elif name.endswith("_increment_nesting") or name == "_enter_dual_level":
-            modes = Modes(modes.grad, modes.blocks, (*modes.transforms, node.name))
+            modes = replace(modes, transforms=(*modes.transforms, node.name))
         elif name.endswith("_decrement_nesting") or name == "_exit_dual_level":
-            modes = Modes(modes.grad, modes.blocks, modes.transforms[:-1])
+            modes = replace(modes, transforms=modes.transforms[:-1])
         yield node, modes
-
-
-__all__ = ["NONE", "STORAGE", "Memory", "Modes", "storage_of"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from .recognise import Recogniser
+from .report import SiteReport, missed_at
 from .shapes import dims, dtype_of, is_like, repeated, submodule, tensor_example
 from .symbols import READS_NO_VALUES, symbol_of, value_users
 from .values import Activated, Binary, Bundle, Gated, Levels, Product, Value, Weighted, projection_of
@@ -22,14 +23,6 @@ from .view import opaque, overwritten
 
 _FARTHEST = 8
 """The most nodes between a masked weight and the product with x: casts, transposes, stacks, and a few more."""
-
-
-@dataclass(frozen=True)
-class NearMiss:
-    """The node that the rules do not know, and the reason for the user."""
-
-    node: Node
-    reason: str
 
 
 _Form = tuple[Hashable, Hashable]
@@ -52,8 +45,8 @@ class _Weight:
     """The nodes from the forms to the products, including the products."""
 
 
-def find_near_misses(recogniser: Recogniser, found: set[Node], reported: set[Hashable]) -> list[NearMiss]:
-    """One near miss for each weight that multiplies one x in two forms, at least one of them masked.
+def find_near_misses(recogniser: Recogniser, found: set[Node], reported: set[Hashable]) -> list[SiteReport]:
+    """The report of one near miss for each weight that multiplies one x in two forms, at least one of them masked.
 
     Args:
         recogniser: the values of the nodes of a graph.
@@ -191,7 +184,7 @@ def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashab
     return [recogniser.key(_weight_itself(recogniser, other)) for other in others]
 
 
-def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearMiss | None:
+def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> SiteReport | None:
     """A miss at the first node that no rule knows, on the paths to the products or among their users.
 
     If rules know all of these, the miss is at the last product; None if nothing uses the products.
@@ -212,17 +205,17 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> NearM
     order = recogniser.view.order
     if unknown:
         unknown = sorted(dict.fromkeys(unknown), key=order.__getitem__)
-        return NearMiss(unknown[0], _reason(recogniser, unknown))
+        return missed_at(unknown[0], _reason(recogniser, unknown))
     reason = "one x is multiplied by two masked forms of one weight, but no gate is multiplied by a value"
-    return NearMiss(max(reached, key=order.__getitem__), reason) if is_used else None
+    return missed_at(max(reached, key=order.__getitem__), reason) if is_used else None
 
 
 _BOTH = ((0, 1), (1, 0))
 """The values of a mask and of its complement at M = 0 and M = 1."""
 
 
-def _given_away(weight: _Weight) -> NearMiss | None:
-    """The node that takes a masked weight out of the graph, while the weight under the complement is used too; or None.
+def _given_away(weight: _Weight) -> SiteReport | None:
+    """A miss at the node that takes a masked weight out of the graph, if the weight under the complement is used too.
 
     A weight leaves the graph by its output, before a graph break, or into the body of a higher-order operator such as
     `checkpoint`.
@@ -237,7 +230,7 @@ def _given_away(weight: _Weight) -> NearMiss | None:
         "graph break, or in the body of a higher-order operator such as checkpoint); the pass sees one graph at a "
         "time, so mask the weight where x is multiplied by it"
     )
-    return NearMiss(leaving[-1], reason)
+    return missed_at(leaving[-1], reason)
 
 
 def _has_a_body(node: Node) -> bool:

@@ -23,7 +23,7 @@ from .formulas import LIKE_RELU, Scaled
 from .pointwise import as_dtype
 from .recognise import Recogniser
 from .report import line
-from .shapes import dtype_of, equal_sizes, range_of, requires_grad, slice_of, tensor_example, unusual_kind
+from .shapes import dtype_of, equal_sizes, is_given, range_of, requires_grad, slice_of, tensor_example, unusual_kind
 from .sites import Refusal, Site, interior
 from .values import Mask, MaskWeight, Term
 from .view import overwritten
@@ -167,14 +167,10 @@ def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
         alike = a.target == b.target and len(inputs[0]) == len(inputs[1])
         pairs = list(zip(*inputs, strict=True)) if alike else []
         unequal = [pair for pair in pairs if recogniser.key(pair[0]) != recogniser.key(pair[1])]
-        if len(unequal) != 1 or any(map(_is_slice, unequal[0])):
+        # The name of a slice alone would tell a reader nothing.
+        if len(unequal) != 1 or any(slice_of(node) or range_of(node) for node in unequal[0]):
             return f"`{line(a)}` and `{line(b)}`{_why_different(recogniser, a, b)}"
         a, b = unequal[0]
-
-
-def _is_slice(node: Node) -> bool:
-    """Whether a node is a slice, whose name alone would tell a reader nothing."""
-    return slice_of(node) is not None or range_of(node) is not None
 
 
 def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
@@ -213,22 +209,12 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
     _check_mask_shape(term, mask)
     if mask.proof is None and not assume_binary:
         doubt = f" ({mask.doubt})" if mask.doubt else ""
-        trust = ", or pass assume_binary=True (packing then checks its values)" if _is_given(mask.bits) else ""
+        trust = ", or pass assume_binary=True (packing then checks its values)" if is_given(mask.bits) else ""
         raise Refusal(
-            f"mask `{mask.bits.name}` is a {_describe(mask.bits)} tensor that nothing proves to be binary{doubt}; make "
-            f"it bool, or derive it by a comparison{trust}"
+            f"mask `{mask.bits.name}` is a {str(dtype_of(mask.bits)).removeprefix('torch.')} tensor that nothing "
+            f"proves to be binary{doubt}; make it bool, or derive it by a comparison{trust}"
         )
     return mask, complement
-
-
-def _is_given(mask: Node) -> bool:
-    """Whether a mask comes from outside of the graph, so that it may be binary although nothing in it says so."""
-    while mask.op not in ("placeholder", "get_attr"):
-        found = slice_of(mask)
-        if found is None:
-            return False
-        mask = found[0]
-    return True
 
 
 def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
@@ -369,11 +355,6 @@ def _with_stored_weight(recogniser: Recogniser, layer: Layer) -> Layer:
     except Refusal as refusal:
         return replace(layer, why_decoded=str(refusal))
     return replace(layer, stored=stored)
-
-
-def _describe(node: Node) -> str:
-    value = tensor_example(node)
-    return "unknown" if value is None else f"{value.dtype}".removeprefix("torch.")
 
 
 def _check_dtypes(site: Site) -> torch.dtype:

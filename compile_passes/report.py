@@ -139,30 +139,31 @@ class FusionReport:
 
 def layers_present(graph: Graph) -> list[SiteReport]:
     """The layers of a graph that call the operator as the program was written."""
-    return [report for report in map(_present_at, graph.nodes) if report is not None]
-
-
-def _present_at(node: Node) -> SiteReport | None:
-    target: Any = node.target
-    op = getattr(target, "_overloadpacket", target)
-    if op not in (torch.ops.mglu.forward, torch.ops.mglu.forward_ste) or len(node.args) < 3:
-        return None
-    packs = op is torch.ops.mglu.forward_ste
-    return report_at(
-        node,
-        dtype_of(node.args[0]),
-        n_masks=size(node.args[2], 0 if packs else -1) or 0,
-        activation=str(node.args[3] if len(node.args) > 3 else node.kwargs.get("activation", "silu")),
-        operator="forward_ste" if packs else "forward",
-        weight_format=str(node.args[6] if len(node.args) > 6 else node.kwargs.get("weight_format", "dense")),
-        activation_format=str(node.args[7] if len(node.args) > 7 else node.kwargs.get("activation_format", "dense")),
-        packed=AT_EACH_CALL if packs else BEFOREHAND,
-    )
+    found = []
+    for node in graph.nodes:
+        op = getattr(node.target, "_overloadpacket", node.target)
+        if op not in (torch.ops.mglu.forward, torch.ops.mglu.forward_ste) or len(node.args) < 3:
+            continue
+        packs = op is torch.ops.mglu.forward_ste
+        layer = report_at(
+            node,
+            dtype_of(node.args[0]),
+            n_masks=size(node.args[2], 0 if packs else -1) or 0,
+            activation=str(node.args[3] if len(node.args) > 3 else node.kwargs.get("activation", "silu")),
+            operator="forward_ste" if packs else "forward",
+            weight_format=str(node.args[6] if len(node.args) > 6 else node.kwargs.get("weight_format", "dense")),
+            activation_format=str(
+                node.args[7] if len(node.args) > 7 else node.kwargs.get("activation_format", "dense")
+            ),
+            packed=AT_EACH_CALL if packs else BEFOREHAND,
+        )
+        found.append(layer)
+    return found
 
 
 def missed_at(node: Node, reason: str) -> SiteReport:
     """The report of a miss that is known only by one node, as its masks and activation were not recognised."""
-    return report_at(node, dtype_of(node), n_masks=0, activation="", reason=reason, before=lines([node]))
+    return report_at(node, dtype_of(node), n_masks=0, activation="", reason=reason, before=(line(node),))
 
 
 def report_at(node: Node, dtype: torch.dtype | None, **more: Any) -> SiteReport:
@@ -177,13 +178,8 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def lines(nodes: Sequence[Node]) -> tuple[str, ...]:
-    """Each node as text, such as `gate [5, 12] = linear(x, masked)`."""
-    return tuple(line(node) for node in nodes)
-
-
 def line(node: Node) -> str:
-    """A node as text; an input of the graph is represented by its name."""
+    """A node as text, such as `gate [5, 12] = linear(x, masked)`; an input of the graph is represented by its name."""
     if node.op in ("placeholder", "get_attr"):
         return node.name
     call, example = as_call(node), tensor_example(node)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .recognise import Recogniser
-from .shapes import broadcasts_to, dims, dtype_of, is_matrix, slice_of
+from .shapes import broadcasts_to, dims, dtype_of, is_given, is_matrix
 from .symbols import Call, as_call, symbol_of
 from .values import Binary, Bundle, Product, Value, Weighted
 
@@ -68,7 +68,7 @@ def roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
         roots_of_weights[weight_key] = recogniser.key(_root(weight).node)
         if weight_key in bare and root.is_arithmetic and broadcasts_to(factor, weight):
             yield weight_key, stack_key(key)
-        if root.is_arithmetic or (root.is_complemented and _is_given(root.node)):
+        if root.is_arithmetic or (root.is_complemented and is_given(root.node)):
             arithmetic.add((weight_key, stack_key(key)))
     roles = set(_of_several_functions(functions, arithmetic))
     yield from roles
@@ -91,12 +91,6 @@ def _of_several_functions(functions: Mapping[Role, set[Hashable]], arithmetic: C
         role = (weight_key, stack_key(key))
         if len(factors) > 1 and role in arithmetic and stack_key(weight_key) != role[1]:
             yield role
-
-
-def _is_given(node: Node) -> bool:
-    """Whether a node is an input or an attribute of the graph, or a slice of one."""
-    found = slice_of(node)
-    return node.op in ("placeholder", "get_attr") if found is None else _is_given(found[0])
 
 
 def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:

@@ -140,6 +140,12 @@ def slice_of(node: Any) -> tuple[Node, int, int] | None:
     return _slice(base, *_single_item(base, index))
 
 
+def is_given(node: Node) -> bool:
+    """Whether a node is an input or an attribute of the graph, or a slice of one."""
+    found = slice_of(node)
+    return node.op in ("placeholder", "get_attr") if found is None else is_given(found[0])
+
+
 def _slice(base: Any, dim: Any, index: Any) -> tuple[Node, int, int] | None:
     """`(base, dim, index)` with numbers that are not negative; None if `index` is not a number."""
     dim = dimension(dim, base)
@@ -243,13 +249,10 @@ def repeated(node: Any) -> tuple[Any, int | None]:
         dim = position if item is None else None
     else:
         base, dim = repeated(base) if dims(base) == dims(node) else (base, 0)
-    return (base, dim) if dim is not None and _is_repetition(base, node, dim) else (node, None)
-
-
-def _is_repetition(base: Any, node: Node, dim: int) -> bool:
-    """Whether `node` has the shape of `base` repeated along a new dimension `dim`."""
     many = tensor_example(node)
-    return many is not None and has_shape(base, (*many.shape[:dim], *many.shape[dim + 1 :]))
+    if dim is None or many is None or not has_shape(base, (*many.shape[:dim], *many.shape[dim + 1 :])):
+        return node, None
+    return base, dim
 
 
 def sources(node: Node) -> set[Node]:

@@ -19,18 +19,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property
 from types import NoneType
 from typing import Any
-
-
-class _Kind(Enum):
-    READ = auto()
-    FIXED = auto()
-    UNREAD = auto()
-    REST = auto()
-
 
 _REQUIRED = object()
 
@@ -38,7 +29,8 @@ _REQUIRED = object()
 @dataclass(frozen=True)
 class _Parameter:
     names: tuple[str, ...]
-    kind: _Kind
+    kind: str
+    """Its mark in the text: `*`, `-`, `==`, or nothing for any other argument that the rules receive."""
     default: Any
 
 
@@ -59,12 +51,12 @@ class Signature:
     @cached_property
     def read(self) -> tuple[str, ...]:
         """The names of the arguments that the rules receive."""
-        return tuple(p.names[0] for p in self.parameters if p.kind in (_Kind.READ, _Kind.REST))
+        return tuple(p.names[0] for p in self.parameters if p.kind in ("", "*"))
 
     @cached_property
     def is_whole(self) -> bool:
         """Whether the arguments that the rules receive determine the value of the call."""
-        unread = [p for p in self.parameters if p.kind is _Kind.UNREAD and p.names[0] != "inplace"]
+        unread = [p for p in self.parameters if p.kind == "-" and p.names[0] != "inplace"]
         return not unread and not self.is_open
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -74,13 +66,13 @@ class Signature:
         for parameter in self.parameters:
             value = parameter.default
             if position < len(args):
-                is_rest = parameter.kind is _Kind.REST
+                is_rest = parameter.kind == "*"
                 value = _as_one_sequence(args[position:]) if is_rest else args[position]
                 position = len(args) if is_rest else position + 1
             else:
                 for name in parameter.names:
                     value = given.pop(name, value)
-            if value is _REQUIRED or (parameter.kind is _Kind.FIXED and not _is_same(value, parameter.default)):
+            if value is _REQUIRED or (parameter.kind == "==" and not _is_same(value, parameter.default)):
                 return None
             if parameter.names[0] == "inplace" and not isinstance(value, (bool, NoneType)):
                 return None
@@ -91,16 +83,10 @@ class Signature:
 
 
 def _parameter(item: str) -> _Parameter:
-    kind = {"*": _Kind.REST, "-": _Kind.UNREAD}.get(item[0], _Kind.READ)
-    item = item.lstrip("*-")
-    default: Any = None if kind is _Kind.UNREAD else _REQUIRED
-    if "==" in item:
-        (item, text), kind = item.split("=="), _Kind.FIXED
-        default = ast.literal_eval(text)
-    elif "=" in item:
-        item, text = item.split("=")
-        default = ast.literal_eval(text)
-    names = tuple(item.split("|"))
+    kind = item[0] if item[0] in "*-" else "==" if "==" in item else ""
+    name, _, text = item.lstrip("*-").replace("==", "=").partition("=")
+    default = ast.literal_eval(text) if text else None if kind == "-" else _REQUIRED
+    names = tuple(name.split("|"))
     return _Parameter((*names, "self") if names[0] == "input" else names, kind, default)
 
 

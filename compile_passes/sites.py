@@ -88,18 +88,15 @@ def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
     stack = [site.root]
     while stack:
         node = stack.pop()
-        is_leaf = node in seen or as_call(node) is None or recogniser.key(node) in keys
-        if is_leaf or not _is_spelling(recogniser, node):
+        if node in seen or as_call(node) is None or recogniser.key(node) in keys:
+            continue
+        # A rule knows the node or has looked through it, or it is a tuple or the like.
+        is_known = recogniser.value(node) is not None or node in recogniser.looked_through
+        if not is_known and symbol_of(node) not in _IN_BETWEEN:
             continue
         seen.add(node)
         stack.extend(node.all_input_nodes)
     return tuple(sorted(seen, key=recogniser.view.order.__getitem__))
-
-
-def _is_spelling(recogniser: Recogniser, node: Node) -> bool:
-    """Whether a node belongs to the spelling of a layer: a rule knows it or has looked through it, or it is a tuple."""
-    is_known = recogniser.value(node) is not None or node in recogniser.looked_through
-    return is_known or symbol_of(node) in _IN_BETWEEN
 
 
 _IN_BETWEEN = frozenset({"unbind", "split", "expand", "repeat", "unsqueeze", "getitem", "select", "empty", "size"})

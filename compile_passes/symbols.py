@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -182,24 +181,21 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "sigmoid", "input", _elementwise("sigmoid", F.sigmoid, torch.special.expit)
     yield "tanh", "input", _elementwise("tanh", F.tanh)
     for name, options in OTHER_ACTIVATIONS.items():
-        yield name, f"input, {options}-inplace", (getattr(F, name), *_aten(*_ATEN_NAMES.get(name, (name,))))
+        aten = "log_sigmoid" if name == "logsigmoid" else name
+        yield name, f"input, {options}-inplace", (getattr(F, name), *_aten(aten))
     yield "unpack_masks", "packed_masks, -in_features", (_mglu.unpack_masks, _mglu.unpack_masks.default)
     dropouts = (F.dropout, torch.dropout, *_aten("dropout"))
     yield "dropout", "input, p=0.5, training|train=True, -inplace", dropouts
 
 
-OTHER_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("mish", "selu", "hardswish", "hardsigmoid", "relu6", "logsigmoid"), ""),
-        **dict.fromkeys(("elu", "celu"), "alpha=1.0, "),
-        "leaky_relu": "negative_slope=0.01, ",
-        "hardtanh": "min_val=-1.0, max_val=1.0, ",
-        "softplus": "beta=1, threshold=20, ",
-    }
-)
+OTHER_ACTIVATIONS: Mapping[str, str] = {
+    **dict.fromkeys(("mish", "selu", "hardswish", "hardsigmoid", "relu6", "logsigmoid"), ""),
+    **dict.fromkeys(("elu", "celu"), "alpha=1.0, "),
+    "leaky_relu": "negative_slope=0.01, ",
+    "hardtanh": "min_val=-1.0, max_val=1.0, ",
+    "softplus": "beta=1, threshold=20, ",
+}
 """Activations that the operator does not have, and their options, so that the report can name them."""
-
-_ATEN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({"logsigmoid": ("log_sigmoid",)})
 
 _TABLE: dict[Any, list[tuple[str, Signature]]] = {}
 """The symbols and signatures of each spelling; the first signature that fits the arguments counts."""
@@ -294,17 +290,15 @@ def _bind(symbol: str, signature: Signature, args: tuple[Any, ...], kwargs: Mapp
     return None if bound is None else Call(symbol, tuple(bound[name] for name in _ORDER[symbol]), signature.is_whole)
 
 
-_MODULES: Mapping[type[nn.Module], str] = MappingProxyType(
-    {
-        nn.SiLU: "silu",
-        nn.GELU: "gelu",
-        nn.ReLU: "relu",
-        nn.Sigmoid: "sigmoid",
-        nn.Tanh: "tanh",
-        nn.Identity: "alias",
-        nn.Dropout: "dropout",
-    }
-)
+_MODULES: Mapping[type[nn.Module], str] = {
+    nn.SiLU: "silu",
+    nn.GELU: "gelu",
+    nn.ReLU: "relu",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+    nn.Identity: "alias",
+    nn.Dropout: "dropout",
+}
 """Modules that `torch.fx.symbolic_trace` does not trace into, and their symbols."""
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -130,7 +129,7 @@ class Binary:
         return self.slope == (sign, sign)
 
 
-_VALUES: Mapping[int, Pair] = MappingProxyType({1: (0, 1), -1: (1, 0)})
+_VALUES: Mapping[int, Pair] = {1: (0, 1), -1: (1, 0)}
 """The values of a mask (1) and of its complement (-1) at M = 0 and M = 1."""
 
 

@@ -9,7 +9,7 @@ assignment form:
 - After any other write, a later read is a node of its own, about which nothing is known (`overwritten`). So is a read
   of a tensor that shares memory with what was written.
 
-The view also knows where its values are: `holder` is the node of the graph whose tensor has the value, and `overwriter`
+The view also knows where its values are: `holders` has the node of the graph whose tensor has a value, and `overwriter`
 finds a write that replaces the value. `write_back` makes the changes of the view in the graph.
 """
 
@@ -45,6 +45,8 @@ class View:
         memory: the storages and writes of the original graph.
         origin: the node of the original graph that each node of the copy stands for; new nodes and `overwritten` ones
             have none.
+        holders: the original node whose tensor has the value of each node, until something overwrites it; new nodes
+            have none.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -52,7 +54,7 @@ class View:
         self.memory = Memory(graph)
         self.graph = Graph(graph.owning_module)
         self.origin: dict[Node, Node] = {}
-        self._holders: dict[Node, Node] = {}
+        self.holders: dict[Node, Node] = {}
         self._defined: dict[Node, int] = {}
         self._copied: dict[Node, tuple[Any, Any]] = {}
         self._tensors: dict[Node, Node] = {}
@@ -77,7 +79,7 @@ class View:
         copy.name = node.name
         if id(example(node)) in self.memory.misdescribed:
             copy.meta = {key: value for key, value in copy.meta.items() if key not in ("example_value", "val")}
-        self.origin[copy] = self._holders[copy] = node
+        self.origin[copy] = self.holders[copy] = node
         self._defined[copy] = self.memory.order[node]
         self._copied[copy] = (copy.args, copy.kwargs)
         if writes and not is_function:
@@ -99,7 +101,7 @@ class View:
             name = f"{tensor.name}_after_{writer.name}"
             leaf = self.graph.create_node("call_function", overwritten, args, name=name)
             leaf.meta = dict(tensor.meta)
-            self._current[tensor], self._holders[leaf] = leaf, self._latest.get(tensor, tensor)
+            self._current[tensor], self.holders[leaf] = leaf, self._latest.get(tensor, tensor)
             self._defined[leaf] = self.memory.order[writer]
         return self._current[tensor]
 
@@ -137,7 +139,7 @@ class View:
         _record_gradient(self._current[tensor])
         self._current[tensor] = copy
         if is_fill(node):
-            self._holders[copy] = self._latest.get(tensor, tensor)
+            self.holders[copy] = self._latest.get(tensor, tensor)
             copy.meta = {**copy.meta, "example_value": example(tensor)}
         else:
             self._tensors[node], self._latest[tensor] = tensor, node
@@ -151,11 +153,7 @@ class View:
 
     def modes(self, node: Node) -> Modes:
         """The modes under which the original of a node runs, or the original whose tensor the node stands for."""
-        return self.memory.modes[self._holders[node]]
-
-    def holder(self, node: Node) -> Node:
-        """The original node whose tensor has the value of a node, until something overwrites it."""
-        return self._holders[node]
+        return self.memory.modes[self.holders[node]]
 
     def is_repeatable(self, node: Node) -> bool:
         """Whether a node is a call that returns the same, with the same gradient, for the same arguments.
@@ -169,7 +167,7 @@ class View:
 
     def is_constant(self, node: Node) -> bool:
         """Whether no write, at any time, changes the tensor that a node stands for."""
-        return node in self.origin and not self.memory.is_written(self._holders[node])
+        return node in self.origin and not self.memory.is_written(self.holders[node])
 
     def overwriter(self, node: Node, before: Node, without: Iterable[Node] = ()) -> Node | None:
         """The first node that overwrites the holder of a value before the original of `before` runs, if there is one.
@@ -180,7 +178,7 @@ class View:
         end = self.memory.order[self.origin[before]]
         found = [
             writer
-            for storage in self.memory.storages[self._holders[node]]
+            for storage in self.memory.storages[self.holders[node]]
             for writer in self.memory.writes(storage, self._defined[node], end)
             if writer not in excluded
         ]
@@ -189,7 +187,7 @@ class View:
     def later_writers(self, node: Node, besides: Node) -> Iterator[Node]:
         """The original nodes that later write to the holder of a value, except to memory of the holder of `besides`."""
         storages = self.memory.storages
-        for storage in storages[self._holders[node]] - storages[self._holders[besides]]:
+        for storage in storages[self.holders[node]] - storages[self.holders[besides]]:
             yield from self.memory.writes(storage, self._defined[node], math.inf)
 
     def originals(self, nodes: Iterable[Node]) -> set[Node]:
@@ -209,11 +207,11 @@ class View:
         instead = {self.origin[old]: new for old, new in replaced.items()}
 
         def original(node: Node) -> Node:
-            holder = self._holders.get(node)
+            holder = self.holders.get(node)
             return made[node] if holder is None else made[instead[holder]] if holder in instead else holder
 
         for node in self.graph.nodes:
-            if node not in self._holders:
+            if node not in self.holders:
                 pending.append(node)
             if node not in self.origin:
                 continue

@@ -42,25 +42,17 @@ __all__ = [
     "set_batch_invariant_mode",
 ]
 
-_DEFINED_IN = {
-    "build_runtime": "packaging.library",
-    "check_packed_masks": "masks",
-    "disable_fusion": "passes",
-    "enable_fusion": "passes",
-    "explain_dispatch": "dispatch",
-    "export": "packaging.export",
-    "freeze": "nn",
-    "fuse": "passes",
-    "fusion": "passes",
-    "fusion_report": "passes",
-    "is_batch_invariant_mode_enabled": "batch_invariance",
-    "load": "packaging.load",
-    "load_library": "packaging.library",
-    "load_weights": "packaging.load",
-    "quantize": "nn",
-    "set_batch_invariant_mode": "batch_invariance",
+_NAMES_OF = {
+    "batch_invariance": ("is_batch_invariant_mode_enabled", "set_batch_invariant_mode"),
+    "dispatch": ("explain_dispatch",),
+    "masks": ("check_packed_masks",),
+    "nn": ("freeze", "quantize"),
+    "packaging.export": ("export",),
+    "packaging.library": ("build_runtime", "load_library"),
+    "packaging.load": ("load", "load_weights"),
+    "passes": ("disable_fusion", "enable_fusion", "fuse", "fusion", "fusion_report"),
 }
-"""The module that defines a public name."""
+_DEFINED_IN = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,6 @@ from torch import Tensor
 from .sizes import is_negative, same_sizes
 from .tensors import check_dense, whole
 
-FORMAT_VERSION = 1
 MAX_MASKS = 16
 
 N_MASKS_DIM = 2

@@ -97,9 +97,23 @@ def counts(
     With a `weight_format` (`mglu_ops.formats`), the first projection of each feed-forward layer, and nothing else, is
     stored in it, with its scales.
     """
-    kinds = [("GELU", 1, 0), ("SwiGLU", 2, 0), *(("SwiMGLU", 1, n_masks) for n_masks in masks)]
     matrix = _matrix_bits(sizes, bits, weight_format)
-    return [_count(sizes, *kind, bits, matrix) for kind in kinds]
+    others = sizes.shared_weights + sizes.projection
+    row_only = 0 if sizes.tied else sizes.embedding - sizes.hidden
+    found = []
+    for name, matrices, n_masks in (("GELU", 1, 0), ("SwiGLU", 2, 0), *(("SwiMGLU", 1, n_masks) for n_masks in masks)):
+        first, mask_bits = sizes.layers * matrices * matrix, n_masks * sizes.projection
+        count = Count(
+            name,
+            n_masks,
+            others + matrices * sizes.projection,
+            mask_bits,
+            storage=(others * bits + first + mask_bits) // 8,
+            load=((others - row_only) * bits + first + mask_bits) // 8,
+            projection_load=(matrices * matrix + n_masks * sizes.hidden * sizes.intermediate) // 8,
+        )
+        found.append(count)
+    return found
 
 
 def _matrix_bits(sizes: ModelSizes, bits: int, weight_format: WeightFormat | None) -> int:
@@ -112,22 +126,6 @@ def _matrix_bits(sizes: ModelSizes, bits: int, weight_format: WeightFormat | Non
     scales = math.prod(weight_format.scale_shape(d, h))
     return 8 * (
         d * h // weight_format.packed * weight_format.dtype.itemsize + scales * weight_format.scale_dtype.itemsize
-    )
-
-
-def _count(sizes: ModelSizes, name: str, matrices: int, n_masks: int, bits: int, matrix: int) -> Count:
-    """Count a model. `matrix` is the number of bits of a matrix of the first projection of a layer."""
-    others, first = sizes.shared_weights + sizes.projection, sizes.layers * matrices * matrix
-    mask_bits = n_masks * sizes.projection
-    row_only = 0 if sizes.tied else sizes.embedding - sizes.hidden
-    return Count(
-        name,
-        n_masks,
-        others + matrices * sizes.projection,
-        mask_bits,
-        storage=(others * bits + first + mask_bits) // 8,
-        load=((others - row_only) * bits + first + mask_bits) // 8,
-        projection_load=(matrices * matrix + n_masks * sizes.hidden * sizes.intermediate) // 8,
     )
 
 

@@ -20,19 +20,15 @@ if TYPE_CHECKING:
     from compile_passes.install import disable_fusion, enable_fusion, fusion, fusion_report
     from compile_passes.report import FusionReport
 
-_DEFINED_IN = {
-    "FusionError": "fusion",
-    "FusionReport": "report",
-    "add_parser": "explain",
-    "current_pass": "entry",
-    "disable_fusion": "install",
-    "enable_fusion": "install",
-    "fuse": "fusion",
-    "fuse_exported": "exported",
-    "fusion": "install",
-    "fusion_report": "install",
-    "layers_of": "exported",
+_NAMES_OF = {
+    "entry": ("current_pass",),
+    "explain": ("add_parser",),
+    "exported": ("fuse_exported", "layers_of"),
+    "fusion": ("FusionError", "fuse"),
+    "install": ("disable_fusion", "enable_fusion", "fusion", "fusion_report"),
+    "report": ("FusionReport",),
 }
+_DEFINED_IN = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 __all__ = [
     "FusionError",

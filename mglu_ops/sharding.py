@@ -90,10 +90,7 @@ def _forward_ste(
     x: Any, weight: Any, mask_logits: Any, activation: Any = None, mask_weights: Any = None
 ) -> list[Option]:
     return [
-        (
-            [of_result, of_rows],
-            [of_x, of_rows, _behind_masks(of_rows), *_if_given(mask_weights, of_x)],
-        )
+        ([of_result, of_rows], [of_x, of_rows, _behind_masks(of_rows), *_if_given(mask_weights, of_x)])
         for of_x, of_rows, of_result in _placements(x)
     ]
 

@@ -2,50 +2,36 @@
 
 The first rule that knows a value of a node decides it. Most rules exclude one another by the types of the values that
 they read, so their order does not matter. Where two rules may know different values of one node, `PRECEDENCE` names the
-pair and the reason why the earlier one is right; `conflicts.py` finds pairs that are not listed.
+pair and the reason why the earlier one is right; `tests/support/conflicts.py` finds pairs that are not listed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
-from . import activations, einsum, gates, mask_functions, masks, projections, sums, weight_layouts, weights
-from .rule import Rule, RuleError, RulesBySymbol, by_symbol, rules_of
+from . import activations, bundles, einsum, gates, mask_functions, masks, projections, sums, weight_layouts, weights
+from .rule import Rule, by_symbol, rules_of
 
-__all__ = [
-    "LAYER_RULES",
-    "LAYER_RULES_BY_SYMBOL",
-    "PRECEDENCE",
-    "WEIGHT_RULES",
-    "WEIGHT_RULES_BY_SYMBOL",
-    "Rule",
-    "RuleError",
-    "RulesBySymbol",
-]
-
-WEIGHT_RULES = rules_of(weights, weight_layouts, mask_functions, masks)
+WEIGHT_RULES = rules_of(bundles, weights, weight_layouts, mask_functions, masks)
 """The rules that find masks and (masked) weights. They are asked about every node of a graph."""
 
-LAYER_RULES = rules_of(projections, activations, gates, sums, einsum)
+LAYER_RULES = rules_of(bundles, projections, activations, gates, sums, einsum)
 """The rules that find what is made of masked weights. They are asked only in graphs that have a masked weight."""
 
 _KNOWN_MASK = "the operand is a known mask or a tensor of few values, and a function of that says more than a new mask"
 
-PRECEDENCE: Mapping[tuple[Rule, Rule], str] = MappingProxyType(
-    {
-        (mask_functions.pointwise, masks.comparison): _KNOWN_MASK,
-        (mask_functions.pointwise, masks.sign): _KNOWN_MASK,
-        (mask_functions.pointwise, masks.lowest_bit): _KNOWN_MASK,
-        (masks.slice_of_a_stack, masks.rearranged): "the former knows which mask of the stack it is",
-        (projections.difference_of_projections, activations.function_of_two): (
-            "`p + p` and `p - p` are projections with the mask factors 2 M and 0; both values hold"
-        ),
-        (activations.function_of_two, gates.gated_product): (
-            "`g * sigmoid(g)` is one function of one projection, not a gate times a value"
-        ),
-    }
-)
+PRECEDENCE: Mapping[tuple[Rule, Rule], str] = {
+    (mask_functions.pointwise, masks.comparison): _KNOWN_MASK,
+    (mask_functions.pointwise, masks.sign): _KNOWN_MASK,
+    (mask_functions.pointwise, masks.lowest_bit): _KNOWN_MASK,
+    (masks.slice_of_a_stack, masks.rearranged): "the former knows which mask of the stack it is",
+    (projections.difference_of_projections, activations.function_of_two): (
+        "`p + p` and `p - p` are projections with the mask factors 2 M and 0; both values hold"
+    ),
+    (activations.function_of_two, gates.gated_product): (
+        "`g * sigmoid(g)` is one function of one projection, not a gate times a value"
+    ),
+}
 """`(earlier rule, later rule)` -> why the earlier one is right where both know different values of a node."""
 
 WEIGHT_RULES_BY_SYMBOL = by_symbol(WEIGHT_RULES)

@@ -10,8 +10,9 @@ from torch.fx import Node
 
 from ..recognise import Recogniser
 from ..shapes import dims, range_of, slice_of
-from ..symbols import symbol_of
+from ..symbols import Call, symbol_of
 from ..values import BATCHED, MOST_ITEMS, Bundle, Gated, Value
+from .rule import rule
 
 
 def bundle(items: Sequence[Any], dim: int, size: int | None = None) -> Bundle | None:
@@ -27,8 +28,9 @@ def each(value: Value, function: Callable[[Value], Value]) -> Value:
     return function(value)
 
 
-def part_of(recogniser: Recogniser, node: Node) -> Value:
-    """The value of a node that is one slice, or a range of adjacent slices, of a bundle."""
+@rule("getitem", "select", "narrow", "slice")
+def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """One item of a bundle, or adjacent ones, taken by an index, a slice, `unbind`, `chunk` or `split`."""
     found = slice_of(node)
     if found is not None:
         base, dim, index = found

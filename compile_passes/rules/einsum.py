@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..recognise import Recogniser
 from ..shapes import dims, example
 from ..symbols import Call
-from ..values import BATCHED, MOST_ITEMS, Binary, Bundle, MaskWeight, Projection, Value, Weighted, binary_at
+from ..values import BATCHED, MOST_ITEMS, Binary, Bundle, MaskWeight, Value, binary_at
 from .bundles import bundle
 from .gates import times, with_mask_weight
 from .projections import projection_at, projection_by
@@ -79,31 +79,17 @@ def _einsum_of_weight_and_mask(
             weighted = recogniser.as_weighted(weight)
             if found is None or w_axes != mask_axes[-2:] or weighted is None or not isinstance(factor, Binary):
                 continue
-            if weighted.factor is None and not weighted.transposed:
-                return _masked_projections(recogniser, node, (x, weight), weighted, factor, *found)
+            if weighted.factor is not None or weighted.transposed:
+                continue
+            upright, stack_dim = found
+            count = 1 if stack_dim is None else factor.mask.stack
+            if count is None or count > MOST_ITEMS:
+                return None
+            masks = [factor] if stack_dim is None else [binary_at(factor, i) for i in range(count)]
+            masked = [replace(weighted, factor=one) for one in masks]
+            items = [projection_by(recogniser, node, x, weight, one, upright=upright) for one in masked]
+            return items[0] if stack_dim is None else bundle(items, stack_dim)
     return None
-
-
-def _masked_projections(
-    recogniser: Recogniser,
-    node: Node,
-    operands: tuple[Node, Node],
-    weighted: Weighted,
-    factor: Binary,
-    upright: bool,
-    stack_dim: int | None,
-) -> Value:
-    x, weight = operands
-
-    def of(mask: Binary) -> Projection | None:
-        return projection_by(recogniser, node, x, weight, replace(weighted, factor=mask), upright=upright)
-
-    if stack_dim is None:
-        return of(factor)
-    count = factor.mask.stack
-    if count is None or count > MOST_ITEMS:
-        return None
-    return bundle([of(binary_at(factor, i)) for i in range(count)], stack_dim)
 
 
 # --- Sums of terms ---------------------------------------------------------------------------------------------------

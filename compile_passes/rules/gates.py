@@ -171,19 +171,15 @@ def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
         return _weighted_stack(value, projection, weight, node)
     if _is_number(weight):
         return with_mask_weight(value, MaskWeight(weight, is_number=True))
-    return with_mask_weight(value, MaskWeight(weight)) if _is_column(weight, projection.x) else None
+    tokens = tensor_example(projection.x)
+    is_column = tokens is not None and has_shape(weight, (*tokens.shape[:-1], 1))
+    return with_mask_weight(value, MaskWeight(weight)) if is_column else None
 
 
 def _is_number(node: Node) -> bool:
     """Whether a tensor has a single element, as a learned scale has."""
     example = tensor_example(node)
     return example is not None and all(isinstance(n, int) and n == 1 for n in example.shape)
-
-
-def _is_column(mask_weight: Node, x: Node) -> bool:
-    """Whether a tensor is one weight per token, `[..., 1]`."""
-    tokens = tensor_example(x)
-    return tokens is not None and has_shape(mask_weight, (*tokens.shape[:-1], 1))
 
 
 def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: Node) -> Value:

@@ -8,18 +8,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import (
-    dimension,
-    dims,
-    dtype_of,
-    has_shape,
-    holds,
-    is_matrix,
-    repeated,
-    same_shape,
-    size,
-    tensor_example,
-)
+from ..shapes import dimension, dims, dtype_of, has_shape, holds, is_matrix, repeated, same_shape, size, tensor_example
 from ..symbols import Call
 from ..values import (
     BATCHED,
@@ -35,7 +24,7 @@ from ..values import (
     projection_of,
     same_function,
 )
-from .bundles import bundle, pairwise, part_of
+from .bundles import bundle, pairwise
 from .rule import rule
 from .weight_layouts import rounds_once
 
@@ -139,12 +128,6 @@ def same_projection(recogniser: Recogniser, a: Projection, b: Projection) -> boo
 
 
 # --- The same products in another shape or dtype ---------------------------------------------------------------------
-
-
-@rule("getitem", "select", "narrow", "slice")
-def part_of_projections(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """One of a bundle of products, or adjacent ones."""
-    return part_of(recogniser, node)
 
 
 @rule("unflatten", "reshape")

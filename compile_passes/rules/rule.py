@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 from torch.fx import Node
 
@@ -50,7 +50,7 @@ def by_symbol(rules: Iterable[Rule]) -> RulesBySymbol:
     for one in rules:
         for symbol in one.symbols:
             table[symbol] = (*table.get(symbol, ()), one)
-    return MappingProxyType(table)
+    return table
 
 
 class RuleError(Exception):

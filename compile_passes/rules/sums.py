@@ -27,15 +27,13 @@ def sum_of_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if isinstance(a, Gated) and isinstance(b, Gated):
         longer = _longer_sum(recogniser, node, (left, a), (right, b))
         return longer if longer is not None else _with_rest(node, b, right, left)
-    if isinstance(b, Gated):
-        return _plus_zero(node, b, right) if a == Scalar(0) else _with_rest(node, b, right, left)
     if isinstance(a, Gated):
-        return _plus_zero(node, a, left) if b == Scalar(0) else _with_rest(node, a, left, right)
-    return None
-
-
-def _plus_zero(node: Node, gated: Gated, gated_node: Node) -> Gated | None:
-    return gated if len(value_users(gated_node)) == 1 and same_shape(node, gated_node) else None
+        (left, a), (right, b) = (right, b), (left, a)
+    if not isinstance(b, Gated):
+        return None
+    if a == Scalar(0):
+        return b if len(value_users(right)) == 1 and same_shape(node, right) else None
+    return _with_rest(node, b, right, left)
 
 
 def _longer_sum(

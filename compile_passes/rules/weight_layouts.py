@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..shapes import (
 )
 from ..symbols import Call
 from ..values import Bundle, Product, Value, Weighted
-from .bundles import bundle, each, part_of
+from .bundles import bundle, each
 from .rule import rule
 
 
@@ -119,20 +118,16 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
     if not isinstance(parts, (list, tuple)) or dim is None:
         return None
     values = [recogniser.value(part) for part in parts]
-    if all(isinstance(value, Bundle) for value in values):
-        return _concatenated_bundles([value for value in values if isinstance(value, Bundle)], dim)
+    bundles = [value for value in values if isinstance(value, Bundle)]
+    if len(bundles) == len(values):  # along their own dimension
+        each_size = bundles[0].size
+        alike = all((part.dim, part.size) == (dim, each_size) for part in bundles)
+        return bundle([item for part in bundles for item in part.items], dim, each_size) if alike else None
     first, *_ = parts
     items, length = _masked_items(recogniser, parts), size(first, dim)
     if not items or length is None or not same_shape(*parts):
         return None
     return bundle(items, dim, length)
-
-
-def _concatenated_bundles(parts: Sequence[Bundle], dim: int) -> Bundle | None:
-    """The bundle of all items of several bundles that are concatenated along their own dimension."""
-    first, *_ = parts
-    alike = all((part.dim, part.size) == (dim, first.size) for part in parts)
-    return bundle([item for part in parts for item in part.items], dim, first.size) if alike else None
 
 
 @rule("flatten", "reshape")
@@ -148,9 +143,3 @@ def flattened_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     n_items, rows, columns = before.shape
     is_flat = isinstance(rows, int) and has_shape(node, (n_items * rows, columns))
     return Bundle(value.items, 0, rows) if is_flat else None
-
-
-@rule("getitem", "select", "narrow", "slice")
-def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """One item of a bundle, or adjacent ones, taken by an index, a slice, `unbind`, `chunk` or `split`."""
-    return part_of(recogniser, node)

@@ -12,19 +12,7 @@ from torch.fx import Node
 from ..recognise import Recogniser
 from ..shapes import dims, dtype_of, has_shape, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
-from ..values import (
-    BATCHED,
-    MOST_ITEMS,
-    Binary,
-    Bundle,
-    Product,
-    Scalar,
-    Value,
-    Weighted,
-    binary_at,
-    combine,
-    multiply,
-)
+from ..values import BATCHED, MOST_ITEMS, Binary, Bundle, Product, Scalar, Value, Weighted, binary_at, combine, multiply
 from .bundles import bundle
 from .rule import rule
 
@@ -89,7 +77,9 @@ def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
 def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any) -> Weighted | Bundle | None:
     held = recogniser.value(argument)
     if isinstance(held, Bundle):  # its items are weights that are masked already
-        return _mask_again(node, mask, held)
+        if mask.mask.stack != len(held.items) or not has_shape(node, mask.mask.shape):
+            return None
+        return bundle([_masked(item, binary_at(mask, i)) for i, item in enumerate(held.items)], 0)
     weighted = _upright(recogniser.as_weighted(argument), argument)
     if weighted is None or not _fits(node, weighted, mask, argument):
         return None
@@ -110,12 +100,6 @@ def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: An
     if weight is None or not has_shape(node, (len(masks.items), *weight.shape)):
         return None
     return bundle([_masked(weighted, one) for one in masks.items], 0)
-
-
-def _mask_again(node: Node, mask: Binary, held: Bundle) -> Bundle | None:
-    if mask.mask.stack != len(held.items) or not has_shape(node, mask.mask.shape):
-        return None
-    return bundle([_masked(item, binary_at(mask, i)) for i, item in enumerate(held.items)], 0)
 
 
 @rule("add", "sub")

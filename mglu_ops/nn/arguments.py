@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from ..checks import FLOATING
-from ..formats import WeightFormat
+from ..formats import WeightFormat, get_format
 from ..masks import MAX_MASKS
 
 WEIGHT_INITS = ("paper", "leveled")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def check_int(name: str, value: object, highest: float, allowed: str) -> None:
+    """Check that a value is an int from 1 to `highest`; the message says that it must be `allowed`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= highest:
+        raise ValueError(f"{name}: got {value!r}, must be {allowed}")
 
 
 def check_sizes(**sizes: object) -> None:
     """Check that numbers of features are ints of at least 1."""
     for name, value in sizes.items():
-        if not (_is_int(value) and value >= 1):  # type: ignore[operator]
-            raise ValueError(f"{name}: got {value!r}, must be an int of at least 1")
+        check_int(name, value, math.inf, "an int of at least 1")
 
 
 def check_flags(**flags: object) -> None:
@@ -48,12 +51,23 @@ def check_columns(weight_format: WeightFormat, in_features: int) -> None:
         )
 
 
-def check_masks(n_masks: object, learnable_masks: object, top_k: object) -> None:
-    if not (_is_int(n_masks) and 1 <= n_masks <= MAX_MASKS):  # type: ignore[operator]
-        raise ValueError(f"n_masks: got {n_masks!r}, must be an int from 1 to {MAX_MASKS}")
+def check_rows_of_ranks(name: str, rows: int, ranks: int, weight_format: str) -> None:
+    """Check that every rank gets the same number of rows, and whole blocks of rows that share their scales."""
+    together = get_format(weight_format).rows
+    if rows % ranks:
+        raise ValueError(f"{name}: got {rows}, must be a multiple of the number of ranks, {ranks}")
+    if ranks > 1 and rows % (ranks * together):
+        raise ValueError(
+            f"{name}: got {rows}, must be a multiple of {ranks * together} with {ranks} ranks and a weight in "
+            f"{weight_format}, of which {together} rows share their scales"
+        )
+
+
+def check_masks(n_masks: int, learnable_masks: object, top_k: object, name_of_top_k: str = "top_k") -> None:
+    check_int("n_masks", n_masks, MAX_MASKS, f"an int from 1 to {MAX_MASKS}")
     check_flags(learnable_masks=learnable_masks)
-    if top_k is not None and not (_is_int(top_k) and 1 <= top_k <= n_masks):  # type: ignore[operator]
-        raise ValueError(f"top_k: got {top_k!r}, must be None or an int from 1 to n_masks={n_masks}")
+    if top_k is not None:
+        check_int(name_of_top_k, top_k, n_masks, f"None or an int from 1 to n_masks={n_masks}")
 
 
 def check_model(model: object) -> None:

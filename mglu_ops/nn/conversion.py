@@ -10,13 +10,8 @@ from torch import Tensor, nn
 from .masked_linear import LOGITS_STD
 from .mglu import MGLU
 
-
-def _larger(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.where(gate.abs() >= up.abs(), gate, up)
-
-
 WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "magnitude": _larger,
+    "magnitude": lambda gate, up: torch.where(gate.abs() >= up.abs(), gate, up),
     "average": lambda gate, up: (gate + up) / 2,
     "gate": lambda gate, up: gate,
     "up": lambda gate, up: up,
@@ -40,12 +35,9 @@ def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
     assert layer.mask_logits is not None
     layer.weight = nn.Parameter(WEIGHTS[init](gate, up).clone())
     if init == "magnitude":
-        _prefer_larger(layer.mask_logits, gate.float().abs() - up.float().abs())
-
-
-def _prefer_larger(logits: Tensor, difference: Tensor) -> None:
-    """Set logits to `|W_g| - |W_u|`, scaled as logits are, plus noise of that scale in all masks but the first."""
-    scaled = difference * (LOGITS_STD / difference.square().mean().sqrt().clamp(min=1e-30))
-    logits[1:] += scaled
-    # On ties, assign the weight to the gate, as `_larger` does.
-    logits[0] = torch.where(difference >= 0, scaled.clamp(min=1e-6), scaled)
+        # The logits become |W_g| - |W_u|, scaled as logits are, plus noise of that scale in all masks but the first.
+        difference = gate.float().abs() - up.float().abs()
+        scaled = difference * (LOGITS_STD / difference.square().mean().sqrt().clamp(min=1e-30))
+        layer.mask_logits[1:] += scaled
+        # On ties, assign the weight to the gate, as `WEIGHTS` does.
+        layer.mask_logits[0] = torch.where(difference >= 0, scaled.clamp(min=1e-6), scaled)

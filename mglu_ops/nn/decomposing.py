@@ -58,12 +58,11 @@ def _forward(
     weight = FORMATS[weight_format].dequantize(weight, weight_scale, x.dtype)
     act = get_activation(activation).forward
     bits = torch.arange(8, dtype=torch.int32, device=packed_masks.device)
-    y: Tensor | None = None
+    terms: list[Tensor] = []
     for i, octets in enumerate(packed_masks.to(torch.int32).unbind(-1)):  # ONNX's shifts of uint8 do not convert
         masks = (octets.unsqueeze(-1).bitwise_right_shift(bits) & 1).flatten(-2)[:, : weight.shape[1]].to(weight.dtype)
         term = act(F.linear(x, weight * masks)) * F.linear(x, weight * (1 - masks))
         if mask_weights is not None:
             term = term * mask_weights[..., i : i + 1]
-        y = term if y is None else y + term
-    assert y is not None
-    return y
+        terms.append(term)
+    return sum(terms[1:], terms[0])

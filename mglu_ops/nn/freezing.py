@@ -98,20 +98,15 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
             _pack_masks(module, packed)
         if isinstance(module, NaiveMGLU):
             _become_fused(module, name)
-    _warn_of_what_stays(model, is_replaced=replace is not None)
-    return model
-
-
-def _warn_of_what_stays(model: nn.Module, is_replaced: bool) -> None:
-    """Warn about modules that look like MGLU layers, or else about a model without any MGLU layer."""
     found = lookalikes(model)
-    warn_of_lookalikes("freeze", found, _advice, stacklevel=3)
-    if not (found or is_replaced or any(isinstance(module, MaskedLinear) for module in model.modules())):
+    warn_of_lookalikes("freeze", found, _advice, stacklevel=2)
+    if replace is None and not found and not any(isinstance(module, MaskedLinear) for module in model.modules()):
         notices.warn(
             f"freeze: {type(model).__name__} has no MGLU or NaiveMGLU, so no masks were packed; name modules of your "
             "own in freeze(model, replace={...})",
-            stacklevel=3,  # freeze's caller
+            stacklevel=2,
         )
+    return model
 
 
 def _advice(found: Lookalike) -> str:

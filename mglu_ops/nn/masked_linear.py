@@ -13,14 +13,7 @@ from ..activations import get_activation
 from ..checks import FLOATING
 from ..formats import check_activation_format, get_format
 from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
-from .arguments import (
-    WEIGHT_INITS,
-    check_columns,
-    check_dtype,
-    check_masks,
-    check_sizes,
-    check_weight_init,
-)
+from .arguments import WEIGHT_INITS, check_columns, check_dtype, check_masks, check_sizes, check_weight_init
 from .leveling import level_gain
 
 if TYPE_CHECKING:

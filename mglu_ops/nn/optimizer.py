@@ -36,15 +36,8 @@ def parameter_groups(
     | `no_decay` | of fewer than two dimensions, of torch's norm modules, or with `bias` in their own name | `lr` | 0 |
     | `mask_logits` | the logits of masks | `mask_lr`; by default `lr`, or `0.3 * lr` of leveled layers | 0 |
 
-    A mask is `M = logits > 0`, so only the sign of a logit counts. Weight decay moves every logit towards 0, where the
-    next small gradient flips its bit; that is noise, not regularisation. The learning rate decides how often bits
-    flip: Adam moves a logit by about its learning rate at each step, however small the gradient is, and logits start
-    within about 0.01 of 0. With the rate of the weights, say 1e-3, ten steps flip a typical bit.
-
-    The default goes with the initial weights, because our training runs (benchmarks/learning) changed both together:
-    layers with `weight_init="paper"` train their masks at the weights' rate, as in the paper, and layers
-    with `weight_init="leveled"` at 0.3 times that rate. One mask with the paper's weights was worse at the smaller
-    rate. A model with layers of both kinds gets two groups named `mask_logits`, and a warning.
+    The page beside this file ('The optimizer') gives the reasons, and says what pure bfloat16 training needs. A model
+    with layers of both kinds of `weight_init` gets two groups named `mask_logits`, and a warning.
 
     The logits of `MGLU` and `NaiveMGLU`, and of their subclasses, are recognised by the class of the module. Logits of
     your own modules are not, whatever they are called: name them in `mask_logits`. A warning names modules that look
@@ -55,10 +48,6 @@ def parameter_groups(
 
     The groups work with every optimizer of torch, also with `fused=True`, and models in `torch.compile`,
     `DistributedDataParallel` and `fully_shard` (call it after `fully_shard`, as an optimizer requires).
-
-    In pure bfloat16 training, keep the logits in float32, which `MGLU` accepts:
-    `layer.mask_logits.data = layer.mask_logits.data.float()`. Adding less than 1/512 of a bfloat16 number does not
-    change it, so that at `mask_lr=3e-5` a logit above 0.015 no longer moves. Autocast needs no such care.
 
     Args:
         model: any module.

@@ -148,8 +148,6 @@ def _check_files(path: Path, weights: Path | None) -> None:
     """Say at once that a file cannot be written, instead of after minutes of compiling."""
     if path.suffix != ".pt2" or path.stem in (".", ".."):  # torch makes the stem the folder of all members
         raise ValueError(f"path: got {path}, must be a name that ends in .pt2")
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"path: {path.resolve().parent} is not a folder")
     check_writable("path", path)
     if weights is not None:
         if weights.resolve() == path.resolve():

@@ -144,7 +144,16 @@ def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[s
 
 def _find_tools(compiler: str | None) -> tuple[str, str, str]:
     """CMake, the generator that it uses, and the C++ compiler."""
-    return _find_cmake(), _find_generator(), _find_compiler(compiler)
+    cmake, generator = _find_cmake(), os.environ.get("CMAKE_GENERATOR")
+    if not generator:
+        found = [name for program, name in (("ninja", "Ninja"), ("make", "Unix Makefiles")) if shutil.which(program)]
+        if not found:
+            raise BuildError("CMake needs ninja or make, and neither is on the PATH: install one (pip install ninja)")
+        generator = found[0]
+    wanted = compiler or os.environ.get("CXX") or "g++"
+    if (path := shutil.which(wanted)) is None:
+        raise BuildError(f"no C++ compiler: {wanted} is not on the PATH (set CXX, or pass --compiler)")
+    return cmake, generator, path
 
 
 def _find_cmake() -> str:
@@ -156,22 +165,6 @@ def _find_cmake() -> str:
     except ImportError:
         raise BuildError("CMake is missing: `pip install cmake`, or install it with the system's packages") from None
     return str(Path(CMAKE_BIN_DIR) / "cmake")
-
-
-def _find_generator() -> str:
-    if chosen := os.environ.get("CMAKE_GENERATOR"):
-        return chosen
-    for program, generator in (("ninja", "Ninja"), ("make", "Unix Makefiles")):
-        if shutil.which(program):
-            return generator
-    raise BuildError("CMake needs ninja or make, and neither is on the PATH: install one, as with `pip install ninja`")
-
-
-def _find_compiler(wanted: str | None) -> str:
-    wanted = wanted or os.environ.get("CXX") or "g++"
-    if found := shutil.which(wanted):
-        return found
-    raise BuildError(f"no C++ compiler: {wanted} is not on the PATH (set CXX, or pass --compiler)")
 
 
 def _run(command: Sequence[str]) -> None:

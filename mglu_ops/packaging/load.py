@@ -130,13 +130,11 @@ def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[s
     except (RuntimeError, TypeError):
         raise ValueError(f"device: got {device!r}, must be a device such as 'cpu' or 'cuda'") from None
     check_seal(path, "weights")
-    entries = torch.load(path, map_location=device, weights_only=True)
-    return {name: _tensor_of(entry) for name, entry in entries.items()}
-
-
-def _tensor_of(entry: Tensor | tuple[str, Tensor]) -> Tensor:
-    """A tensor of an entry in a weights file, which holds 8-bit floats as the name of their dtype and bytes."""
-    return entry if isinstance(entry, Tensor) else entry[1].view(getattr(torch, entry[0]))
+    entries: dict[str, Tensor | tuple[str, Tensor]] = torch.load(path, map_location=device, weights_only=True)
+    return {  # the file holds 8-bit floats as the name of their dtype and bytes
+        name: entry if isinstance(entry, Tensor) else entry[1].view(getattr(torch, entry[0]))
+        for name, entry in entries.items()
+    }
 
 
 def _give_weights(runner: Any, weights: str | Path | Mapping[str, Tensor], info: PackageInfo) -> None:

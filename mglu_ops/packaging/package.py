@@ -53,14 +53,10 @@ class InputInfo:
     def __str__(self) -> str:
         if self.constant is not None:
             return f"{self.name}: {self.constant}"
-        return f"{self.name}: {self.dtype} [{', '.join(_size(size) for size in self.shape)}]"
-
-
-def _size(size: Any) -> str:
-    if not isinstance(size, (list, tuple)):
-        return str(size)
-    low, high, _ = size
-    return f"{low}.." if high is None else f"{low}..{high}"
+        ranges = (
+            size if isinstance(size, int) else f"{size[0]}..{'' if size[1] is None else size[1]}" for size in self.shape
+        )
+        return f"{self.name}: {self.dtype} [{', '.join(map(str, ranges))}]"
 
 
 @dataclass(frozen=True)

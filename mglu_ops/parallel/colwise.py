@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from ..formats import get_format
+from ..nn.arguments import check_rows_of_ranks
 from ..nn.masked_linear import MaskedLinear
 
 ROWS = {"weight": Shard(0), "weight_scale": Shard(0), "mask_logits": Shard(1), "packed_masks": Shard(0)}
@@ -46,25 +46,13 @@ class ColwiseMGLU(ColwiseParallel):
         if not isinstance(module, MaskedLinear):
             raise TypeError(f"module: got {type(module).__name__}, must be an MGLU or a NaiveMGLU for ColwiseMGLU")
         if self.use_local_output and not self.output_layouts[0].is_replicate():
-            check_divisible(module, device_mesh)
+            check_rows_of_ranks("out_features", module.out_features, device_mesh.size(), module.weight_format)
         return distribute_module(
             module,
             device_mesh,
             partial(_partition, self.src_data_rank),
             partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
             partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
-        )
-
-
-def check_divisible(module: MaskedLinear, mesh: DeviceMesh) -> None:
-    """Check that every rank gets the same number of rows, and whole blocks of rows that share their scales."""
-    rows, ranks, together = module.out_features, mesh.size(), get_format(module.weight_format).rows
-    if rows % ranks:
-        raise ValueError(f"out_features: got {rows}, must be a multiple of the number of ranks, {ranks}")
-    if ranks > 1 and rows % (ranks * together):
-        raise ValueError(
-            f"out_features: got {rows}, must be a multiple of {ranks * together} with {ranks} ranks and a weight in "
-            f"{module.weight_format}, of which {together} rows share their scales"
         )
 
 

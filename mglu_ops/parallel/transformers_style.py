@@ -7,8 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel
 
+from ..nn.arguments import check_rows_of_ranks
 from ..nn.masked_linear import MaskedLinear
-from .colwise import ROWS, check_divisible, place
+from .colwise import ROWS, place
 
 NAME = "mglu_colwise"
 
@@ -31,7 +32,7 @@ class TransformersColwiseMGLU(ColwiseParallel):
             raise TypeError(
                 f'tp_plan: got the style "{NAME}" for a {type(module).__name__}, must be for an MGLU or a NaiveMGLU'
             )
-        check_divisible(module, mesh)
+        check_rows_of_ranks("out_features", module.out_features, mesh.size(), module.weight_format)
         place(module, "packed_masks", ROWS["packed_masks"], mesh, None)
         if module.router is not None:
             for name, _ in list(module.router.named_parameters(recurse=False)):

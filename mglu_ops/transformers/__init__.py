@@ -14,7 +14,6 @@ from . import requirements  # noqa: F401 (checks what is installed, before the i
 from .architectures import register
 from .configuration import MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
 from .conversion import from_swiglu
-from .freezing import freeze
 from .modeling import (
     MGLULlamaForCausalLM,
     MGLULlamaModel,
@@ -22,6 +21,7 @@ from .modeling import (
     MGLUMistralModel,
     MGLUQwen3ForCausalLM,
     MGLUQwen3Model,
+    freeze,
 )
 from .quantization import MGLUQuantizationConfig
 from .routing import load_balancing_loss

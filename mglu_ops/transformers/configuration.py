@@ -61,15 +61,13 @@ class MGLUConfigMixin:
         check_feed_forward(self)
 
 
-def check_mask_keys(n_masks: object, mask_top_k: object, router_aux_loss_coef: object) -> None:
+def check_mask_keys(n_masks: int, mask_top_k: object, router_aux_loss_coef: object) -> None:
     """Check the values of these keys of a configuration.
 
     Raises:
         ValueError: a value is out of range, or there is a load-balancing loss but no router.
     """
-    check_masks(n_masks, True, None)
-    if mask_top_k is not None and not (type(mask_top_k) is int and 1 <= mask_top_k <= n_masks):  # type: ignore[operator]
-        raise ValueError(f"mask_top_k: got {mask_top_k!r}, must be None or an int from 1 to n_masks={n_masks}")
+    check_masks(n_masks, True, mask_top_k, "mask_top_k")
     coefficient = router_aux_loss_coef
     if not (isinstance(coefficient, (int, float)) and math.isfinite(coefficient) and coefficient >= 0):
         raise ValueError(f"router_aux_loss_coef: got {coefficient!r}, must be a finite number of at least 0")

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from ..nn import MGLU
 from ..nn.conversion import WEIGHTS, take_over_glu
-from .architectures import ARCHITECTURES, Architecture
+from .architectures import ARCHITECTURES
 from .configuration import check_feed_forward, check_mask_keys
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -64,7 +64,11 @@ def from_swiglu(
         ValueError: the layers have biases or an activation that MGLU does not know, the model is on several devices or
             has no data, or another argument is out of range.
     """
-    architecture, source = _architecture_of(model), model.config
+    architecture = next((one for one in ARCHITECTURES if type(model) in one.swiglu), None)
+    if architecture is None:
+        known = ", ".join(cls.__name__ for one in ARCHITECTURES for cls in one.swiglu)
+        raise TypeError(f"model: got {type(model).__name__}, must be one of {known}")
+    source = model.config
     if init not in WEIGHTS:
         raise ValueError(f"init: got {init!r}, must be one of {', '.join(WEIGHTS)}")
     check_mask_keys(n_masks, mask_top_k, router_aux_loss_coef)
@@ -84,16 +88,11 @@ def from_swiglu(
         result = factory.from_config(config, dtype=model.dtype, attn_implementation=source._attn_implementation)
     _take_over(model, result)
     for old, new in zip(layers, result.base_model.layers, strict=True):
-        _convert(old.mlp, new.mlp, init)
+        mglu: MGLU = new.mlp.mglu
+        take_over_glu(mglu, old.mlp.gate_proj.weight, old.mlp.up_proj.weight, init)
+        down = old.mlp.down_proj.weight.clone()
+        new.mlp.down_proj.weight = nn.Parameter(down if mglu.top_k is not None else down / mglu.n_masks)
     return result
-
-
-def _architecture_of(model: object) -> Architecture:
-    for architecture in ARCHITECTURES:
-        if type(model) in architecture.swiglu:
-            return architecture
-    known = ", ".join(cls.__name__ for architecture in ARCHITECTURES for cls in architecture.swiglu)
-    raise TypeError(f"model: got {type(model).__name__}, must be one of {known}")
 
 
 def _check_projections(mlp: nn.Module, name: str) -> None:
@@ -129,11 +128,3 @@ def _take_over(model: PreTrainedModel, result: Any) -> None:
     if model.can_generate():
         result.generation_config = copy.deepcopy(model.generation_config)
     result.train(model.training)
-
-
-def _convert(old: Any, new: Any, init: str) -> None:
-    """Fill an `MGLUFeedForward` from a SwiGLU feed-forward layer."""
-    mglu: MGLU = new.mglu
-    take_over_glu(mglu, old.gate_proj.weight, old.up_proj.weight, init)
-    down = old.down_proj.weight.clone()
-    new.down_proj.weight = nn.Parameter(down if mglu.top_k is not None else down / mglu.n_masks)

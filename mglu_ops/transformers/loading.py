@@ -87,13 +87,15 @@ def check_dtypes(
         TypeError: packed masks are not uint8, logits are not floating, or a weight or its scales do not have the dtype
             of the layer's format.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
+    layers = _layers(model)
     kinds = set(map(_kind, layers))
     for key, dtype in _dtypes(state_dict, files or ()):
         if not _is_of(_kind(key), kinds):
             continue
         weight_format = next((layer.weight_format for name, layer in layers.items() if _is_of(key, [name])), "dense")
-        expected = _expected_dtype(key, weight_format)
+        stored, (owner, _, tensor_name) = get_format(weight_format), key.rpartition(".")
+        of_weight = None if owner.endswith(".router") else stored.dtype
+        expected = {PACKED: torch.uint8, SCALE: stored.scale_dtype, "weight": of_weight}.get(tensor_name)
         if expected is not None and dtype not in (_NAMES[expected], str(expected)):
             which = "" if key.endswith(PACKED) else f" for the weight_format {weight_format} in quantization_config"
             name = str(expected).removeprefix("torch.")
@@ -105,20 +107,11 @@ def check_dtypes(
             )
 
 
-def _expected_dtype(key: str, weight_format: str) -> torch.dtype | None:
-    """The dtype that a tensor of an MGLU layer must have, or None if it may have any floating one."""
-    owner, _, name = key.rpartition(".")
-    stored = get_format(weight_format)
-    is_of_router = owner.endswith(".router")
-    return {PACKED: torch.uint8, SCALE: stored.scale_dtype, "weight": None if is_of_router else stored.dtype}.get(name)
-
-
 def shapes_of_layers(model: nn.Module) -> dict[str, torch.Size]:
     """The shapes of the tensors of a model's MGLU layers, without their routers, by their names."""
     return {
         f"{name}.{key}": tensor.shape
-        for name, module in model.named_modules()
-        if isinstance(module, MaskedLinear)
+        for name, module in _layers(model).items()
         for tensors in (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for key, tensor in tensors
     }
@@ -126,11 +119,9 @@ def shapes_of_layers(model: nn.Module) -> dict[str, torch.Size]:
 
 def warn_of_quantizer(model: nn.Module, quantizer: Any) -> None:
     """Warn that a quantizer of Transformers, which replaces linear layers, leaves the weights of MGLU layers alone."""
-    layers = [module for module in model.modules() if isinstance(module, MaskedLinear)]
-    if all(layer.weight_format != "dense" for layer in layers):
-        return
+    has_dense = any(layer.weight_format == "dense" for layer in _layers(model).values())
     method = quantizer.quantization_config.quant_method
-    if method != METHOD:
+    if has_dense and method != METHOD:
         notices.warn(
             f"quantization_config: {getattr(method, 'value', method)} quantizes linear layers only, and leaves the "
             "weight of MGLU layers in the dtype of the model; mglu_ops.quantize quantizes those of a frozen model",
@@ -151,8 +142,8 @@ def _dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Itera
             yield from _dtypes(torch.load(file, map_location="meta", weights_only=True), ())
 
 
-def _layers(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, MaskedLinear)]
+def _layers(model: nn.Module) -> dict[str, MaskedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
 
 
 def _owner(key: str) -> str:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
+from .. import nn as mglu_nn
+from .. import notices
 from ..nn import MGLU, MGLUFeedForward
-from .adapters import warn_of_untrained_weights
 from .configuration import ACTIVATIONS, MGLUConfigMixin, MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
 from .loading import check_adapter, check_dtypes, check_loaded, shapes_of_layers, warn_of_quantizer
 from .model_card import write_model_card
@@ -40,6 +41,8 @@ if TYPE_CHECKING:  # the class after the mixins in the list of bases
     from transformers import PreTrainedModel as _Model
 else:
     _Model = object
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 class MGLUPreTrainedMixin(_Model):
@@ -105,7 +108,49 @@ class MGLUPreTrainedMixin(_Model):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "peft_config":  # PEFT sets it when it has put its adapters into the model
-            warn_of_untrained_weights(self)
+            self._warn_of_untrained_weights()
+
+    def _warn_of_untrained_weights(self) -> None:
+        """Warn if an adapter trains `down_proj` of MGLU layers and not their weight.
+
+        PEFT finds linear layers by class or name, as with `target_modules="all-linear"`, and wraps them. The weight of
+        MGLU is a parameter, which only `target_parameters` names.
+        """
+        layers = [module for module in self.modules() if isinstance(module, MGLUFeedForward)]
+        if any(not isinstance(layer.down_proj, nn.Linear) and isinstance(layer.mglu, MGLU) for layer in layers):
+            notices.warn(
+                "peft: the adapter trains down_proj of the MGLU layers, but not their weight, which replaces gate_proj "
+                'and up_proj and is not a linear layer; add target_parameters=["mglu.weight"] to the adapter '
+                "configuration",
+                stacklevel=2,
+            )
+
+
+def freeze(model: ModelT) -> ModelT:
+    """Pack the learned masks of a model for inference, in place, and update its configuration.
+
+    `save_pretrained` then writes one bit for each weight and mask, and `from_pretrained`, also of
+    `AutoModelForCausalLM`, loads the same model. See `mglu_ops.freeze` for what happens to the modules.
+
+    Args:
+        model: a model of `mglu_ops.transformers`, which may be compiled. Merge an adapter of PEFT first, with
+            `merge_and_unload()`.
+
+    Returns:
+        `model`, the same object.
+
+    Raises:
+        TypeError: `model` is of another class.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, MGLUPreTrainedMixin):
+        raise TypeError(
+            f"model: got {type(inner).__name__}, must be a model of mglu_ops.transformers; "
+            "merge an adapter before (merge_and_unload), and pack the masks of other modules with mglu_ops.freeze"
+        )
+    mglu_nn.freeze(model)
+    update_config(inner)
+    return model
 
 
 def update_config(model: Any) -> None:
@@ -223,18 +268,8 @@ class MGLUForCausalLMMixin(MGLUPreTrainedMixin):
         }
         if labels is None or not self.training or self.config.router_aux_loss_coef == 0:
             return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
-        outputs = self.model(**inputs, output_router_logits=True, return_dict=True)
-        return self._with_balance(outputs, labels, logits_to_keep, attention_mask, kwargs)
-
-    def _with_balance(
-        self,
-        outputs: Any,
-        labels: Tensor,
-        logits_to_keep: int | Tensor,
-        attention_mask: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> MoeCausalLMOutputWithPast:
         config: Any = self.config
+        outputs = self.model(**inputs, output_router_logits=True, return_dict=True)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)

@@ -52,16 +52,12 @@ def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
         without_tables(call, replace(gpu, arch=(8, 0))),
         without_tables(replace(call, batch_invariant=True), gpu),
     ]
-    pair = TileWgmma(rows=128, block_tokens=_half_of(call.tokens), sub=2, cluster=2)
+    widths = _LADDERS["tile_wgmma"]["block_tokens"]
+    half = next((width for width in widths if 2 * width >= call.tokens), widths[-1])
+    pair = TileWgmma(rows=128, block_tokens=half, sub=2, cluster=2)
     if (call.n_masks + 1) * pair.block_tokens <= 336:  # twice the accumulators that a thread has registers for
         found += [_with_full_ring(replace(pair, sparse=sparse), call, gpu) for sparse in (False, True)]
     return [config for config in dict.fromkeys(found) if config.violation(call, gpu) is None]
-
-
-def _half_of(tokens: int) -> int:
-    """The narrowest tile two of which cover all tokens."""
-    widths = _LADDERS["tile_wgmma"]["block_tokens"]
-    return next((width for width in widths if 2 * width >= tokens), widths[-1])
 
 
 def neighbours(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:

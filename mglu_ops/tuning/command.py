@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UserError
 from ..files import check_writable
 from ..words import counted
-
-if TYPE_CHECKING:
-    from ..layer_call import LayerCall
 
 DESCRIPTION = (
     "Measures launches of the CUDA kernels for layers of given shapes on the GPU at hand, and writes a table of those "
@@ -46,10 +44,7 @@ def add_parser(subparsers: Any) -> None:
         "minutes and with scipy; MGLU_COST_MODEL=FILE makes mglu_ops use it",
     )
     parser.add_argument(
-        "--timings",
-        type=Path,
-        metavar="CSV",
-        help="with --fit: where to keep the timings, or to find them",
+        "--timings", type=Path, metavar="CSV", help="with --fit: where to keep the timings, or to find them"
     )
     parser.set_defaults(run=run)
 
@@ -73,7 +68,8 @@ def run(options: argparse.Namespace) -> int:
 
     from ..backends.cuda.device import gpu_of
     from ..backends.cuda.launch_tables import write
-    from .search import Effort, search
+    from ..layer_call import LayerCall
+    from .search import search
 
     if not torch.cuda.is_available():
         raise UserError("needs a CUDA GPU, and torch sees none")
@@ -83,10 +79,11 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--n-masks: got {' '.join(map(str, options.n_masks))}, must be 1 to 16")
     if min(options.tokens) < 1:
         raise UserError(f"--tokens: got {' '.join(map(str, options.tokens))}, must be at least 1")
-    effort = Effort(options.steps, options.rounds)
     gpu, facts, entries = gpu_of(torch.cuda.current_device()), environment(), []
-    for call in _calls(options):
-        entry = search(call, gpu, effort, lambda line: print(f"    {line}"))
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, options.dtype)
+    for shape, tokens, n_masks in itertools.product(options.shapes, options.tokens, options.n_masks):
+        call = LayerCall.contiguous(device, dtype, n_masks, tokens, *shape)
+        entry = search(call, gpu, options.steps, options.rounds, lambda line: print(f"    {line}"))
         kept = 1 - entry.microseconds / entry.model_microseconds >= options.min_gain
         print(
             f"{call}: {entry.microseconds:.2f} us with {entry.config}, {entry.model_microseconds:.2f} us with "
@@ -132,20 +129,6 @@ def _fit(options: argparse.Namespace) -> int:
         )
     write(options.out, facts, found)
     return 0
-
-
-def _calls(options: argparse.Namespace) -> list[LayerCall]:
-    import torch
-
-    from ..layer_call import LayerCall
-
-    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, options.dtype)
-    return [
-        LayerCall.contiguous(device, dtype, n_masks, tokens, *shape)
-        for shape in options.shapes
-        for tokens in options.tokens
-        for n_masks in options.n_masks
-    ]
 
 
 def environment() -> dict[str, object]:

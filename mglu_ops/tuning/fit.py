@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..backends.cuda import TileWgmma
 from ..backends.cuda.device import Gpu
@@ -40,15 +41,9 @@ SEED = 0
 class Timing:
     """The measured time of a launch for a call of contiguous bfloat16 tensors."""
 
-    n_masks: int
-    tokens: int
-    out_features: int
-    in_features: int
+    call: LayerCall
     config: TileWgmma
     microseconds: float
-
-    def call(self) -> LayerCall:
-        return _call(self.n_masks, self.tokens, self.out_features, self.in_features)
 
 
 def _call(n_masks: int, tokens: int, out_features: int, in_features: int) -> LayerCall:
@@ -106,8 +101,7 @@ def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable
             configs = [config for config in wanted[call] if config not in refused]
             replays = [layers.replay(config) for config in configs]
             for config, one_launch in zip(configs, times(replays, ROUNDS) if replays else [], strict=True):
-                shape = call.n_masks, call.tokens, call.out_features, call.in_features
-                found.append(Timing(*shape, config, round(statistics.median(one_launch), 3)))
+                found.append(Timing(call, config, round(statistics.median(one_launch), 3)))
             del replays
         timings = counted(len(found), "timing")
         note(f"{counted(layer.n_masks, 'mask')}, {layer.out_features} x {layer.in_features}: {timings} so far")
@@ -116,6 +110,7 @@ def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable
     return found
 
 
+_SHAPE = ("n_masks", "tokens", "out_features", "in_features")
 _SETTINGS = {name: default for name, default in asdict(TileWgmma()).items() if name != "decoded"}
 """The settings of a launch for weights in x's dtype, and their defaults."""
 
@@ -125,10 +120,10 @@ def write_timings(path: Path, timings: Iterable[Timing], header: str) -> None:
     with path.open("w", newline="") as file:
         file.write(f"# {header}\n")
         writer = csv.writer(file)
-        writer.writerow(["n_masks", "tokens", "out_features", "in_features", *_SETTINGS, "microseconds"])
+        writer.writerow([*_SHAPE, *_SETTINGS, "microseconds"])
         for one in timings:
             settings = [int(getattr(one.config, name)) for name in _SETTINGS]
-            shape = one.n_masks, one.tokens, one.out_features, one.in_features
+            shape = [getattr(one.call, name) for name in _SHAPE]
             writer.writerow([*shape, *settings, f"{one.microseconds:.3f}"])
 
 
@@ -143,10 +138,7 @@ def read_timings(path: Path) -> list[Timing]:
     try:
         return [
             Timing(
-                int(row["n_masks"]),
-                int(row["tokens"]),
-                int(row["out_features"]),
-                int(row["in_features"]),
+                _call(*(int(row[name]) for name in _SHAPE)),
                 TileWgmma(**{name: type(default)(int(row[name])) for name, default in _SETTINGS.items()}),
                 float(row["microseconds"]),
             )
@@ -187,25 +179,23 @@ def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
     """
     from scipy.optimize import least_squares
 
-    described = [(one.config, one.call(), one.microseconds) for one in timings]
-
     def residuals(factors: Any) -> Any:
         import numpy as np
 
         costs = _scaled(start, iter(factors))
-        return np.log([costs.microseconds(config, call, gpu) / found for config, call, found in described])
+        return np.log([costs.microseconds(one.config, one.call, gpu) / one.microseconds for one in timings])
 
-    count = sum(1 for value in _flat(asdict(start)) if value)
+    count = sum(map(bool, tree_leaves(asdict(start))))
     found = least_squares(
         residuals, [1.0] * count, bounds=(0.2, 5), loss="soft_l1", f_scale=0.1, diff_step=0.02, max_nfev=60
     )
-    return _rounded(_scaled(start, iter(found.x)))
+    return _changed(_scaled(start, iter(found.x)), lambda value: float(f"{value:.3g}"))  # the timings are worth no more
 
 
 def error_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
     """The geometric mean of the factors by which the model is off."""
-    logarithms = [abs(_log_ratio(costs.microseconds(one.config, one.call(), gpu), one.microseconds)) for one in timings]
-    return float(torch.tensor(logarithms).mean().exp())
+    ratios = [costs.microseconds(one.config, one.call, gpu) / one.microseconds for one in timings]
+    return statistics.geometric_mean(max(ratio, 1 / ratio) for ratio in ratios)
 
 
 def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
@@ -213,44 +203,26 @@ def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
 
     Only calls with several measured launches count, and only these launches.
     """
-    calls: dict[tuple[int, ...], list[Timing]] = {}
+    calls: dict[LayerCall, list[Timing]] = {}
     for one in timings:
-        calls.setdefault((one.n_masks, one.tokens, one.out_features, one.in_features), []).append(one)
-    logarithms = []
+        calls.setdefault(one.call, []).append(one)
+    factors = []
     for known in calls.values():
         if len(known) > 1:
-            chosen = min(known, key=lambda one: costs.microseconds(one.config, one.call(), gpu))
-            logarithms.append(_log_ratio(chosen.microseconds, min(one.microseconds for one in known)))
-    return float(torch.tensor(logarithms).mean().exp())
+            chosen = min(known, key=lambda one: costs.microseconds(one.config, one.call, gpu))
+            factors.append(chosen.microseconds / min(one.microseconds for one in known))
+    return statistics.geometric_mean(factors)
 
 
-def _log_ratio(a: float, b: float) -> float:
-    return float(torch.tensor(a / b, dtype=torch.float64).log())
-
-
-def _flat(value: Any) -> Iterator[float]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
-
-
-def _scaled(costs: Any, factors: Iterator[float]) -> Any:
+def _scaled(costs: CostModel, factors: Iterator[float]) -> CostModel:
     """The constants; each one that is not 0 is multiplied by the next factor."""
-    if isinstance(costs, tuple):
-        return tuple(_scaled(value, factors) for value in costs)
-    if isinstance(costs, (int, float)):
-        return costs * next(factors) if costs else costs
-    return replace(costs, **{field.name: _scaled(getattr(costs, field.name), factors) for field in fields(costs)})
+    return _changed(costs, lambda value: value * next(factors) if value else value)
 
 
-def _rounded(costs: Any) -> Any:
-    """The constants with three digits, which is more than the timings are worth."""
+def _changed(costs: Any, change: Callable[[float], float]) -> Any:
+    """The constants after a change of each, in their order."""
     if isinstance(costs, tuple):
-        return tuple(map(_rounded, costs))
+        return tuple(_changed(value, change) for value in costs)
     if isinstance(costs, (int, float)):
-        return float(f"{costs:.3g}")
-    return replace(costs, **{field.name: _rounded(getattr(costs, field.name)) for field in fields(costs)})
+        return change(costs)
+    return replace(costs, **{field.name: _changed(getattr(costs, field.name), change) for field in fields(costs)})

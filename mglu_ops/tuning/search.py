@@ -7,7 +7,6 @@ import os
 import statistics
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
@@ -22,7 +21,7 @@ from ..backends.cuda.device import Gpu
 from ..backends.cuda.driver import LaunchError
 from ..backends.cuda.launch_tables import Entry
 from ..layer_call import LayerArguments, LayerCall
-from ..masks import n_masks_of, packed_shape, unpack_one
+from ..masks import packed_shape, unpack_one
 from ..timer import Replay, layers_for, times
 from .candidates import neighbours, starts
 
@@ -31,40 +30,27 @@ FINALISTS = 4
 _ROUNDINGS = 3  # the largest error, in epsilons of the dtype: gate, value, activation, product and sum round once each
 
 
-@dataclass(frozen=True)
-class Effort:
-    """The extent of a search: `steps` away from where it begins, and `rounds` of replays for the finalists."""
-
-    steps: int = 3
-    rounds: int = 25
-
-
 class Layers:
     """Layers of distinct weights, and the float64 result of the first."""
 
     def __init__(self, call: LayerCall) -> None:
         shape = call.out_features, call.in_features
         masks_shape = packed_shape(call.n_masks, *shape)
-        item = torch.empty((), dtype=call.dtype).element_size()
-        count = layers_for(shape[0] * (shape[1] * item) + math.prod(masks_shape))
+        count = layers_for(math.prod(shape) * call.dtype.itemsize + math.prod(masks_shape))
         self.x = torch.randn(call.tokens, call.in_features, device="cuda").to(call.dtype)
         scale = call.in_features**-0.5
         self.weights = [torch.randn(shape, device="cuda").mul_(scale).to(call.dtype) for _ in range(count)]
         self.packed = [torch.randint(256, masks_shape, dtype=torch.uint8, device="cuda") for _ in range(count)]
-        self.exact = self._exact()
+        x, weight = self.x.double(), self.weights[0].double()
+        total = F.linear(x, weight)
+        self.exact = torch.zeros_like(total)
+        for i in range(call.n_masks):
+            gate = F.linear(x, weight * unpack_one(self.packed[0], i, call.in_features))
+            self.exact += F.silu(gate) * (total - gate)
 
     def set_tokens(self, tokens: int) -> None:
         """Take another x for the same layers, without a float64 result for it."""
         self.x = torch.randn(tokens, self.x.shape[1], device="cuda").to(self.x.dtype)
-
-    def _exact(self) -> Tensor:
-        x, weight = self.x.double(), self.weights[0].double()
-        total = F.linear(x, weight)
-        result = torch.zeros_like(total)
-        for i in range(n_masks_of(self.packed[0])):
-            gate = F.linear(x, weight * unpack_one(self.packed[0], i, weight.shape[1]))
-            result += F.silu(gate) * (total - gate)
-        return result
 
     def replay(self, config: LaunchConfig) -> Replay:
         def run(i: int) -> Tensor:
@@ -82,13 +68,14 @@ class Layers:
         return written and relative_error(replay.outputs[0], self.exact) <= _ROUNDINGS * torch.finfo(self.x.dtype).eps
 
 
-def search(call: LayerCall, gpu: Gpu, effort: Effort, note: Callable[[str], None]) -> Entry:
+def search(call: LayerCall, gpu: Gpu, steps: int, rounds: int, note: Callable[[str], None]) -> Entry:
     """The table entry for a call. Its launch may be the one that is chosen without a table.
 
     Args:
         call: of contiguous tensors.
         gpu: the current device.
-        effort: how hard to look.
+        steps: how far from the first launches to look.
+        rounds: replays of the finalists.
         note: called with a line about each launch that cannot run or gives a wrong result.
 
     Raises:
@@ -98,19 +85,18 @@ def search(call: LayerCall, gpu: Gpu, effort: Effort, note: Callable[[str], None
     layers = Layers(call)
     screened: dict[LaunchConfig, float] = {}
     wanted = [model, *starts(call, gpu)]
-    for _ in range(1 + effort.steps):
+    for _ in range(1 + steps):
         wanted = [config for config in dict.fromkeys(wanted) if config not in screened]
         if not wanted:
             break
         screened |= _screen(layers, call, gpu, wanted, note)
-        wanted = neighbours(min(screened, key=lambda config: screened[config]), call, gpu)
-    if screened[model] == float("inf"):
+        wanted = neighbours(min(screened, key=screened.__getitem__), call, gpu)
+    if screened[model] == math.inf:
         raise RuntimeError(f"{call}: {model}, the model's choice, is wrong")
-    finalists = sorted(screened, key=lambda config: screened[config])[:FINALISTS]
-    finalists = list(dict.fromkeys((*finalists, model)))
-    medians = [statistics.median(found) for found in times([layers.replay(one) for one in finalists], effort.rounds)]
+    finalists = list(dict.fromkeys((*sorted(screened, key=screened.__getitem__)[:FINALISTS], model)))
+    medians = [statistics.median(found) for found in times([layers.replay(one) for one in finalists], rounds)]
     measured = dict(zip(finalists, medians, strict=True))
-    best = min(measured, key=lambda config: measured[config])
+    best = min(measured, key=measured.__getitem__)
     return Entry(gpu, call, best, measured[best], model, measured[model])
 
 
@@ -118,7 +104,7 @@ def _screen(
     layers: Layers, call: LayerCall, gpu: Gpu, configs: list[LaunchConfig], note: Callable[[str], None]
 ) -> dict[LaunchConfig, float]:
     """Microseconds a layer after a few rounds; infinitely many where a configuration does not run, or runs wrong."""
-    found = dict.fromkeys(configs, float("inf"))
+    found = dict.fromkeys(configs, math.inf)
     replays: dict[LaunchConfig, Replay] = {}
     refused = compile_all(call, gpu, configs)
     for config in configs:

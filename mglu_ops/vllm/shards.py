@@ -13,6 +13,7 @@ from torch import Tensor
 from ..checks import FLOATING
 from ..formats import get_format
 from ..masks import check_layout, check_packed_masks, n_masks_of
+from ..nn.arguments import check_rows_of_ranks
 from ..sizes import ceil_div
 
 
@@ -25,14 +26,8 @@ def rows_of_rank(rows: int, rank: int, ranks: int, weight_format: str = "dense")
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank: got {rank}, must be from 0 to {ranks - 1} with {ranks} ranks")
-    if rows % ranks:
-        raise ValueError(f"intermediate_size: got {rows}, must be a multiple of the tensor-parallel size {ranks}")
-    each, together = rows // ranks, get_format(weight_format).rows
-    if ranks > 1 and each % together:
-        raise ValueError(
-            f"intermediate_size: got {rows}, must be a multiple of {ranks * together} with the tensor-parallel size "
-            f"{ranks} and weights in {weight_format}, of which {together} rows share their scales"
-        )
+    check_rows_of_ranks("intermediate_size", rows, ranks, weight_format)
+    each = rows // ranks
     return slice(rank * each, (rank + 1) * each)
 
 

@@ -222,7 +222,7 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
         ({"model": model().to("meta"), "example_inputs": (inputs(3).to("meta"),)}, "are on meta; they"),
         ({"path": "model.zip"}, r"path: got .*model.zip, must be a name that ends in \.pt2"),
         ({"path": "...pt2"}, r"path: got .*/\.\.\.pt2, must be a name that ends in \.pt2"),
-        ({"path": "no/such/folder/model.pt2"}, "is not a folder"),
+        ({"path": "no/such/folder/model.pt2"}, "cannot be written: No such file or directory"),
         ({"backend": "tpu"}, "backend: got 'tpu'"),
         ({"backend": "triton"}, "is for GPUs"),
         ({"backend": "cuda"}, "the model is on cpu"),

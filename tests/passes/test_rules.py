@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import conflicts
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from spellings import gated
 from torch import Tensor
 from torch.fx import Graph
 
-from compile_passes import conflicts, rules
+from compile_passes import rules
 from compile_passes.rules import LAYER_RULES, PRECEDENCE, WEIGHT_RULES, Rule
 from compile_passes.symbols import as_call, calls_read_once
 
@@ -28,9 +29,9 @@ MODULES: list[ModuleType] = [value for value in vars(rules).values() if isinstan
 def test_each_rule_is_listed_once() -> None:
     """A rule that is defined but not listed would never be asked."""
     defined = [value for module in MODULES for value in vars(module).values() if isinstance(value, Rule)]
-    listed = [*WEIGHT_RULES, *LAYER_RULES]
-    assert len(set(listed)) == len(listed)
-    assert set(defined) == set(listed)
+    for table in (WEIGHT_RULES, LAYER_RULES):
+        assert len(set(table)) == len(table)
+    assert set(defined) == {*WEIGHT_RULES, *LAYER_RULES}
 
 
 def test_precedence_is_the_order_in_which_rules_are_asked() -> None:

@@ -89,7 +89,7 @@ WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], s
     (
         lambda w, l, p: weight_shard(BLOCKS, 320, COLUMNS, *RANK, "fp8_block"),
         ValueError,
-        "intermediate_size: got 320, must be a multiple of 256 with the .* size 2 and weights in fp8_block",
+        "intermediate_size: got 320, must be a multiple of 256 with 2 ranks and a weight in fp8_block",
     ),
     (
         lambda w, l, p: scale_shard(SCALES[1:], *SHAPE, *RANK, "fp8_row"),

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from budgets import BUDGET, relative_error
+from conflicts import check_rules
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from compile_passes.conflicts import check_rules
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
 from compile_passes.rules import Rule

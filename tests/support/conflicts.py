@@ -1,6 +1,6 @@
-"""A debug check: finds two rules that know different values of one node, so that their order decides.
+"""Finds two rules of the pass that know different values of one node, so that their order decides.
 
-The tests run it on every graph that they capture (`tests/support/graphs.py`).
+`graphs.Capture` runs it on every graph.
 """
 
 from __future__ import annotations
@@ -9,22 +9,16 @@ from collections.abc import Callable
 
 from torch.fx import Graph, Node
 
-from .evaluate import Evaluation
-from .rules import PRECEDENCE, Rule, RulesBySymbol
-from .symbols import as_call, calls_read_once
-from .values import Value
-from .view import View
+from compile_passes.evaluate import Evaluation
+from compile_passes.rules import PRECEDENCE
+from compile_passes.rules.rule import Rule, RulesBySymbol
+from compile_passes.symbols import as_call, calls_read_once
+from compile_passes.values import Value
+from compile_passes.view import View
 
 
 class RuleConflict(Exception):  # noqa: N818 (a property of the rules, not of the program)
     """Two rules know different values of a node, and `rules.PRECEDENCE` does not say why the first is right."""
-
-    def __init__(self, node: Node, first: Rule, later: Rule, values: tuple[Value, Value]) -> None:
-        super().__init__(
-            f"rules `{first.name}` and `{later.name}` know different values of `{node.format_node()}`: {values}; "
-            "make one of them refuse such a node, or add the pair to PRECEDENCE in compile_passes/rules/__init__.py "
-            "with the reason why the first is right"
-        )
 
 
 def check_rules(graph: Graph) -> set[tuple[Rule, Rule]]:
@@ -57,6 +51,10 @@ class _AskAll(Evaluation):
             first, decided = known[0]
             if value != decided:
                 if (first, rule) not in PRECEDENCE:
-                    raise RuleConflict(node, first, rule, (decided, value))
+                    raise RuleConflict(
+                        f"rules `{first.name}` and `{rule.name}` know different values of `{node.format_node()}`: "
+                        f"{decided} and {value}; make one of them refuse such a node, or add the pair to PRECEDENCE in "
+                        "compile_passes/rules/__init__.py with the reason why the first is right"
+                    )
                 self.decided.add((first, rule))
         return known[0][1] if known else otherwise(node)
