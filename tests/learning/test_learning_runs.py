@@ -54,16 +54,6 @@ def test_a_long_run_leaves_checkpoints_in_case_that_it_is_killed(text, tmp_path,
     assert rows_of(tmp_path / "whole", one) == rows_of(tmp_path / "parts", one)
 
 
-def test_a_result_that_is_killed_in_the_middle_is_not_there(tmp_path):
-    class Fatal:
-        def __str__(self) -> str:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_table([{"a": 1}, {"a": Fatal()}], {}, tmp_path, "result")
-    assert not (tmp_path / "result.csv").exists()
-
-
 def test_experiments_go_on_where_they_stopped(text, prepared, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(experiments.EXPERIMENTS, "layers", [tiny_run(text, 4, n_masks=n) for n in (1, 2)])
     trained: list[str] = []
@@ -95,13 +85,6 @@ def test_experiments_go_on_where_they_stopped(text, prepared, tmp_path, monkeypa
     monkeypatch.setattr("sys.argv", common)
     with pytest.raises(ValueError, match="the result is of the text another, not"):
         experiments.main()
-
-
-def test_a_scaled_conversion_has_a_teacher_that_is_scaled_too():
-    (one, *_) = [recipe for recipe in experiments.EXPERIMENTS["converted"] if recipe.start is not None]
-    half = experiments.scaled(one, 0.5)
-    assert half.teacher == replace(one.teacher, megabytes=one.teacher.megabytes / 2)
-    assert half.megabytes == one.megabytes / 2
 
 
 def test_processes_that_share_a_folder_leave_out_each_others_runs(text, prepared, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Activations: written out by hand, refused because of their derivative at a kink, and named where they are unknown."""
+"""Activations: refused because of their derivative at a kink, and named where they are unknown."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budgets import BUDGET
-from families import family
 from graphs import Capture, assert_same, compare, results
-from kinds import KINDS, MAIN_KINDS, MODES, PAIRS, SAME, More, fuses_to_one, sum_of
-from layers import BY_HAND, tensors, with_activation
+from layers import tensors, with_activation
 from torch import Tensor
 
-
-@pytest.mark.parametrize(("name", "kind", "mode"), family(BY_HAND, MAIN_KINDS, MODES))
-def test_hand_written_activation(name: str, kind: str, mode: str) -> None:
-    """The value is a difference; `test_whole_layers` has masked values."""
-    activation, product = BY_HAND[name]
-
-    def term(x: Tensor, w: Tensor, m: Tensor, _: More) -> Tensor:
-        return product(*PAIRS["total - gate"](x, w, m, m))
-
-    fuses_to_one(sum_of(term), KINDS[kind], mode, activation=activation)
+SAME = 10 * BUDGET[torch.float64]
 
 
 @pytest.mark.parametrize("swapped", [False, True])

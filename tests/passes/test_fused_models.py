@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from budgets import BUDGET
 from graphs import Capture, assert_same, compare, masked_products, model_results
-from mglu_programs import Program, layer_tensors, program_tensors
+from lookalikes import layer_tensors
 from spellings import gated, straight_through
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
@@ -74,8 +74,9 @@ def test_experts_whose_weights_are_one_tensor(shared: bool, trained: bool) -> No
         return y
 
     def make() -> dict[str, Tensor]:
-        named = program_tensors(Program(kind="logits" if trained else "bool"))
-        return {key: named[key] for key in ("x", "weight", "masks")}
+        named = layer_tensors()
+        logits = named.pop("logits")
+        return named | {"masks": logits if trained else logits.detach() > 0}
 
     assert len(compare(experts, make, SAME, strict=True).report.fused) == 3
 

@@ -8,37 +8,40 @@ from __future__ import annotations
 import pytest
 from families import family
 from hypothesis import given, settings
-from mglu_programs import Program
-from random_programs import SPECIALS, Case, cases, run_case
+from random_programs import SPECIALS, Program, programs, run
 from spellings import COMPLEMENTS_OF, DOUBTFUL_FUNCTIONS, KINDS, MASKS
 from strategies import examples
 
 
 @settings(max_examples=10)
-@given(case=cases())
-def test_any_program_gives_what_eager_gives(case: Case) -> None:
-    run_case(case)
+@given(program=programs())
+def test_any_program_gives_what_eager_gives(program: Program) -> None:
+    run(program)
 
 
 @pytest.mark.long
 @examples(200)
-@given(case=cases())
-def test_any_of_many_programs_gives_what_eager_gives(case: Case) -> None:
-    run_case(case)
+@given(program=programs())
+def test_any_of_many_programs_gives_what_eager_gives(program: Program) -> None:
+    run(program)
 
 
 @pytest.mark.parametrize(("kind", "special"), family(KINDS, SPECIALS))
 def test_plain_program_with_special_values(kind: str, special: str) -> None:
     """A program made of the first part of each table is fused, whatever values its inputs have."""
-    program = Program(mask=next(iter(MASKS[kind])), complement=next(iter(COMPLEMENTS_OF[kind])), kind=kind)
+    parts = {"mask": next(iter(MASKS[kind])), "complement": next(iter(COMPLEMENTS_OF[kind])), "kind": kind}
     for trained in ((), ("x", "weight", "masks")):
-        assert run_case(Case(program, 2, trained, special)) == "fused"
+        assert run(Program(**parts, n_masks=2, with_gradient=trained, special=special)) == "fused"
+
+
+@pytest.mark.parametrize("parts", [{"value_first": True}, {"swapped": True}], ids=str)
+def test_order_of_gate_and_value(parts: dict[str, bool]) -> None:
+    assert run(Program(**parts, n_masks=2, with_gradient=("x", "weight", "masks"))) == "fused"
 
 
 def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program whose compiled form computes something else is a failure."""
     changed = iter(range(100))
     monkeypatch.setitem(DOUBTFUL_FUNCTIONS, "clamp", lambda g: g * (1 + next(changed) % 2))
-    program = Program(kind="bool", mask="slice", complement="~m", hand_written="clamp")
     with pytest.raises(AssertionError, match="relative error"):
-        run_case(Case(program))
+        run(Program(kind="bool", mask="slice", complement="~m", hand_written="clamp"))

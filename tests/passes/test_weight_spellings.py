@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import lookalikes
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET
 from families import family
-from graphs import Capture, assert_same, compare, masked_products, model_results, results
+from graphs import Capture, assert_same, masked_products, model_results, results
 from kinds import (
     KINDS,
     MAIN_KINDS,
@@ -30,7 +28,7 @@ from kinds import (
     sum_of,
     tensors,
 )
-from spellings import gated, straight_through, term_of_products, term_of_total, term_of_weights
+from spellings import gated, straight_through, term_of_weights
 from torch import Tensor, nn
 
 EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
@@ -222,57 +220,3 @@ def test_mask_buffers(way: str) -> None:
 def test_one_parameter_per_mask() -> None:
     calls = _compiled(LogitList())
     assert [calls["mglu.forward_ste"], masked_products(calls)] == [1, 0]
-
-
-# --- Products with one argument changed ------------------------------------------------------------------------------
-
-Program = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
-"""A function of x, the weight, a stack of three bool masks and another matrix."""
-
-
-def _copied_without_a_gradient(w: Tensor) -> Tensor:
-    with torch.no_grad():
-        return w.clone()
-
-
-def _total_of_columns(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    return term_of_total(x @ w, x @ (w * m))
-
-
-STILL_ONE_WEIGHT: dict[str, Program] = {
-    "a masked weight in float32": lambda x, w, m, o: term_of_weights(
-        x.float(), (w * m[0]).float(), (w * ~m[0]).float()
-    ),
-    "a transpose in float32": lambda x, w, m, o: _total_of_columns(x.float(), w.t().float(), m[0]),
-    "a copy without a gradient": lambda x, w, m, o: _masked(x, _copied_without_a_gradient(w), m[0]),
-    "mH and H": lambda x, w, m, o: term_of_products(x @ (w * m[0]).mH, x @ (w * ~m[0]).H),
-    "copies of gate and value": lambda x, w, m, o: term_of_products(
-        F.linear(x, w * m[0]).clone(), F.linear(x, w * ~m[0]).contiguous()
-    ),
-    "the sum of gate and value, less the gate": lambda x, w, m, o: term_of_total(
-        F.linear(x, w * m[0]) + F.linear(x, w * ~m[0]), F.linear(x, w * m[0])
-    ),
-    "masked twice": lambda x, w, m, o: term_of_weights(x, (w * m[0]) * m[0], w * ~m[0]),
-    "a difference of transposes": lambda x, w, m, o: term_of_products(x @ (w * m[0]).t(), x @ (w.t() - (w * m[0]).t())),
-    "a transpose less a masked transpose": lambda x, w, m, o: term_of_products(
-        x @ (w.t() * m[0]), x @ (w.t() - w.t() * m[0])
-    ),
-    "a bias of zeros": lambda x, w, m, o: term_of_products(
-        F.linear(x, w * m[0], o.new_zeros(D)), F.linear(x, w * ~m[0], torch.zeros_like(o[0]))
-    ),
-    "twice a bias of zeros": lambda x, w, m, o: term_of_products(
-        torch.addmm(o.new_zeros(D), x, (w * m[0]).t(), beta=2), F.linear(x, w * ~m[0])
-    ),
-}
-
-
-def _masked(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    return term_of_weights(x, w * m, w * ~m)
-
-
-@pytest.mark.parametrize("name", STILL_ONE_WEIGHT)
-def test_products_that_are_of_one_weight(name: str) -> None:
-    layer = lookalikes.by_name(lambda x, w, logits, bits, other: STILL_ONE_WEIGHT[name](x, w, bits, other))
-    budget = 10 * BUDGET[torch.float32 if "float32" in name else torch.float64]
-    capture = compare(layer, lambda: lookalikes.tensors(("x", "weight")), budget)
-    assert [len(capture.report.fused), capture.reasons] == [1, []]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from families import sample
 from graphs import Capture, assert_same, results
-from test_refusals import SAME, H, tensors
+from lookalikes import SAME, H, tensors
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 

@@ -1,4 +1,4 @@
-"""Tables of right and subtly wrong ways to spell the parts of MGLU; `mglu_programs` composes programs from them."""
+"""Tables of right and subtly wrong ways to spell the parts of MGLU; `random_programs` composes programs from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def straight_through(logits: Tensor) -> Tensor:
@@ -72,6 +73,32 @@ def term_of_weights(x: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Ten
 def term_of_total(total: Tensor, gate: Tensor) -> Tensor:
     """The term whose value is `F.linear(x, weight)` minus the gate."""
     return term_of_products(gate, total - gate)
+
+
+def filled(w: Tensor, m: Tensor) -> Tensor:
+    """Write zeros to w where m is true."""
+    w[m] = 0
+    return w
+
+
+# Short names for programs that are written as the source of an expression.
+SHORT: dict[str, Any] = {
+    **{"torch": torch, "F": F, "linear": F.linear, "silu": F.silu, "dropout": F.dropout, "sigmoid": torch.sigmoid},
+    **{"einsum": torch.einsum, "cat": torch.cat, "stack": torch.stack, "where": torch.where},
+    **{"checkpoint": functools.partial(checkpoint, use_reentrant=False)},
+    **{"functools": functools, "operator": operator, "Sign": Sign},
+    **{"gated": gated, "ste": straight_through, "filled": filled},
+    **{"term": term_of_products, "of_weights": term_of_weights, "of_total": term_of_total},
+}
+
+
+def from_source(arguments: str, source: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """The function of a source, which may use `SHORT` and `names`: statements, and an expression to return."""
+    *statements, result = source.split("; ")
+    # Without `__name__`, by which Dynamo would look up what the source reads.
+    space = {**SHORT, **{name: value for name, value in names.items() if not name.startswith("__")}}
+    exec("\n    ".join([f"def program({arguments}):", *statements, f"return {result}"]), space)
+    return space["program"]
 
 
 # Mask i as a real tensor, from trained logits `[n_masks, d, h]`.
@@ -227,12 +254,6 @@ _ANY_PRODUCTS = {name: product for name, (masks, product) in MASKED_WEIGHTS.item
 PRODUCTS_OF = {kind: BOOL_PRODUCTS if kind == "bool" else _ANY_PRODUCTS for kind in KINDS}
 
 
-def filled(w: Tensor, m: Tensor) -> Tensor:
-    """Write zeros to w where m is true."""
-    w[m] = 0
-    return w
-
-
 PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": F.linear,
     "linear by keywords": lambda x, w: F.linear(weight=w, input=x),
@@ -383,24 +404,6 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     middle = both.shape[-1] // 2
     return both[..., :middle], both[..., middle:]
 
-
-# Transposes, and calls that look like one, of a square matrix.
-TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed by nothing": lambda w: w.transpose(dim0=0, dim1=0),
-    "transposed by axes": lambda w: w.swapaxes(axis0=-1, axis1=0),
-    "transposed by the same axis": lambda w: torch.swapaxes(w, axis0=-1, axis1=1),
-    "permuted by nothing": lambda w: w.permute(dims=(0, 1)),
-}
-
-
-# Masks `[n, d, h]` times a weight `[d, h]`.
-STACK_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "w * m": lambda w, m: w * m,
-    "m * w[None]": lambda w, m: m * w[None],
-    "w.unsqueeze(0) * m": lambda w, m: w.unsqueeze(0) * m,
-    "w.expand * m": lambda w, m: w.expand(m.shape[0], -1, -1) * m,
-    "where": lambda w, m: torch.where(m != 0, w, 0) if m.dtype is torch.bool else w * m,
-}
 
 # x `[b, h]` and weights `[n, d, h]` to products, with the dimension of the masks.
 STACK_PROJECTIONS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
