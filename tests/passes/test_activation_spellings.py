@@ -75,37 +75,6 @@ def test_relu_with_another_gradient_at_0_is_fused_only_in_inference(name: str) -
     assert [site.activation for site in capture.report.fused] == ["relu"]
 
 
-@pytest.mark.parametrize(
-    ("function", "named"),
-    [
-        (F.mish, "mish(g)"),
-        (lambda g: F.leaky_relu(g, 0.2), "leaky_relu[0.2](g)"),
-        (lambda g: F.leaky_relu(g, negative_slope=0.2) - F.leaky_relu(g, 0.3) + F.silu(g), "leaky_relu[0.2](g)"),
-        (lambda g: g.sin(), "reads a product with a masked weight by `sin`"),
-        (lambda g: F.silu(2 * g), "2 g"),
-    ],
-)
-def test_an_activation_that_the_operator_lacks_is_named(function: Callable[[Tensor], Tensor], named: str) -> None:
-    layer, given, capture = with_activation(function), tensors(1), Capture()
-    assert_same(results(capture.compile(layer), given), results(layer, given), SAME)
-    assert capture.report.fused == []
-    assert [named in reason for reason in capture.reasons] == [True]
-
-
-@pytest.mark.parametrize(("atoms", "named"), [(48, "the gate g goes through g inv("), (49, "reads a product")])
-def test_a_function_of_more_than_48_atoms_has_no_formula(atoms: int, named: str) -> None:
-    """The size of a formula doubles with each activation of this chain, so that a longer one would take all memory."""
-
-    def function(g: Tensor) -> Tensor:
-        rest = torch.tanh(g) if atoms == 48 else torch.tanh(torch.tanh(g))
-        return F.silu(F.silu(F.silu(F.silu(g)))) + rest
-
-    layer, given, capture = with_activation(function), tensors(1), Capture()
-    assert_same(results(capture.compile(layer), given), results(layer, given), SAME)
-    assert capture.report.fused == []
-    assert [named in reason for reason in capture.reasons] == [True]
-
-
 def test_constants_of_six_digits_are_enough_only_below_float64() -> None:
     def function(g: Tensor) -> Tensor:
         return 0.5 * g * (1 + torch.tanh(0.797885 * (g + 0.044715 * g**3)))

@@ -33,6 +33,23 @@ def draw(x: Tensor) -> Tensor:
     return torch._standard_gamma(x.abs())
 
 
+# Ways in which a write between gate and value reaches what the value reads; `test_calls` has what each call writes to.
+WRITES = (
+    "x.add_(1)",
+    "x **= 2",
+    "x[0] = 1",
+    "x.t()[1:3].mul_(3)",
+    "x.data.neg_()",
+    "torch.add(x, 1, out=x)",
+    "F.silu(x, inplace=True)",
+    "torch._foreach_add_([torch.ones(2), x], 1.0)",
+    "F.batch_norm(x.t().t(), x[0], x[1].abs(), training=True)",
+    "w[0] = 1",
+    "F.embedding(torch.arange(4), w, max_norm=0.1)",
+    "m &= ~m",
+    "m[0].fill_(True)",
+)
+
 # Parts of the reasons why they are refused in inference and in training, or None where they are fused -> programs.
 PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
     # Rule 1: a value is its callable, its bound arguments, and the versions of its inputs.
@@ -71,6 +88,10 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
         "d = (l > 0).double() - l; d.mul_(2.0); gated(x, w, d.detach() + l)",
     ),
     ("writes in place", "writes in place"): (
+        *(
+            f"x, w = x.detach(), w.detach(); g = linear(x, w * m); {write}; silu(g) * linear(x, w * ~m)"
+            for write in WRITES
+        ),
         "trained = m.double() + l - l.detach(); m.logical_not_(); gated(x, w, trained)",
     ),
     (None, "which backward needs"): (
@@ -83,7 +104,7 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
     # Nothing is known of a tensor before such a call, even if a write to it is a function of its old value.
     ("does not know", "does not know"): ("g = w.clone(); g.mul_(m); g.t_(); g.t_(); of_weights(x, g, w * ~m)",),
     # Tracing records only the last shape of a tensor, so the pass does not know which shape the layer reads.
-    ("the shape of `x` is unknown, or a call such as t_", "the shape of `x` is unknown, or a call such as t_"): (
+    ("the shape of `x` is unknown, or a call such as t_", ""): (
         "x = x.clone(); y = gated(x, w, m, ~m); x.transpose_(0, 1); (y, x)",
         "x = x.clone(); y = gated(x, w, m, ~m); x.unsqueeze_(0); (y, x)",
     ),
@@ -166,3 +187,16 @@ def test_a_weight_that_is_filled_with_zeros_gives_zeros() -> None:
     named = tensors(training=False)
     compiled = Capture().compile(from_source("x, w, m", source, {}))
     assert torch.equal(compiled(named["x"], named["w"], named["m"]), torch.zeros(SIZE, SIZE, dtype=torch.float64))
+
+
+def test_inputs_that_share_memory() -> None:
+    """One input of the program is a view of another."""
+    function = from_source("x, view, w, m", "g = linear(x, w * m); view.add_(1); silu(g) * linear(x, w * ~m)", {})
+
+    def named() -> dict[str, Tensor]:
+        given = tensors(training=False)
+        return {"x": given["x"], "view": given["x"][1:3], "w": given["w"], "m": given["m"]}
+
+    capture = Capture()
+    _assert_equal(capture.compile(function)(**named()), function(**named()), "result")
+    assert capture.report.fused == []

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from budgets import BUDGET, NAIVE_FACTOR, relative_error
 from families import family, sample
 from graphs import Capture, compare, results
-from kinds import KINDS, MODES, N_MASKS, PAIRS, SAME, Kind, More, activated, fuses_to_one, sum_of, tensors
+from kinds import KINDS, MODES, N_MASKS, PAIRS, SAME, More, activated, fuses_to_one, sum_of, tensors
 from spellings import (
     COMPLEMENTS,
     COMPLEMENTS_OF,
@@ -23,10 +23,8 @@ from spellings import (
     TRAINED,
     from_source,
     gated,
-    straight_through,
     takes,
     term_of_products,
-    term_of_weights,
 )
 from torch import Tensor
 
@@ -78,45 +76,11 @@ def test_mask_of_a_stack(kind: str, mode: str, name: str) -> None:
         made = [MASKS[kind][name](masks, i) for i in range(N_MASKS)]
         return sum(gated(x, weight, m, KINDS[kind].complement(m)) for m in made)
 
-    _fuses_to_one(program, kind, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_value_whose_weight_is_the_sum_of_the_weight_and_a_negated_product(mode: str) -> None:
-    def program(x: Tensor, weight: Tensor, masks: Tensor, **_: Tensor) -> Tensor:
-        gates = [weight * straight_through(logits) for logits in masks]
-        return sum(term_of_weights(x, gate, weight + -gate) for gate in gates)
-
-    _fuses_to_one(program, "logits", mode)
-
-
-def _fuses_to_one(program: Callable[..., Any], kind: str, mode: str) -> None:
     training = mode == "training"
     capture = compare(program, functools.partial(tensors, KINDS[kind], training=training), SAME)
     assert capture.reasons == []
     operator = "forward_ste" if training and KINDS[kind].trains else "forward"
     assert [site.operator for site in capture.report.fused] == [operator]
-
-
-# Name -> whether the masks are trained, and the factors of gate and value from the logits of one mask.
-PAIRS_OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
-    "L > 0 and L <= 0": (False, lambda l: (l > 0, l <= 0)),
-    "L > 0 and ~(L > 0)": (False, lambda l: (l > 0, ~(l > 0))),
-    "L >= 0 and L < 0": (False, lambda l: (l >= 0, l < 0)),
-    "L > 0.5 and L <= 0.5": (False, lambda l: (l > 0.5, l <= 0.5)),
-    "0 < L and 0 >= L": (False, lambda l: (0 < l, 0 >= l)),  # noqa: SIM300
-    "gt and le": (False, lambda l: (torch.gt(l, other=0), torch.le(input=l, other=0))),
-    "floats": (False, lambda l: ((l > 0).double(), (l <= 0).double())),
-    "integers": (False, lambda l: ((l > 0).int(), (l <= 0).int())),
-    "a mask of its own each": (True, lambda l: (straight_through(l), 1 - straight_through(l))),
-}
-
-
-@pytest.mark.parametrize(("name", "mode"), family(PAIRS_OF_LOGITS, MODES))
-def test_pair_of_masks_of_logits(name: str, mode: str) -> None:
-    trains, pair = PAIRS_OF_LOGITS[name]
-    kind = Kind(lambda l: l, trains=trains)
-    fuses_to_one(sum_of(lambda x, w, logits, _: gated(x, w, *pair(logits))), kind, mode)
 
 
 @pytest.mark.parametrize(

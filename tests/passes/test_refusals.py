@@ -20,6 +20,8 @@ A_STACK_IS_USED = "terms = stack([gated(x, w, m, ~m) for m in b]); (terms.sum(0)
 WEIGHTED_BY_ITSELF = "term = gated(x, w, b[0], ~b[0]); term.mean(-1, keepdim=True) * term"
 A_BIAS_IN_ONE_HALF = "sigmoid(linear(x, w * b[0], o[0])) * linear(x, w * b[0]) * linear(x, w * ~b[0])"
 
+FOUR_TIMES_SILU = "g = linear(x, w * b[0]); (silu(silu(silu(silu(g))))"
+
 # The reason (`a|b`: a or b) -> layers.
 REFUSED: dict[str, tuple[str, ...]] = {
     # Masks
@@ -138,6 +140,17 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "dropout(silu(linear(x, w * b[0])), 0.5) * linear(x, w * ~b[0])",
         "silu(linear(x, w * b[0])) * dropout(linear(x, w * ~b[0]), 0.5)",
     ),
+    # Activations that the operator lacks
+    "mish(g)": ("F.mish(linear(x, w * b[0])) * linear(x, w * ~b[0])",),
+    "leaky_relu[0.2](g)": (
+        "F.leaky_relu(linear(x, w * b[0]), 0.2) * linear(x, w * ~b[0])",
+        "g = linear(x, w * b[0]); (F.leaky_relu(g, negative_slope=0.2) - F.leaky_relu(g, 0.3)) * linear(x, w * ~b[0])",
+    ),
+    "reads a product with a masked weight by `sin`": ("torch.sin(linear(x, w * b[0])) * linear(x, w * ~b[0])",),
+    "2 g": ("silu(2 * linear(x, w * b[0])) * linear(x, w * ~b[0])",),
+    # The size of a formula doubles with each activation of this chain; one of more than 48 atoms would take all memory.
+    "the gate g goes through g inv(": (f"{FOUR_TIMES_SILU} + torch.tanh(g)) * linear(x, w * ~b[0])",),
+    "reads a product": (f"{FOUR_TIMES_SILU} + torch.tanh(torch.tanh(g))) * linear(x, w * ~b[0])",),
     # Other users
     "is also used by": (
         "gate = linear(x, w * b[0]); (silu(gate) * linear(x, w * ~b[0]), gate)",
@@ -248,6 +261,17 @@ ACCEPTED = (
     "(gated(x, w, b[0], ~b[0]), of_weights(x, w, w))",
     "(gated(x, w, b[0], ~b[0]), of_weights(x, w * b[1], o * b[1]))",
     "(gated(x, w, b[0], ~b[0]), of_weights(x, l[0] * b[1], l[1] * ~b[2]), of_weights(x, l[2] * b[2], o * ~b[1]))",
+    "gates = [w * ste(one) for one in l]; sum(of_weights(x, gate, w + -gate) for gate in gates)",
+    # Pairs of masks of logits
+    "gated(x, w, l[0] > 0, l[0] <= 0)",
+    "gated(x, w, l[0] > 0, ~(l[0] > 0))",
+    "gated(x, w, l[0] >= 0, l[0] < 0)",
+    "gated(x, w, l[0] > 0.5, l[0] <= 0.5)",
+    "gated(x, w, 0 < l[0], 0 >= l[0])",
+    "gated(x, w, torch.gt(l[0], other=0), torch.le(input=l[0], other=0))",
+    "gated(x, w, (l[0] > 0).double(), (l[0] <= 0).double())",
+    "gated(x, w, (l[0] > 0).int(), (l[0] <= 0).int())",
+    "gated(x, w, ste(l[0]), 1 - ste(l[0]))",
     # Products that are of one weight, although their arguments differ
     "of_weights(x.float(), (w * b[0]).float(), (w * ~b[0]).float())",
     "w = w.t().float(); of_total(x.float() @ w, x.float() @ (w * b[0]))",

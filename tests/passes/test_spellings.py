@@ -124,21 +124,3 @@ def test_what_requires_a_gradient(trained: tuple[str, ...]) -> None:
 
     operator = "forward_ste" if "logits" in trained else "forward"
     assert [site.operator for site in fused(layer, named).report.fused] == [operator]
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("project", [F.linear, torch.matmul])
-def test_assume_binary_fuses_real_masks(project: Callable[[Tensor, Tensor], Tensor], swapped: bool) -> None:
-    def layer(x: Tensor, weight: Tensor, m: Tensor) -> Tensor:
-        gate, value = project(x, weight * m), project(x, (1 - m) * weight)
-        return F.silu(value) * gate if swapped else F.silu(gate) * value
-
-    named = layer_tensors(m=(torch.rand(8, 8, dtype=torch.float64) > 0.5).double())
-    del named["logits"]
-    capture = Capture(strict=True, assume_binary=True)
-    compiled = capture.compile(layer)
-    assert_same(results(compiled, named), results(layer, named), SAME)
-    assert capture.calls["mglu.forward"] == 1
-    named["m"][0, 0] = 2
-    with pytest.raises(ValueError, match="must be binary"):
-        compiled(**named)

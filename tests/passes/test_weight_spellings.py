@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from exported import OfSource, parameter
 from families import family
 from graphs import Capture, assert_same, masked_products, model_results, results
 from kinds import (
@@ -28,7 +29,7 @@ from kinds import (
     sum_of,
     tensors,
 )
-from spellings import gated, straight_through, term_of_weights
+from spellings import term_of_weights
 from torch import Tensor, nn
 
 EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
@@ -167,56 +168,24 @@ def test_weight_stored_the_other_way(spelling: str, square: bool) -> None:
     assert masked_products(capture.calls) == 0
 
 
-# How a module reads its masks.
-BUFFERS: dict[str, Callable[[Any], Any]] = {
-    "tensors of their own": lambda model: [model.mask0, model.mask1, model.mask2],
-    "iterated": lambda model: model.stacked,
-    "unbind": lambda model: model.stacked.unbind(),
-    "index": lambda model: [model.stacked[i] for i in range(3)],
-}
-
-
-class Buffers(nn.Module):
-    """Fixed masks in buffers."""
-
-    def __init__(self, masks: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.masks = masks
-        self.weight = nn.Parameter(torch.randn(12, 16, dtype=torch.float64))
-        self.register_buffer("stacked", torch.rand(3, 12, 16) > 0.5)
-        for i in range(3):
-            self.register_buffer(f"mask{i}", self.stacked[i].clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(gated(x, self.weight, m, ~m) for m in self.masks(self))
-
-
-class LogitList(nn.Module):
-    """Logits in a ParameterList, with one parameter per mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(12, 16, dtype=torch.float64))
-        self.logits = nn.ParameterList(torch.randn(12, 16, dtype=torch.float64) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(gated(x, self.weight, straight_through(logits)) for logits in self.logits)
-
-
 def _compiled(model: nn.Module) -> Counter[str]:
     """Check results and gradients of a model, and return how often its graph calls each operation."""
-    x, capture = torch.randn(4, 16, dtype=torch.float64), Capture(strict=True)
+    model, x, capture = model.double(), torch.randn(4, 16, dtype=torch.float64), Capture(strict=True)
     assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
     return capture.calls
 
 
-@pytest.mark.parametrize("way", BUFFERS)
-def test_mask_buffers(way: str) -> None:
+@pytest.mark.parametrize("masks", ["(m0, m1, m2)", "m", "m.unbind()", "[m[i] for i in range(3)]"])
+def test_mask_buffers(masks: str) -> None:
     """Slices of one tensor are packed together; separate masks are stacked first."""
-    stacks = {"stack": 1} if way == "tensors of their own" else {}
-    assert _compiled(Buffers(BUFFERS[way])) == {"mglu.pack_masks": 1, "mglu.forward": 1} | stacks
+    bits = torch.rand(3, 12, 16) > 0.5
+    named = {f"m{i}": one.clone() for i, one in enumerate(bits)} if "m0" in masks else {"m": bits}
+    model = OfSource(f"sum(gated(x, w, one, ~one) for one in {masks})", w=parameter(12, 16), **named)
+    stacks = {"stack": 1} if "m0" in masks else {}
+    assert _compiled(model) == {"mglu.pack_masks": 1, "mglu.forward": 1} | stacks
 
 
 def test_one_parameter_per_mask() -> None:
-    calls = _compiled(LogitList())
+    logits = {f"l{i}": parameter(12, 16) for i in range(3)}
+    calls = _compiled(OfSource("sum(gated(x, w, ste(l)) for l in (l0, l1, l2))", w=parameter(12, 16), **logits))
     assert [calls["mglu.forward_ste"], masked_products(calls)] == [1, 0]
