@@ -74,6 +74,7 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
         "x = draw(x); gated(x, w, m, ~m)",
         # Rule 2: one functional view
         "with torch.no_grad(): w.div_(w.norm()); gated(x, w, m, ~m)",
+        "with torch.no_grad(): w = w.clone(); gated(x, w, m, ~m)",
         "a, b = torch.zeros(11).double(), torch.ones(11).double(); x = F.batch_norm(x, a, b, training=True); "
         "(gated(x, w, m, ~m), a, b)",
         "total = torch.zeros_like(x); total.add_(gated(x, w, m, ~m)); total.mul_(2); total + 1",

@@ -10,8 +10,27 @@ import torch
 import torch.nn.functional as F
 from families import sample
 from lookalikes import ALL, Layer, check
-from spellings import DOUBTFUL_FUNCTIONS, straight_through
+from spellings import straight_through
 from torch import Tensor
+
+# Functions with the values of relu but another derivative at 0, and functions that equal silu only if an argument of
+# one of their parts is ignored.
+DOUBTFUL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda g: g.clamp(min=0),
+    "clamp_min": lambda g: torch.clamp_min(g, 0),
+    "where(g > 0)": lambda g: torch.where(g > 0, g, 0),
+    "g * (g > 0)": lambda g: g * (g > 0),
+    "threshold": lambda g: F.threshold(g, 0, 0),
+    "clamp(0, 1)": lambda g: g.clamp(min=0, max=1),
+    "clamp - relu + silu": lambda g: g.clamp(min=0) - F.relu(g) + F.silu(g),
+    "slopes": lambda g: F.leaky_relu(g, 0.2) - F.leaky_relu(g, 0.01) + F.silu(g),
+    "gelus": lambda g: F.gelu(g, approximate="tanh") - F.gelu(g) + F.silu(g),
+    "floor": lambda g: torch.div(g, 1 + torch.exp(-g), rounding_mode="floor"),
+    "dropout of all": lambda g: F.dropout(g, p=1.0, training=True) + F.silu(g),
+    "detached factor": lambda g: g * torch.sigmoid(g).detach(),
+    "constant of an integer": lambda g: g * torch.full_like(g, 0.5, dtype=torch.int64) + F.silu(g),
+}
+
 
 # More functions with a kink, most of which have the values of relu. In torch their gradients at 0 are 0, 1/2 or 1.
 KINKS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import family, sample
-from graphs import assert_says_why, compare
-from lookalikes import ALL, SAME, D, H, Layer, check, tensors
+from lookalikes import ALL, D, H, Layer, check
 from spellings import gated, straight_through
 from torch import Tensor
 
@@ -230,35 +229,3 @@ def test_function_of_logits(name: str) -> None:
 
     capture = check(layer, ALL)
     assert len(capture.report.fused) == fuses
-
-
-# --- Masks in buffers ------------------------------------------------------------------------------------------------
-
-
-class Buffered(torch.nn.Module):
-    """A mask in a buffer, whose values may change, so only `assume_binary` makes it binary."""
-
-    def __init__(self, dtype: torch.dtype, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.register_buffer("m", tensors()["bits"][0].to(dtype))
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return gated(x, weight, self.m, self.function(self.m))
-
-
-def x_and_weight() -> dict[str, Tensor]:
-    named = tensors(("x", "weight"))
-    return {"x": named["x"], "weight": named["weight"]}
-
-
-@pytest.mark.parametrize("name", sample(CONSTANTS, every=16))
-def test_function_of_a_mask_buffer(name: str) -> None:
-    assert_says_why(compare(Buffered(*MASK_FUNCTIONS[name]), x_and_weight, SAME, assume_binary=True))
-
-
-@pytest.mark.parametrize("dtype", sample([torch.float64, torch.bfloat16, torch.uint8, torch.int64], every=2), ids=str)
-def test_a_mask_buffer_that_nothing_proves_is_refused(dtype: torch.dtype) -> None:
-    capture = compare(Buffered(dtype, lambda m: 1 - m), x_and_weight, SAME)
-    assert capture.report.fused == []
-    assert ["nothing proves to be binary" in reason for reason in capture.reasons] == [True]

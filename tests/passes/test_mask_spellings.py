@@ -16,10 +16,8 @@ from graphs import Capture, compare, results
 from kinds import KINDS, MODES, N_MASKS, PAIRS, SAME, More, activated, fuses_to_one, sum_of, tensors
 from spellings import (
     COMPLEMENTS,
-    COMPLEMENTS_OF,
     FIXED,
     MASKED_WEIGHTS,
-    MASKS,
     TRAINED,
     from_source,
     gated,
@@ -73,7 +71,7 @@ def test_mask_of_a_stack(kind: str, mode: str, name: str) -> None:
     """Spellings of a mask, which receive the whole stack of logits or of masks."""
 
     def program(x: Tensor, weight: Tensor, masks: Tensor, **_: Tensor) -> Tensor:
-        made = [MASKS[kind][name](masks, i) for i in range(N_MASKS)]
+        made = [{"logits": TRAINED, "bool": FIXED}[kind][name](masks, i) for i in range(N_MASKS)]
         return sum(gated(x, weight, m, KINDS[kind].complement(m)) for m in made)
 
     training = mode == "training"
@@ -111,7 +109,8 @@ def test_masks_made_before_autocast(name: str) -> None:
 # --- Real tensors that are used as masks -----------------------------------------------------------------------------
 
 # More functions of a real tensor that equal its complement at 0 and 1.
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = COMPLEMENTS_OF["float"] | {
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: one for name, (masks, one) in COMPLEMENTS.items() if masks in ("any", "real", "fixed")},
     "1 - m / 1": lambda m: 1 - m / 1,
     "1 - m ** 2": lambda m: 1 - m**2,
     "1 - m.square()": lambda m: 1 - m.square(),

@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "another graph reads": (
         "term(*(checkpoint(F.linear, x, w * m) for m in (b[0], ~b[0])))",
-        "checkpoint(term_of_weights, x, w * b[0], w * ~b[0])",
+        "checkpoint(of_weights, x, w * b[0], w * ~b[0])",
     ),
     # Mask weights
     "some terms of the sum have mask weights": ("x[:, :1] * gated(x, w, b[0], ~b[0]) + gated(x, w, b[1], ~b[1])",),
@@ -275,7 +275,6 @@ ACCEPTED = (
     # Products that are of one weight, although their arguments differ
     "of_weights(x.float(), (w * b[0]).float(), (w * ~b[0]).float())",
     "w = w.t().float(); of_total(x.float() @ w, x.float() @ (w * b[0]))",
-    "w = without_gradient(w.clone); gated(x, w, b[0], ~b[0])",
     "term(x @ (w * b[0]).mH, x @ (w * ~b[0]).H)",
     "term(linear(x, w * b[0]).clone(), linear(x, w * ~b[0]).contiguous())",
     "of_total(linear(x, w * b[0]) + linear(x, w * ~b[0]), linear(x, w * b[0]))",

@@ -1,4 +1,4 @@
-"""Tables of right and subtly wrong ways to spell the parts of MGLU; `random_programs` composes programs from them."""
+"""Tables of ways to spell the parts of MGLU; `right_program_parts` has statements for random programs."""
 
 from __future__ import annotations
 
@@ -133,21 +133,6 @@ FIXED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "sign": lambda bits, i: torch.relu(torch.sign(bits[i].double() - 0.5)) > 0,
 }
 
-# Mask i as a tensor of floats or integers, from masks of the same dtype `[n_masks, d, h]`.
-GIVEN: dict[str, Callable[[Tensor, int], Tensor]] = {
-    name: FIXED[name] for name in ("slice", "unbind", "negative_index", "clone")
-}
-
-# Kinds of masks: functions that make the masks of a program from logits, and the spellings of each kind.
-KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "logits": lambda logits: logits,
-    "bool": lambda logits: logits > 0,
-    "float": lambda logits: (logits > 0).to(logits.dtype),
-    "uint8": lambda logits: (logits > 0).to(torch.uint8),
-    "int64": lambda logits: (logits > 0).long(),
-}
-MASKS = {"logits": TRAINED, "bool": FIXED, "float": GIVEN, "uint8": GIVEN, "int64": GIVEN}
-
 
 def takes(masks: str, *, is_bool: bool, is_integer: bool, trains: bool) -> bool:
     """Whether a spelling for some `masks` fits a kind of masks."""
@@ -184,36 +169,6 @@ COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "where": ("bool", lambda m: torch.where(m > 0, 0.0, 1.0)),
     "1 - m.double()": ("fixed", lambda m: 1 - m.double()),
 }
-ALL_COMPLEMENTS = {name: complement for name, (_, complement) in COMPLEMENTS.items()}
-COMPLEMENTS_OF: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
-    kind: {
-        name: complement
-        for name, (masks, complement) in COMPLEMENTS.items()
-        if takes(masks, is_bool=kind == "bool", is_integer="int" in kind, trains=kind == "logits")
-    }
-    for kind in KINDS
-}
-
-# Functions that are the complement only in some dtypes, because numbers are rounded to the tensor's dtype and integers
-# overflow, or that never are.
-DOUBTFUL_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "m < full_like(0.5)": lambda m: m < torch.full_like(m, 0.5),
-    "full_like(1.5) - m": lambda m: torch.full_like(m, 1.5).double() - m.double(),
-    "m.bfloat16() > 0.999": lambda m: ~(m.bfloat16() > torch.tensor(0.999, dtype=torch.bfloat16)),
-    "-m of uint8": lambda m: -m.to(torch.uint8) + 1,
-    "m - 1 of uint8": lambda m: (m.to(torch.uint8) - 1) > 0,
-    "m > -1 of uint8": lambda m: m.to(torch.uint8) > -1,
-    "~m of int8": lambda m: ~m.to(torch.int8),
-    "floor": lambda m: 1 - torch.div(m.double(), 2, rounding_mode="floor"),
-    "ceiling by floor": lambda m: 1 + torch.div(-m.double(), 2, rounding_mode="floor"),
-    "rsub of alpha": lambda m: torch.rsub(m.double(), 1, alpha=2),
-    "transpose(dim0=0, dim1=0)": lambda m: 1 - m.double().transpose(dim0=0, dim1=0),
-    "transpose(dim0=0, dim1=1)": lambda m: 1 - m.double().transpose(dim0=0, dim1=1),
-    "round(decimals=-1)": lambda m: 1 - torch.round(m.double(), decimals=-1),
-    "0 ** m": lambda m: 0 ** m.double(),
-    "clamp(max=0)": lambda m: 1 - m.double().clamp(max=0),
-}
-
 # Name -> the masks that the spelling `takes`, and the masked weight.
 MASKED_WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "w * m": ("any", lambda w, m: w * m),
@@ -232,11 +187,6 @@ MASKED_WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "masked_fill(m == 0)": ("fixed", lambda w, m: w.masked_fill(m == 0, 0)),
     "clone[m == 0] = 0": ("fixed", lambda w, m: filled(w.clone(), m == 0)),
 }
-BOOL_PRODUCTS = {name: product for name, (_, product) in MASKED_WEIGHTS.items()}
-_ANY_PRODUCTS = {name: product for name, (masks, product) in MASKED_WEIGHTS.items() if masks == "any"}
-PRODUCTS_OF = {kind: BOOL_PRODUCTS if kind == "bool" else _ANY_PRODUCTS for kind in KINDS}
-
-
 PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": F.linear,
     "linear by keywords": lambda x, w: F.linear(weight=w, input=x),
@@ -251,32 +201,6 @@ PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum of the weight first": lambda x, w: torch.einsum("dh,bh->bd", w, x),
     "addmm by keywords": lambda x, w: torch.addmm(input=x.new_zeros(len(w)), mat1=x, mat2=w.t()),
     "addmm of beta 0": lambda x, w: torch.addmm(w[0], x, w.t(), beta=0),
-}
-
-# Activations written out as formulas.
-HAND_WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "g / (1 + exp(-g))": lambda g: g / (1 + torch.exp(-g)),
-    "g * sigmoid(g)": lambda g: g * torch.sigmoid(g),
-    "g * (0.5 + erf / 2)": lambda g: g * (0.5 + torch.erf(g * 0.5**0.5) / 2),
-    "dropout of 0": lambda g: F.silu(F.dropout(g, 0.0)),
-}
-
-# Functions with the values of relu but another derivative at 0, and functions that equal silu only if an argument of
-# one of their parts is ignored.
-DOUBTFUL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "clamp": lambda g: g.clamp(min=0),
-    "clamp_min": lambda g: torch.clamp_min(g, 0),
-    "where(g > 0)": lambda g: torch.where(g > 0, g, 0),
-    "g * (g > 0)": lambda g: g * (g > 0),
-    "threshold": lambda g: F.threshold(g, 0, 0),
-    "clamp(0, 1)": lambda g: g.clamp(min=0, max=1),
-    "clamp - relu + silu": lambda g: g.clamp(min=0) - F.relu(g) + F.silu(g),
-    "slopes": lambda g: F.leaky_relu(g, 0.2) - F.leaky_relu(g, 0.01) + F.silu(g),
-    "gelus": lambda g: F.gelu(g, approximate="tanh") - F.gelu(g) + F.silu(g),
-    "floor": lambda g: torch.div(g, 1 + torch.exp(-g), rounding_mode="floor"),
-    "dropout of all": lambda g: F.dropout(g, p=1.0, training=True) + F.silu(g),
-    "detached factor": lambda g: g * torch.sigmoid(g).detach(),
-    "constant of an integer": lambda g: g * torch.full_like(g, 0.5, dtype=torch.int64) + F.silu(g),
 }
 
 
@@ -310,23 +234,6 @@ SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "residual": lambda terms: functools.reduce(operator.add, terms, _residual(terms[0])),
     "bias": lambda terms: functools.reduce(operator.add, terms, _bias(terms[0])),
     "bias last": lambda terms: sum(terms) + _bias(terms[0]),
-}
-
-# Weights that are expressions of two parameters `[d, h]`.
-WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "weight": lambda weight, other: weight,
-    "scaled rows": lambda weight, other: weight * other[:, :1],
-    "sum": lambda weight, other: weight + 0.5 * other,
-    "product": lambda weight, other: weight @ other,
-    "normalized": lambda weight, other: F.normalize(weight, dim=-1),
-    "abs": lambda weight, other: weight.abs(),
-}
-
-# The factor for term i, from a tensor of scalars.
-SCALES: dict[str, Callable[[Tensor, int], Any]] = {
-    "number": lambda scalars, i: 0.5,
-    "learned": lambda scalars, i: scalars[i],
-    "softmax": lambda scalars, i: scalars.softmax(0)[i],
 }
 
 # Gate and value from one product of x and two masked weights `[d, h]`.
