@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.config
 import torch.nn.functional as F
 from budgets import BUDGET, relative_error
+from families import family
 from graphs import Capture, results
 from spellings import from_source
 from torch import Tensor
@@ -36,7 +37,7 @@ def draw(x: Tensor) -> Tensor:
 # Ways in which a write between gate and value reaches what the value reads; `test_calls` has what each call writes to.
 WRITES = (
     "x.add_(1)",
-    "x **= 2",
+    "x.__ipow__(2)",
     "x[0] = 1",
     "x.t()[1:3].mul_(3)",
     "x.data.neg_()",
@@ -46,7 +47,7 @@ WRITES = (
     "F.batch_norm(x.t().t(), x[0], x[1].abs(), training=True)",
     "w[0] = 1",
     "F.embedding(torch.arange(4), w, max_norm=0.1)",
-    "m &= ~m",
+    "m.__iand__(~m)",
     "m[0].fill_(True)",
 )
 
@@ -105,20 +106,21 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
     # Nothing is known of a tensor before such a call, even if a write to it is a function of its old value.
     ("does not know", "does not know"): ("g = w.clone(); g.mul_(m); g.t_(); g.t_(); of_weights(x, g, w * ~m)",),
     # Tracing records only the last shape of a tensor, so the pass does not know which shape the layer reads.
-    ("the shape of `x` is unknown, or a call such as t_", ""): (
-        "x = x.clone(); y = gated(x, w, m, ~m); x.transpose_(0, 1); (y, x)",
-        "x = x.clone(); y = gated(x, w, m, ~m); x.unsqueeze_(0); (y, x)",
+    ("the shape of `x` is unknown, or a call such as t_", "the shape of `x` is unknown, or a call such as t_"): (
+        "x, w = x.detach().clone(), w.detach(); y = gated(x, w, m, ~m); x.transpose_(0, 1); (y, x)",
+        "x, w = x.detach().clone(), w.detach(); y = gated(x, w, m, ~m); x.unsqueeze_(0); (y, x)",
     ),
     # Rule 4: eager gives the logits a gradient of zeros, with which an optimizer decays them.
     (None, "gradient of zeros"): ("gated(x, w, sigmoid(l).round())",),
 }
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("source", [source for sources in PROGRAMS.values() for source in sources])
+REASONS = {source: reasons for reasons, sources in PROGRAMS.items() for source in sources}
+
+
+@pytest.mark.parametrize(("source", "training"), family(REASONS, [False, True], one_in=1))
 def test_program(source: str, training: bool) -> None:
-    ((inference_reason, training_reason),) = (reasons for reasons, sources in PROGRAMS.items() if source in sources)
-    reason = training_reason if training else inference_reason
+    reason = REASONS[source][training]
     function = from_source("x, y, w, l, m", source, globals())
     given, compiled = tensors(training=training), tensors(training=training)
     capture = Capture(assume_binary=source == LOGITS_GATED_BY_THEMSELVES)

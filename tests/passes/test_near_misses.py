@@ -37,7 +37,7 @@ def of_functions(count: int) -> str:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("linear(x, (w * m).sin()) * v", "`sin` (float32) reads a masked weight by `sin`, `linear`"),
+        ("linear(x, (w * m).sin()) * linear(x, w * ~m)", "`sin` (float32) reads a masked weight by `sin`, `linear`"),
         *(
             (source, "`sin` (float32) reads a product with a masked weight by")
             for source in ("torch.sin(g) * v", "torch.sin(silu(g)) * v", "torch.sin(g) * linear(x, w)")
