@@ -57,41 +57,30 @@ def test_layers_of_one_graph(checkpoint: bool) -> None:
     assert [site.n_masks for site in capture.report.fused] == [1, 2, 3]
 
 
-# Graphs of x, w and logits l -> the operators that they become, and how many layers are refused.
-GRAPHS: dict[str, tuple[list[str], int]] = {
-    # Experts: each is one slice of the weights, with its own slice of the masks or with the mask of all experts.
-    "e = stack([w, w.flip(0), 2 * w]); sum(x[:, i, None] * gated(x, e[i], ste(l)[i]) for i in range(3))": (
-        ["forward_ste"] * 3,
-        0,
+EXPERTS = "e = stack([w, w.flip(0), 2 * w]); sum(x[:, i, None] * {} for i in range(3))"
+
+# The operators that they become, and refused layers -> graphs of x, w and logits l.
+GRAPHS: dict[str, tuple[str, ...]] = {
+    # Each expert is one slice of the weights, with its own slice of the masks or with the mask of all experts.
+    "forward_ste forward_ste forward_ste": (
+        EXPERTS.format("gated(x, e[i], ste(l)[i])"),
+        EXPERTS.format("gated(x, e[i], ste(l)[0])"),
     ),
-    "e = stack([w, w.flip(0), 2 * w]); sum(x[:, i, None] * gated(x, e[i], ste(l)[0]) for i in range(3))": (
-        ["forward_ste"] * 3,
-        0,
-    ),
-    "e, b = stack([w, w.flip(0), 2 * w]), l > 0; sum(x[:, i, None] * gated(x, e[i], b[i], ~b[i]) for i in range(3))": (
-        ["forward"] * 3,
-        0,
-    ),
+    "forward forward forward": (EXPERTS.format("gated(x, e[i], (l > 0)[i], ~(l > 0)[i])"),),
     # Each layer reads the result of the one before; the last also makes its mask from it.
-    "y = gated(x, w, ste(l[0])); y = gated(y, w, ste(l[1])); m = (y.t() @ y) > 0; gated(y, w, m, ~m)": (
-        ["forward_ste", "forward_ste", "forward"],
-        0,
+    "forward_ste forward_ste forward": (
+        "y = gated(x, w, ste(l[0])); y = gated(y, w, ste(l[1])); m = (y.t() @ y) > 0; gated(y, w, m, ~m)",
     ),
-    # Two layers and one that is refused share a weight, which is also used outside of them.
-    "m = ste(l[1]); y = F.relu(linear(x, w * m)) * linear(x, w * (1 - m.detach())); "
-    "gated(x, w, ste(l[0])) + gated(x + 1, w, ste(l[2])) + linear(x, w) + 0 * y.detach()": (
-        ["forward_ste", "forward_ste"],
-        1,
+    # All three share a weight, which is also used outside of them.
+    "forward_ste forward_ste refused": (
+        "m = ste(l[1]); y = F.relu(linear(x, w * m)) * linear(x, w * (1 - m.detach())); "
+        "gated(x, w, ste(l[0])) + gated(x + 1, w, ste(l[2])) + linear(x, w) + 0 * y.detach()",
     ),
-    # In or beside the body of an operator
-    "torch.utils.checkpoint.checkpoint(lambda x, w, l: gated(x, w, ste(l[0])), x, w, l, use_reentrant=True)": (
-        ["forward_ste"],
-        0,
-    ),
-    "y = gated(x, w, ste(l[0]))[None, None]; flex_attention(y, y, y)": (["forward_ste"], 0),
-    "scan(lambda total, token: scanned(total, gated(token, w, ste(l[0]))), torch.zeros_like(w[0]), x)[1]": (
-        ["forward_ste"],
-        0,
+    # In or beside the body of an operator, in inference
+    "forward": (
+        "torch.utils.checkpoint.checkpoint(lambda x, w, l: gated(x, w, ste(l[0])), x, w, l, use_reentrant=True)",
+        "y = gated(x, w, ste(l[0]))[None, None]; flex_attention(y, y, y)",
+        "scan(lambda total, token: scanned(total, gated(token, w, ste(l[0]))), torch.zeros_like(w[0]), x)[1]",
     ),
 }
 
@@ -100,20 +89,14 @@ def scanned(total: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return total + y, y.clone()
 
 
-@pytest.mark.parametrize("source", GRAPHS)
-def test_layers_of_one_graph_of_functions(source: str) -> None:
-    operators, missed = GRAPHS[source]
-    function = from_source("x, w, l", source, globals())
-    is_differentiable = "scan(" not in source and "flex" not in source and "reentrant" not in source
-    operators = operators if is_differentiable else ["forward"] * len(operators)
-
+@pytest.mark.parametrize(("found", "source"), [(key, one) for key, sources in GRAPHS.items() for one in sources])
+def test_layers_of_one_graph_of_functions(found: str, source: str) -> None:
     def make() -> dict[str, Tensor]:
         named = dict(zip("xwl", layer_tensors().values(), strict=True))
-        return named if is_differentiable else {name: t.detach() for name, t in named.items()}
+        return {name: t.detach() for name, t in named.items()} if found == "forward" else named
 
-    capture = compare(function, make, SAME)
-    assert [site.operator for site in capture.report.fused] == operators
-    assert len(capture.report.missed) == missed
+    report = compare(from_source("x, w, l", source, globals()), make, SAME).report
+    assert " ".join([*(site.operator for site in report.fused), *["refused"] * len(report.missed)]) == found
 
 
 # --- The report, and what is left of the graph -----------------------------------------------------------------------
