@@ -205,6 +205,7 @@ def test_another_library_gives_its_pass_to_one_compilation(enabled: str) -> None
     assert len(theirs.seen) == len(report.fused) == 1
 
 
+@pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("backend", ["inductor", "mglu"])
 def test_a_pass_in_the_options_of_one_model(backend: str) -> None:
     theirs = Recorder()

@@ -53,6 +53,7 @@ def test_backend_is_strict_and_takes_inductor_options() -> None:
         run(layer(), backend="mglu", options={"no_such_option": 1})
 
 
+@pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("around", [mglu_ops.enable_fusion, mglu_ops.fusion])
 def test_backend_takes_the_options_around_it(around: Callable[..., Any]) -> None:
     def compile_around(model: nn.Module, **options: bool) -> FusionReport:
