@@ -15,13 +15,7 @@ from mglu_ops.nn import MGLU, NaiveMGLU
 
 @pytest.mark.parametrize(
     ("cls", "learnable", "grad"),
-    [
-        (NaiveMGLU, True, False),
-        (NaiveMGLU, True, True),
-        (NaiveMGLU, False, False),
-        (MGLU, True, True),
-        (MGLU, False, False),
-    ],
+    [(NaiveMGLU, True, True), (NaiveMGLU, False, False), (MGLU, True, False), (MGLU, False, True)],
 )
 def test_masks_are_packed_and_logits_removed(cls: type, learnable: bool, grad: bool) -> None:
     torch.manual_seed(0)
