@@ -262,6 +262,12 @@ ACCEPTED = (
     "(gated(x, w, b[0], ~b[0]), of_weights(x, w * b[1], o * b[1]))",
     "(gated(x, w, b[0], ~b[0]), of_weights(x, l[0] * b[1], l[1] * ~b[2]), of_weights(x, l[2] * b[2], o * ~b[1]))",
     "gates = [w * ste(one) for one in l]; sum(of_weights(x, gate, w + -gate) for gate in gates)",
+    # What `addcmul` adds the products to, and its factor
+    *(
+        f"y = torch.addcmul({start}, silu(linear(x, w * b[0])), linear(x, w * ~b[0]), value={factor}); "
+        f"torch.addcmul(y, silu(linear(x, w * b[1])), linear(x, w * ~b[1]), value={factor})"
+        for start, factor in (("x.new_zeros(5, 8)", 1), ("x.new_zeros(8)", -1), ("o[0]", 1), ("o[0]", 0.5))
+    ),
     # Pairs of masks of logits
     "gated(x, w, l[0] > 0, l[0] <= 0)",
     "gated(x, w, l[0] > 0, ~(l[0] > 0))",

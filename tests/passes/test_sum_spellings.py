@@ -37,23 +37,17 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
     "a difference": lambda terms, more: terms[0] - terms[1],
     "numbers that are almost equal": lambda terms, more: terms[0] + (1 + 1e-9) * terms[1],
     "an opposite": lambda terms, more: -terms[0] + terms[1],
-    "stack, times one weight": lambda terms, more: (more["a0"] * torch.stack(terms)).sum(0),
     "a[None] of the last dimension": lambda terms, more: (torch.stack(terms, -1) * more["a"]).sum(-1),
     "a[:, None]": lambda terms, more: (torch.stack(terms, 1) * more["a"][:, None]).sum(1),
-    "weighted and scaled": lambda terms, more: 0.5 * _scaled(more["a"], terms),
     "a[i] * term": lambda terms, more: sum(more["a"][i] * t for i, t in enumerate(terms)),
     "stack @ a": lambda terms, more: torch.stack(terms, -1) @ more["a"],
-    "term * a[i]": lambda terms, more: sum(t * a for t, a in zip(terms, more["a"].unbind(), strict=True)),
     "softmax(a)[i] * term": lambda terms, more: _scaled(more["a"].softmax(0), terms),
     "scalar parameters": lambda terms, more: more["a0"] * terms[0] + terms[1] * more["a1"],
     "a[:, None, None]": lambda terms, more: (torch.stack(terms) * more["a"][:, None, None]).sum(0),
-    "a.view(-1, 1, 1)": lambda terms, more: (more["a"].view(-1, 1, 1) * torch.stack(terms)).sum(0),
     "einsum of a": lambda terms, more: torch.einsum("n,nbd->bd", more["a"], torch.stack(terms)),
     "scaled sum": lambda terms, more: more["a0"] * sum(terms),
     "bias first, expanded": lambda terms, more: _accumulated(more["bias"].expand(5, D), terms),
-    "bias first, of mean": lambda terms, more: _accumulated(more["bias"], [t / len(terms) for t in terms]),
     "bias between": lambda terms, more: terms[0] + more["bias"] + terms[1],
-    "bias between a difference": lambda terms, more: terms[0] + more["bias"] - terms[1],
     "bias of a narrower dtype": lambda terms, more: _accumulated(more["narrow"][0], terms),
     "bias in the second sum": lambda terms, more: terms[0] + (more["bias"] + terms[1]),
 }
@@ -63,30 +57,6 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
 def test_sum(name: str, kind: str, mode: str) -> None:
     def layer(x: Tensor, weight: Tensor, masks: list[Tensor], more: More) -> Tensor:
         return TOTALS[name]([gated(x, weight, m, KINDS[kind].complement(m)) for m in masks], more)
-
-    fuses_to_one(layer, KINDS[kind], mode)
-
-
-# What `addcmul` adds the products to, and its factor.
-ADDCMULS: dict[str, tuple[float, Callable[[More], Tensor]]] = {
-    "zeros": (1, lambda more: torch.zeros(5, D, dtype=torch.float64)),
-    "zeros of one row": (1, lambda more: torch.zeros(D, dtype=torch.float64)),
-    "zeros, with a negative factor": (-1, lambda more: torch.zeros(5, D, dtype=torch.float64)),
-    "a bias": (1, lambda more: more["bias"]),
-    "a bias, with a factor": (0.5, lambda more: more["bias"]),
-}
-
-
-@pytest.mark.parametrize(("name", "kind", "mode"), family(ADDCMULS, MAIN_KINDS, MODES))
-def test_addcmul(name: str, kind: str, mode: str) -> None:
-    factor, start = ADDCMULS[name]
-
-    def layer(x: Tensor, weight: Tensor, masks: list[Tensor], more: More) -> Tensor:
-        parts = [(F.linear(x, weight * m), F.linear(x, weight * KINDS[kind].complement(m))) for m in masks]
-        y = start(more)
-        for gate, value in parts:
-            y = torch.addcmul(y, F.silu(gate), value, value=factor)
-        return y
 
     fuses_to_one(layer, KINDS[kind], mode)
 
