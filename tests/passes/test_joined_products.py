@@ -71,7 +71,7 @@ JOINED = (
     "activated(catted(x, [w * f for f in fs]) for fs in (ms, cs)).unflatten(-1, (N_MASKS, D)).sum(-2)",
     "activated(linear(x, (stack(fs) * w).flatten(0, 1)).unflatten(-1, (N_MASKS, D)) for fs in (ms, cs)).sum(-2)",
     "activated(linear(x, (w * stack(fs)).reshape(-1, H)).view(5, -1, D) for fs in (ms, cs)).sum(1)",
-    "of_total(linear(x, w)[:, None], linear(x, (stack(ms) * w).flatten(0, 1)).unflatten(-1, (N_MASKS, D))).sum(-2)",
+    "of_total(linear(x, w).unsqueeze(-2), linear(x, (stack(ms) * w).flatten(0, 1)).unflatten(-1, (2, D))).sum(-2)",
     "activated(stacked(x, [w * f for f in fs]) for fs in (ms, cs)).sum(0)",
     "activated(stacked(x, cat([w * stack(ms), w * stack(cs)])).chunk(2)).sum(0)",
     "_in_halves(catted(x, [cat([w * f for f in fs]) for fs in (ms, cs)]).chunk(2 * N_MASKS, -1))",

@@ -55,7 +55,7 @@ def of_functions(count: int) -> str:
         # Weights that are masked before a graph break
         ("a, b = w * m, w * ~m; torch._dynamo.graph_break(); of_weights(x, a, b)", "another graph reads"),
         (
-            "g, v = (einsum('bh,dh,dh,h->bd', x, w, f.float(), w[0]) for f in (m, ~m)); silu(g) * v",
+            "a, b = (einsum('bh,dh,dh,h->bd', x, w, f.float(), w[0]) for f in (m, ~m)); term(a, b)",
             "weight by `einsum`",
         ),
     ],
