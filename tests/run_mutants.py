@@ -2,20 +2,20 @@
 
     pip install cosmic-ray pytest-cov
     pytest -n 2 -m "not long and not gpu" --cov=compile_passes --cov-context=test --cov-report= tests/passes
-    python tests/run_mutants.py sample compile_passes --count 150 --seed 1 --out build/mutants.json
-    python tests/run_mutants.py run build/mutants.json .coverage --processes 2
+    python tests/run_mutants.py compile_passes --count 150 --seed 1 --coverage .coverage --processes 2
 
-The first command notes which test runs which line. `sample` draws mutants of Python files, or of all those below some
-folders. It leaves out those that no test can tell from the code: of annotations, of `strict=`, of the options of
-dataclasses, and `is` for `==` (the same for small integers, short strings and dtypes). `run` tries each mutant in a
-copy of the working tree, with the tests that run its line, until one fails. At the end it runs the tests that failed
-without a mutant. cosmic-ray is needed for `sample` alone.
+The first command notes which test runs which line. The second draws mutants of Python files, or of all those below
+some folders, and leaves out those that no test can tell from the code: of annotations, of `strict=`, of the options of
+dataclasses, and `is` for `==` (the same for small integers, short strings and dtypes). It tries each mutant in a copy
+of the working tree, with the tests that run its line, until one fails. At the end it runs the tests that failed
+without a mutant.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,20 +45,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file with one fault.
-
-    Attributes:
-        file: the path in the working tree.
-        line: the number of the line.
-        operator: cosmic-ray's name of the fault.
-        before: the line without it.
-        after: the line with it.
-        source: the file with it.
-    """
+    """A file with one fault: the path, the number of the line, the line without and with it, and the file with it."""
 
     file: str
     line: int
-    operator: str
     before: str
     after: str
     source: str
@@ -120,15 +110,7 @@ def mutants(names: list[str], seed: int) -> Iterator[Mutant]:
             continue
         before, after = ([*text.splitlines(), ""][line - 1].strip() for text in (source, changed))
         if "cache" not in before or "RemoveDecorator" not in name:
-            yield Mutant(str(path.relative_to(ROOT)), line, name.rpartition("/")[2], before, after, changed)
-
-
-def sample(options: argparse.Namespace) -> int:
-    drawn = [mutant for mutant, _ in zip(mutants(options.files, options.seed), range(options.count), strict=False)]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps([asdict(mutant) for mutant in drawn]))
-    print(f"{len(drawn)} mutants in {options.out}")
-    return 0
+            yield Mutant(str(path.relative_to(ROOT)), line, before, after, changed)
 
 
 # --- Running ---------------------------------------------------------------------------------------------------------
@@ -137,22 +119,19 @@ def sample(options: argparse.Namespace) -> int:
 class Coverage:
     """Which tests run which lines, as pytest-cov noted it."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, file: Path) -> None:
         from coverage import CoverageData
 
-        self._data = CoverageData(str(data))
-        self._data.read()
-        self._files = {str(Path(file).relative_to(self._root())): file for file in self._data.measured_files()}
-        self._sizes: Counter[str] = Counter()
+        data = CoverageData(str(file))
+        data.read()
+        root = Path(os.path.commonpath([str(Path(name).parent.parent) for name in data.measured_files()]))
         self._lines: dict[str, dict[int, set[str]]] = {}
-        for name, file in self._files.items():
-            contexts = self._data.contexts_by_lineno(file)
-            self._lines[name] = {n: {c.rpartition("|")[0] for c in found if c} for n, found in contexts.items()}
-            self._sizes.update(test for tests in self._lines[name].values() for test in tests)
-
-    def _root(self) -> Path:
-        """The folder of the working tree in which the tests ran."""
-        return Path(os.path.commonpath([str(Path(file).parent.parent) for file in self._data.measured_files()]))
+        for name in data.measured_files():
+            contexts = data.contexts_by_lineno(name)
+            lines = {n: {test.rpartition("|")[0] for test in found if test} for n, found in contexts.items()}
+            self._lines[str(Path(name).relative_to(root))] = lines
+        tests = (test for lines in self._lines.values() for found in lines.values() for test in found)
+        self._sizes = Counter(tests)
 
     def tests(self, mutant: Mutant) -> list[str]:
         """The tests that run the statement of a mutant, or any line of its file if it runs when it is imported.
@@ -214,8 +193,16 @@ def failed(mutant: Mutant | None, names: list[str], seconds: float | None) -> li
         return found or ([] if code in (0, 5) else [f"exit code {code}"])
 
 
-def run(options: argparse.Namespace) -> int:
-    drawn = [Mutant(**item) for item in json.loads(options.mutants.read_text())]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", help="files, or folders of them")
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage", help="what pytest-cov wrote")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=float, help="leave a mutant after this time")
+    options = parser.parse_args()
+    drawn = list(itertools.islice(mutants(options.files, options.seed), options.count))
     coverage = Coverage(options.coverage)
 
     def outcome(mutant: Mutant) -> tuple[str, list[str]]:
@@ -230,35 +217,10 @@ def run(options: argparse.Namespace) -> int:
         outcomes = list(pool.map(outcome, drawn))
     killers = sorted({name for _, names in outcomes for name in names if "::" in name})
     wrong = (failed(None, killers, None) or []) if killers else []
-    for mutant, (text, names) in zip(drawn, outcomes, strict=True):
-        if not names or names[0] in wrong:
-            print(f"{mutant}: {text}{', which fails without it too' if names else ''}")
-    counts = {
-        word: sum(text.startswith(word) for text, _ in outcomes) for word in ("killed", "survived", "not finished")
-    }
-    print(f"{len(drawn)} mutants: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
     print(f"without a mutant these fail too: {', '.join(wrong) or 'none'}")
-    return 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("sample", help="draw mutants")
-    command.add_argument("files", nargs="+", help="files, or folders of them")
-    command.add_argument("--count", type=int, default=150)
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--out", type=Path, default=ROOT / "build" / "mutants.json")
-    command.set_defaults(run=sample)
-    command = commands.add_parser("run", help="run tests with each mutant")
-    command.add_argument("mutants", type=Path)
-    command.add_argument("coverage", type=Path, help="what pytest-cov wrote")
-    command.add_argument("--processes", type=int, default=2)
-    command.add_argument("--seconds", type=float, help="leave a mutant after this time")
-    command.set_defaults(run=run)
-    options = parser.parse_args()
-    return int(options.run(options))
+    counts = Counter(text.partition(" by ")[0] for text, _ in outcomes)
+    print(f"{len(drawn)} mutants: " + ", ".join(f"{count} {text}" for text, count in counts.items()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

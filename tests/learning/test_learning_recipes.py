@@ -62,12 +62,6 @@ def test_straight_through_gradients_fade_and_masks_stay(how):
     torch.testing.assert_close(layers[1].parametrizations.mask_logits.original.grad, grad * factor)
 
 
-def test_the_sum_over_masks_may_be_scaled():
-    x = torch.randn(3, 16)
-    plain, scaled = (Recipe(n_masks=4, scaled_sum=one).model().blocks[0].projection for one in (False, True))
-    torch.testing.assert_close(scaled(x), plain(x) / 2)
-
-
 @pytest.mark.parametrize("options", [{"layer": "glu"}, {"n_masks": 2, "top_k": 1}], ids=str)
 def test_initial_weights_may_be_scaled(options):
     plain, scaled = (Recipe(**options, **gains).model() for gains in ({}, {"weight_gain": 3.0, "down_gain": 0.5}))

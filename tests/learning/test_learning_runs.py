@@ -34,36 +34,6 @@ def test_a_run_stops_before_a_point_that_would_be_too_late(text, tmp_path, monke
     assert train.run(one, text, tmp_path, "cpu", limit=25, compiled=False)
 
 
-def test_a_long_run_leaves_checkpoints_in_case_that_it_is_killed(text, tmp_path, monkeypatch):
-    one = tiny_run(text, 20, n_masks=2)
-    assert train.run(one, text, tmp_path / "whole", "cpu", compiled=False)
-    monkeypatch.setattr(train, "SAVE_SECONDS", 0.0)
-    advance = training.Training.advance
-
-    def killed(run: training.Training, last: int) -> None:
-        if last == 15 and run.progress.step == 10:
-            raise KeyboardInterrupt
-        advance(run, last)
-
-    monkeypatch.setattr(training.Training, "advance", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train.run(one, text, tmp_path / "parts", "cpu", compiled=False)
-    monkeypatch.setattr(training.Training, "advance", advance)
-    assert torch.load(tmp_path / "parts" / f"{one.name}.pt")["progress"]["step"] == 10
-    assert train.run(one, text, tmp_path / "parts", "cpu", compiled=False)
-    assert rows_of(tmp_path / "whole", one) == rows_of(tmp_path / "parts", one)
-
-
-def test_a_result_that_is_killed_in_the_middle_is_not_there(tmp_path):
-    class Fatal:
-        def __str__(self) -> str:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_table([{"a": 1}, {"a": Fatal()}], {}, tmp_path, "result")
-    assert not (tmp_path / "result.csv").exists()
-
-
 def test_experiments_go_on_where_they_stopped(text, prepared, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(experiments.EXPERIMENTS, "layers", [tiny_run(text, 4, n_masks=n) for n in (1, 2)])
     trained: list[str] = []
@@ -95,13 +65,6 @@ def test_experiments_go_on_where_they_stopped(text, prepared, tmp_path, monkeypa
     monkeypatch.setattr("sys.argv", common)
     with pytest.raises(ValueError, match="the result is of the text another, not"):
         experiments.main()
-
-
-def test_a_scaled_conversion_has_a_teacher_that_is_scaled_too():
-    (one, *_) = [recipe for recipe in experiments.EXPERIMENTS["converted"] if recipe.start is not None]
-    half = experiments.scaled(one, 0.5)
-    assert half.teacher == replace(one.teacher, megabytes=one.teacher.megabytes / 2)
-    assert half.megabytes == one.megabytes / 2
 
 
 def test_processes_that_share_a_folder_leave_out_each_others_runs(text, prepared, tmp_path, monkeypatch, capsys):

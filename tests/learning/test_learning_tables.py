@@ -11,7 +11,7 @@ import pytest
 from benchmarks.learning import claims, cost, experiments, tables
 from benchmarks.learning.experiments import PAPER
 from benchmarks.learning.recipe import Recipe
-from benchmarks.records import read_table, write_table
+from benchmarks.records import write_table
 
 pytest_plugins = ["learning_fixtures"]
 
@@ -70,12 +70,6 @@ def test_a_table_compares_with_the_mean_of_swiglu(tmp_path):
     path.write_text(path.read_text().replace("abcd", "efgh"))
     with pytest.raises(ValueError, match="the results are of several texts: abcd, efgh"):
         tables.runs(tmp_path)
-
-
-def test_a_table_names_all_devices(tmp_path):
-    finished(tmp_path, Recipe("glu"), 0.73)
-    finished(tmp_path, Recipe("glu", seed=1), 0.74, device="another GPU")
-    assert tables.experiment(tmp_path, "layers").startswith("a GPU and another GPU, torch 2.13, commits 0123456;")
 
 
 def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
@@ -157,11 +151,6 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     assert claims.measure(replace(PAPER, n_masks=2), replace(PAPER, n_masks=1), found) is None
 
 
-def test_a_converted_model_is_compared_with_swiglu_that_read_as_much():
-    one = Recipe("mglu", n_masks=1, start="average", skip=60.0, megabytes=6.0, lr=3e-4)
-    assert tables.baseline(one) == Recipe("glu", megabytes=66.0)
-
-
 def test_answers_about_the_best_recipe(tmp_path):
     for seed in (0, 1):
         finished(tmp_path, replace(experiments.BEST[1], seed=seed), 0.700 + 0.001 * seed)
@@ -186,35 +175,6 @@ def test_answers_about_the_best_recipe(tmp_path):
     assert "| 16 masks, equal width | +0.001 (noise) | +0.001 (noise) |" in lines
     assert "| 1 mask, against SwiGLU with as many bytes |  | +0.400 |" in lines
     assert "| 1 mask, against scaled SwiGLU with as many bytes |  | -0.002 (noise) |" in lines
-
-
-def test_loss_and_costs_stand_beside_their_ratios_to_swiglu(tmp_path):
-    finished(tmp_path, Recipe("glu"), 0.73)
-    finished(tmp_path, experiments.BEST[1], 0.74, device="another GPU")
-    finished(tmp_path, replace(experiments.BEST[4], size="90M"), 0.74)  # without a SwiGLU to compare it with
-    steps = {Recipe("glu").name: 10.0, cost.layer_of(experiments.BEST[1]).name: 12.5}
-    facts = {"device": "a GPU", "commit": "9876543210"}
-    write_table([{"name": name, "ms": ms} for name, ms in steps.items()], facts, tmp_path, cost.NAME)
-    assert tables.choice(tmp_path).splitlines()[4:] == [
-        "| 25M | SwiGLU | +0.000 | 41.0 (1.00) | 10.0 (1.00) | 1.2 (1.00) |",
-        "| 25M | SwiMGLU, n_m = 1 | +0.040 | 41.0 (1.00) | 12.5 (1.25) | 1.2 (1.00) |",
-    ]
-
-
-def test_spikes_are_measured_within_a_part_of_a_run_and_rises_between_parts(tmp_path):
-    one = replace(PAPER, lr=1e-2)
-    finished(tmp_path, one, 0.9)
-    path = tmp_path / "learning" / f"{one.name}.csv"
-    facts, (row,) = read_table(path)
-    parts = [(9.0, 12.0), (4.0, 4.5), (4.25, 4.75), (3.0, 4.0), (3.5, 3.75)]
-    rows = [{**row, "train": mean, "worst": worst} for mean, worst in parts]
-    write_table(rows, facts, path.parent, path.stem)
-    assert claims.stability(tmp_path).splitlines()[-1] == "| 0.01 | SwiMGLU, n_m = 4 | 0.9000 | 1.00 | 0.50 | 1 |"
-    other = replace(one, seed=1)
-    write_table(
-        [{**row, "held_out": 0.7}, {**row, "held_out": 0.7}], facts | {"recipe.seed": "1"}, path.parent, other.name
-    )
-    assert claims.stability(tmp_path).splitlines()[-1] == "| 0.01 | SwiMGLU, n_m = 4 | 0.8000 | 1.00 | 0.50 | 2 |"
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.learning import schedule, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table
-from mglu_ops.nn import MGLU, NaiveMGLU
 
 pytest_plugins = ["learning_fixtures"]
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -224,13 +223,6 @@ def test_operations_are_those_that_torch_counts(options, text):
         run.recipe.flops_of_token - 6 * sizes.layers * sizes.context * sizes.hidden
     ) * run.windows.tokens_of_step
     assert counted == pytest.approx(expected, rel=0.02)  # the formula leaves out the router
-
-
-def test_layers_with_masks_are_found():
-    assert [type(layer) for layer in training.masked_layers(torch.nn.Sequential(MGLU(8, 8), NaiveMGLU(8, 8)))] == [
-        MGLU,
-        NaiveMGLU,
-    ]
 
 
 @pytest.mark.long

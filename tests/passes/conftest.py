@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from compiled_models import interpreted
+from torch._inductor import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mglu_ops
@@ -25,6 +28,12 @@ def _fake_tensors_in_the_main_thread() -> None:
     """Use them here first: without a GPU, torch 2.11 crashes in fake tensors once the first thread to use them ends."""
     with FakeTensorMode():
         pass
+
+
+@pytest.fixture
+def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Inductor run the graphs that its passes before autograd leave, instead of compiling them."""
+    monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=interpreted))
 
 
 @pytest.fixture

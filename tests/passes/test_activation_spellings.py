@@ -1,4 +1,4 @@
-"""Activations: written out by hand, refused because of their derivative at a kink, and named where they are unknown."""
+"""Activations: refused because of their derivative at a kink, and named where they are unknown."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budgets import BUDGET
-from families import family
 from graphs import Capture, assert_same, compare, results
-from kinds import KINDS, MAIN_KINDS, MODES, PAIRS, SAME, More, fuses_to_one, sum_of
-from layers import BY_HAND, tensors, with_activation
+from layers import tensors, with_activation
 from torch import Tensor
 
-
-@pytest.mark.parametrize(("name", "kind", "mode"), family(BY_HAND, MAIN_KINDS, MODES))
-def test_hand_written_activation(name: str, kind: str, mode: str) -> None:
-    """The value is a difference; `test_whole_layers` has masked values."""
-    activation, product = BY_HAND[name]
-
-    def term(x: Tensor, w: Tensor, m: Tensor, _: More) -> Tensor:
-        return product(*PAIRS["total - gate"](x, w, m, m))
-
-    fuses_to_one(sum_of(term), KINDS[kind], mode, activation=activation)
+SAME = 10 * BUDGET[torch.float64]
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -84,37 +73,6 @@ def test_relu_with_another_gradient_at_0_is_fused_only_in_inference(name: str) -
         capture = Capture(strict=True)
         assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
     assert [site.activation for site in capture.report.fused] == ["relu"]
-
-
-@pytest.mark.parametrize(
-    ("function", "named"),
-    [
-        (F.mish, "mish(g)"),
-        (lambda g: F.leaky_relu(g, 0.2), "leaky_relu[0.2](g)"),
-        (lambda g: F.leaky_relu(g, negative_slope=0.2) - F.leaky_relu(g, 0.3) + F.silu(g), "leaky_relu[0.2](g)"),
-        (lambda g: g.sin(), "reads a product with a masked weight by `sin`"),
-        (lambda g: F.silu(2 * g), "2 g"),
-    ],
-)
-def test_an_activation_that_the_operator_lacks_is_named(function: Callable[[Tensor], Tensor], named: str) -> None:
-    layer, given, capture = with_activation(function), tensors(1), Capture()
-    assert_same(results(capture.compile(layer), given), results(layer, given), SAME)
-    assert capture.report.fused == []
-    assert [named in reason for reason in capture.reasons] == [True]
-
-
-@pytest.mark.parametrize(("atoms", "named"), [(48, "the gate g goes through g inv("), (49, "reads a product")])
-def test_a_function_of_more_than_48_atoms_has_no_formula(atoms: int, named: str) -> None:
-    """The size of a formula doubles with each activation of this chain, so that a longer one would take all memory."""
-
-    def function(g: Tensor) -> Tensor:
-        rest = torch.tanh(g) if atoms == 48 else torch.tanh(torch.tanh(g))
-        return F.silu(F.silu(F.silu(F.silu(g)))) + rest
-
-    layer, given, capture = with_activation(function), tensors(1), Capture()
-    assert_same(results(capture.compile(layer), given), results(layer, given), SAME)
-    assert capture.report.fused == []
-    assert [named in reason for reason in capture.reasons] == [True]
 
 
 def test_constants_of_six_digits_are_enough_only_below_float64() -> None:

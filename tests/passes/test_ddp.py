@@ -14,6 +14,7 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
 from budgets import BUDGET, relative_error
+from exported import OfSource, parameter
 from graphs import Capture
 from spellings import term_of_products, term_of_weights
 from torch import Tensor, nn
@@ -115,9 +116,9 @@ def _report(
             result, report = torch.compile(ddp, backend=capture)(x), capture.report
         result.square().sum().backward()
     assert relative_error(result, expected) <= SAME
-    for (name, parameter), want in zip(model.named_parameters(), wanted, strict=True):
-        assert parameter.grad is not None
-        assert relative_error(parameter.grad, want) <= SAME, name
+    for (name, trained), want in zip(model.named_parameters(), wanted, strict=True):
+        assert trained.grad is not None
+        assert relative_error(trained.grad, want) <= SAME, name
     return report
 
 
@@ -161,21 +162,12 @@ def test_advice_of_the_report_lets_all_layers_fuse(monkeypatch: pytest.MonkeyPat
         assert [site.reason for site in report.missed] == ([SPLIT_BY_DDP] * 2 if optimise else [])
 
 
-class Checkpointed(nn.Module):
-    """A layer in the body of a higher-order operator, which is a separate graph, with a float mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
-        self.register_buffer("mask", (torch.randn(SIZE, SIZE) > 0).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(SPELLINGS["product"], x, self.weight, self.mask, use_reentrant=False)
-
-
 @pytest.mark.long
 def test_other_reasons_are_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = _report(monkeypatch, Model(Checkpointed(), Layer()), BYTES)
+    """The first layer is in the body of a higher-order operator, which is a separate graph, with a float mask."""
+    mask = (torch.randn(SIZE, SIZE) > 0).float()
+    checkpointed = OfSource("checkpoint(gated, x, w, m)", w=parameter(SIZE, SIZE), m=mask)
+    report = _report(monkeypatch, Model(checkpointed, Layer()), BYTES)
     reasons = [site.reason or "" for site in report.missed]
     assert len(reasons) == 2
     assert "make it bool" in reasons[0]
@@ -199,16 +191,10 @@ def test_layers_between_the_splits_are_fused(monkeypatch: pytest.MonkeyPatch) ->
     assert (len(report.fused), len(report.missed), report.graphs) == (2, 0, 2)
 
 
-class Tied(nn.Module):
+def tied() -> OfSource:
     """A weight that is read twice, scaled, and multiplied by an activation of its shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, SIZE) / SIZE**0.5)
-        self.linear = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * self.weight) @ self.weight.t() @ self.weight
+    weight = nn.Parameter(torch.randn(6, SIZE) / SIZE**0.5)
+    return OfSource("linear(x * w, v, b) @ w.t() @ w", w=weight, v=parameter(SIZE, SIZE), b=parameter(SIZE))
 
 
 @pytest.mark.long
@@ -216,7 +202,7 @@ class Tied(nn.Module):
     "make",
     [
         lambda: prune.random_unstructured(nn.Linear(SIZE, SIZE), "weight", 0.5),
-        Tied,
+        tied,
         lambda: nn.Linear(SIZE, SIZE),
     ],
     ids=["pruned", "tied", "linear"],

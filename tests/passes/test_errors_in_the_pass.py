@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lookalikes
 import pytest
 import torch
 import torch.nn.functional as F
 from graphs import Capture, assert_same, results
+from spellings import from_source
 from torch import Tensor
 from torch.fx import Node
 
@@ -19,17 +21,12 @@ from compile_passes.rules import Rule
 SAME = 1e-12
 
 
-def layer(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-    return sum(F.silu(F.linear(x, weight * m)) * F.linear(x, weight * ~m) for m in masks)
+layer = from_source("x, weight, masks", "sum(gated(x, weight, m, ~m) for m in masks)", {})
 
 
 def tensors() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    named = {name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
-    return named | {"masks": named["masks"] > 0}
-
-
-SHAPES = {"x": (5, 8), "weight": (6, 8), "masks": (2, 6, 8)}
+    named = lookalikes.tensors()
+    return {"x": named["x"], "weight": named["weight"], "masks": named["bits"][:2]}
 
 
 @pytest.fixture

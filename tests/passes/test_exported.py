@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.nn.functional as F
-from exported import Masked, export, operators, saved_and_loaded
+from exported import Masked, OfSource, export, operators, parameter, saved_and_loaded
 from torch import Tensor, nn
 
 from compile_passes.exported import fuse_exported, layers_of
@@ -16,9 +13,10 @@ from compile_passes.report import FusionReport
 from mglu_ops.nn import MGLU, NaiveMGLU
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("cls", [NaiveMGLU, MGLU])
-@pytest.mark.parametrize("learnable", [True, False], ids=["learned", "fixed"])
+@pytest.mark.parametrize(
+    ("cls", "learnable", "grad"),
+    [(NaiveMGLU, True, True), (NaiveMGLU, False, False), (MGLU, True, False), (MGLU, False, True)],
+)
 def test_masks_are_packed_and_logits_removed(cls: type, learnable: bool, grad: bool) -> None:
     torch.manual_seed(0)
     layer = cls(45, 24, n_masks=3, learnable_masks=learnable)
@@ -37,15 +35,6 @@ def test_masks_are_packed_and_logits_removed(cls: type, learnable: bool, grad: b
         expected = module(x)
         for result in (fused, again, fused.run_decompositions()):
             torch.testing.assert_close(result.module()(x), expected)
-
-
-def test_routed_layer() -> None:
-    torch.manual_seed(0)
-    module = NaiveMGLU(20, 8, n_masks=4, top_k=2)
-    fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)
-    assert operators(fused) == ["mglu.forward.default"]
-    x = torch.randn(9, 20)
-    torch.testing.assert_close(fused.module()(x), module(x))
 
 
 BINARY = {
@@ -135,57 +124,30 @@ def test_shared_masks_are_packed_once() -> None:
     torch.testing.assert_close(fused.module()(x), module(x))
 
 
-class Transposed(nn.Module):
-    """A layer with a weight `[in_features, out_features]`, which `tied` models use for a second product."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(20, 6))
-        self.mask_logits = nn.Parameter(torch.randn(20, 6))
-        self.tied = tied
-
-    def forward(self, x: Tensor) -> Tensor:
-        m = (self.mask_logits > 0).to(x.dtype)
-        y = F.silu(x @ (self.weight * m)) * (x @ (self.weight * (1 - m)))
-        return y @ self.weight.t() if self.tied else y
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_weight_is_stored_once(tied: bool) -> None:
-    module = Transposed(tied)
+    """The weight is `[in_features, out_features]`; a tied model uses it for a second product."""
+    source = "m = (l > 0).to(x.dtype); y = term(x @ (weight * m), x @ (weight * (1 - m))); "
+    module = OfSource(source + ("y @ weight.t()" if tied else "y"), weight=parameter(20, 6), l=parameter(20, 6))
     fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)
     assert set(fused.state_dict) == {"packed_masks", "weight" if tied else "fused_weight"}
     x = torch.randn(3, 20)
     torch.testing.assert_close(fused.module()(x), module(x))
 
 
-class Weighted(nn.Module):
-    """Terms with numbers, learned scalars or a bias around them, for which the rewrite adds operations of its own."""
-
-    def __init__(self, total: Callable[[list[Tensor], Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight, self.logits = nn.Parameter(torch.randn(6, 20)), nn.Parameter(torch.randn(3, 6, 20))
-        self.a, self.b = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(6))
-        self.total = total
-
-    def forward(self, x: Tensor) -> Tensor:
-        masks = (self.logits > 0).to(x.dtype)
-        terms = [F.silu(F.linear(x, self.weight * m)) * F.linear(x, self.weight * (1 - m)) for m in masks]
-        return self.total(terms, self.a, self.b)
-
-
-TOTALS: dict[str, Callable[[list[Tensor], Tensor, Tensor], Tensor]] = {
-    "mean": lambda terms, a, b: torch.stack(terms).mean(0),
-    "numbers": lambda terms, a, b: 0.3 * terms[0] + 0.7 * terms[1] - terms[2],
-    "scalars": lambda terms, a, b: sum(a[i] * term for i, term in enumerate(terms)),
-    "bias first": lambda terms, a, b: b + terms[0] + terms[1] + terms[2],
-}
-
-
-@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize(
+    "total",
+    [
+        "stack(terms).mean(0)",
+        "0.3 * terms[0] + 0.7 * terms[1] - terms[2]",
+        "sum(a[i] * term for i, term in enumerate(terms))",
+        "b + terms[0] + terms[1] + terms[2]",
+    ],
+)
 def test_operations_that_the_rewrite_adds_can_be_saved(total: str) -> None:
     """The verifier of exported programs accepts only ATen operators, and so does `torch.export.save`."""
-    module = Weighted(TOTALS[total])
+    source = f"terms = [gated(x, w, m) for m in (l > 0).to(x.dtype)]; {total}"
+    module = OfSource(source, w=parameter(6, 20), l=parameter(3, 6, 20), a=parameter(3), b=parameter(6))
     fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)
     assert operators(fused).count("mglu.forward.default") == 1
     x = torch.randn(3, 20)

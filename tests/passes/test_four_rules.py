@@ -5,16 +5,14 @@ Each gives eager's results and gradients, a missing gradient included, and leave
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo.config
 import torch.nn.functional as F
 from budgets import BUDGET, relative_error
+from families import family
 from graphs import Capture, results
-from spellings import gated, straight_through
+from spellings import from_source
 from torch import Tensor
 
 SAME = 10 * BUDGET[torch.float64]
@@ -32,242 +30,100 @@ def two(x: Tensor, y: Tensor, gate: Tensor, value: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate)) * F.linear(y, value)
 
 
-def masked(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    return two(x, x, w * m, w * ~m)
-
-
-PROGRAMS: dict[str, tuple[str | None, str | None, Callable[..., Any]]] = {}
-
-
-def program(inference: str | None, training: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a program with part of the reason why it is refused in inference and in training; None: it is fused."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        PROGRAMS[function.__name__] = (inference, training, function)
-        return function
-
-    return register
-
-
-def refused(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return program(reason, reason)
-
-
-fused = program(None, None)
-
-
-# --- Rule 1: a value is its callable, its bound arguments, and the versions of its inputs ----------------------------
-
-# The reason, or None where the layer is fused, and what x and the weight of gate and value are.
-OPERANDS: dict[str, tuple[str | None, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]]] = {
-    "a sum and a difference with a factor": (
-        "different inputs",
-        lambda x, y, w: (torch.add(x, y, alpha=2), torch.sub(x, y, alpha=2), w, w),
-    ),
-    "chunks and splits": ("different inputs", lambda x, y, w: (x.chunk(3)[2], x.split(3)[2], w, w)),
-    "two draws": ("different inputs", lambda x, y, w: (_draw(x), _draw(x), w, w)),
-    # For one row both give the same shape, but `repeat` counts repetitions.
-    "repeated and expanded rows": (
-        "different weights",
-        lambda x, y, w: (x, x, w[:1].expand(SIZE, SIZE), w[:1].repeat(SIZE, 1)),
-    ),
-    "equal calls in two spellings": (None, lambda x, y, w: (torch.clamp(x, min=0), x.clamp(0, None), w, w)),
-}
-
-
-def _draw(x: Tensor) -> Tensor:
+def draw(x: Tensor) -> Tensor:
     return torch._standard_gamma(x.abs())
 
 
-def _of_operands(operands: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
-    def function(x: Tensor, y: Tensor, w: Tensor, l: Tensor, m: Tensor) -> Tensor:
-        a, b, gate, value = operands(x, y, w)
-        return two(a, b, gate * m, value * ~m)
+# Ways in which a write between gate and value reaches what the value reads; `test_calls` has what each call writes to.
+WRITES = (
+    "x.add_(1)",
+    "x.__ipow__(2)",
+    "x[0] = 1",
+    "x.t()[1:3].mul_(3)",
+    "x.data.neg_()",
+    "torch.add(x, 1, out=x)",
+    "F.silu(x, inplace=True)",
+    "torch._foreach_add_([torch.ones(2), x], 1.0)",
+    "F.batch_norm(x.t().t(), x[0], x[1].abs(), training=True)",
+    "w[0] = 1",
+    "F.embedding(torch.arange(4), w, max_norm=0.1)",
+    "m.__iand__(~m)",
+    "m[0].fill_(True)",
+)
 
-    return function
-
-
-for _name, (_reason, _operands) in OPERANDS.items():
-    PROGRAMS[_name] = (_reason, _reason, _of_operands(_operands))
-
-
-@refused("two different masks")
-def choice_by_another_condition(x, y, w, l, m):
-    a, b = torch.where(m, l > 0, y > 0), m.where(l > 0, y > 0)
-    return two(x, x, w * a, w * ~b)
-
-
-@fused
-def one_draw(x, y, w, l, m):
-    return masked(_draw(x), w, m)
-
-
-# --- Rule 2: one functional view -------------------------------------------------------------------------------------
-
-
-@refused("nothing proves")
-def sigmoid_that_is_scaled_in_place(x, y, w, l, m):
-    p = torch.sigmoid(l.detach())
-    p.mul_(3.0)
-    return gated(x, w, p.round())
-
-
-@refused("nothing proves")
-def difference_that_is_scaled_in_place(x, y, w, l, m):
-    difference = (l > 0).to(l.dtype) - l
-    difference.mul_(2.0)
-    return gated(x, w, difference.detach() + l)
-
-
-@refused("writes in place")
-def mask_that_changes_after_it_was_read(x, y, w, l, m):
-    trained = m.to(l.dtype) + l - l.detach()
-    m.logical_not_()
-    return gated(x, w, trained)
-
-
-@program(None, "which backward needs")
-def weight_that_changes_after_the_layer(x, y, w, l, m):
-    result = masked(x, w, m)
-    with torch.no_grad():
-        w.div_(w.norm())
-    return result
-
-
-@refused("such as detach_")
-def result_that_is_detached_in_place_after_its_use(x, y, w, l, m):
-    """Tracing records only the last state of a tensor, in which this one has no gradient."""
-    result = masked(x, w, m)
-    later = result + 1
-    result.detach_()
-    return later
-
-
-@refused("does not know")
-def masked_weight_that_is_transposed_in_place_twice(x, y, w, l, m):
-    """Nothing is known of a tensor before such a call, even if a write to it is a function of its old value."""
-    gate = w.clone()
-    gate.mul_(m)
-    gate.t_()
-    gate.t_()
-    return two(x, x, gate, w * ~m)
-
-
-@fused
-def weight_that_changes_before_the_layer(x, y, w, l, m):
-    with torch.no_grad():
-        w.div_(w.norm())
-    return masked(x, w, m)
-
-
-@program(None, "which backward needs")
-def mask_that_changes_through_data(x, y, w, l, m):
-    """Autograd does not see the write, and eager's backward reads the new values."""
-    trained = straight_through(l)
-    result = gated(x, w, trained)
-    trained.data.mul_(0.5)
-    return result
+# Parts of the reasons why they are refused in inference and in training, or None where they are fused -> programs.
+PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
+    # Rule 1: a value is its callable, its bound arguments, and the versions of its inputs.
+    ("different inputs", "different inputs"): (
+        "two(torch.add(x, y, alpha=2), torch.sub(x, y, alpha=2), w * m, w * ~m)",
+        "two(x.chunk(3)[2], x.split(3)[2], w * m, w * ~m)",
+        "two(draw(x), draw(x), w * m, w * ~m)",
+        # Rule 2: `batch_norm` writes to its arguments 1 and 2, and its schema does not say so.
+        "x = x.detach(); g = linear(x[0], w * m); "
+        "torch.batch_norm(y, None, None, x[0], x[1].abs(), True, 0.1, 1e-5, False); silu(g) * linear(x[0], w * ~m)",
+        # `dropout` in evaluation returns an alias.
+        "x, w = x.detach().clone(), w.detach(); alias = dropout(x, 0.5, training=False); g = linear(x, w * m); "
+        "alias.mul_(2); silu(g) * linear(x, w * ~m)",
+    ),
+    # For one row both give the same shape, but `repeat` counts repetitions.
+    ("different weights", "different weights"): ("two(x, x, w[:1].expand(11, 11) * m, w[:1].repeat(11, 1) * ~m)",),
+    ("two different masks", "two different masks"): (
+        "a, b = where(m, l > 0, y > 0), m.where(l > 0, y > 0); gated(x, w, a, ~b)",
+    ),
+    (None, None): (
+        "two(torch.clamp(x, min=0), x.clamp(0, None), w * m, w * ~m)",
+        "x = draw(x); gated(x, w, m, ~m)",
+        # Rule 2: one functional view
+        "with torch.no_grad(): w.div_(w.norm()); gated(x, w, m, ~m)",
+        "with torch.no_grad(): w = w.clone(); gated(x, w, m, ~m)",
+        "a, b = torch.zeros(11).double(), torch.ones(11).double(); x = F.batch_norm(x, a, b, training=True); "
+        "(gated(x, w, m, ~m), a, b)",
+        "total = torch.zeros_like(x); total.add_(gated(x, w, m, ~m)); total.mul_(2); total + 1",
+        # In inference the soft mask is not needed, but its draw decides which numbers are drawn afterwards.
+        "s = l * torch.bernoulli(torch.full_like(l, 0.5)); m = (l > 0).double() + s - s.detach(); "
+        "(gated(x, w, m), torch.rand(3).double())",
+        # Rule 4: roles belong to a weight and a site.
+        LOGITS_GATED_BY_THEMSELVES := "(gated(x, w, l > 0, ~(l > 0)), (l * sigmoid(l)).mean())",
+    ),
+    ("nothing proves", "nothing proves"): (
+        "p = sigmoid(l.detach()); p.mul_(3.0); gated(x, w, p.round())",
+        "d = (l > 0).double() - l; d.mul_(2.0); gated(x, w, d.detach() + l)",
+    ),
+    ("writes in place", "writes in place"): (
+        *(
+            f"x, w = x.detach(), w.detach(); g = linear(x, w * m); {write}; silu(g) * linear(x, w * ~m)"
+            for write in WRITES
+        ),
+        "trained = m.double() + l - l.detach(); m.logical_not_(); gated(x, w, trained)",
+    ),
+    (None, "which backward needs"): (
+        "y = gated(x, w, m, ~m); with torch.no_grad(): w.div_(w.norm()); y",
+        # Autograd does not see the write, and eager's backward reads the new values.
+        "m = ste(l); y = gated(x, w, m); m.data.mul_(0.5); y",
+    ),
+    # Tracing records only the last state of a tensor, in which this one has no gradient.
+    ("such as detach_", "such as detach_"): ("y = gated(x, w, m, ~m); later = y + 1; y.detach_(); later",),
+    # Nothing is known of a tensor before such a call, even if a write to it is a function of its old value.
+    ("does not know", "does not know"): ("g = w.clone(); g.mul_(m); g.t_(); g.t_(); of_weights(x, g, w * ~m)",),
+    # Tracing records only the last shape of a tensor, so the pass does not know which shape the layer reads.
+    ("the shape of `x` is unknown, or a call such as t_", "the shape of `x` is unknown, or a call such as t_"): (
+        "x, w = x.detach().clone(), w.detach(); y = gated(x, w, m, ~m); x.transpose_(0, 1); (y, x)",
+        "x, w = x.detach().clone(), w.detach(); y = gated(x, w, m, ~m); x.unsqueeze_(0); (y, x)",
+    ),
+    # Rule 4: eager gives the logits a gradient of zeros, with which an optimizer decays them.
+    (None, "gradient of zeros"): ("gated(x, w, sigmoid(l).round())",),
+}
 
 
-@fused
-def statistics_of_another_tensor(x, y, w, l, m):
-    mean, variance = torch.zeros(SIZE, dtype=x.dtype), torch.ones(SIZE, dtype=x.dtype)
-    rows = F.batch_norm(x, mean, variance, training=True)
-    return masked(rows, w, m), mean, variance
+REASONS = {source: reasons for reasons, sources in PROGRAMS.items() for source in sources}
 
 
-@refused("different inputs")
-def statistics_that_are_x(x, y, w, l, m):
-    """`batch_norm` writes to its arguments 1 and 2, and its schema does not say so."""
-    x = x.detach()
-    gate = F.linear(x[0], w * m)
-    torch.batch_norm(y, None, None, x[0], x[1].abs(), True, 0.1, 1e-5, False)
-    return F.silu(gate) * F.linear(x[0], w * ~m)
-
-
-@refused("different inputs")
-def dropout_in_evaluation_is_an_alias(x, y, w, l, m):
-    x, w = x.detach().clone(), w.detach()
-    alias = F.dropout(x, 0.5, training=False)
-    gate = F.linear(x, w * m)
-    alias.mul_(2)
-    return F.silu(gate) * F.linear(x, w * ~m)
-
-
-@fused
-def sum_that_is_read_by_its_first_name(x, y, w, l, m):
-    total = torch.zeros_like(x)
-    total.add_(masked(x, w, m))
-    total.mul_(2)
-    return total + 1
-
-
-@fused
-def draw_that_the_operator_does_not_need(x, y, w, l, m):
-    """In inference the soft mask is not needed, but its draw decides which numbers are drawn afterwards."""
-    soft = l * torch.bernoulli(torch.full_like(l, 0.5))
-    hard = (l > 0).to(l.dtype)
-    mask = hard + soft - soft.detach()
-    return two(x, x, w * mask, w * (1 - mask)), torch.rand(3, dtype=torch.float64)
-
-
-# --- Rule 3: what a rule looks through is part of the site -----------------------------------------------------------
-
-
-def _hooked(x: Tensor, w: Tensor, l: Tensor, where: str) -> Tensor:
-    hard = (l > 0).to(l.dtype)
-    total = hard + l
-    m = total - l.detach()
-    gate_weight = w * m
-    hooked = {"mask": m, "sum": total, "weight": gate_weight}[where]
-    result = two(x, x, gate_weight, w * (1 - m))
-    hooked.register_hook(lambda grad: grad * 0.1)
-    return result
-
-
-@pytest.mark.parametrize("compiled_autograd", [False, True])
-@pytest.mark.parametrize("where", ["mask", "sum", "weight"])
-def test_a_gradient_hook_inside_of_a_layer_refuses_it(where: str, compiled_autograd: bool) -> None:
-    """The operator would give the hook another gradient, or none. A newer torch records every hook in the graph."""
-    named = {name: t for name, t in tensors(training=True).items() if name in ("x", "w", "l")}
-
-    def hooked(x: Tensor, w: Tensor, l: Tensor) -> Tensor:
-        return _hooked(x, w, l, where)
-
-    capture = Capture()
-    with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
-        found = results(capture.compile(hooked), named)
-    wanted = results(hooked, named)
-    for key in wanted:
-        _assert_equal(found[key], wanted[key], key)
-    assert capture.report.fused == []
-    assert capture.reasons
-
-
-# --- Rule 4: roles belong to a weight and a site ---------------------------------------------------------------------
-
-
-@fused
-def logits_that_are_also_gated_by_themselves(x, y, w, l, m):
-    return two(x, x, w * (l > 0), w * ~(l > 0)), (l * torch.sigmoid(l)).mean()
-
-
-@program(None, "gradient of zeros")
-def mask_with_a_gradient_of_zeros(x, y, w, l, m):
-    """Eager gives the logits a gradient of zeros, with which an optimizer decays them."""
-    return gated(x, w, torch.sigmoid(l).round())
-
-
-# --- The tests -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(name: str, training: bool) -> None:
-    *reasons, function = PROGRAMS[name]
-    reason = reasons[training]
+@pytest.mark.parametrize(("source", "training"), family(REASONS, [False, True], one_in=1))
+def test_program(source: str, training: bool) -> None:
+    reason = REASONS[source][training]
+    function = from_source("x, y, w, l, m", source, globals())
     given, compiled = tensors(training=training), tensors(training=training)
-    capture = Capture(assume_binary=name.startswith("logits"))
+    capture = Capture(assume_binary=source == LOGITS_GATED_BY_THEMSELVES)
     with torch.set_grad_enabled(training):
         torch.manual_seed(0)
         wanted = results(function, given)
@@ -288,21 +144,24 @@ def _assert_equal(found: Tensor | None, wanted: Tensor | None, what: str) -> Non
         assert same, f"{what}: other values"
 
 
-@pytest.mark.parametrize(("method", "dims"), [("transpose_", (0, 1)), ("unsqueeze_", (0,))])
-def test_an_input_whose_shape_changes_in_place_after_the_layer(method: str, dims: tuple[int, ...]) -> None:
-    """Tracing records only the last shape of a tensor, so the pass does not know which shape the layer reads."""
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+@pytest.mark.parametrize("hooked", ["m", "total", "g"])
+def test_a_gradient_hook_inside_of_a_layer_refuses_it(hooked: str, compiled_autograd: bool) -> None:
+    """Rule 3: what a rule looks through is part of the site.
 
-    def function(x: Tensor, w: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.clone()
-        result = masked(x, w, m)
-        getattr(x, method)(*dims)
-        return result, x
-
-    named = {name: tensor for name, tensor in tensors(training=False).items() if name in "xwm"}
-    capture = Capture()
-    for found, wanted in zip(capture.compile(function)(**named), function(**named), strict=True):
-        assert torch.equal(found, wanted)
-    assert ["the shape of `x` is unknown, or a call such as t_" in reason for reason in capture.reasons] == [True]
+    The operator would give the hook another gradient, or none. A newer torch records every hook in the graph.
+    """
+    named = {name: t for name, t in tensors(training=True).items() if name in ("x", "w", "l")}
+    layer = "total = (l > 0).double() + l; m = total - l.detach(); g = w * m; y = of_weights(x, g, w * (1 - m))"
+    hook = f"{hooked}.register_hook(lambda grad: grad * 0.1)"
+    function, capture = from_source("x, w, l", f"{layer}; {hook}; y", {}), Capture()
+    with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+        found = results(capture.compile(function), named)
+    wanted = results(function, named)
+    for key in wanted:
+        _assert_equal(found[key], wanted[key], key)
+    assert capture.report.fused == []
+    assert capture.reasons
 
 
 def test_a_fill_outside_of_a_layer_stays_unchanged() -> None:
@@ -327,14 +186,20 @@ def test_a_fill_outside_of_a_layer_stays_unchanged() -> None:
 
 def test_a_weight_that_is_filled_with_zeros_gives_zeros() -> None:
     """The pass evaluates `zeros.mul_(mask)` at both values of the mask."""
-
-    def function(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-        w.zero_()
-        gate, value = w.clone(), w.clone()
-        gate.mul_(m)
-        value.mul_(~m)
-        return two(x, x, gate, value)
-
+    source = "w = w * 2; w.zero_(); g, v = w.clone(), w.clone(); g.mul_(m); v.mul_(~m); of_weights(x, g, v)"
     named = tensors(training=False)
-    compiled = Capture().compile(lambda x, w, m: function(x, w * 2, m))
+    compiled = Capture().compile(from_source("x, w, m", source, {}))
     assert torch.equal(compiled(named["x"], named["w"], named["m"]), torch.zeros(SIZE, SIZE, dtype=torch.float64))
+
+
+def test_inputs_that_share_memory() -> None:
+    """One input of the program is a view of another."""
+    function = from_source("x, view, w, m", "g = linear(x, w * m); view.add_(1); silu(g) * linear(x, w * ~m)", {})
+
+    def named() -> dict[str, Tensor]:
+        given = tensors(training=False)
+        return {"x": given["x"], "view": given["x"][1:3], "w": given["w"], "m": given["m"]}
+
+    capture = Capture()
+    _assert_equal(capture.compile(function)(**named()), function(**named()), "result")
+    assert capture.report.fused == []

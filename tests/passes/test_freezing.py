@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config as inductor_config
 from budgets import relative_error
 from compiled_models import SAME, layer, run
-from torch import Tensor, nn
+from exported import OfSource, parameter
 
 import mglu_ops
 
@@ -87,20 +87,11 @@ def test_freezing_does_nothing_to_a_model_that_trains() -> None:
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_real_masks_are_proved_by_their_values_where_freezing_fixes_them(dtype: torch.dtype) -> None:
-    class Fixed(nn.Module):
-        def __init__(self, values: int) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(12, 16))
-            self.register_buffer("mask", torch.randint(0, values, (12, 16)).to(dtype))
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate, value = self.weight * self.mask, self.weight * (1 - self.mask)
-            return torch.nn.functional.silu(x @ gate.T) * (x @ value.T)
-
     x = torch.randn(3, 16)
     for values, frozen in ((2, True), (2, False), (4, True)):
         torch._dynamo.reset()
-        model = Fixed(values).eval()
+        mask = torch.randint(0, values, (12, 16)).to(dtype)
+        model = OfSource("gated(x, w, m)", w=parameter(12, 16), m=mask).eval()
         with mglu_ops.fusion() as report, inductor_config.patch(freezing=frozen), torch.no_grad():
             assert relative_error(torch.compile(model)(x), model(x)) <= SAME
         is_proved = values == 2 and frozen

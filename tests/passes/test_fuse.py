@@ -10,6 +10,7 @@ import torch
 import torch._inductor.config as inductor_config
 from budgets import relative_error
 from compiled_models import SAME, layer
+from exported import OfSource, parameter
 from families import family
 from graphs import assert_same, calls, known_of_shapes, results
 from torch import Tensor, nn
@@ -262,24 +263,16 @@ def test_fuse_an_exported_program(kind: str, dynamic: bool, training: bool) -> N
     assert [site.operator for site in report.fused] == ["forward_ste" if training else "forward"]
 
 
-class Filled(nn.Module):
-    """A layer that writes a number to parts of its weight; `torch.export` makes the number an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(12, 16))
-        self.register_buffer("mask", torch.rand(12, 16) > 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.weight.clone(), self.weight.clone()
-        gate[~self.mask], value[self.mask] = 0, 0
-        return torch.nn.functional.silu(x @ gate.T) * (x @ value.T)
-
-
 def test_numbers_that_export_makes_attributes_are_known() -> None:
-    x, report = torch.randn(3, 16), FusionReport()
+    """Writes of a number to parts of a weight: `torch.export` makes the number an attribute."""
+    source = "g, v = w.clone(), w.clone(); g[~m] = 0; v[m] = 0; term(x @ g.T, x @ v.T)"
+    x, report, module = (
+        torch.randn(3, 16),
+        FusionReport(),
+        OfSource(source, w=parameter(12, 16), m=torch.rand(12, 16) > 0.5),
+    )
     with torch.no_grad():
-        unfused = torch.export.export(Filled(), (x,)).module()
+        unfused = torch.export.export(module, (x,)).module()
         fused = mglu_ops.fuse(unfused, report=report, strict=True)
         assert relative_error(fused(x), unfused(x)) <= SAME
     assert len(report.fused) == 1

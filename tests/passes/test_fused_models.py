@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from budgets import BUDGET
 from graphs import Capture, assert_same, compare, masked_products, model_results
-from mglu_programs import Program, layer_tensors, program_tensors
-from spellings import gated, straight_through
+from lookalikes import layer_tensors
+from spellings import from_source, gated, straight_through
 from torch import Tensor, nn
-from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.scan import scan  # noqa: F401 (a source calls it)
 from torch.fx import Graph
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import flex_attention  # noqa: F401 (a source calls it)
 
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
@@ -59,53 +57,46 @@ def test_layers_of_one_graph(checkpoint: bool) -> None:
     assert [site.n_masks for site in capture.report.fused] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("trained", [False, True])
-def test_experts_whose_weights_are_one_tensor(shared: bool, trained: bool) -> None:
-    """Each expert is one slice of the weights, with its own slice of the masks or with the mask of all experts."""
+EXPERTS = "e = stack([w, w.flip(0), 2 * w]); sum(x[:, i, None] * {} for i in range(3))"
 
-    def experts(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-        weights = torch.stack([weight, weight.flip(0), 2 * weight])
-        m = straight_through(masks) if trained else masks
-        y = torch.zeros_like(x)
-        for i in range(3):
-            one = m[0] if shared else m[i]
-            y = y + x[:, i, None] * gated(x, weights[i], one, 1 - one if trained else ~one)
-        return y
+# The operators that they become, and refused layers -> graphs of x, w and logits l.
+GRAPHS: dict[str, tuple[str, ...]] = {
+    # Each expert is one slice of the weights, with its own slice of the masks or with the mask of all experts.
+    "forward_ste forward_ste forward_ste": (
+        EXPERTS.format("gated(x, e[i], ste(l)[i])"),
+        EXPERTS.format("gated(x, e[i], ste(l)[0])"),
+    ),
+    "forward forward forward": (EXPERTS.format("gated(x, e[i], (l > 0)[i], ~(l > 0)[i])"),),
+    # Each layer reads the result of the one before; the last also makes its mask from it.
+    "forward_ste forward_ste forward": (
+        "y = gated(x, w, ste(l[0])); y = gated(y, w, ste(l[1])); m = (y.t() @ y) > 0; gated(y, w, m, ~m)",
+    ),
+    # All three share a weight, which is also used outside of them.
+    "forward_ste forward_ste refused": (
+        "m = ste(l[1]); y = F.relu(linear(x, w * m)) * linear(x, w * (1 - m.detach())); "
+        "gated(x, w, ste(l[0])) + gated(x + 1, w, ste(l[2])) + linear(x, w) + 0 * y.detach()",
+    ),
+    # In or beside the body of an operator, in inference
+    "forward": (
+        "torch.utils.checkpoint.checkpoint(lambda x, w, l: gated(x, w, ste(l[0])), x, w, l, use_reentrant=True)",
+        "y = gated(x, w, ste(l[0]))[None, None]; flex_attention(y, y, y)",
+        "scan(lambda total, token: scanned(total, gated(token, w, ste(l[0]))), torch.zeros_like(w[0]), x)[1]",
+    ),
+}
 
+
+def scanned(total: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return total + y, y.clone()
+
+
+@pytest.mark.parametrize(("found", "source"), [(key, one) for key, sources in GRAPHS.items() for one in sources])
+def test_layers_of_one_graph_of_functions(found: str, source: str) -> None:
     def make() -> dict[str, Tensor]:
-        named = program_tensors(Program(kind="logits" if trained else "bool"))
-        return {key: named[key] for key in ("x", "weight", "masks")}
+        named = dict(zip("xwl", layer_tensors().values(), strict=True))
+        return {name: t.detach() for name, t in named.items()} if found == "forward" else named
 
-    assert len(compare(experts, make, SAME, strict=True).report.fused) == 3
-
-
-def test_layers_whose_inputs_are_results() -> None:
-    """Each layer reads the result of the one before; the last also makes its mask from it."""
-
-    def layers(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        y = gated(x, weight, straight_through(logits[0]))
-        y = gated(y, weight, straight_through(logits[1]))
-        m = (y.t() @ y) > 0
-        return F.silu(F.linear(y, weight * m)) * F.linear(y, weight * ~m)
-
-    capture = compare(layers, layer_tensors, SAME, strict=True)
-    assert [site.operator for site in capture.report.fused] == ["forward_ste", "forward_ste", "forward"]
-
-
-def test_shared_weight() -> None:
-    """Two layers share one weight, which is also used outside of them."""
-
-    def layers(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        first = gated(x, weight, straight_through(logits[0]))
-        second = F.relu(F.linear(x, weight * straight_through(logits[1]))) * F.linear(
-            x, weight * (1 - straight_through(logits[1]).detach())
-        )
-        return first + gated(x + 1, weight, straight_through(logits[2])) + F.linear(x, weight) + 0 * second.detach()
-
-    capture = compare(layers, layer_tensors, SAME)
-    assert [site.operator for site in capture.report.fused] == ["forward_ste", "forward_ste"]
-    assert len(capture.report.missed) == 1
+    report = compare(from_source("x, w, l", source, globals()), make, SAME).report
+    assert " ".join([*(site.operator for site in report.fused), *["refused"] * len(report.missed)]) == found
 
 
 # --- The report, and what is left of the graph -----------------------------------------------------------------------
@@ -139,29 +130,6 @@ def test_fusing_a_fused_graph_changes_nothing() -> None:
 
 def _layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
     return gated(x, weight, straight_through(logits[0]))
-
-
-def _checkpointed(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    return torch.utils.checkpoint.checkpoint(_layer, x, weight, logits, use_reentrant=True)
-
-
-def _scanned(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    def body(total: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        y = _layer(token, weight, logits)
-        return total + y, y.clone()
-
-    return scan(body, torch.zeros_like(weight[0]), x)[1]
-
-
-def _attended(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-    y = _layer(x, weight, logits)[None, None]
-    return flex_attention(y, y, y)
-
-
-@pytest.mark.parametrize("function", [_checkpointed, _scanned, _attended])
-def test_layer_in_or_beside_the_body_of_an_operator(function: Callable[..., Tensor]) -> None:
-    capture = compare(function, lambda: {name: t.detach() for name, t in layer_tensors().items()}, SAME)
-    assert [len(capture.report.fused), capture.reasons] == [1, []]
 
 
 def test_source_line_is_the_users_under_a_default_device() -> None:

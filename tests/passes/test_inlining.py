@@ -7,8 +7,8 @@ from operator import getitem
 
 import pytest
 import torch
-import torch.nn.functional as F
-from exported import Masked
+from exported import Masked, OfSource, parameter
+from spellings import from_source
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
@@ -25,16 +25,6 @@ def hard(logits: Tensor) -> Tensor:
     return (logits > 0).float()
 
 
-def under_no_grad(logits: Tensor) -> Tensor:
-    with torch.no_grad():
-        mask = (logits > 0).float()
-    return mask + logits - logits.detach()
-
-
-def decorated(logits: Tensor) -> Tensor:
-    return hard(logits) + logits - logits.detach()
-
-
 def two_bodies(logits: Tensor) -> Tensor:
     with torch.no_grad():
         mask = logits > 0
@@ -44,15 +34,13 @@ def two_bodies(logits: Tensor) -> Tensor:
     return mask + soft - soft.detach()
 
 
-def with_its_operand(logits: Tensor) -> Tensor:
-    """The body returns an operand, which keeps its gradient."""
-    with torch.no_grad():
-        mask = (logits > 0).float()
-        same = logits
-    return mask + same - same.detach()
-
-
-MASKS = {function.__name__: function for function in (under_no_grad, decorated, two_bodies, with_its_operand)}
+MASKS = {
+    "under no_grad": from_source("l", "with torch.no_grad(): m = (l > 0).float(); m + l - l.detach()", {}),
+    "decorated": lambda logits: hard(logits) + logits - logits.detach(),
+    "two bodies": two_bodies,
+    # The body returns an operand, which keeps its gradient.
+    "with its operand": from_source("l", "with torch.no_grad(): m, l = (l > 0).float(), l; m + l - l.detach()", {}),
+}
 
 
 def layer(kind: str) -> Masked:
@@ -186,22 +174,9 @@ def test_bodies_of_autocast_are_kept() -> None:
     assert torch.equal(fuse_exported(program).module()(x), module(x))
 
 
-class Halving(nn.Module):
-    """A module that writes to its parameter under `no_grad`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 20))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight[0].mul_(0.5)
-        return F.linear(x, self.weight)
-
-
 @pytest.mark.parametrize("trains", [False, True])
 def test_inlined_body_may_write_to_a_parameter(trains: bool) -> None:
-    module, x = Halving(), torch.randn(5, 20)
+    module, x = OfSource("with torch.no_grad(): w[0].mul_(0.5); linear(x, w)", w=parameter(6, 20)), torch.randn(5, 20)
     inlined = torch.export.export(copy.deepcopy(module), (x,)).module()
     inline_no_grad(inlined, trains=trains)
     assert not bodies_in(inlined)

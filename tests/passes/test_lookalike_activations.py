@@ -10,18 +10,33 @@ import torch
 import torch.nn.functional as F
 from families import sample
 from lookalikes import ALL, Layer, check
-from spellings import DOUBTFUL_FUNCTIONS, straight_through
+from spellings import straight_through
 from torch import Tensor
+
+# Functions with the values of relu but another derivative at 0, and functions that equal silu only if an argument of
+# one of their parts is ignored.
+DOUBTFUL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda g: g.clamp(min=0),
+    "clamp_min": lambda g: torch.clamp_min(g, 0),
+    "where(g > 0)": lambda g: torch.where(g > 0, g, 0),
+    "g * (g > 0)": lambda g: g * (g > 0),
+    "threshold": lambda g: F.threshold(g, 0, 0),
+    "clamp(0, 1)": lambda g: g.clamp(min=0, max=1),
+    "clamp - relu + silu": lambda g: g.clamp(min=0) - F.relu(g) + F.silu(g),
+    "slopes": lambda g: F.leaky_relu(g, 0.2) - F.leaky_relu(g, 0.01) + F.silu(g),
+    "gelus": lambda g: F.gelu(g, approximate="tanh") - F.gelu(g) + F.silu(g),
+    "floor": lambda g: torch.div(g, 1 + torch.exp(-g), rounding_mode="floor"),
+    "dropout of all": lambda g: F.dropout(g, p=1.0, training=True) + F.silu(g),
+    "detached factor": lambda g: g * torch.sigmoid(g).detach(),
+    "constant of an integer": lambda g: g * torch.full_like(g, 0.5, dtype=torch.int64) + F.silu(g),
+}
+
 
 # More functions with a kink, most of which have the values of relu. In torch their gradients at 0 are 0, 1/2 or 1.
 KINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp of a tensor": lambda g: torch.clamp(g, min=torch.zeros_like(g)),
-    "clamp_": lambda g: g.clone().clamp_(min=0),
-    "fmax": lambda g: torch.fmax(g, torch.zeros_like(g)),
-    "-minimum(-g)": lambda g: -torch.minimum(-g, torch.zeros_like(g)),
     "threshold at 1": lambda g: F.threshold(g, threshold=1.0, value=0.0),
     "hardtanh": lambda g: F.hardtanh(g, 0.0, float("inf")),
-    "leaky_relu of 0": lambda g: F.leaky_relu(g, 0.0),
     "masked_fill(g < 0)": lambda g: g.masked_fill(g < 0, 0),
     "g * heaviside(g)": lambda g: g * torch.heaviside(g.detach(), torch.tensor(0.5, dtype=g.dtype)),
     "g * (sign(g) + 1) / 2": lambda g: g * ((torch.sign(g) + 1) / 2),
@@ -29,32 +44,21 @@ KINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu(g) - relu(-g)": lambda g: F.relu(g) - F.relu(-g),
     "clamp - clamp of the opposite": lambda g: g.clamp(min=0) - (-g).clamp(min=0),
     "clamp - maximum + relu": lambda g: g.clamp_min(0) - torch.maximum(g, torch.zeros_like(g)) + F.relu(g),
-    "relu of clamp": lambda g: F.relu(g.clamp(min=0)),
-    "clamp of -0.0": lambda g: g.clamp(min=-0.0),
-    "relu(2 g) / 2": lambda g: F.relu(2 * g) / 2,
     "relu6": F.relu6,
     "clamp(max=0)": lambda g: g.clamp(max=0),
     "clamp(min=-1)": lambda g: g.clamp(min=-1),
-    "clamp by the lesser bound": lambda g: g.clamp(min=0, max=-1),
 }
 
 # More sums of functions that equal silu only if an argument of one of them is ignored.
 CANCELLING: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu": lambda g: F.elu(g, 1.0) - F.elu(g, alpha=0.5) + F.silu(g),
-    "softplus of beta": lambda g: F.softplus(g, 1) - F.softplus(g, beta=2) + F.silu(g),
     "hardtanh": lambda g: F.hardtanh(g) - F.hardtanh(g, max_val=2.0) + F.silu(g),
     "clamp": lambda g: g.clamp(min=0) - g.clamp(min=0, max=1) + F.silu(g),
-    "sub of alpha": lambda g: torch.sub(F.silu(g), g, alpha=2) + g,
-    "rsub of alpha": lambda g: torch.rsub(g, F.silu(g), alpha=3) + g,
     "round of decimals": lambda g: torch.round(g, decimals=1) - torch.round(g) + F.silu(g),
-    "div of rounding": lambda g: torch.div(g, 2, rounding_mode="trunc") - g / 2 + F.silu(g),
     "pow of a negative exponent": lambda g: F.silu(g) * (1 + g * g) ** -1 + g,
-    "pow of a half": lambda g: F.silu(g) * (1 + g * g) ** 0.5,
     "pow of NaN": lambda g: F.silu(g) * torch.nan_to_num(torch.sigmoid(g) ** float("nan")),
     "pow of a base": lambda g: torch.pow(2, g) - torch.pow(g, 2) + F.silu(g),
     "pow of 0": lambda g: F.silu(g) * g**0,
     "mean": lambda g: F.silu(g) - g.mean(-1, keepdim=True) + g.mean(0, keepdim=True),
-    "floor_divide": lambda g: (g.detach() // 2) - g / 2 + F.silu(g),
     "a detached difference": lambda g: F.silu(g) + (F.gelu(g) - F.silu(g)).detach(),
     "a number in a narrower dtype": lambda g: F.silu(g) * torch.full_like(g, 1.001, dtype=torch.bfloat16),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from compile_passes.memory import STORAGE, Memory, Modes
 
@@ -114,3 +114,16 @@ def test_only_an_attribute_has_the_storage_of_the_tensor_with_its_name() -> None
     assert memory.storages[pair] == (memory.storages[given] | memory.storages[saved]) - {"saved storage"}
     assert "saved storage" in memory.storages[saved]
     assert memory.given == memory.storages[attribute].union(memory.storages[given], memory.storages[saved])
+
+
+def test_attributes_without_examples_share_memory() -> None:
+    """Another pass may add attributes to a graph without examples; then only their tensors tell that they share it."""
+    root, graph = nn.Module(), Graph()
+    root.register_buffer("whole", torch.zeros(4))
+    root.register_buffer("part", root.get_buffer("whole")[:2])
+    whole, part = graph.get_attr("whole"), graph.get_attr("part")
+    graph.call_method("add_", (part, 1))
+    graph.output(graph.call_function(torch.neg, (whole,)))
+    copied = GraphModule(root, graph).graph
+    memory = Memory(copied)
+    assert [memory.is_written(node) for node in copied.find_nodes(op="get_attr")] == [True, True]

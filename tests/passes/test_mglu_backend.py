@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +14,7 @@ import torch
 import torch._inductor.config as inductor_config
 from compiled_models import Recorder, layer, real_mask, run, soft_mask
 from families import sample
+from processes import python
 from torch import nn
 from torch._inductor import compile_fx
 from torch.fx import Graph
@@ -55,6 +53,7 @@ def test_backend_is_strict_and_takes_inductor_options() -> None:
         run(layer(), backend="mglu", options={"no_such_option": 1})
 
 
+@pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("around", [mglu_ops.enable_fusion, mglu_ops.fusion])
 def test_backend_takes_the_options_around_it(around: Callable[..., Any]) -> None:
     def compile_around(model: nn.Module, **options: bool) -> FusionReport:
@@ -156,19 +155,8 @@ print(json.dumps({"fused": len(mglu_ops.fusion_report().fused), "error": error})
 
 
 def process(script: str, tmp_path: Path) -> dict[str, Any]:
-    file = tmp_path / "script.py"
-    file.write_text(START + script)
-    done = subprocess.run(
-        [sys.executable, str(file)],
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = python("-c", START + script, folder=tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.long

@@ -11,7 +11,6 @@ import torch
 from budgets import BUDGET, NAIVE_FACTOR, relative_error
 from families import family
 from graphs import Capture, assert_same, masked_products, model_results
-from spellings import gated, straight_through
 from torch import Tensor, nn
 
 from mglu_ops.activations import ACTIVATIONS
@@ -68,17 +67,6 @@ def test_naive_layer_in_inference_packs_its_masks(mode: Callable[[], Any], n_mas
     assert [site.operator for site in capture.report.fused] == ["forward"]
 
 
-def test_eval_and_train_compile_anew() -> None:
-    model, x = NaiveMGLU(16, 12), torch.randn(4, 16)
-    capture = Capture(strict=True)
-    compiled = capture.compile(model)
-    compiled(x)
-    with torch.no_grad():
-        compiled(x)
-    compiled(x)
-    assert [site.operator for site in capture.report.fused] == ["forward_ste", "forward"]
-
-
 def test_fixed_masks_are_not_packed_again() -> None:
     model = NaiveMGLU(16, 12, n_masks=3, learnable_masks=False)
     assert fused(model, torch.randn(4, 16), 4 * BUDGET[torch.float32]).calls == {"mglu.forward": 1}
@@ -99,26 +87,6 @@ def test_routed_layer(top_k: int, learned: bool) -> None:
 def test_shapes_of_x(shape: tuple[int, ...]) -> None:
     model = NaiveMGLU(16, 12, n_masks=2, dtype=torch.float64)
     assert fused(model, torch.randn(shape, dtype=torch.float64)).calls["mglu.forward_ste"] == 1
-
-
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_dynamic_tokens_fuse_in_one_graph(accumulated: bool) -> None:
-    model = NaiveMGLU(16, 12, n_masks=2, dtype=torch.float64)
-
-    def layer(x: Tensor) -> Tensor:
-        if not accumulated:
-            return model(x)
-        y = x.new_zeros(*x.shape[:-1], 12)
-        for logits in model.mask_logits:
-            y += gated(x, model.weight, straight_through(logits))
-        return y
-
-    capture = Capture(strict=True)
-    compiled = capture.compile(layer, dynamic=True)
-    for tokens in (7, 2, 33):
-        x = torch.randn(3, tokens, 16, dtype=torch.float64)
-        assert relative_error(compiled(x), layer(x)) <= SAME
-    assert len(capture.report.fused) == capture.report.graphs == 1
 
 
 @pytest.mark.parametrize("where", ["ambient", "inside"])

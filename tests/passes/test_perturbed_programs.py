@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import perturbed_programs
 import pytest
 import torch
 from families import sample as quick_sample
-from perturbations import PERTURBATIONS
 from perturbed_programs import (
     FAMILIES,
     indices,
@@ -28,8 +26,9 @@ from perturbed_programs import (
     through_inductor,
     through_the_pass,
 )
+from processes import python
 from right_programs import Program, draw
-from source_programs import Both, difference, outcomes, shortened
+from source_programs import Both, difference, outcomes
 
 PROGRAMS = 300
 RUNNER = Path(__file__).with_name("run_perturbed_programs.py")
@@ -81,20 +80,6 @@ def test_every_perturbation_at_every_position() -> None:
     assert all(program(seed, index).source != draw(seed).source for index in some)
 
 
-@pytest.mark.long
-def test_every_perturbation_fits_somewhere() -> None:
-    """Each perturbation has a place in one of a few programs, and its source can be compiled."""
-    missing = set(range(len(PERTURBATIONS)))
-    for seed in range(100):
-        for number in sorted(missing):
-            try:
-                program(seed, number).function()
-            except IndexError:
-                continue
-            missing.remove(number)
-    assert not missing, [str(PERTURBATIONS[number]) for number in missing]
-
-
 PLAIN = Program(
     seed=0,
     statements=(
@@ -133,8 +118,8 @@ def test_a_difference_is_seen(name: str, changed: Callable[[Any], Any], message:
     assert (difference(found, wanted) or "").startswith(message)
 
 
-def test_a_failure_is_seen_and_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that the pass breaks is a failure; the shortened program keeps only what the layer needs."""
+def test_a_failure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that the pass breaks is a failure."""
 
     def broken(self: Both, gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         function = whole(self, gm, example_inputs)
@@ -142,12 +127,8 @@ def test_a_failure_is_seen_and_shortened(monkeypatch: pytest.MonkeyPatch) -> Non
 
     whole = Both.__call__
     monkeypatch.setattr(Both, "__call__", broken)
-    longer = replace(PLAIN, statements=(*PLAIN.statements, "e = x.sum()", "y = y + e"), extra=("e",), shared="x")
     with pytest.raises(AssertionError, match="result 0: relative error"):
-        through_the_pass(longer)
-    short = shortened(longer, through_the_pass)
-    assert len(short.statements) <= len(PLAIN.statements)
-    assert (short.trained, short.extra, short.shared) == ((), (), "")
+        through_the_pass(PLAIN)
 
 
 def test_what_cannot_be_compared_is_skipped() -> None:
@@ -166,15 +147,9 @@ def test_program_through_inductor() -> None:
 
 
 @pytest.mark.long
-def test_the_script_prints_one_program_or_counts_many() -> None:
+def test_the_script_counts_programs_by_family() -> None:
     number = next(n for n in itertools.count() if through_the_pass(program(*sample(n))) == "fused")
     seed, index = sample(number)
-    counts = "1 programs: 1 fused, 0 refused, 0 silent, 0 skipped, 0 failed"
-    for options, words in (
-        (f"--seed {seed} --index {index}", f"{program(seed, index).source}\nfused"),
-        (f"--programs 1 --start {number}", counts),
-    ):
-        command = [sys.executable, str(RUNNER), *options.split()]
-        result = subprocess.run(command, cwd=RUNNER.parents[2], capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr
-        assert words in result.stdout
+    for options in (f"--seed {seed} --index {index}", f"--programs 1 --start {number}"):
+        found = python(RUNNER, *options.split())
+        assert re.search(r"all +1 fused, +0 refused, +0 silent, +0 skipped, +0 failed", found)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_passes.evaluate import Evaluation
-from compile_passes.formulas import CLAMP, MAXIMUM, VARIABLE, Formula, apply, multiply, number, scaled
+from compile_passes.formulas import VARIABLE, Formula, apply, multiply, number, scaled
 from compile_passes.proof import Layer, check
 from compile_passes.sites import Refusal, Site
 from compile_passes.values import Binary, Carrier, Mask, MaskWeight, Product, Projection, Term
@@ -103,17 +103,10 @@ UNPROVED = "is a float32 tensor that nothing proves to be binary"
 @pytest.mark.parametrize(
     ("terms", "reason"),
     [
-        ([term()] * 17, "the sum has 17 masks; the operator takes at most 16"),
         ([changed("gate", problem="a problem")], "^a problem$"),
         ([changed("value", weight=Product(IN_VIEW[X], IN_VIEW[X], IN_VIEW[X]))], "write the second as 1 - mask"),
-        ([changed("value", x=OTHER_X)], "different inputs, `x` and `other_x`$"),
         ([term(), changed("gate", x=HALF_X)], "different inputs, `x` and `half_x`$"),
-        ([changed("gate", weight=OTHER_WEIGHT)], "mask different weights, `other_weight` and `weight`$"),
-        ([changed("value", transposed=True)], "different orientations"),
         # Masks
-        ([term(gate=None)], "the gate is not masked"),
-        ([term(value=None)], "the value is not masked"),
-        ([term(value=Binary(replace(BITS_MASK, key="n"), (1, 0)))], "use two different masks; the value's must"),
         ([term(gate=(0, 1), value=(0, 1))], r"the gate multiplies the weight by \(0, 1\) and the value by \(0, 1\);"),
         ([term(gate=(1, 0), value=(1, 0))], "not complementary"),
         ([term(gate=(0, 1), value=(2, 1))], "not complementary"),
@@ -132,8 +125,6 @@ UNPROVED = "is a float32 tensor that nothing proves to be binary"
         ([term(formula=apply("exp", VARIABLE)), term()], r"goes through exp\(g\), which is none"),
         ([term(formula=multiply(VARIABLE, number("a")))], "through `a` g, with a number whose value is unknown"),
         # Mask weights and numbers
-        ([term(weight=MaskWeight(IN_VIEW[COLUMN])), term()], "some terms of the sum have mask weights and some do not"),
-        ([term(formula=silu(k), weight=MaskWeight(IN_VIEW[COLUMN])) for k in (1, 2)], "by numbers that differ"),
         ([term(formula=silu(k)) for k in (1, 1e300)], "multiplied by 1e[+]300, which torch.float32 cannot hold"),
         ([term(formula=silu(k)) for k in (1, 1e-50)], "multiplied by 1e-50, which torch.float32 cannot hold"),
     ],
@@ -146,17 +137,12 @@ def test_refusal(terms: list[Term], reason: str) -> None:
 @pytest.mark.parametrize(
     ("terms", "reason"),
     [
-        ([term(TRAINED, slope=1), term()], "some masks carry a gradient and some do not"),
         ([term(TRAINED, value=Binary(TRAINED, (1, 0)), slope=1)], "does not pass straight through"),
         ([term(TRAINED, gate=Binary(TRAINED), slope=1)], "does not pass straight through"),
         ([term(TRAINED, gate=(1, 0), value=(0, 1), slope=1)], "does not pass straight through"),
         ([term(TRAINED, slope=2)], "does not pass straight through"),
         ([term(TRAINED, value=Binary(BITS_MASK, (1, 0), (-1, -1)), slope=1)], "through different tensors"),
         ([term(TRAINED, gate=Binary(BITS_MASK, (0, 1), (1, 1)), slope=1)], "through different tensors"),
-        ([term(gate=Binary(BITS_MASK, zero_gradient=True))], "a gradient of zeros"),
-        ([term(), term(value=Binary(BITS_MASK, (1, 0), zero_gradient=True))], "a gradient of zeros"),
-        ([term(formula=apply(CLAMP, VARIABLE))], r"written as clamp\(min=0\), whose gradient where the gate is 0 is 1"),
-        ([term(formula=apply(MAXIMUM, VARIABLE))], r"written as maximum\(g, 0\), whose gradient .* is 1/2,"),
     ],
 )
 def test_refusal_in_training(terms: list[Term], reason: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -13,7 +12,9 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from exported import OfSource, parameter
 from graphs import Capture
+from processes import run
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
@@ -99,12 +100,8 @@ def test_report_prints_a_table_and_notes() -> None:
 
 
 def test_a_near_miss_shows_no_masks_and_no_activation() -> None:
-    class Softsign(NaiveMGLU):
-        def forward(self, x: Tensor) -> Tensor:
-            mask = self.mask_logits[0] > 0
-            return F.softsign(F.linear(x, self.weight * mask)) * F.linear(x, self.weight * ~mask)
-
-    report = report_of(Softsign(8, 8))
+    source = "m = l > 0; F.softsign(linear(x, w * m)) * linear(x, w * ~m)"
+    report = report_of(OfSource(source, w=parameter(8, 8), l=parameter(8, 8)))
     assert ": float32, not fused: one x is multiplied" in str(report.missed[0])
     assert "  float32  not fused [1]" in str(report)
     assert " 0 " not in str(report).splitlines()[3]
@@ -261,13 +258,7 @@ def test_pass_logs_each_layer(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.long
 def test_torch_logs_shows_the_log(file: Path) -> None:
     program = f"import sys; from mglu_ops.__main__ import main; sys.exit(main(['report', {str(file)!r} + ':missed']))"
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"TORCH_LOGS": "+compile_passes.fusion", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = run([sys.executable, "-c", program], TORCH_LOGS="+compile_passes.fusion")
     assert result.returncode == 1, result.stderr
     assert "fused to mglu::forward" in result.stderr
     assert "not fused: mask" in result.stderr

@@ -61,7 +61,7 @@ PROGRAMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Tensor], Any]] = {
     ("pointwise", "sign"): lambda x, weight, logits: gated(x, weight, F.relu(torch.sign(hard(logits[0]) - 0.5))),
     ("slice_of_a_stack", "rearranged"): lambda x, weight, logits: gated(x, weight, (logits > 0)[0], ~(logits > 0)[0]),
     ("difference_of_projections", "function_of_two"): _sum_with_itself,
-    ("function_of_two", "gated_product"): LAYERS["g * sigmoid(g)"][2],
+    ("function_of_two", "gated_product"): LAYERS["g * g.sigmoid() * v"][2],
 }
 """For each pair of `PRECEDENCE` a program in which both rules know different values of one node."""
 

@@ -1,4 +1,4 @@
-"""Parts of `spellings` in programs of their own, mask weights, and masks and results with other uses."""
+"""Mask weights, masks and results with other uses, and which tensors require a gradient."""
 
 from __future__ import annotations
 
@@ -9,48 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budgets import BUDGET, relative_error
-from families import sample
 from graphs import Capture, assert_same, masked_products, results
-from mglu_programs import Program, StackProgram, layer_tensors
-from random_programs import Case, run_case
-from spellings import (
-    HAND_WRITTEN,
-    MASKS,
-    SCALES,
-    STACK_PRODUCTS,
-    STACK_PROJECTIONS,
-    WEIGHTS,
-    gated,
-    straight_through,
-)
+from lookalikes import layer_tensors
+from spellings import gated, straight_through
 from torch import Tensor
 
 # The fused and the unfused layer each have rounding errors within the budget of their dtype.
 SAME = 10 * BUDGET[torch.float64]
-
-# Every part that the tests of single spellings do not try with each kind of mask.
-PROGRAMS = [
-    Program(value_first=True),
-    Program(swapped=True),
-    Program(mask="slice", complement="m == 0", swapped=True, kind="bool"),
-    *(Program(weight=name) for name in WEIGHTS),
-    *(Program(hand_written=name) for name in HAND_WRITTEN),
-    *(Program(scale=name) for name in SCALES),
-    *(Program(mask=name, complement="1 - m", kind="float") for name in MASKS["float"]),
-    *(StackProgram(product=name) for name in STACK_PRODUCTS),
-    *(StackProgram(projection=name) for name in STACK_PROJECTIONS),
-]
-
-
-def spelling_name(program: Program | StackProgram) -> str:
-    """The parts that differ from the default program."""
-    default = type(program)()
-    return ", ".join(str(v) for k, v in vars(program).items() if v != getattr(default, k)) or "default"
-
-
-@pytest.mark.parametrize("program", sample(dict.fromkeys(PROGRAMS), every=2), ids=spelling_name)
-def test_spelling(program: Program | StackProgram) -> None:
-    assert run_case(Case(program, n_masks=2, with_gradient=("x", "weight", "masks"))) == "fused"
 
 
 def fused(layer: Callable[..., Any], make: Callable[[], dict[str, Tensor]] = layer_tensors) -> Capture:
@@ -159,21 +124,3 @@ def test_what_requires_a_gradient(trained: tuple[str, ...]) -> None:
 
     operator = "forward_ste" if "logits" in trained else "forward"
     assert [site.operator for site in fused(layer, named).report.fused] == [operator]
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("project", [F.linear, torch.matmul])
-def test_assume_binary_fuses_real_masks(project: Callable[[Tensor, Tensor], Tensor], swapped: bool) -> None:
-    def layer(x: Tensor, weight: Tensor, m: Tensor) -> Tensor:
-        gate, value = project(x, weight * m), project(x, (1 - m) * weight)
-        return F.silu(value) * gate if swapped else F.silu(gate) * value
-
-    named = layer_tensors(m=(torch.rand(8, 8, dtype=torch.float64) > 0.5).double())
-    del named["logits"]
-    capture = Capture(strict=True, assume_binary=True)
-    compiled = capture.compile(layer)
-    assert_same(results(compiled, named), results(layer, named), SAME)
-    assert capture.calls["mglu.forward"] == 1
-    named["m"][0, 0] = 2
-    with pytest.raises(ValueError, match="must be binary"):
-        compiled(**named)

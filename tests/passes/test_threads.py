@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -29,22 +30,9 @@ THREADS = 4
 
 
 def in_threads(work: Callable[[int], Any], count: int = THREADS) -> None:
-    """Call `work(0)`, `work(1)`, ... at once, each in a thread of its own, and raise the first error of one."""
-    errors: list[BaseException] = []
-
-    def guarded(i: int) -> None:
-        try:
-            work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    """Call `work(0)`, `work(1)`, ... in threads, and raise the first error of one."""
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
 
 
 def in_a_thread(work: Callable[[], Any]) -> None:

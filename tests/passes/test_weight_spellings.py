@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import lookalikes
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET
+from exported import OfSource, parameter
 from families import family
-from graphs import Capture, assert_same, compare, masked_products, model_results, results
+from graphs import Capture, assert_same, masked_products, model_results, results
 from kinds import (
     KINDS,
     MAIN_KINDS,
@@ -30,27 +29,21 @@ from kinds import (
     sum_of,
     tensors,
 )
-from spellings import gated, straight_through, term_of_products, term_of_total, term_of_weights
+from spellings import term_of_weights
 from torch import Tensor, nn
 
 EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
     "q * scale[:, None]": lambda w, more: w * more["scale"][:, None],
-    "scale.unsqueeze(1) * q": lambda w, more: more["scale"].unsqueeze(1) * w,
     "int8 * scale": lambda w, more: more["q"].to(more["scale"].dtype) * more["scale"][:, None],
     "B @ A": lambda w, more: more["left"] @ more["right"],
     "W + B @ A": lambda w, more: w + more["left"] @ more["right"],
     "W + 0.5 * B @ A": lambda w, more: w + 0.5 * (more["left"] @ more["right"]),
     "W * delta": lambda w, more: w * more["delta"],
-    "W + delta": lambda w, more: w + more["delta"],
     "normalize": lambda w, more: F.normalize(w),
-    "normalize by keywords": lambda w, more: F.normalize(input=w, p=2.0, dim=1),
     "W / norm": lambda w, more: w / w.norm(dim=1, keepdim=True),
-    "abs": lambda w, more: w.abs(),
     "tanh": lambda w, more: torch.tanh(w),
     "softmax": lambda w, more: w.softmax(dim=-1),
-    "2 * W": lambda w, more: 2 * w,
     "to float64": lambda w, more: more["narrow"].to(torch.float64),
-    "to the dtype of x": lambda w, more: more["narrow"].to(more["scale"].dtype),
     "clone": lambda w, more: w.clone(),
     "view of a flat parameter": lambda w, more: more["flat"].view(D, H),
     "slice of a larger parameter": lambda w, more: torch.cat([w, more["delta"]])[:D],
@@ -169,110 +162,24 @@ def test_weight_stored_the_other_way(spelling: str, square: bool) -> None:
     assert masked_products(capture.calls) == 0
 
 
-# How a module reads its masks.
-BUFFERS: dict[str, Callable[[Any], Any]] = {
-    "tensors of their own": lambda model: [model.mask0, model.mask1, model.mask2],
-    "iterated": lambda model: model.stacked,
-    "unbind": lambda model: model.stacked.unbind(),
-    "index": lambda model: [model.stacked[i] for i in range(3)],
-}
-
-
-class Buffers(nn.Module):
-    """Fixed masks in buffers."""
-
-    def __init__(self, masks: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.masks = masks
-        self.weight = nn.Parameter(torch.randn(12, 16, dtype=torch.float64))
-        self.register_buffer("stacked", torch.rand(3, 12, 16) > 0.5)
-        for i in range(3):
-            self.register_buffer(f"mask{i}", self.stacked[i].clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(gated(x, self.weight, m, ~m) for m in self.masks(self))
-
-
-class LogitList(nn.Module):
-    """Logits in a ParameterList, with one parameter per mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(12, 16, dtype=torch.float64))
-        self.logits = nn.ParameterList(torch.randn(12, 16, dtype=torch.float64) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(gated(x, self.weight, straight_through(logits)) for logits in self.logits)
-
-
 def _compiled(model: nn.Module) -> Counter[str]:
     """Check results and gradients of a model, and return how often its graph calls each operation."""
-    x, capture = torch.randn(4, 16, dtype=torch.float64), Capture(strict=True)
+    model, x, capture = model.double(), torch.randn(4, 16, dtype=torch.float64), Capture(strict=True)
     assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
     return capture.calls
 
 
-@pytest.mark.parametrize("way", BUFFERS)
-def test_mask_buffers(way: str) -> None:
+@pytest.mark.parametrize("masks", ["(m0, m1, m2)", "m", "m.unbind()", "[m[i] for i in range(3)]"])
+def test_mask_buffers(masks: str) -> None:
     """Slices of one tensor are packed together; separate masks are stacked first."""
-    stacks = {"stack": 1} if way == "tensors of their own" else {}
-    assert _compiled(Buffers(BUFFERS[way])) == {"mglu.pack_masks": 1, "mglu.forward": 1} | stacks
+    bits = torch.rand(3, 12, 16) > 0.5
+    named = {f"m{i}": one.clone() for i, one in enumerate(bits)} if "m0" in masks else {"m": bits}
+    model = OfSource(f"sum(gated(x, w, one, ~one) for one in {masks})", w=parameter(12, 16), **named)
+    stacks = {"stack": 1} if "m0" in masks else {}
+    assert _compiled(model) == {"mglu.pack_masks": 1, "mglu.forward": 1} | stacks
 
 
 def test_one_parameter_per_mask() -> None:
-    calls = _compiled(LogitList())
+    logits = {f"l{i}": parameter(12, 16) for i in range(3)}
+    calls = _compiled(OfSource("sum(gated(x, w, ste(l)) for l in (l0, l1, l2))", w=parameter(12, 16), **logits))
     assert [calls["mglu.forward_ste"], masked_products(calls)] == [1, 0]
-
-
-# --- Products with one argument changed ------------------------------------------------------------------------------
-
-Program = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
-"""A function of x, the weight, a stack of three bool masks and another matrix."""
-
-
-def _copied_without_a_gradient(w: Tensor) -> Tensor:
-    with torch.no_grad():
-        return w.clone()
-
-
-def _total_of_columns(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    return term_of_total(x @ w, x @ (w * m))
-
-
-STILL_ONE_WEIGHT: dict[str, Program] = {
-    "a masked weight in float32": lambda x, w, m, o: term_of_weights(
-        x.float(), (w * m[0]).float(), (w * ~m[0]).float()
-    ),
-    "a transpose in float32": lambda x, w, m, o: _total_of_columns(x.float(), w.t().float(), m[0]),
-    "a copy without a gradient": lambda x, w, m, o: _masked(x, _copied_without_a_gradient(w), m[0]),
-    "mH and H": lambda x, w, m, o: term_of_products(x @ (w * m[0]).mH, x @ (w * ~m[0]).H),
-    "copies of gate and value": lambda x, w, m, o: term_of_products(
-        F.linear(x, w * m[0]).clone(), F.linear(x, w * ~m[0]).contiguous()
-    ),
-    "the sum of gate and value, less the gate": lambda x, w, m, o: term_of_total(
-        F.linear(x, w * m[0]) + F.linear(x, w * ~m[0]), F.linear(x, w * m[0])
-    ),
-    "masked twice": lambda x, w, m, o: term_of_weights(x, (w * m[0]) * m[0], w * ~m[0]),
-    "a difference of transposes": lambda x, w, m, o: term_of_products(x @ (w * m[0]).t(), x @ (w.t() - (w * m[0]).t())),
-    "a transpose less a masked transpose": lambda x, w, m, o: term_of_products(
-        x @ (w.t() * m[0]), x @ (w.t() - w.t() * m[0])
-    ),
-    "a bias of zeros": lambda x, w, m, o: term_of_products(
-        F.linear(x, w * m[0], o.new_zeros(D)), F.linear(x, w * ~m[0], torch.zeros_like(o[0]))
-    ),
-    "twice a bias of zeros": lambda x, w, m, o: term_of_products(
-        torch.addmm(o.new_zeros(D), x, (w * m[0]).t(), beta=2), F.linear(x, w * ~m[0])
-    ),
-}
-
-
-def _masked(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    return term_of_weights(x, w * m, w * ~m)
-
-
-@pytest.mark.parametrize("name", STILL_ONE_WEIGHT)
-def test_products_that_are_of_one_weight(name: str) -> None:
-    layer = lookalikes.by_name(lambda x, w, logits, bits, other: STILL_ONE_WEIGHT[name](x, w, bits, other))
-    budget = 10 * BUDGET[torch.float32 if "float32" in name else torch.float64]
-    capture = compare(layer, lambda: lookalikes.tensors(("x", "weight")), budget)
-    assert [len(capture.report.fused), capture.reasons] == [1, []]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from spellings import from_source
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -27,6 +29,31 @@ def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
     torch.export.save(program, file)
     file.seek(0)
     return torch.export.load(file)
+
+
+class OfSource(nn.Module):
+    """A module that returns an expression of x and of its tensors, which are parameters or buffers."""
+
+    def __init__(self, source: str, names: dict[str, Any] | None = None, **tensors: Tensor) -> None:
+        super().__init__()
+        self.source = source
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self.names = list(tensors)
+        self.function = from_source(", ".join(["x", *tensors]), source, names or {})
+
+    def extra_repr(self) -> str:
+        return self.source
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *(getattr(self, name) for name in self.names))
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
 
 
 class Masked(nn.Module):

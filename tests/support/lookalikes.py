@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from budgets import BUDGET
 from graphs import Capture, assert_says_why, compare
+from spellings import from_source
 from torch import Tensor
 
 SAME = 10 * BUDGET[torch.float64]
@@ -40,6 +41,12 @@ def tensors(trained: tuple[str, ...] = ()) -> dict[str, Tensor]:
     return {name: t.requires_grad_(name in trained) if name != "bits" else t for name, t in named.items()}
 
 
+def layer_tensors(**more: Tensor) -> dict[str, Tensor]:
+    """The tensors x, weight and logits, which require a gradient, and more."""
+    named = tensors(("x", "weight", "logits"))
+    return {name: named[name] for name in ("x", "weight", "logits")} | more
+
+
 def by_name(program: Layer) -> Layer:
     """The program as a function whose arguments have the names of the tensors."""
 
@@ -47,6 +54,11 @@ def by_name(program: Layer) -> Layer:
         return program(x, weight, logits, bits, other)
 
     return layer
+
+
+def layer_of(source: str, names: dict[str, Any]) -> Layer:
+    """The layer that returns an expression of x, w, l, b and o: the weight, logits, bits and other matrix."""
+    return by_name(from_source("x, w, l, b, o", source, names))
 
 
 def check(layer: Layer, trained: tuple[str, ...] = (), **options: Any) -> Capture:

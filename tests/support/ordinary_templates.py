@@ -19,21 +19,13 @@ torch.square({any}) | {real}.reciprocal() | torch.float_power({any}, {exponent})
 {real} * torch.sigmoid({real}) | {real}.erf() | torch.exp({real}) | torch.log({real}) | torch.sqrt({real})
 torch.rsqrt({real}.abs()) | torch.abs({any}) | {any}.sign() | torch.tanh({real}) | {real}.sigmoid() | F.silu({real})
 F.gelu({real}) | F.gelu({real}, approximate="tanh") | F.relu({any}) | F.mish({real}) | F.softplus({real}, beta=2)
-F.elu({real}, alpha=0.5) | F.leaky_relu({real}, 0.1) | F.hardtanh({real}, -0.5, 0.5) | F.hardswish({real})
-F.relu6({real}) | F.glu({real}, dim={dim}) | F.logsigmoid({real}) | torch.nn.SiLU()({real})
-torch.special.expit({real}) | torch.special.erf({real}) | torch.sin({any}) | {any}.cos()
 torch.clamp({any}, {number}, {number}) | {any}.clamp(min={number}) | torch.clamp({any}, max={number}) | {any}.clip(0, 1)
-torch.clamp({any}, min={like}) | torch.clamp_min({any}, {number}) | torch.maximum({any}, {like}) | {any}.minimum({like})
-torch.max({any}, {like}) | torch.min(input={any}, other={like}) | torch.round({any}) | torch.round({real}, decimals=1)
 torch.floor({real}) | torch.trunc({real}) | torch.frac({real}) | torch.lerp({real}, {twin}, 0.3) | {any}.logit(eps=0.1)
 torch.addcmul({real}, {twin}, {twin}, value=2) | torch.addcdiv({real}, {twin}, {twin}) | torch.nan_to_num({any})
-torch.atan2({real}, {like}) | torch.hypot({real}, {twin}) | torch.xlogy({any}, {like}) | torch.heaviside({real}, {twin})
-torch.copysign({any}, {number}) | torch.sgn({any}) | torch.positive({real}) | torch.exp2({any}) | torch.expm1({real})
 F.threshold({real}, 0.1, 20.0) | F.dropout({any}, 0.0) | F.dropout({real}, p=0.0, training=True) | {real} * 10**30
 F.dropout({real}, 0.5, training=False) | F.dropout({real}, 0.5) | torch.nn.Dropout(0.0)({real}) | {any} * 2**62
 {real} + 0.1 * torch.tanh({real}) | {any} * scale | {any} + count | {real} * {any}.shape[-1] | {any} * {any}.numel()
 torch.polar({real}, {twin}) | {complex} * {like} | {any} * 1j | {complex}.conj() | {complex}.real | {complex}.imag
-torch.view_as_real({complex}) | torch.angle({any}) | {complex} @ {complex}.mH | {complex}.abs() | {any} ** 1j
 """
 
 MASKS = """
@@ -45,13 +37,11 @@ torch.isclose({real}, {twin}) | torch.bitwise_not({int}) | ({int} >> 1) & 1 | {i
 1 - {mask}.to({dtype}) | 1 - {int} | {number} - {mask}.float() | {mask} * {number} | {mask}.int() - 1 | {mask} + {mask}
 {mask} * math.inf | {mask}.float() * math.nan | torch.sign({real}) * math.inf | (torch.sign({any}) + 1) / 2
 torch.sign({real}).clamp(min=0) | torch.round(torch.sigmoid({real})) | torch.relu(torch.sign({real})) | {mask} / 0
-torch.heaviside({real}, torch.tensor(0.5)) | torch.div({mask}, 2, rounding_mode={rounding})
 {mask}.float() ** {exponent} | {int} < torch.full_like({int}, 0.5) | torch.full_like({any}, {number}) - {mask}
 torch.ones_like({any}) - {any} | torch.where({mask}, {like}, {like}) | torch.where({mask}, {like}, {number})
 torch.where({mask}, {number}, {number}) | {any}.where({mask}, {like})
 torch.where(condition={mask}, input={like}, other={like}) | {any}.masked_fill({mask}, {number})
 torch.masked_fill({any}, mask={mask}, value={number}) | {any}.masked_fill(~{mask}, 0)
-{real}.masked_scatter({mask}, {twin}) | {real} * {mask} | {mask} * {real} | {matrix} * ~{mask} | {matrix} * (1 - {int})
 {matrix} * (1 - {real}) | {matrix} - {matrix} * {mask} | {matrix} * (2 * {mask}.float() - 1)
 {matrix} * torch.sign({matrix}) | W * m | W * f | W * i | W * ~m | W * (1 - f) | W - W * m | m.float() * V | W * (L > 0)
 M * W | S * M | W * ~(L > 0) | W * (L <= 0) | (L > 0).float() + L - L.detach() | ((L > 0).float() - L).detach() + L
@@ -75,28 +65,14 @@ torch.einsum("bh,dh->bd", x, W) | torch.einsum("bh,ndh->nbd", x, S) | torch.eins
 torch.einsum("bth,dh->btd", X, W) | torch.einsum("...h,dh->...d", {real}, {weight})
 torch.einsum("ij,ij", {matrix}, {twin}) | torch.einsum("bh,dh,dh->bd", x, W, f) | torch.einsum("ii->i", {matrix})
 torch.einsum("bh,dh", x, W) | x @ S.mT | S @ x.mT | torch.einsum("bh,ndh->nbd", x, M * W)
-torch.linalg.multi_dot([x, W.T, W]) | torch.kron({matrix}, {matrix}) | torch.cdist({real}, {weight})
-F.bilinear(x, x, S) | torch.matmul(x, (W * M).mT) | torch.linalg.vecdot({real}, {twin})
 F.scaled_dot_product_attention({batch}, {batch}, {batch}) | torch.softmax(x @ x.mT, -1) @ x | torch.vdot({real}, {real})
-torch.chain_matmul(x, W.T) | F.linear({complex}, {complex}) | F.linear({int}, {int}) | {matrix}.addmm({matrix}, {right})
 F.conv2d(image, kernel) | F.conv2d(image, kernel, padding=1, stride=2) | F.conv1d(X, S)
-F.conv_transpose2d(image, kernel.mT) | F.conv1d({batch}, {batch}, padding="same") | F.max_pool2d({image}, 2)
-F.avg_pool2d({image}, 2) | F.unfold({image}, 2) | F.interpolate({image}, scale_factor=2.0)
-F.adaptive_avg_pool2d({image}, (1, 1)) | F.pad({any}, (1, 0), value={number}) | F.embedding(index, W)
-F.embedding(index, {matrix}, padding_idx=0) | F.embedding_bag(index[None], W) | F.one_hot(index, 7)
-F.cosine_similarity({real}, {twin}, dim={dim}) | F.normalize({real}, dim={dim}) | F.mse_loss({real}, {twin})
-F.cross_entropy({matrix}, index, reduction="none") | F.nll_loss(F.log_softmax({matrix}, -1), index)
-F.l1_loss({real}, {twin})
 """
 
 VIEWS = """
 {any}.permute({order}) | {any}.permute(dims=({order},)) | torch.permute({any}, dims=({order},))
-{any}.permute(({order},)) | torch.permute({any}, [{order}]) | torch.permute(input={any}, dims=({order},))
 {any}.transpose({dim}, {dim}) | {any}.transpose(dim0={dim}, dim1={dim}) | torch.transpose({any}, dim0={dim}, dim1={dim})
 {any}.transpose(-1, dim1=-2) | {any}.swapaxes({dim}, {dim}) | {any}.swapaxes(axis0={dim}, axis1={dim})
-torch.swapaxes({any}, axis0={dim}, axis1={dim}) | {any}.swapdims(dim0={dim}, dim1={dim}) | {any}.movedim({dim}, {dim})
-torch.movedim({any}, source={dim}, destination={dim}) | torch.moveaxis({any}, {dim}, {dim}) | {any}.t()
-torch.t({matrix}) | {any}.T | {any}.mT | {any}.mH | {matrix}.H | torch.adjoint({any}) | {any}.flatten()
 {any}.flatten({dim}, {dim}) | {any}.flatten(start_dim={dim}) | {any}.ravel()
 torch.flatten({any}, start_dim=0, end_dim=1) | {any}.unflatten({dim}, (-1, 2))
 {any}.unflatten(dim={dim}, sizes=(1, -1)) | torch.unflatten({any}, 0, (-1, 1)) | {any}.unsqueeze({dim})
@@ -105,23 +81,15 @@ torch.squeeze({any}, dim={dim}) | {any}.view(-1) | {any}.reshape(-1, 1) | {any}.
 {any}.view({any}.shape[::-1]) | {any}.view_as({twin}) | {any}.view(-1, {any}.size(-1))
 {any}.expand({size}, *{any}.shape) | {any}.expand(size=(-1,) * {any}.dim()) | {any}.expand_as({like})
 {any}.repeat(2, 1) | {any}.repeat(repeats=(1, 2)) | torch.broadcast_to({any}, size=(2, *{any}.shape))
-torch.tile({any}, (2,)) | {any}.mT.mT | {any}.repeat_interleave(2, dim={dim})
-torch.broadcast_tensors({any}, {like})[1] | torch.flip({any}, dims=({dim},)) | {any}.roll(1, dims={dim})
-torch.roll({any}, shifts=1) | torch.rot90({matrix}) | torch.atleast_3d({any}) | {any}.diag()
-torch.diagonal({any}, dim1={dim}, dim2={dim}) | torch.tril({matrix}) | torch.triu({any}, diagonal=1)
 {any}.contiguous() | {any}.chunk(2, dim={dim})[0] | torch.chunk({any}, chunks=2, dim={dim})[-1] | {any}.chunk(2)[1]
 {any}.clone() | torch.split({any}, 2, dim={dim})[0] | {any}.split(1)[-1] | {any}.split([1, 2], dim={dim})[1]
 {any}.tensor_split(2)[0] | torch.split({any}, split_size_or_sections=2, dim={dim})[-1] | {any}.unbind()[0]
 torch.unbind({any}, dim={dim})[-1] | {any}.unfold({dim}, 2, 1) | {any}.as_strided((2, 2), (1, 1))
-torch.hsplit({any}, 2)[0] | {any}.narrow({dim}, 0, 1) | torch.narrow({any}, dim={dim}, start=1, length=2)
 {any}.select({dim}, 0) | {any}.select(dim={dim}, index=-1) | torch.select({any}, {dim}, index=1)
 torch.cat([{any}, {like}], {dim}) | torch.cat(({any}, {like}), dim={dim})
 torch.cat(tensors=[{any}, {twin}], dim={dim}) | torch.cat([{any}, {any}]) | torch.concat([{any}, {twin}], axis={dim})
 torch.stack([{any}, {twin}]) | torch.stack(({any}, {twin}), dim={dim}) | torch.stack([{any}] * 3, -1)
-torch.hstack([{any}, {twin}]) | torch.stack(tensors=[{any}, {twin}], dim=1) | torch.vstack([{any}, {like}])
-torch.block_diag({matrix}, {matrix}) | torch.cat([W * m, W * ~m]) | torch.stack([W * m, W * ~m])
 {matrix}.reshape(2, -1) | {any}.reshape({any}.shape[0], -1) | {any}.swapaxes(-1, axis1=-2)
-{any}.movedim((0, 1), (1, 0)) | torch.t(input={matrix}) | {any}.data.t() | {any}.view_as({any})
 """
 
 INDEXING = """
@@ -130,15 +98,10 @@ INDEXING = """
 {any}[:, None, 0] | {any}[True] | {any}[..., -1:] | {any}[: {any}.shape[0] // 2] | {any}[[0, 1]]
 {any}[[0, -1], [1, 0]] | {any}[index] | {any}[:, index] | {any}[index, index] | {any}[torch.tensor([0, 1])]
 {any}[index[0]] | {any}[None, ..., None] | {any}[slice(None), slice(1)] | {any}[..., [0, 1]]
-{any}[[True, False, True]] | {any}.index_select({dim}, index) | torch.index_select({any}, dim={dim}, index=index)
 torch.take({any}, index) | torch.gather({any}, {dim}, {any}.argsort(dim={dim})) | {matrix}.gather(0, index[:, None])
-torch.take_along_dim({any}, {any}.argsort(-1), -1)
 torch.scatter({any}, {dim}, torch.zeros_like({any}, dtype=torch.long), {number})
 {any}.index_fill({dim}, index, {number}) | {any}.scatter_add(0, torch.zeros_like({any}, dtype=torch.long), {twin})
-{any}.index_add(0, index, {any}[index]) | {any}.index_put((index,), {any}[0])
 torch.index_put({any}, ({mask},), torch.tensor({number})) | {any}.index_copy(0, index[:1], {any}[:1])
-torch.select_scatter({any}, {any}[0], 0, 0) | torch.diagonal_scatter({matrix}, {matrix}.diagonal())
-torch.searchsorted({any}, {twin}) | {matrix}[index % 2, :] | {any}[:, :, None] | {any}[count] | {any}[:count]
 {any}[..., count:] | {any}[{int}.long() % 2] | M[0] | S[1] | M[-1]
 """
 
@@ -146,22 +109,10 @@ REDUCTIONS = """
 {any}.sum() | torch.sum({any}, {dim}) | {any}.sum(dim={dim}, keepdim={flag}) | torch.sum(input={any}, dim={dim})
 {any}.sum(axis=0) | torch.sum({any}, dim=(0, 1)) | {any}.sum(({dim},), dtype=torch.float64)
 {any}.sum({dim}, keepdims=True) | {real}.mean() | torch.mean({real}, {dim}, keepdim={flag})
-{any}.mean(axis={dim}, dtype=torch.float64) | torch.prod({any}, {dim}) | {any}.prod() | {any}.amax({dim})
-torch.amin({any}, dim={dim}, keepdim={flag}) | {any}.max() | {any}.max({dim}).values | {any}.min(dim={dim})[0]
-torch.argmax({any}, dim={dim}) | {any}.argmin() | {real}.std({dim}) | torch.var({real}, dim={dim}, correction=0)
 {any}.all() | torch.var_mean({real}, {dim})[1] | {any}.any(dim={dim}) | torch.all({any}, {dim})
-torch.count_nonzero({any}, dim={dim}) | {any}.cumsum({dim}) | torch.cumprod({any}, dim={dim})
-torch.cummax({any}, {dim})[0] | {real}.logsumexp({dim}) | {any}.norm() | torch.linalg.norm({real})
-torch.linalg.vector_norm({real}, ord={exponent}, dim={dim}) | {real}.norm(p=2, dim={dim}, keepdim=True)
-torch.norm({real}, dim={dim}) | torch.topk({any}, 1, dim={dim})[0] | torch.sort({any}, dim={dim}, stable=True)[0]
-{any}.nansum() | {any}.argsort(dim={dim}) | torch.median({any}) | {any}.mode({dim})[0] | {real}.quantile(0.5, dim={dim})
-{any}.diff(dim={dim}) | torch.softmax({real}, {dim}) | {real}.softmax(dim={dim}, dtype=torch.float64)
-F.softmax({real}, dim={dim}) | torch.trace({matrix}) | F.log_softmax({real}, -1) | F.softmin({real}, dim={dim})
 F.layer_norm({real}, {any}.shape[-1:]) | F.rms_norm({real}, (4,))
 F.layer_norm({real}, normalized_shape=(4,), eps=1e-3) | F.batch_norm({real}, None, None, training=True)
-F.group_norm({image}, 1) | F.instance_norm({batch}) | F.local_response_norm({batch}, 2)
 {any}.square().mean(-1, keepdim=True) | torch.renorm({matrix}, 2, 0, 1.0) | torch.aminmax({any})[1]
-torch.std_mean({real})[0] | torch.logcumsumexp({real}, {dim}) | torch.bincount(index, minlength=8)
 torch.stack([F.linear(x, W * w) for w in M]).sum(0) | torch.sum(M * W, 0) | sum(M.unbind()) | torch.einsum("ndh->dh", S)
 """
 
@@ -171,12 +122,7 @@ torch.full(size=({size},), fill_value={number}) | {any}.new_full((2,), {number})
 {any}.new_full(size=(2, 1), fill_value={number}) | torch.zeros_like({any}) | torch.ones_like({any}, dtype={dtype})
 torch.zeros({size}, {size}, dtype={dtype}) | {any}.new_zeros(3, 4) | torch.ones(({size},), dtype={dtype})
 {any}.new_ones({any}.shape) | torch.tensor({number}) | torch.tensor([1.0, {number}], dtype={dtype})
-torch.scalar_tensor({number}) | torch.arange({size}) | torch.arange({any}.shape[-1], dtype={dtype}) | torch.eye({size})
-torch.linspace(0, 1, 4) | torch.empty_like({any}) | torch.empty({size}, 2).fill_({number}) | {any}.new_empty((2, 2))
-torch.rand_like({real}) | torch.randn(3, 4) | torch.as_tensor({number}) | torch.zeros(()) | {any}.new_tensor([0, 1])
-torch.tril(torch.ones(4, 4)) | torch.ones({any}.shape[0], {any}.shape[-1]) | {any}.to({dtype}) | {any}.to(dtype={dtype})
 {any}.type({dtype}) | {any}.float() | {any}.double() | {any}.half() | {any}.bfloat16() | {any}.bool() | {any}.int()
-{any}.long() | {any}.type_as({any}) | {any}.to({any}) | {any}.to("cpu", {dtype}) | {any}.to({any}.dtype)
 {real}.to(torch.complex64) | {any}.byte() | {any}.view(torch.int32) | {any}.bernoulli()
 torch.bernoulli({real}.sigmoid()) | {any}.to(torch.uint8) | {any}.to({dtype}, copy=True)
 """
@@ -188,9 +134,7 @@ F.relu({any}, inplace=True) | {any}.sigmoid_() | {any}.fill_({number}) | {any}.z
 {any}.masked_fill_({mask}, {number}) | {mask}.logical_not_() | {any}.exp_() | {any}.pow_({exponent}) | {any}.t_()
 {any}.transpose_({dim}, {dim}) | {any}.unsqueeze_({dim}) | {any}.squeeze_() | {any}.clone().mul_({like})
 {any}.clone().zero_() | {any}[0].mul_({number}) | {any}.view(-1).add_(1) | {any}.data.add_(1) | {any}.detach().mul_(2)
-{any}.index_fill_(0, index, {number}) | {any}.tanh_() | F.silu({real}, inplace=True) | torch.relu_({real})
 {any}.clone().masked_fill_(~{mask}, 0) | {any}.select(0, 0).neg_() | {any}.swapaxes_({dim}, {dim})
-torch.add({any}, {twin}, out=torch.empty_like({any})) | {any}.fill_diagonal_({number}) | {any}.scatter_(0, {int}, 1)
 {real}.clone(); {name}.mul_({mask}) | {real}.clone(); {name}[~{mask}] = 0
 torch.zeros_like({real}); {name}[{mask}] = {same}[{mask}] | W.clone(); {name} *= m; {name} = F.linear(x, {name})
 W.clone(); {name}.masked_fill_(m, {number}); {name} = F.linear(x, {name}) - F.linear(x, W)
@@ -208,8 +152,6 @@ GRADIENTS = """
 {any}.detach() | {any}.data | {any}.detach().clone() | torch.detach({any}) | {any} + ({any} - {any}).detach()
 Damped.apply({real}) | Sign.apply({real}) | checkpoint(torch.sin, {real}, use_reentrant=False)
 checkpoint(lambda y: F.silu(y) * y, {real}, use_reentrant=False) | torch.vmap(lambda y: y * 2)({any})
-torch.vmap(torch.sum)({any}) | torch.func.grad(lambda y: (y * y).sum())({real})
-torch.utils._pytree.tree_map(torch.neg, [{any}])[0]
 checkpoint(lambda y: y.mul(2).add_(1), {real}, use_reentrant=False) | torch.func.jvp(torch.sin, ({real},), ({twin},))[1]
 torch.vmap(lambda y: F.linear(y, W))(x) | Damped.apply(F.linear(x, W * m))
 """
@@ -248,12 +190,9 @@ DATA_DEPENDENT = """
 torch.nonzero({any}) | {any}.nonzero()[:, 0] | {any}[{mask}] * 2 | {any}[{any} != 0].sum()
 torch.nonzero({any}, as_tuple=True)[0] | {any}[{mask}].clone() | {any} * {any}.sum().item() | {any} + {int}.sum().item()
 {matrix}[{mask}[:, 0]] | {real}[{real}[:, 0] > 0] | torch.argwhere({any}) | torch.repeat_interleave({any}, index, dim=0)
-{any}[{mask}].permute(0) | {any}[{mask}].reshape(-1, 1) | torch.zeros({int}.sum().item())
 F.linear({real}[{real}[:, 0] > 0], {weight}) | torch.unique(index) | {matrix}[{matrix}.sum(1) > 0].T
 {matrix}[{mask}.any(1)].permute(dims=(1, 0)) | F.linear(x[r[:, 0] > 0.5], W * m) | F.silu(F.linear(x[r[:, 0] > 0.5], W))
 (W * m)[m] | W[L > 0] | x[x[:, 0] > 0] @ W.T | torch.where({any}[{mask}] > 0, 1, 0) | {any}[{mask}].sigmoid()
-{any}[{mask}] * {any}[{mask}] | torch.full_like({any}[{mask}], {number}) | torch.cat([{any}[{mask}], {any}[{mask}]])
-torch.stack([{any}[{mask}], {any}[{mask}]]) | {real}.item() * {any} | {any}[{mask}].unsqueeze({dim})
 {any}.flatten().clone(); {name}[{same}[{same} == {same}] != {number}] = {number}
 {any}.flatten() + {same}[{same} == {same}]
 {any}.flatten().clone(); {name}.masked_fill_({same}[{same} == {same}] > 0, {number})

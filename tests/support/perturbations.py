@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lookalike_pairs import PAIRS
 from perturbation_tables import (
     DRAWS,
     DTYPES,
     GRADIENTS,
     HOOKS,
     METADATA,
+    PAIRS,
     USERS,
     VIEWS,
     WRITES,

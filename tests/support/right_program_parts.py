@@ -101,6 +101,20 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "linear": ("{g} = F.linear(x, {a})",),
     "x @ W.t()": ("{a}t = {a}.t()", "{g} = x @ {a}t"),
     "einsum": ("{g} = torch.einsum('bh,dh->bd', x, {a})",),
+    "matmul": ("{a}t = {a}.mT", "{g} = torch.matmul(x, {a}t)"),
+    "addmm": ("{a}t = {a}.t()", "{g}0 = x.new_zeros(8)", "{g} = torch.addmm({g}0, x, {a}t)"),
+}
+
+# Gate and value from one product with both masked weights.
+JOINTS: dict[str, tuple[str, ...]] = {
+    "cat": ("j{i} = torch.cat([a{i}, b{i}])", "k{i} = F.linear(x, j{i})", "g{i}, v{i} = k{i}.chunk(2, -1)"),
+    "stack": ("j{i} = torch.stack([a{i}, b{i}])", "k{i} = torch.einsum('bh,kdh->kbd', x, j{i})", "g{i}, v{i} = k{i}"),
+    "unflatten": (
+        "j{i} = torch.cat([a{i}, b{i}])",
+        "k{i} = F.linear(x, j{i})",
+        "o{i} = k{i}.unflatten(-1, (2, 8))",
+        "g{i}, v{i} = o{i}.unbind(-2)",
+    ),
 }
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
@@ -111,6 +125,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "sigmoid": ("z{i} = torch.sigmoid(g{i})",),
     "tanh": ("z{i} = torch.tanh(g{i})",),
     "g * sigmoid(g)": ("e{i} = torch.sigmoid(g{i})", "z{i} = g{i} * e{i}"),
+    "g / (1 + exp(-g))": ("e{i} = torch.exp(-g{i})", "f{i} = 1 + e{i}", "z{i} = g{i} / f{i}"),
 }
 
 # Statements before all terms, after term i, and after all terms, where `{terms}` lists all terms.
@@ -118,6 +133,10 @@ SUMS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "y = y + term": (("y = torch.zeros(8, dtype=x.dtype)",), "y = y + y{i}", ()),
     "y += term": (("y = torch.zeros(x.shape[0], 8, dtype=x.dtype)",), "y += y{i}", ()),
     "stack().sum(0)": ((), "", ("Y = torch.stack([{terms}])", "y = Y.sum(0)")),
+    "stack().mean(0)": ((), "", ("Y = torch.stack([{terms}])", "y = Y.mean(0)")),
+    "a number": (("y = 0",), "y = y + 0.5 * y{i}", ()),
+    "mask weights": (("R = torch.sigmoid(x)", "y = 0"), "y = y + R[:, {i} : {i} + 1] * y{i}", ()),
+    "learned scalars": (("y = 0",), "y = y + V[0, {i}] * y{i}", ()),
     "residual": (("y = x * 1",), "y = y + y{i}", ()),
     "residual +=": (("y = x.clone()",), "y += y{i}", ()),
 }

@@ -18,6 +18,7 @@ from right_program_parts import (
     ACTIVATIONS,
     BOOL_PRODUCTS,
     INPUTS,
+    JOINTS,
     PRODUCTS,
     PROJECTIONS,
     SPELLINGS,
@@ -191,11 +192,14 @@ def _layer(dice: random.Random, spelling: Spelling) -> tuple[tuple[str, ...], li
     projection = PROJECTIONS[dice.choice(list(PROJECTIONS))]
     activation = ACTIVATIONS[dice.choice(list(ACTIVATIONS))]
     term = dice.choice(["y{i} = z{i} * v{i}", "y{i} = v{i} * z{i}"])
-    value = dice.choice(["masked", "masked", "difference of weights", "difference of products"])
+    value = dice.choice(["masked", "masked", "joined", "difference of weights", "difference of products"])
     named = {"i": "{i}", "l": "{l}"}
     gate = [line.format(a="a{i}", m="m{i}", g="g{i}", **named) for line in (*product, *projection)]
     if value == "difference of products":
         return ("rest = F.linear(x, W)",), [tuple(gate), ("v{i} = rest - g{i}",), activation, (term,)]
+    if value == "joined":
+        masked = [line.format(a=a, m=m, **named) for a, m in (("a{i}", "m{i}"), ("b{i}", "n{i}")) for line in product]
+        return (), [(complement,), (*masked, *JOINTS[dice.choice(list(JOINTS))]), activation, (term,)]
     other = [line.format(a="b{i}", m="n{i}", g="v{i}", **named) for line in (*product, *projection)]
     if value == "difference of weights":
         other = ["b{i} = W - a{i}", *(line.format(a="b{i}", g="v{i}", **named) for line in projection)]

@@ -1,6 +1,6 @@
-"""Programs as Python source with one statement per line: how they are run, judged and shortened.
+"""Programs as Python source with one statement per line: how they are run and judged.
 
-A failing program can be read, shortened and run by hand. `right_programs` and `ordinary` draw such programs.
+A failing program can be read and run by hand. `right_programs` and `ordinary` draw such programs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import linecache
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -95,8 +95,6 @@ class SourceProgram:
         options = {k: v for k, v in vars(self).items() if k not in ("seed", "statements") and v}
         return f"# seed {self.seed}, {', '.join(f'{k}={v}' for k, v in options.items())}\n{self.source}"
 
-
-AnyProgram = TypeVar("AnyProgram", bound=SourceProgram)
 
 _STATEMENT = re.compile(r"(with [^:]*: )?((?:\w+, )*\w+,? = )?(.*)")
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
@@ -275,60 +273,3 @@ def _words(value: Any) -> str:
     if isinstance(value, Tensor):
         return "a tensor" if value.any() else "a tensor of zeros"
     return str(value)
-
-
-# --- Shortening ------------------------------------------------------------------------------------------------------
-
-
-def shortened(program: AnyProgram, judge: Callable[[AnyProgram], Any]) -> AnyProgram:
-    """The shortest program found that fails in the same way: without statements and options that do not matter."""
-    reason = kind_of_failure(program, judge)
-    while True:
-        shorter = (other for other in _simpler(program) if kind_of_failure(other, judge) == reason)
-        if (found := next(shorter, None)) is None:
-            return program
-        program = found
-
-
-def kind_of_failure(program: AnyProgram, judge: Callable[[AnyProgram], Any]) -> str | None:
-    """The message of a failure without names and numbers; None if the program does not fail."""
-    try:
-        judge(program)
-    except AssertionError as error:
-        line = str(error).splitlines()[0]  # pytest adds more
-        return re.sub(r"^(result|gradient|state|\w+ afterwards)?[^:]*:", r"\1:", line).rstrip("0123456789.e+-")
-    except Exception as error:
-        return type(error).__name__
-    return None
-
-
-def _simpler(program: AnyProgram) -> Iterator[AnyProgram]:
-    options = [option for option in fields(program) if option.default is not MISSING]
-    for option in options:
-        value = getattr(program, option.name)
-        if value != option.default:
-            yield replace(program, **{option.name: option.default})
-        if isinstance(value, tuple):
-            yield from (replace(program, **{option.name: tuple(v for v in value if v != one)}) for one in value)
-    lines = program.statements
-    for i in reversed(range(len(lines))):
-        yield replace(program, statements=(*lines[:i], *lines[i + 1 :]))
-    for i in reversed(range(len(lines))):
-        yield from (replace(program, statements=other) for other in _without(lines, i))
-
-
-def _without(lines: tuple[str, ...], i: int) -> Iterator[tuple[str, ...]]:
-    """The statements without the `with` of statement i, or without the statement.
-
-    Then each variable that it reads takes the place of the one it assigns.
-    """
-    if lines[i].startswith("with "):
-        yield (*lines[:i], lines[i].partition(": ")[2], *lines[i + 1 :])
-    if len(targets := assigned(lines[i])) != 1:
-        return
-    for name in dict.fromkeys(reads(lines[i])):
-        if targets == ["y"]:
-            if sides(lines[i])[1] != name:
-                yield (*lines[:i], f"y = {name}", *lines[i + 1 :])
-        else:
-            yield (*lines[:i], *(re.sub(rf"\b{targets[0]}\b", name, line) for line in lines[i + 1 :]))

@@ -1,4 +1,4 @@
-"""Tables of right and subtly wrong ways to spell the parts of MGLU; `mglu_programs` composes programs from them."""
+"""Tables of ways to spell the parts of MGLU; `right_program_parts` has statements for random programs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def straight_through(logits: Tensor) -> Tensor:
@@ -74,14 +75,38 @@ def term_of_total(total: Tensor, gate: Tensor) -> Tensor:
     return term_of_products(gate, total - gate)
 
 
+def filled(w: Tensor, m: Tensor) -> Tensor:
+    """Write zeros to w where m is true."""
+    w[m] = 0
+    return w
+
+
+# Short names for programs that are written as the source of an expression.
+SHORT: dict[str, Any] = {
+    **{"torch": torch, "F": F, "linear": F.linear, "silu": F.silu, "dropout": F.dropout, "sigmoid": torch.sigmoid},
+    **{"einsum": torch.einsum, "cat": torch.cat, "stack": torch.stack, "where": torch.where},
+    **{"checkpoint": functools.partial(checkpoint, use_reentrant=False)},
+    **{"functools": functools, "operator": operator, "Sign": Sign},
+    **{"gated": gated, "ste": straight_through, "filled": filled},
+    **{"term": term_of_products, "of_weights": term_of_weights, "of_total": term_of_total},
+}
+
+
+def from_source(arguments: str, source: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """The function of a source, which may use `SHORT` and `names`: statements, and an expression to return."""
+    *statements, result = source.split("; ")
+    # Without `__name__`, by which Dynamo would look up what the source reads.
+    space = {**SHORT, **{name: value for name, value in names.items() if not name.startswith("__")}}
+    exec("\n    ".join([f"def program({arguments}):", *statements, f"return {result}"]), space)
+    return space["program"]
+
+
 # Mask i as a real tensor, from trained logits `[n_masks, d, h]`.
 TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "straight_through": lambda logits, i: straight_through(logits[i]),
     "hard_first": lambda logits, i: _hard_first(logits[i]),
     "select": lambda logits, i: straight_through(logits.select(0, i)),
     "unbind": lambda logits, i: straight_through(logits.unbind(0)[i]),
-    "last_first": lambda logits, i: straight_through(logits[-1 - i]),
-    "slice of a stack": lambda logits, i: straight_through(logits)[i],
     "of a sigmoid": lambda logits, i: _of_a_sigmoid(logits)[i],
     "autograd.Function": lambda logits, i: Sign.apply(logits[i]),
     "clone": lambda logits, i: straight_through(logits[i].clone()),
@@ -108,21 +133,6 @@ FIXED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "sign": lambda bits, i: torch.relu(torch.sign(bits[i].double() - 0.5)) > 0,
 }
 
-# Mask i as a tensor of floats or integers, from masks of the same dtype `[n_masks, d, h]`.
-GIVEN: dict[str, Callable[[Tensor, int], Tensor]] = {
-    name: FIXED[name] for name in ("slice", "unbind", "negative_index", "clone")
-}
-
-# Kinds of masks: functions that make the masks of a program from logits, and the spellings of each kind.
-KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "logits": lambda logits: logits,
-    "bool": lambda logits: logits > 0,
-    "float": lambda logits: (logits > 0).to(logits.dtype),
-    "uint8": lambda logits: (logits > 0).to(torch.uint8),
-    "int64": lambda logits: (logits > 0).long(),
-}
-MASKS = {"logits": TRAINED, "bool": FIXED, "float": GIVEN, "uint8": GIVEN, "int64": GIVEN}
-
 
 def takes(masks: str, *, is_bool: bool, is_integer: bool, trains: bool) -> bool:
     """Whether a spelling for some `masks` fits a kind of masks."""
@@ -142,146 +152,55 @@ COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "1 - m": ("real", lambda m: 1 - m),
     "1.0 - m": ("real", lambda m: 1.0 - m),
     "rsub": ("real", lambda m: torch.rsub(m, 1)),
-    "rsub by keyword": ("real", lambda m: torch.rsub(m, other=1)),
     "-(m - 1)": ("real", lambda m: -(m - 1)),
-    "-m + 1": ("real", lambda m: -m + 1),
     "ones_like - m": ("real", lambda m: torch.ones_like(m) - m),
     "(1 - 2 * m) * 0.5 + 0.5": ("real", lambda m: (1 - 2 * m.double()) * 0.5 + 0.5),
     "sub of a number": ("real", lambda m: torch.sub(1, other=m)),
-    "sub by keywords": ("real", lambda m: torch.sub(input=torch.ones_like(m), other=m)),
     "add of alpha": ("real", lambda m: torch.add(torch.ones_like(m), m, alpha=-1)),
     "uint8": ("bool", lambda m: 1 - m.to(torch.uint8)),
     "m ^ True": ("fixed bits", lambda m: m ^ True),
     "m ^ 1": ("integer", lambda m: m ^ 1),
-    "bitwise_xor": ("bool", lambda m: torch.bitwise_xor(m, torch.ones_like(m))),
     "logical_xor": ("fixed", lambda m: torch.logical_xor(m, torch.ones_like(m))),
     "logical_not": ("fixed", lambda m: torch.logical_not(m)),
     "m == 0": ("fixed", lambda m: m == 0),
-    "m != 1": ("fixed", lambda m: m != 1),
-    "m < 1": ("fixed", lambda m: m < 1),
-    "m <= 0": ("fixed", lambda m: m <= 0),
     "m.double() < 0.5": ("fixed", lambda m: m.double() < 0.5),
     "~(m > 0)": ("fixed", lambda m: ~(m > 0)),
-    "~m.bool()": ("fixed", lambda m: ~m.bool()),
     "eq by keywords": ("fixed", lambda m: torch.eq(input=m, other=0)),
     "where": ("bool", lambda m: torch.where(m > 0, 0.0, 1.0)),
     "1 - m.double()": ("fixed", lambda m: 1 - m.double()),
 }
-ALL_COMPLEMENTS = {name: complement for name, (_, complement) in COMPLEMENTS.items()}
-COMPLEMENTS_OF: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
-    kind: {
-        name: complement
-        for name, (masks, complement) in COMPLEMENTS.items()
-        if takes(masks, is_bool=kind == "bool", is_integer="int" in kind, trains=kind == "logits")
-    }
-    for kind in KINDS
-}
-
-# Functions that are the complement only in some dtypes, because numbers are rounded to the tensor's dtype and integers
-# overflow, or that never are.
-DOUBTFUL_COMPLEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "m < full_like(0.5)": lambda m: m < torch.full_like(m, 0.5),
-    "full_like(1.5) - m": lambda m: torch.full_like(m, 1.5).double() - m.double(),
-    "m.bfloat16() > 0.999": lambda m: ~(m.bfloat16() > torch.tensor(0.999, dtype=torch.bfloat16)),
-    "-m of uint8": lambda m: -m.to(torch.uint8) + 1,
-    "m - 1 of uint8": lambda m: (m.to(torch.uint8) - 1) > 0,
-    "m > -1 of uint8": lambda m: m.to(torch.uint8) > -1,
-    "~m of int8": lambda m: ~m.to(torch.int8),
-    "floor": lambda m: 1 - torch.div(m.double(), 2, rounding_mode="floor"),
-    "ceiling by floor": lambda m: 1 + torch.div(-m.double(), 2, rounding_mode="floor"),
-    "rsub of alpha": lambda m: torch.rsub(m.double(), 1, alpha=2),
-    "transpose(dim0=0, dim1=0)": lambda m: 1 - m.double().transpose(dim0=0, dim1=0),
-    "transpose(dim0=0, dim1=1)": lambda m: 1 - m.double().transpose(dim0=0, dim1=1),
-    "round(decimals=-1)": lambda m: 1 - torch.round(m.double(), decimals=-1),
-    "0 ** m": lambda m: 0 ** m.double(),
-    "clamp(max=0)": lambda m: 1 - m.double().clamp(max=0),
-}
-
 # Name -> the masks that the spelling `takes`, and the masked weight.
 MASKED_WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "w * m": ("any", lambda w, m: w * m),
     "m * w": ("any", lambda w, m: m * w),
     "torch.mul": ("any", torch.mul),
-    "multiply": ("any", torch.multiply),
-    "mul by keyword": ("any", lambda w, m: torch.mul(w, other=m)),
     "mul by keywords": ("any", lambda w, m: torch.mul(other=w, input=m)),
-    "method mul by keyword": ("any", lambda w, m: w.mul(other=m)),
     "w * m.to(w.dtype)": ("any", lambda w, m: w * m.to(w.dtype)),
-    "w * m.to(dtype=)": ("any", lambda w, m: w * m.to(dtype=w.dtype)),
     "w * m.type_as(w)": ("any", lambda w, m: w * m.type_as(w)),
     "clone.mul_": ("any", lambda w, m: w.clone().mul_(m)),
     "clone *= m": ("any", lambda w, m: operator.imul(w.clone(), m)),
     "where(m.bool())": ("fixed", lambda w, m: torch.where(m.bool(), w, 0)),
-    "where(m != 0)": ("fixed", lambda w, m: torch.where(m != 0, w, 0)),
     "where(m == 1)": ("fixed", lambda w, m: torch.where(m == 1, w, torch.zeros_like(w))),
-    "where(m > 0.5)": ("fixed", lambda w, m: torch.where(m > 0.5, w, 0.0)),
     "where(m == 0, 0, w)": ("fixed", lambda w, m: torch.where(m == 0, 0, w)),
     "where by keywords": ("fixed", lambda w, m: torch.where(condition=m > 0, input=w, other=0.0)),
     "method where": ("fixed", lambda w, m: w.where(m > 0, 0.0)),
     "masked_fill(m == 0)": ("fixed", lambda w, m: w.masked_fill(m == 0, 0)),
-    "masked_fill by keywords": ("fixed", lambda w, m: torch.masked_fill(input=w, mask=m == 0, value=0.0)),
     "clone[m == 0] = 0": ("fixed", lambda w, m: filled(w.clone(), m == 0)),
 }
-BOOL_PRODUCTS = {name: product for name, (_, product) in MASKED_WEIGHTS.items()}
-_ANY_PRODUCTS = {name: product for name, (masks, product) in MASKED_WEIGHTS.items() if masks == "any"}
-PRODUCTS_OF = {kind: BOOL_PRODUCTS if kind == "bool" else _ANY_PRODUCTS for kind in KINDS}
-
-
-def filled(w: Tensor, m: Tensor) -> Tensor:
-    """Write zeros to w where m is true."""
-    w[m] = 0
-    return w
-
-
 PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear": F.linear,
     "linear by keywords": lambda x, w: F.linear(weight=w, input=x),
-    "linear of no bias": lambda x, w: F.linear(x, w, None),
     "linear of bias=None": lambda x, w: F.linear(x, weight=w, bias=None),
     "x @ w.T": lambda x, w: x @ w.T,
     "matmul": lambda x, w: torch.matmul(x, w.t()),
     "matmul by keywords": lambda x, w: torch.matmul(input=x, other=w.permute(dims=(1, 0))),
-    "method matmul by keyword": lambda x, w: x.matmul(other=w.mT),
     "mm by keyword": lambda x, w: x.mm(mat2=w.t()),
     "permute": lambda x, w: x @ w.permute(1, 0),
-    "permute of a list": lambda x, w: x @ w.permute([1, 0]),
     "transpose by keywords": lambda x, w: x @ w.transpose(dim0=0, dim1=1),
-    "swapaxes by keywords": lambda x, w: x.matmul(other=w.swapaxes(axis0=-1, axis1=0)),
     "einsum": lambda x, w: torch.einsum("bh,dh->bd", x, w),
     "einsum of the weight first": lambda x, w: torch.einsum("dh,bh->bd", w, x),
-    "einsum without arrow": lambda x, w: torch.einsum("bh,dh", x, w),
-    "addmm": lambda x, w: torch.addmm(torch.zeros(1, dtype=x.dtype), x, w.t()),
     "addmm by keywords": lambda x, w: torch.addmm(input=x.new_zeros(len(w)), mat1=x, mat2=w.t()),
     "addmm of beta 0": lambda x, w: torch.addmm(w[0], x, w.t(), beta=0),
-}
-
-# Activations written out as formulas.
-HAND_WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "g / (1 + exp(-g))": lambda g: g / (1 + torch.exp(-g)),
-    "g * sigmoid(g)": lambda g: g * torch.sigmoid(g),
-    "g * (0.5 + erf / 2)": lambda g: g * (0.5 + torch.erf(g * 0.5**0.5) / 2),
-    "dropout of 0": lambda g: F.silu(F.dropout(g, 0.0)),
-}
-
-# Functions with the values of relu but another derivative at 0, and functions that equal silu only if an argument of
-# one of their parts is ignored.
-DOUBTFUL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "clamp": lambda g: g.clamp(min=0),
-    "clamp_min": lambda g: torch.clamp_min(g, 0),
-    "maximum": lambda g: torch.maximum(g, torch.zeros_like(g)),
-    "where(g > 0)": lambda g: torch.where(g > 0, g, 0),
-    "where(g >= 0)": lambda g: torch.where(g >= 0, g, 0),
-    "g * (g > 0)": lambda g: g * (g > 0),
-    "threshold": lambda g: F.threshold(g, 0, 0),
-    "clamp(0, 1)": lambda g: g.clamp(min=0, max=1),
-    "clamp - relu + silu": lambda g: g.clamp(min=0) - F.relu(g) + F.silu(g),
-    "slopes": lambda g: F.leaky_relu(g, 0.2) - F.leaky_relu(g, 0.01) + F.silu(g),
-    "gelus": lambda g: F.gelu(g, approximate="tanh") - F.gelu(g) + F.silu(g),
-    "alpha": lambda g: torch.add(F.silu(g), g, alpha=2) - g,
-    "floor": lambda g: torch.div(g, 1 + torch.exp(-g), rounding_mode="floor"),
-    "dropout of all": lambda g: F.dropout(g, p=1.0, training=True) + F.silu(g),
-    "detached factor": lambda g: g * torch.sigmoid(g).detach(),
-    "constant of an integer": lambda g: g * torch.full_like(g, 0.5, dtype=torch.int64) + F.silu(g),
 }
 
 
@@ -298,23 +217,18 @@ SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "y += term": lambda terms: functools.reduce(
         operator.iadd, terms, torch.zeros(terms[0].shape, dtype=terms[0].dtype)
     ),
-    "zeros_like and +=": lambda terms: functools.reduce(operator.iadd, terms, torch.zeros_like(terms[0])),
     "reduce": lambda terms: functools.reduce(operator.add, terms),
     "add by keywords": lambda terms: functools.reduce(lambda y, term: torch.add(input=y, other=term), terms),
     "pairs": lambda terms: sum(terms[: len(terms) // 2]) + sum(terms[len(terms) // 2 :]),
     "stack": lambda terms: torch.stack(terms).sum(0),
-    "stack_last": lambda terms: torch.stack(terms, dim=-1).sum(dim=-1),
     "stack by keywords": lambda terms: torch.sum(input=torch.stack(tensors=terms, dim=0), dim=0),
     "sum of a tuple of dims": lambda terms: torch.stack(terms).sum(dim=(0,)),
     "einsum": lambda terms: torch.einsum("nbd->bd", torch.stack(terms)),
     "mean": lambda terms: torch.stack(terms).mean(0),
-    "mean_last": lambda terms: torch.stack(terms, -1).mean(dim=-1),
-    "torch.mean": lambda terms: torch.mean(torch.stack(terms, 1), 1),
     "sum / n": lambda terms: sum(terms) / len(terms),
     "sum * (1 / n)": lambda terms: sum(terms) * (1 / len(terms)),
     "terms / n": lambda terms: sum(0.5 * term for term in terms),
     "stack, scaled": lambda terms: (0.5 * torch.stack(terms)).sum(0),
-    "stack, divided": lambda terms: (torch.stack(terms) / 4).sum(0),
     "zeros after": lambda terms: sum(terms) + torch.zeros_like(terms[0]),
     "dropout of 0 per term": lambda terms: sum(F.dropout(term, 0.0) for term in terms),
     "residual": lambda terms: functools.reduce(operator.add, terms, _residual(terms[0])),
@@ -322,34 +236,13 @@ SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "bias last": lambda terms: sum(terms) + _bias(terms[0]),
 }
 
-# Weights that are expressions of two parameters `[d, h]`.
-WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "weight": lambda weight, other: weight,
-    "scaled rows": lambda weight, other: weight * other[:, :1],
-    "sum": lambda weight, other: weight + 0.5 * other,
-    "product": lambda weight, other: weight @ other,
-    "normalized": lambda weight, other: F.normalize(weight, dim=-1),
-    "abs": lambda weight, other: weight.abs(),
-    "elementwise": lambda weight, other: weight * other,
-}
-
-# The factor for term i, from a tensor of scalars.
-SCALES: dict[str, Callable[[Tensor, int], Any]] = {
-    "number": lambda scalars, i: 0.5,
-    "numbers": lambda scalars, i: (0.5, 1.0, -2.0, 3.0)[i % 4],
-    "learned": lambda scalars, i: scalars[i],
-    "softmax": lambda scalars, i: scalars.softmax(0)[i],
-}
-
 # Gate and value from one product of x and two masked weights `[d, h]`.
 JOINTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "cat, chunk": lambda x, a, b: F.linear(x, torch.cat([a, b])).chunk(2, dim=-1),
     "cat, chunk by keywords": lambda x, a, b: torch.chunk(input=F.linear(x, torch.cat([a, b])), chunks=2, dim=1),
-    "cat, split": lambda x, a, b: F.linear(x, torch.cat([a, b], dim=0)).split(len(a), -1),
     "cat, split by sizes": lambda x, a, b: torch.split(F.linear(x, torch.cat([a, b])), [len(a), len(b)], dim=-1),
     "cat, tensor_split": lambda x, a, b: F.linear(x, torch.cat([a, b])).tensor_split(2, dim=-1),
     "cat, slices": lambda x, a, b: _halves(F.linear(x, torch.cat([a, b]))),
-    "cat, narrow": lambda x, a, b: [F.linear(x, torch.cat([a, b])).narrow(-1, i * len(a), len(a)) for i in range(2)],
     "cat, unflatten": lambda x, a, b: F.linear(x, torch.cat([a, b])).unflatten(-1, (2, -1)).unbind(-2),
     "cat, view": lambda x, a, b: F.linear(x, torch.cat([a, b])).view(len(x), 2, len(a)).unbind(1),
     "cat, matmul": lambda x, a, b: (x @ torch.cat([a, b]).t()).chunk(2, dim=-1),
@@ -358,18 +251,14 @@ JOINTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "cat, unflatten of three dimensions": lambda x, a, b: (
         F.linear(x[None], torch.cat([a, b])).unflatten(-1, (2, -1)).unbind(-2)
     ),
-    "vstack": lambda x, a, b: F.linear(x, torch.vstack([a, b])).chunk(2, -1),
     "concat": lambda x, a, b: F.linear(x, torch.concat((a, b), dim=0)).chunk(2, dim=-1),
     "stack, einsum": lambda x, a, b: torch.einsum("bh,kdh->kbd", x, torch.stack([a, b])),
     "stack, einsum of tokens first": lambda x, a, b: torch.einsum("bh,kdh->bkd", x, torch.stack([a, b])).unbind(1),
     "stack, matmul": lambda x, a, b: torch.matmul(x, torch.stack([a, b]).mT),
-    "stack, matmul of x[None]": lambda x, a, b: x[None] @ torch.stack([a, b]).transpose(1, 2),
     "stack, bmm": lambda x, a, b: torch.bmm(x.expand(2, -1, -1), torch.stack([a, b]).mT).unbind(0),
-    "stack, flatten": lambda x, a, b: F.linear(x, torch.stack([a, b]).flatten(0, 1)).view(len(x), 2, -1).unbind(1),
     "stack, flatten, unflatten": lambda x, a, b: (
         F.linear(x, torch.stack([a, b]).flatten(0, 1)).unflatten(-1, (2, -1)).unbind(-2)
     ),
-    "stack, view": lambda x, a, b: F.linear(x, torch.stack([a, b]).view(-1, x.shape[-1])).chunk(2, -1),
     "stack, reshape": lambda x, a, b: F.linear(x, torch.stack([a, b]).reshape(-1, x.shape[-1])).chunk(2, -1),
     "stack, linear of each": lambda x, a, b: [F.linear(x, one) for one in torch.stack([a, b])],
     # Wrong: the rows have another order.
@@ -384,24 +273,6 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     return both[..., :middle], both[..., middle:]
 
 
-# Transposes, and calls that look like one, of a square matrix.
-TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed by nothing": lambda w: w.transpose(dim0=0, dim1=0),
-    "transposed by axes": lambda w: w.swapaxes(axis0=-1, axis1=0),
-    "transposed by the same axis": lambda w: torch.swapaxes(w, axis0=-1, axis1=1),
-    "permuted by nothing": lambda w: w.permute(dims=(0, 1)),
-}
-
-
-# Masks `[n, d, h]` times a weight `[d, h]`.
-STACK_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "w * m": lambda w, m: w * m,
-    "m * w[None]": lambda w, m: m * w[None],
-    "w.unsqueeze(0) * m": lambda w, m: w.unsqueeze(0) * m,
-    "w.expand * m": lambda w, m: w.expand(m.shape[0], -1, -1) * m,
-    "where": lambda w, m: torch.where(m != 0, w, 0) if m.dtype is torch.bool else w * m,
-}
-
 # x `[b, h]` and weights `[n, d, h]` to products, with the dimension of the masks.
 STACK_PROJECTIONS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
     "bh,ndh->nbd": (0, lambda x, w: torch.einsum("bh,ndh->nbd", x, w)),
@@ -411,5 +282,4 @@ STACK_PROJECTIONS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
     "x @ w.mT": (0, lambda x, w: x @ w.mT),
     "matmul of x[None]": (0, lambda x, w: torch.matmul(x[None], w.transpose(-2, -1))),
     "bmm of expand": (0, lambda x, w: torch.bmm(x.expand(len(w), -1, -1), w.permute(0, 2, 1))),
-    "bmm of repeat": (0, lambda x, w: torch.bmm(x.repeat(len(w), 1, 1), w.mT)),
 }
