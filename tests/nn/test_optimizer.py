@@ -249,9 +249,6 @@ def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
         groups_of(model)
 
 
-# --- In an optimizer ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(compiled: bool) -> None:
     model: Any = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=2, weight_init="leveled"))
@@ -292,9 +289,6 @@ def test_a_bfloat16_logit_does_not_move_at_a_small_rate_but_a_float32_logit_does
             layer(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
             optimizer.step()
         assert torch.equal(layer.mask_logits, before) != moves
-
-
-# --- Errors ---------------------------------------------------------------------------------------------------------
 
 
 class FullyShardedDataParallel(nn.Sequential):

@@ -34,9 +34,6 @@ def stored(weight_format: str, **options: Any) -> SwiMGLU:
     return SwiMGLU(IN, OUT, n_masks=2, learnable_masks=False, weight_format=weight_format, **options)
 
 
-# --- Numbers ----------------------------------------------------------------------------------------------------------
-
-
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_results_and_gradients_of_x_are_those_of_the_dequantized_weight(weight_format: str, dtype: torch.dtype) -> None:
@@ -88,9 +85,6 @@ def test_compiled_and_exported_modules_compute_the_same(weight_format: str) -> N
     model, x = quantize(frozen(), weight_format), torch.randn(3, IN)
     torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
-
-
-# --- PyTorch's operations on modules ----------------------------------------------------------------------------------
 
 
 def _pickled(model: nn.Module) -> nn.Module:
@@ -159,9 +153,6 @@ def test_a_moved_model_keeps_its_dtypes_on_every_device() -> None:
         < FORMATS["fp8_row"].dequantize(model.mglu.weight, model.mglu.weight_scale, torch.float32).abs().max() * IN**0.5
         < 1.1
     )  # as nn.Linear draws it
-
-
-# --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @each_format
@@ -281,9 +272,6 @@ def test_what_other_loaders_assign_is_refused_in_use(key: str, value: Tensor | N
     setattr(model.mglu, key, None if value is None else nn.Parameter(value, requires_grad=False))
     with pytest.raises((TypeError, ValueError), match=words):
         model(torch.randn(2, IN))
-
-
-# --- Which layers are quantized ---------------------------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
