@@ -33,9 +33,6 @@ def bench(problem: train.Problem) -> list[Row]:
     return train.bench(problem, "cpu", rounds=2, load=0.0)
 
 
-# --- Measuring --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("n_masks", quick_only_for([1], [1, 2]))
 def test_every_form_is_timed_and_compared_with_float64(n_masks: int) -> None:
@@ -180,9 +177,6 @@ def test_the_suite_measures_all_problems_of_the_issue(monkeypatch: pytest.Monkey
     assert measured == [train.Problem((8192, 2048), 64, 1)]
 
 
-# --- Results that are resumed -----------------------------------------------------------------------------------------
-
-
 def step(problem: train.Problem, variant: str, milliseconds: float, **extra: object) -> Row:
     changes = {"out_features": problem.shape[0], "in_features": problem.shape[1], "case": "training step"}
     return row(variant, 1000 * milliseconds, problem.n_masks, problem.tokens, **changes, extra=extra)
@@ -241,9 +235,6 @@ def test_the_command_measures_what_a_result_lacks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.argv", words.split())
     train.main()
     assert begun == [replace(PROBLEM, tokens=20)]
-
-
-# --- Tables -----------------------------------------------------------------------------------------------------------
 
 
 def measured(n_masks: int, **changes: Any) -> list[Row]:

@@ -41,9 +41,6 @@ def kernels(kernel):
     return kernel.library()
 
 
-# --- The steps ----------------------------------------------------------------------------------------------------
-
-
 def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape).to(dtype)
 
@@ -103,9 +100,6 @@ def test_not_finite_numbers(kernels):
     out = torch.empty_like(partials)
     steps.scale(kernels, grad, partials, out)
     torch.testing.assert_close(out, (grad[:, None].float() * partials.float()).to(BF16), equal_nan=True)
-
-
-# --- Whole layers -------------------------------------------------------------------------------------------------
 
 
 def run(layer: Layer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
@@ -184,9 +178,6 @@ def test_repetition_does_not_change_bits():
     expected = run(layer)
     for _ in range(3):
         assert all(map(torch.equal, run(layer).values(), expected.values()))
-
-
-# --- The choice of the backend ------------------------------------------------------------------------------------
 
 
 def test_only_bfloat16_on_cpus_with_its_instructions_runs_this_backward_pass(monkeypatch):

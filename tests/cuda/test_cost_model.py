@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +76,10 @@ def test_the_sample_is_reproducible_and_has_the_fastest_launches() -> None:
         assert not any(launch.violation(call, H200) for launch in launches)
 
 
-def test_an_unknown_gpu_gets_the_constants_of_its_architecture() -> None:
-    from dataclasses import replace
-
+def test_an_unknown_gpu_gets_the_constants_of_its_architecture_and_a_users_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert costs_of(replace(H200, name="NVIDIA H100 PCIe", multiprocessors=114)) == costs_of(H200)
-
-
-def test_a_users_constants_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "mine.json", {"device": "mine"}, START)
     monkeypatch.setenv(tile_wgmma_costs.VARIABLE, str(tmp_path / "mine.json"))
     assert costs_of(H200) == START

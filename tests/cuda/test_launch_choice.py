@@ -32,9 +32,6 @@ def unaligned(call: LayerCall) -> LayerCall:
     return replace(call, x=replace(call.x, alignment=8))
 
 
-# --- The choice -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_choices_keep_to_the_limits_and_cover_the_result(arch: tuple[int, int]) -> None:
     gpu = KNOWN_GPUS[arch]
@@ -106,8 +103,6 @@ def test_tile_wgmma_declines_results_that_tma_cannot_store() -> None:
         assert training_choice(refused, HOPPER) is None
     assert training_choice(call, KNOWN_GPUS[10, 0]) is None
 
-
-# --- Settings -------------------------------------------------------------------------------------------------------
 
 DECODE = DecodeMma(block_tokens=16)
 TILE = TileWgmma(rows=64, block_tokens=24, stages=4)

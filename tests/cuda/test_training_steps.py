@@ -36,9 +36,6 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-# --- The kernels ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n_masks", "with_weight"), family([1, 4, 5, 8, 16], [True, False], one_in=2))
 def test_flip_signs(n_masks: int, with_weight: bool) -> None:
     STEPS.flip_signs(n_masks, F16, with_weight=with_weight)
@@ -81,9 +78,6 @@ def test_weight_gradients(
 @pytest.mark.parametrize(("n_masks", "mask_weights_dtype"), family([1, 3], [F32, BF16]))
 def test_mask_weight_gradients(n_masks: int, mask_weights_dtype: torch.dtype) -> None:
     STEPS.mask_weight_gradients(n_masks, BF16, mask_weights_dtype)
-
-
-# --- Whole steps ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [training.FORWARD_CHUNKS, training.BACKWARD_CHUNKS])

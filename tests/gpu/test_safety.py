@@ -48,9 +48,6 @@ def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
     return p
 
 
-# --- Guard bands ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n_masks", [1, 3, 8, 16])
 @pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # 10564: 6 tiles per block
 @pytest.mark.parametrize(
@@ -89,9 +86,6 @@ def test_guard_bands_of_packing(dtype: torch.dtype, shape: tuple[int, int, int])
     assert bool((bands_of(out) == 7).all())
 
 
-# --- More than 2^31 elements ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.alone(gibibytes=24)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_more_than_2_31_weights(kernel: str) -> None:
@@ -128,9 +122,6 @@ def test_more_than_2_31_elements_of_x_and_of_the_result(
     out = run_on("cuda", x, weight, packed, "silu", None, launch=config)
     tail = run_on("cuda", x[-40:].clone(), weight, packed, "silu", None, launch=config)
     assert torch.equal(out[-40:], tail)
-
-
-# --- Streams and threads --------------------------------------------------------------------------------------------
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:
@@ -214,8 +205,6 @@ def test_first_calls_of_a_process_at_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.cubin"))) == 8
 
 
-# --- A GPU that is not the current one ------------------------------------------------------------------------------
-
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 
@@ -259,9 +248,6 @@ def test_threads_on_two_gpus_at_once() -> None:
     in_threads(work, 4)
     for device in (0, 1):
         torch.cuda.synchronize(device)
-
-
-# --- Failures -------------------------------------------------------------------------------------------------------
 
 
 def test_a_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

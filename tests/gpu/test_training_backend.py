@@ -33,8 +33,6 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
-# --- The kernels, whose outputs hold NaN before (tests/conftest.py) ---------------------------------------------------
-
 both_halves = pytest.mark.parametrize("dtype", [F16, BF16])
 
 
@@ -140,9 +138,6 @@ def test_more_than_2_31_elements() -> None:
     steps.weight_gradients(expected[0], expected[1:], *last, expected[0], expected[1:])
     steps.weight_gradients(flipped[0], flipped[1:], weight, packed, flipped[0], flipped[1:])
     assert torch.equal(flipped[:, -9:], expected)
-
-
-# --- Whole layers -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["own kernels", "library GEMMs"])

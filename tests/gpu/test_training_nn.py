@@ -53,9 +53,6 @@ def on_gpu(kind: type[MGLU | NaiveMGLU], n_masks: int = 2, **options: Any) -> nn
     return student(kind, n_masks, **options).cuda()
 
 
-# --- 200 steps from one seed ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("n_masks", [1, 3])
 def test_fused_runs_in_float32_follow_the_naive_run(n_masks: int, compiled: bool) -> None:
@@ -107,9 +104,6 @@ def test_a_run_repeats_bit_for_bit() -> None:
     assert torch.equal(first.logits, second.logits)
 
 
-# --- Loss scaling in float16 ----------------------------------------------------------------------------------------
-
-
 def test_float16_with_a_scaler_trains_as_well_as_the_naive_layer() -> None:
     fused, naive = (
         train(on_gpu(kind, width=WIDE), tokens=TOKENS, autocast=torch.float16, scaler=torch.amp.GradScaler("cuda"))
@@ -150,9 +144,6 @@ def test_accumulated_gradients_match_the_whole_batch(save_activations: bool) -> 
         assert parameter.grad is not None
         error = relative_error(parameter.grad, want.grad)
         assert error <= 2 * BUDGET[torch.bfloat16], name  # two blocks, and three sums in bfloat16
-
-
-# --- Recomputation --------------------------------------------------------------------------------------------------
 
 
 def gradients(forward: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -253,9 +244,6 @@ def test_checkpoints_and_their_policies(
         assert_equal(found, want)
 
 
-# --- Masks ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n_masks", "d", "h"), [(1, 512, 256), (3, 129, 333), (16, 4096, 4100)])
 def test_mask_ratios_match_the_cpu_and_do_not_synchronise(n_masks: int, d: int, h: int) -> None:
     masks, before = (torch.rand(n_masks, d, h, device="cuda") < density for density in (0.5, 0.4))
@@ -286,9 +274,6 @@ def test_statistics_of_a_model_match_the_cpu() -> None:
         found = statistics.update()
         assert found == pytest.approx(of_copy.update(), rel=1e-6, abs=1e-7)
         assert found["0.gated/flips/0"] > 0
-
-
-# --- Two ranks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)

@@ -135,9 +135,6 @@ def test_decoders_and_activations() -> None:
     assert torch.equal(result.embed_tokens.weight, model.embed_tokens.weight)
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
-
-
 def without_linear(model: Any) -> Any:
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj)
     return model

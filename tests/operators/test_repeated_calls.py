@@ -61,9 +61,6 @@ def forget() -> None:
     dispatch._training_calls.clear()
 
 
-# --- The changes ----------------------------------------------------------------------------------------------------
-
-
 def _end(tensor: Tensor) -> int:
     """The bytes that the storage of a contiguous tensor must have."""
     return (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
@@ -176,9 +173,6 @@ OTHER_ARGUMENTS = [
     ("backward", "mask_weights_dtype", None),
     ("backward", "mask_weights_dtype", torch.bool),
 ]
-
-
-# --- The test -------------------------------------------------------------------------------------------------------
 
 
 def outcome(op: str, name: str, change: Change, *, repeated: bool) -> object:

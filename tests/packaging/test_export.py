@@ -34,19 +34,14 @@ pytest_plugins = ["library_fixtures"]
 long = pytest.mark.long
 
 
-def assert_agrees_with_eager(path: Path) -> None:
-    loaded, layers = mglu_ops.load(path), model()
+@pytest.mark.parametrize(
+    ("fixture", "name"), [("packages", "operator"), pytest.param("more_packages", "composite", marks=long)]
+)
+def test_a_package_agrees_with_its_model(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
+    """Either calls the operator or does without it."""
+    loaded, layers = mglu_ops.load(request.getfixturevalue(fixture) / f"{name}.pt2"), model()
     for tokens in (1, 2, 7, 64):
         torch.testing.assert_close(loaded(inputs(tokens)), layers(inputs(tokens)).detach())
-
-
-def test_a_package_agrees_with_its_model(packages: Path) -> None:
-    assert_agrees_with_eager(packages / "operator.pt2")
-
-
-@long
-def test_a_package_without_the_operator_agrees_with_its_model(more_packages: Path) -> None:
-    assert_agrees_with_eager(more_packages / "composite.pt2")
 
 
 @long
@@ -264,9 +259,6 @@ def test_an_error_of_torch_export_is_short(tmp_path: Path) -> None:
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 40
 
 
-# --- The file that export writes ------------------------------------------------------------------------------------
-
-
 class NotCompiledError(Exception):
     pass
 
@@ -319,9 +311,6 @@ def test_a_folder_that_takes_no_new_file_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
     with pytest.raises(ValueError, match=r"path: .*model\.pt2 cannot be written: Permission denied in "):
         mglu_ops.export(model(), (inputs(3),), tmp_path / "model.pt2")
-
-
-# --- Training mode --------------------------------------------------------------------------------------------------
 
 
 def warnings_of_export(module: nn.Module | ExportedProgram, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
