@@ -222,21 +222,6 @@ def test_a_row_that_is_measured_again_replaces_the_earlier_one(tmp_path: Path) -
     assert found == [(FUSED, 2, 5000.0), (NAIVE, 2, 7000.0), (NAIVE, 4, 8000.0)]
 
 
-def test_the_command_measures_what_a_result_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write([step(PROBLEM, FUSED, 1.0)], tmp_path, "train", train.PROTOCOL)
-    begun: list[train.Problem] = []
-
-    def one_row(problem: train.Problem, *_: Any) -> list[Row]:
-        begun.append(problem)
-        return [step(problem, FUSED, 1.0)]
-
-    monkeypatch.setattr(train, "bench", one_row)
-    words = f"train --shapes 24x16 --tokens 10 20 --n-masks 2 --out {tmp_path} --resume"
-    monkeypatch.setattr("sys.argv", words.split())
-    train.main()
-    assert begun == [replace(PROBLEM, tokens=20)]
-
-
 def measured(n_masks: int, **changes: Any) -> list[Row]:
     """Rows of a problem; `changes` are `name=(milliseconds, megabytes)`."""
     found = {"naive": (20.0, 1000.0), "trick": (12.0, 800.0), "fused": (10.0, 500.0), "again": (12.0, 300.0)} | changes

@@ -5,6 +5,7 @@ NVRTC compiles it, as on a user's machine; the development requirements install 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -94,13 +95,23 @@ def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
     assert registers * config.resident_threads() <= REGISTERS_PER_SM, f"{config}: {log}"
 
 
+DECODED = {1: (1, 3, 4, 8, 16), 8: (1, 4, 7, 16), 16: (3, 8, 15, 16)}
+"""The numbers of masks by that of tokens."""
+
+
+def is_quick(name: str, arch: tuple[int, int], tokens: int, n_masks: int) -> bool:
+    return arch == (9, 0) and (name == "dense" or (name, n_masks) in (("fp8_block", 4), ("fp8_block", 15)))
+
+
 @pytest.mark.parametrize(
-    ("tokens", "n_masks"),
-    [(1, 1), (1, 3), (1, 4), (1, 8), (1, 16), (8, 1), (8, 4), (8, 7), (8, 16), (16, 3), (16, 8), (16, 15), (16, 16)],
+    ("name", "arch", "tokens", "n_masks"),
+    [
+        pytest.param(*case, n_masks, marks=() if is_quick(*case, n_masks) else pytest.mark.long)
+        for case in itertools.product(FORMATS, ARCHITECTURES, DECODED)
+        for n_masks in DECODED[case[2]]
+    ],
 )
-@pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
-@pytest.mark.parametrize("name", quick_only_for(["dense", "fp8_block"], FORMATS))
-def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, n_masks: int, name: str) -> None:
+def test_decode_mma_compiles_without_spills(name: str, arch: tuple[int, int], tokens: int, n_masks: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         if name == "dense" and dtype is torch.bfloat16 and n_masks != 4:
             continue  # as float16

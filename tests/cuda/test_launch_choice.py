@@ -113,7 +113,6 @@ TRAINING = training_choice(contiguous(4, 1024, 8192, 2048), HOPPER)
     ("config", "n_masks", "settings", "reason"),
     [
         (DECODE, 16, {"sub": 3, "mask_group": 8}, "sub: got 3, must be 1, 2 or 4"),
-        (DECODE, 16, {"sub": 8, "mask_group": 8}, "sub: got 8, must be 1, 2 or 4"),
         (DECODE, 12, {"sub": 4, "mask_group": 12}, "mask_group: got 12, must divide n_masks 12 into whole words"),
         (DECODE, 16, {"sub": 4, "mask_group": 4, "split_k": 8}, r"\d+ bytes of shared memory a block, more than"),
         (DECODE, 8, {"mask_group": 8, "cluster": 4}, "cluster: got 4, must be 1, or 2 on compute capability 9.0"),
@@ -134,7 +133,6 @@ TRAINING = training_choice(contiguous(4, 1024, 8192, 2048), HOPPER)
         (TRAINING, 4, {"sparse": True, "permuted": False}, "sparse: not in training"),
         (TRAINING, 4, {"weighted": True}, "weighted: got True, for mask weights None"),
         (TRAINING, 4, {"box_tokens": 12}, "box_tokens: got 12, must be a multiple of 8 that divides 64"),
-        (TRAINING, 4, {"box_tokens": 24}, "box_tokens: got 24, must be a multiple of 8 that divides 64"),
         (TRAINING, 4, {"box_tokens": 64}, r"\d+ bytes of shared memory a block, more than"),
     ],
 )
