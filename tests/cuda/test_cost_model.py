@@ -82,6 +82,7 @@ def test_an_unknown_gpu_gets_the_constants_of_its_architecture_and_a_users_win(
     assert costs_of(replace(H200, name="NVIDIA H100 PCIe", multiprocessors=114)) == costs_of(H200)
     write(tmp_path / "mine.json", {"device": "mine"}, START)
     monkeypatch.setenv(tile_wgmma_costs.VARIABLE, str(tmp_path / "mine.json"))
+    tile_wgmma_costs._costs_of.cache_clear()
     assert costs_of(H200) == START
 
 

@@ -122,6 +122,7 @@ def test_every_padding_bit_must_be_zero(used):
 @pytest.mark.parametrize("in_features", [-1, -(2**63)])
 @pytest.mark.parametrize("width", [0, 1])
 def test_a_negative_number_of_columns_is_refused(in_features, width):
+    torch._dynamo.reset()
     packed = torch.zeros(4, width, 2, dtype=torch.uint8)
     compiled = torch.compile(unpack, backend="eager", fullgraph=True, dynamic=False)
     for call in (unpack, packing.check_packed_masks, compiled):
