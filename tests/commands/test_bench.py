@@ -118,9 +118,7 @@ def test_command_lists_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in listed] == list(suites.SUITES)
 
 
-def test_command_says_what_it_needs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_says_what_it_needs(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "no suite is named latency; there are one_token, " in error_of(capsys, "latency")
     assert "models needs a CUDA GPU, and torch" in error_of(capsys, "tables", "models")
@@ -135,9 +133,7 @@ def test_command_says_what_it_needs(
     assert "clone, run `pip install -e .`" in error_of(capsys)
 
 
-def test_command_leaves_out_the_plots_without_their_packages(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_leaves_out_the_plots_without_their_packages(capsys, monkeypatch, tmp_path):
     ran: list[str] = []
 
     def suite(name: str, needs: tuple[str, ...]) -> suites.Suite:
@@ -171,10 +167,7 @@ MGLU_RATIOS = {
     "H100": "3.28 2.03 5.41 3.26 9.62 5.08 16.38 6.11 3.73 3.27 6.64 5.71 12.12 8.37 21.68 8.23",
 }
 """The columns Torch/CUDA and Torch/Triton as the paper prints them, row by row."""
-GLU_RATIOS = {
-    "RTX 5090": "1.51 1.46 1.41 1.15 1.31 1.31 1.29 1.24",
-    "H100": "1.23 1.19 1.13 1.00 1.16 1.14 1.09 1.00",
-}
+GLU_RATIOS = {"RTX 5090": "1.51 1.46 1.41 1.15 1.31 1.31 1.29 1.24", "H100": "1.23 1.19 1.13 1.00 1.16 1.14 1.09 1.00"}
 """The column GLU/CUDA."""
 
 

@@ -173,9 +173,7 @@ def test_baselines_compute_their_layers(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("tokens", "n_masks"), [(1, 1), (1, 8)])
-def test_variants_are_those_of_the_committed_results(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, n_masks: int
-) -> None:
+def test_variants_are_those_of_the_committed_results(monkeypatch, tokens, n_masks):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     layers: Any = CpuLayers(tokens, n_masks)
     names = {variant.name for variant in decode.naive_variants(layers, tuned=True)}

@@ -182,9 +182,7 @@ def step(problem: train.Problem, variant: str, milliseconds: float, **extra: obj
     return row(variant, 1000 * milliseconds, problem.n_masks, problem.tokens, **changes, extra=extra)
 
 
-def test_a_resumed_result_lacks_only_the_problems_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_resumed_result_lacks_only_the_problems_that_are_not_there(monkeypatch, tmp_path):
     problems = [replace(PROBLEM, tokens=tokens) for tokens in (10, 20, 30)]
     begun: list[int] = []
 

@@ -22,10 +22,7 @@ from mglu_ops.backends.cpu import Cpu, backward, build, library
 from mglu_ops.backends.cpu import backward_steps as steps
 
 pytest_plugins = ["cpu_calls"]
-pytestmark = [
-    needs_compiler,
-    pytest.mark.parametrize("kernel", [BFLOAT16[0], EMULATED[0]], indirect=True, ids=str),
-]
+pytestmark = [needs_compiler, pytest.mark.parametrize("kernel", [BFLOAT16[0], EMULATED[0]], indirect=True, ids=str)]
 
 BF16, F32, F16, F64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
 COLUMNS = (0, 1, 7, 8, 31, 32, 33, 72, 257)

@@ -165,9 +165,7 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", quick_only_for(["int4_group"], [name for name in FORMATS if name != "dense"]))
-def test_tile_wgmma_of_fewer_bits_compiles_without_spills(
-    name: str, n_masks: int, tokens: int, x_alignment: int
-) -> None:
+def test_tile_wgmma_of_fewer_bits_compiles_without_spills(name, n_masks, tokens, x_alignment):
     for dtype in (torch.float16, torch.bfloat16) if tokens == 8192 else (torch.bfloat16,):
         call = stored_in(layer_call(dtype, n_masks, tokens, (14336, 4096), x_alignment=x_alignment), name)
         config = launch_of(call, HOPPER)
@@ -210,9 +208,7 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None
 @pytest.mark.parametrize("shape", quick_only_for([(8192, 2048)], [(8192, 2048), (14336, 4096)]))
 @pytest.mark.parametrize("tokens", quick_only_for([8192], [128, 2048, 8192]))
 @pytest.mark.parametrize("n_masks", quick_only_for([1, 4, 11, 16], range(1, 17)))
-def test_tiles_of_training_compile_without_spills(
-    n_masks: int, tokens: int, shape: tuple[int, int], weighted: bool
-) -> None:
+def test_tiles_of_training_compile_without_spills(n_masks, tokens, shape, weighted):
     options = {"mask_weights_dtype": torch.float32} if weighted else {}
     call = layer_call((torch.bfloat16, torch.float16)[n_masks % 2], n_masks, tokens, shape, **options)
     check(call, HOPPER, training_choice(call, HOPPER))
@@ -266,9 +262,7 @@ def _training_step_variants(
         )
     ],
 )
-def test_training_steps_compile_without_spills(
-    arch: tuple[int, int], n_masks: int, dtype: torch.dtype, activation: str, vector: bool
-) -> None:
+def test_training_steps_compile_without_spills(arch, n_masks, dtype, activation, vector):
     for kernel, macros in _training_step_variants(n_masks, dtype, activation, vector):
         registers, spills, log = compiled(kernel, f"sm_{arch[0]}{arch[1]}", macros)
         assert spills <= (4 if kernel == "weight_gradients" and arch >= (10, 0) else 0), log  # with 7 masks

@@ -224,9 +224,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_repeated_call_is_not_chosen_again(
-    copied: bool, launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_call_is_not_chosen_again(copied, launched, monkeypatch):
     """test_repeated_calls.py changes a call in every way, so that it is chosen again. Rows may be copied before."""
     given = layer((2, 3), d=64, h=64)
     if copied:
@@ -256,9 +254,7 @@ def test_none_as_a_tensor_reaches_the_checks() -> None:
         assert dispatch.repeat(layer(1, d=64, h=64)._replace(**{name: None})) is None  # torch lets None through
 
 
-def test_memory_is_bounded_and_shared_by_threads(
-    launched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_bounded_and_shared_by_threads(launched, monkeypatch):
     monkeypatch.setattr(dispatch, "CALLS_KEPT", 8)
     calls = [layer(tokens, d=64, h=64) for tokens in range(1, 21)]
 
@@ -291,9 +287,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize(("n_masks", "permuted"), [(1, False), (8, True)])
-def test_tensor_maps_are_encoded_once_for_each_address(
-    n_masks: int, permuted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_maps_are_encoded_once_for_each_address(n_masks, permuted, monkeypatch):
     """The map of x, which many layers share, is separate from the maps of a layer's W and masks."""
     encoded: list[int] = []
 

@@ -136,9 +136,7 @@ TRAINING = training_choice(contiguous(4, 1024, 8192, 2048), HOPPER)
         (TRAINING, 4, {"box_tokens": 64}, r"\d+ bytes of shared memory a block, more than"),
     ],
 )
-def test_settings_that_a_launch_can_and_cannot_have(
-    config: Any, n_masks: int, settings: dict[str, Any], reason: str | None
-) -> None:
+def test_settings_that_a_launch_can_and_cannot_have(config, n_masks, settings, reason):
     call = contiguous(n_masks, 1024, 8192, 2048) if config is TRAINING else contiguous(n_masks, 6, 128, 64)
     found = replace(config, **settings).violation(call, HOPPER)
     assert found is None if reason is None else re.match(reason, found or "")

@@ -50,9 +50,7 @@ def test_tables_survive_writing_and_reading(tmp_path: Path) -> None:
     assert entry == Entry(H200, CALL, BETTER, 30.0, MODEL, 40.0, table=path)
 
 
-def test_a_users_table_wins_over_the_packages_and_both_over_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_table_wins_over_the_packages_and_both_over_the_model(tmp_path, monkeypatch):
     folder = tmp_path / "tables"
     folder.mkdir()
     monkeypatch.setattr(launch_tables, "FOLDER", folder)
@@ -139,9 +137,7 @@ def test_the_search_starts_with_every_kernel_and_way_to_multiply() -> None:
     assert {(config.sparse, config.permuted) for config in tiles} >= {(True, False), (False, True)}
 
 
-def test_files_that_are_not_tables_are_refused_at_the_first_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_not_tables_are_refused_at_the_first_launch(tmp_path, monkeypatch):
     for text in ("", "[1", "[]", "\x00"):
         path = tmp_path / "table.json"
         path.write_text(text)

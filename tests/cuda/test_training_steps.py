@@ -69,9 +69,7 @@ def test_scale(entries: int, dtype: torch.dtype) -> None:
         fits=lambda n_masks, weight, logits, dtype: weight is not None or logits is not None,
     ),
 )
-def test_weight_gradients(
-    n_masks: int, weight_dtype: torch.dtype | None, logits_dtype: torch.dtype | None, dtype: torch.dtype
-) -> None:
+def test_weight_gradients(n_masks, weight_dtype, logits_dtype, dtype):
     STEPS.weight_gradients(n_masks, dtype, weight_dtype, logits_dtype)
 
 
@@ -118,9 +116,7 @@ def run(layer: Layer, needs: Sequence[bool] = (True,) * 4) -> dict[str, Tensor]:
     ("n_masks", "density", "dtype", "mask_weights_dtype"),
     family([4, 1, 16], [0.5, 0.25, 0.9], [BF16, F16], [None, BF16]),
 )
-def test_errors_are_close_to_the_naive_layers(
-    n_masks: int, density: float, dtype: torch.dtype, mask_weights_dtype: torch.dtype | None
-) -> None:
+def test_errors_are_close_to_the_naive_layers(n_masks, density, dtype, mask_weights_dtype):
     layer = Layer.random("cpu", dtype, (96,), 136, 200, n_masks, density=density, mask_weights_dtype=mask_weights_dtype)
     assert_as_good_as_naive(run(layer), layer, 1.5 if density < 0.9 else 2.5)
 

@@ -14,25 +14,10 @@ from budgets import BUDGET, relative_error
 from data_parallel import check_data_parallel
 from ranks import GPU_BACKENDS, run_on_ranks
 from torch import Tensor, nn
-from training import (
-    Run,
-    assert_as_good_as_naive,
-    assert_same_training,
-    batches,
-    student,
-    train,
-)
+from training import Run, assert_as_good_as_naive, assert_same_training, batches, student, train
 
 import mglu_ops
-from mglu_ops.nn import (
-    MGLU,
-    NaiveMGLU,
-    SwiMGLU,
-    flip_ratio,
-    gate_ratio,
-    mask_agreement,
-    parameter_groups,
-)
+from mglu_ops.nn import MGLU, NaiveMGLU, SwiMGLU, flip_ratio, gate_ratio, mask_agreement, parameter_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 

@@ -199,11 +199,7 @@ def test_generate_gives_the_same_tokens_in_every_form(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("form", "backend"),
-    [
-        ("logits", "aot_eager"),
-        ("packed", "aot_eager"),
-        pytest.param("packed", "inductor", marks=pytest.mark.long),
-    ],
+    [("logits", "aot_eager"), ("packed", "aot_eager"), pytest.param("packed", "inductor", marks=pytest.mark.long)],
 )
 def test_generate_compiles_into_one_graph(form: str, backend: str) -> None:
     torch._dynamo.reset()

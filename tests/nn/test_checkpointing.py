@@ -170,9 +170,7 @@ def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @each_kind_of_masks
-def test_a_reentrant_checkpoint_gives_the_same_gradients(
-    runs: list[str], dtype: torch.dtype, options: dict[str, Any]
-) -> None:
+def test_a_reentrant_checkpoint_gives_the_same_gradients(runs, dtype, options):
     """Its first forward pass records no gradients, so it runs the inference kernel, which rounds differently."""
     block = SwiMGLU(24, 40, n_masks=3, dtype=dtype, **options)
     x = torch.randn(2, 5, 24, dtype=dtype)
@@ -203,9 +201,7 @@ def save(*operators: Any) -> Callable[..., CheckpointPolicy]:
         (save(aten.mm.default), 2, True),
     ],
 )
-def test_policies_save_what_they_name(
-    runs: list[str], backend: str | None, policy: Any, times: int, learnable_masks: bool
-) -> None:
+def test_policies_save_what_they_name(runs, backend, policy, times, learnable_masks):
     block = SwiMGLU(24, 40, n_masks=2, learnable_masks=learnable_masks)
     x = torch.randn(5, 24)
     want = gradients(compiled(block, backend), block, x)

@@ -40,9 +40,7 @@ def random_masks(n_masks: int, d: int, h: int, seed: int = 0, density: float = 0
     density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     is_contiguous=st.booleans(),
 )
-def test_ratios_equal_those_from_unpacked_masks(
-    n_masks: int, d: int, h: int, density: float, is_contiguous: bool
-) -> None:
+def test_ratios_equal_those_from_unpacked_masks(n_masks, d, h, density, is_contiguous):
     masks, before = (random_masks(n_masks, d, h, seed, density) for seed in (0, 1))
     packed, packed_before = pack(masks), pack(before)
     if not is_contiguous:

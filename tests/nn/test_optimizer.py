@@ -59,11 +59,7 @@ WEIGHTS = {"embedding.weight", "gated.weight", "gated.router.weight", "down.weig
 def test_logits_of_modules_norms_and_biases_have_groups_of_their_own(kind: type[nn.Module]) -> None:
     model = Model(kind)
     found = groups_of(model)
-    assert found == {
-        "weights": WEIGHTS | {"own.logits"},
-        "no_decay": SPARED,
-        "mask_logits": {"gated.mask_logits"},
-    }
+    assert found == {"weights": WEIGHTS | {"own.logits"}, "no_decay": SPARED, "mask_logits": {"gated.mask_logits"}}
     assert list(found) == ["weights", "no_decay", "mask_logits"]
     assert set().union(*found.values()) == {name for name, _ in model.named_parameters()}
 

@@ -367,9 +367,7 @@ def test_all_layers_are_quantized_or_none(name: str) -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_refused(
-    model: Any, weight_format: str, options: Any, error: type[Exception], words: str
-) -> None:
+def test_wrong_arguments_are_refused(model, weight_format, options, error, words):
     with pytest.raises(error, match=words):
         mglu_ops.quantize(model, weight_format, **options)
 

@@ -81,8 +81,7 @@ def run_in_16_bits(kind: type[MGLU | NaiveMGLU], n_masks: int, how: str) -> Run:
 @pytest.mark.long
 @pytest.mark.parametrize("n_masks", [1, 3])
 @pytest.mark.parametrize(
-    "how",
-    ["autocast to float16, with a scaler", "autocast to bfloat16", "bfloat16", "bfloat16 with float32 logits"],
+    "how", ["autocast to float16, with a scaler", "autocast to bfloat16", "bfloat16", "bfloat16 with float32 logits"]
 )
 def test_training_in_16_bits_is_as_good_as_the_naive_layers(how: str, n_masks: int) -> None:
     fused, naive = (run_in_16_bits(kind, n_masks, how) for kind in (MGLU, NaiveMGLU))

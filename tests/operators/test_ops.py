@@ -85,8 +85,7 @@ def test_error_is_at_most_1_5_times_the_naive_layers(dtype, n_masks, density):
 
 
 @pytest.mark.parametrize(
-    ("leading", "rows", "columns"),
-    [((4,), 1, 1), ((4,), 0, 8), ((4,), 8, 0), ((0,), 10, 24), ((2, 0, 3), 10, 24)],
+    ("leading", "rows", "columns"), [((4,), 1, 1), ((4,), 0, 8), ((4,), 8, 0), ((0,), 10, 24), ((2, 0, 3), 10, 24)]
 )
 @pytest.mark.parametrize("weighted", [False, True])
 def test_smallest_and_empty_layers(leading, rows, columns, weighted):

@@ -82,9 +82,7 @@ def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -
         ("1.packed_masks", lambda w: None, r"1\.packed_masks: got NoneType, must be uint8 \[96, 8, 4\]"),
     ],
 )
-def test_weights_of_another_layout_are_refused(
-    packages: Path, library: Path, name: str, change: Callable[[Tensor], Tensor | None], words: str
-) -> None:
+def test_weights_of_another_layout_are_refused(packages, library, name, change, words):
     """The code of a package reads them as if they had the layout that it was compiled for, whatever their size."""
     weights = mglu_ops.load_weights(packages / "weights.pt")
     with pytest.raises(PackageError, match=words):

@@ -118,9 +118,7 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
         (None, True, "fp8_block", 256),
     ],
 )
-def test_a_layer_on_two_ranks(
-    top_k: int | None, packed: bool, weight_format: str, intermediate: int, tmp_path: Path
-) -> None:
+def test_a_layer_on_two_ranks(top_k, packed, weight_format, intermediate, tmp_path):
     run_on_ranks(check_mlp, tmp_path, top_k, packed, weight_format, intermediate)
 
 
