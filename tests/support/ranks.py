@@ -38,7 +38,8 @@ def run_on_ranks(
     The processes form a group through a file in `folder`. With `nccl`, each rank has the GPU of its number; with
     `gloo`, "cuda" is the first GPU on every rank.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mglu_ops.nn"])  # imported once, and not in each process
     results = context.Queue()
     store = str(folder / "store")
     workers = [
