@@ -269,24 +269,6 @@ def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(co
         torch.testing.assert_close(moved, torch.full_like(moved, step), rtol=1e-3, atol=0)
 
 
-def test_a_bfloat16_logit_does_not_move_at_a_small_rate_but_a_float32_logit_does() -> None:
-    """As the docstring warns, an update below 1/512 of a bfloat16 number is lost."""
-    layer = MGLU(8, 8, dtype=torch.bfloat16)
-    with torch.no_grad():
-        layer.mask_logits.fill_(0.016)
-    for moves in (False, True):
-        if moves:
-            layer.mask_logits.data = layer.mask_logits.data.float()
-            layer.mask_logits.grad = None
-        optimizer = torch.optim.AdamW(parameter_groups(layer, lr=3e-5, weight_decay=0.1))
-        before = layer.mask_logits.detach().clone()
-        for _ in range(3):
-            optimizer.zero_grad()
-            layer(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
-        assert torch.equal(layer.mask_logits, before) != moves
-
-
 class FullyShardedDataParallel(nn.Sequential):
     """A class with the name of the wrapper that flattens parameters."""
 

@@ -101,8 +101,6 @@ def test_python_and_cpp_list_the_same_formats() -> None:
     assert f"kWeightFormats = {len(FORMATS)};" in source
 
 
-# --- The operator -----------------------------------------------------------------------------------------------------
-
 LAYER, _ = stored_layer("fp8_row", torch.float32, 3, 256, 264, 2)
 BLOCKS, _ = stored_layer("fp8_block", torch.float32, 3, 256, 264, 2)
 NIBBLES, _ = stored_layer("int4_group", torch.float32, 3, 256, 264, 2)
