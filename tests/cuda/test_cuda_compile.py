@@ -175,7 +175,10 @@ def test_tile_wgmma_of_fewer_bits_compiles_without_spills(name, n_masks, tokens,
 
 @pytest.mark.parametrize(
     ("n_masks", "tokens"),
-    [(2, 24), (8, 32), (9, 32), (10, 32), (11, 24), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)],
+    [
+        *((2, 24), (9, 32), (11, 24), (13, 24), (16, 32)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((8, 32), (10, 32), (12, 24), (15, 16), (16, 16))),
+    ],
 )
 def test_sparse_tiles_compile_without_spills_where_registers_are_fewest(n_masks: int, tokens: int) -> None:
     call = layer_call(torch.bfloat16, n_masks, tokens, (14336, 4096))
@@ -215,13 +218,13 @@ def test_tiles_of_training_compile_without_spills(n_masks, tokens, shape, weight
 
 
 @pytest.mark.parametrize("activation", sample(sorted(set(ACTIVATIONS) - {"silu"}), every=3))
-@pytest.mark.parametrize("n_masks", [1, 8])
+@pytest.mark.parametrize("n_masks", quick_only_for([8], [1, 8]))
 def test_tiles_of_training_compile_with_every_activation(n_masks: int, activation: str) -> None:
     call = layer_call(torch.bfloat16, n_masks, 8192, activation=activation)
     check(call, HOPPER, training_choice(call, HOPPER))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", quick_only_for([torch.float32], [torch.float16, torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, name: str) -> None:
