@@ -12,6 +12,9 @@ GPU_ENV := MGLU_REQUIRE_GPU=1
 GPU_JOBS ?= $(shell nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits \
 	| awk 'NR == 1 { n = int($$1 / 6000); print (n > 12 ? 12 : n < 1 ? 1 : n) }')
 
+# Tests start many Python processes, which would each compile the same modules and assertions again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-long lint types unit unit-long test-torch dist gpu-install gpu-test gpu-sanitize gpu-bench clean
 
 demo: $(VENV)/.ready

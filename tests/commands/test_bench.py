@@ -27,9 +27,6 @@ from mglu_ops.timer import BYTES_OF_LAYERS, layers_for
 NAN = float("nan")
 
 
-# --- Arithmetic and results -------------------------------------------------------------------------------------------
-
-
 def test_floor_is_the_larger_of_reading_and_arithmetic() -> None:
     product = 400.0  # microseconds of one product of 8192 tokens
     assert floor(10.0, product, tokens=GEMM_TOKENS, n_masks=4) == 5 * product
@@ -81,9 +78,6 @@ def test_summary_of_times_is_their_median_and_interquartile_range() -> None:
     assert summarise([3.0]) == (3.0, 0.0)
 
 
-# --- Suites and the command -----------------------------------------------------------------------------------------
-
-
 def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[tuple[Any, ...]] = []
 
@@ -123,9 +117,7 @@ def test_command_lists_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in listed] == list(suites.SUITES)
 
 
-def test_command_says_what_it_needs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_says_what_it_needs(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "no suite is named latency; there are one_token, " in error_of(capsys, "latency")
     assert "models needs a CUDA GPU, and torch" in error_of(capsys, "tables", "models")
@@ -140,9 +132,7 @@ def test_command_says_what_it_needs(
     assert "clone, run `pip install -e .`" in error_of(capsys)
 
 
-def test_command_leaves_out_the_plots_without_their_packages(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_leaves_out_the_plots_without_their_packages(capsys, monkeypatch, tmp_path):
     ran: list[str] = []
 
     def suite(name: str, needs: tuple[str, ...]) -> suites.Suite:
@@ -171,17 +161,12 @@ def test_measuring_does_not_import_pandas() -> None:
         importlib.import_module(f"benchmarks.learning.{name}")
 
 
-# --- Tables ---------------------------------------------------------------------------------------------------------
-
 MGLU_RATIOS = {
     "RTX 5090": "3.54 1.39 6.47 2.55 12.51 4.48 19.66 6.25 2.82 2.45 5.13 4.35 9.63 7.86 18.04 11.14",
     "H100": "3.28 2.03 5.41 3.26 9.62 5.08 16.38 6.11 3.73 3.27 6.64 5.71 12.12 8.37 21.68 8.23",
 }
 """The columns Torch/CUDA and Torch/Triton as the paper prints them, row by row."""
-GLU_RATIOS = {
-    "RTX 5090": "1.51 1.46 1.41 1.15 1.31 1.31 1.29 1.24",
-    "H100": "1.23 1.19 1.13 1.00 1.16 1.14 1.09 1.00",
-}
+GLU_RATIOS = {"RTX 5090": "1.51 1.46 1.41 1.15 1.31 1.31 1.29 1.24", "H100": "1.23 1.19 1.13 1.00 1.16 1.14 1.09 1.00"}
 """The column GLU/CUDA."""
 
 
@@ -241,26 +226,6 @@ def test_routes_show_where_we_lose(tmp_path: Path) -> None:
     assert wrong == "| 2 |  | wrong (cuda) |  |  |  |  |  |  |"
 
 
-def test_table_of_a_cpu(tmp_path: Path) -> None:
-    def lines(tokens: int, **least: float) -> list[dict[str, Any]]:
-        names = {"reading": "read loop", "ours": "mglu cpu", "naive": "naive compiled", "glu": "SwiGLU eager"}
-        problem = {"tokens": tokens, "out_features": 64, "in_features": 32, "n_masks": 1, "dtype": "float32"}
-        isa = {"ours": "avx2"}
-        return [
-            {"variant": names[name], **problem, "least": time, "median": 2 * time, "isa": isa.get(name, "")}
-            for name, time in least.items()
-        ]
-
-    won, lost = lines(1, reading=8.0, ours=10.0, naive=25.0, glu=20.0), lines(2, reading=8.0, ours=10.0, naive=9.0)
-    write_table([*won, *lost], {"device": "a CPU", "torch": "2", "commit": "0123456789"}, tmp_path, "cpu_tokens")
-    text = pages.TABLES["cpu_tokens"](tmp_path).splitlines()
-    assert text[0] == "`cpu_tokens.csv`: a CPU, torch 2, commit 0123456."
-    assert text[4:] == [
-        "| float32 | 1 | 1 | 8.0 | 10.0 (avx2) | 0.80, 0.80 | 25.0 | 2.50x | 20.0 | 2.00x |",
-        "| float32 | 2 | 1 | 8.0 | 10.0 (avx2) | 0.80, 0.80 | 9.0 | **0.90x, slower** |  |  |",
-    ]
-
-
 def test_tables_of_models(tmp_path: Path) -> None:
     measured = [
         row("SwiGLU eager", 25.0, case="A 1B, B 1B"),
@@ -288,21 +253,6 @@ def test_tables_of_models(tmp_path: Path) -> None:
     lines = pages.TABLES["decode_model"](tmp_path).splitlines()
     assert lines[9] == "Llama-3.2 1B, 8 sequences:"
     assert lines[14] == "| SwiMGLU, n_m = 4 | 2000.0 | 0.800 | 10000 | 1.25x | 0.50 |"
-
-
-def test_table_of_several_gpus(tmp_path: Path) -> None:
-    measured = [
-        row("one rank", 30.0, case="decode"),
-        row("2 ranks", 20.0, case="decode"),
-        row("one rank", 30.0, case="decode", n_masks=4),
-        row("2 ranks", 40.0, case="decode", n_masks=4),
-    ]
-    write(measured, tmp_path, "tensor_parallel", "by the clock")
-    assert pages.TABLES["tensor_parallel"](tmp_path).splitlines()[2:] == [
-        "| out x in | work | tokens | one rank, 2 ranks, us: n_m = 1 | one rank, 2 ranks, us: n_m = 4 |",
-        "| --- | --- | --- | --- | --- |",
-        "| 8192 x 2048 | decode | 1 | 30.0, 20.0: 1.50x | 30.0, 40.0: **0.75x, slower** |",
-    ]
 
 
 def test_summary_shows_losses_in_bold() -> None:

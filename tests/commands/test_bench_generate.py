@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -110,18 +109,16 @@ def test_wrong_masks_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.has_time for row in rows] == [True, True, True, False]
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_a_fused_form_compiles_with_the_pass_and_pdl_with_its_option() -> None:
     layer = generate.PlainMGLU(32, 48, n_masks=2)
     x = torch.randn(3, 32)
     torch._dynamo.reset()
-    with torch.no_grad(), generate.settings(Form("fused", fused=True)), warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        torch.testing.assert_close(torch.compile(layer)(x), layer(x), rtol=1e-4, atol=1e-5)
     frozen = mglu_ops.freeze(torch.nn.Sequential(layer), replace={generate.PlainMGLU: generate.packed})
     packed = Form("packed and fused", packed=True, fused=True)
-    with torch.no_grad(), generate.settings(packed), warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        torch.testing.assert_close(torch.compile(frozen)(x), layer(x), rtol=1e-4, atol=1e-5)
+    for form, model in ((Form("fused", fused=True), layer), (packed, frozen)):
+        with torch.no_grad(), generate.settings(form):
+            torch.testing.assert_close(torch.compile(model)(x), layer(x), rtol=1e-4, atol=1e-5)
     with generate.settings(Form("pdl", pdl=True)):
         assert torch._inductor.config.triton.enable_pdl
     assert not torch._inductor.config.triton.enable_pdl

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -79,18 +78,6 @@ def test_fractions_are_those_of_the_results(plots: Any) -> None:
             assert fraction == pytest.approx(least(lines, "read ceiling", **problem) / ours, rel=1e-5)
 
 
-def test_speedup_is_that_of_the_results(plots: Any) -> None:
-    lines = committed("routes")
-    for shape, found in panels(plots, "speedup_over_swiglu"):
-        for label, points in found.items():
-            n_masks = int(label.removeprefix("n_m = "))
-            for count, speedup in points:
-                swiglu = least(lines, "SwiGLU", tokens=int(count), **shape)
-                chosen = [line for line in lines if json.loads(line["extra"]).get("chosen")]
-                ours = least(chosen, "mglu", n_masks=n_masks, tokens=int(count), **shape)
-                assert speedup == pytest.approx(swiglu / ours)
-
-
 def bars(axes: Any) -> dict[str, list[float]]:
     """The lengths of the bars of a panel by their label in the legend, from top to bottom."""
     return {bars.get_label(): [float(bar.get_width()) for bar in bars] for bars in axes.containers}
@@ -115,23 +102,6 @@ def test_layers_and_models_are_those_of_the_results(plots: Any) -> None:
         variant = "SwiMGLU" if n_masks else "SwiGLU"
         times = [least(lines, variant, tokens=1, n_masks=n_masks, out_features=d) for d in models.values()]
         assert bars(right)[label] == pytest.approx([1e6 / time for time in times])
-
-
-def test_roofline_is_that_of_the_results(plots: Any) -> None:
-    lines = committed("tokens")
-    for shape, found in panels(plots, "roofline"):
-        d, h = shape.values()
-        for n_masks in (1, 4, 8, 16):
-            points = dict(found[f"n_m = {n_masks}"])
-            counts = [line for line in lines if line["variant"] == "mglu cuda" and line["n_masks"] == str(n_masks)]
-            assert len(points) == len({line["tokens"] for line in counts})
-            for intensity, rate in points.items():
-                tokens = round(intensity * (2 + n_masks / 8) / 2 / (n_masks + 1))
-                seconds = least(lines, "mglu cuda", n_masks=n_masks, tokens=tokens, **shape) * 1e-6
-                flops = (n_masks + 1) * 2 * tokens * d * h
-                assert rate == pytest.approx(flops / seconds / 1e12)
-                assert intensity == pytest.approx(flops / (d * h * (2 + n_masks / 8)))
-                assert rate <= 1.02 * intensity * found["read ceiling"][0][1] / found["read ceiling"][0][0]
 
 
 def test_roofs_and_speedup_of_a_small_table(plots: Any, tmp_path: Path) -> None:

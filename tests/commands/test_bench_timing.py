@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import decode, suites, timing
+from benchmarks import decode, timing
 from benchmarks.harness import Captured, Variant
 from benchmarks.layers import masks_of
-from benchmarks.records import read
 from benchmarks.timing import GraphTimer, time_graphs, under_load
 
 
@@ -170,17 +169,3 @@ def test_baselines_compute_their_layers(monkeypatch: pytest.MonkeyPatch) -> None
             output = variant.run(i)
             assert output is not None
             torch.testing.assert_close(output.double(), variant.oracle(i), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("tokens", "n_masks"), [(1, 1), (1, 8)])
-def test_variants_are_those_of_the_committed_results(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, n_masks: int
-) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    layers: Any = CpuLayers(tokens, n_masks)
-    names = {variant.name for variant in decode.naive_variants(layers, tuned=True)}
-    measured = {row.variant for row in read(suites.RESULTS, "one_token") if row.n_masks == n_masks}
-    assert names == {name for name in measured if name.startswith("naive")}
-    if n_masks == 1:
-        names = {variant.name for variant in decode.swiglu_variants(layers, tuned=True)}
-        assert names == {name for name in measured if name.startswith("SwiGLU")}

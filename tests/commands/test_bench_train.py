@@ -33,9 +33,6 @@ def bench(problem: train.Problem) -> list[Row]:
     return train.bench(problem, "cpu", rounds=2, load=0.0)
 
 
-# --- Measuring --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("n_masks", quick_only_for([1], [1, 2]))
 def test_every_form_is_timed_and_compared_with_float64(n_masks: int) -> None:
@@ -180,17 +177,12 @@ def test_the_suite_measures_all_problems_of_the_issue(monkeypatch: pytest.Monkey
     assert measured == [train.Problem((8192, 2048), 64, 1)]
 
 
-# --- Results that are resumed -----------------------------------------------------------------------------------------
-
-
 def step(problem: train.Problem, variant: str, milliseconds: float, **extra: object) -> Row:
     changes = {"out_features": problem.shape[0], "in_features": problem.shape[1], "case": "training step"}
     return row(variant, 1000 * milliseconds, problem.n_masks, problem.tokens, **changes, extra=extra)
 
 
-def test_a_resumed_result_lacks_only_the_problems_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_resumed_result_lacks_only_the_problems_that_are_not_there(monkeypatch, tmp_path):
     problems = [replace(PROBLEM, tokens=tokens) for tokens in (10, 20, 30)]
     begun: list[int] = []
 
@@ -226,24 +218,6 @@ def test_a_row_that_is_measured_again_replaces_the_earlier_one(tmp_path: Path) -
     )
     found = [(one.variant, one.n_masks, one.microseconds) for one in read(tmp_path, "train")]
     assert found == [(FUSED, 2, 5000.0), (NAIVE, 2, 7000.0), (NAIVE, 4, 8000.0)]
-
-
-def test_the_command_measures_what_a_result_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write([step(PROBLEM, FUSED, 1.0)], tmp_path, "train", train.PROTOCOL)
-    begun: list[train.Problem] = []
-
-    def one_row(problem: train.Problem, *_: Any) -> list[Row]:
-        begun.append(problem)
-        return [step(problem, FUSED, 1.0)]
-
-    monkeypatch.setattr(train, "bench", one_row)
-    words = f"train --shapes 24x16 --tokens 10 20 --n-masks 2 --out {tmp_path} --resume"
-    monkeypatch.setattr("sys.argv", words.split())
-    train.main()
-    assert begun == [replace(PROBLEM, tokens=20)]
-
-
-# --- Tables -----------------------------------------------------------------------------------------------------------
 
 
 def measured(n_masks: int, **changes: Any) -> list[Row]:

@@ -40,9 +40,7 @@ def modes(folder: Path) -> set[int]:
     return {stat.S_IMODE(path.stat().st_mode) for path in files(folder)}
 
 
-def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiled: list[str]
-) -> None:
+def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(tmp_path, monkeypatch, capsys, compiled):
     kind = cpu_kind(tmp_path, monkeypatch, 0)
     monkeypatch.setattr(cpu.library, "Library", lambda path: path)
     out = tmp_path / "image"
@@ -68,9 +66,7 @@ def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(
 
 
 @pytest.mark.parametrize("bits", [0o700, 0o755, 0o750])
-def test_a_folder_that_exists_keeps_its_mode(
-    bits: int, tmp_path: Path, compiled: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_exists_keeps_its_mode(bits, tmp_path, compiled, capsys):
     out = tmp_path / "mine"
     out.mkdir()
     out.chmod(bits)
@@ -84,9 +80,7 @@ def test_a_folder_that_exists_keeps_its_mode(
     assert (said in capsys.readouterr().err) == (bits != 0o755)
 
 
-def test_without_out_the_cache_is_filled_and_stays_private(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiled: list[str]
-) -> None:
+def test_without_out_the_cache_is_filled_and_stays_private(folder, monkeypatch, capsys, compiled):
     assert main(["build", "--no-cpu", *LAYER]) == 0
     assert capsys.readouterr().out == f"{folder}\n"
     assert modes(folder) == {0o600}

@@ -11,8 +11,6 @@ from processes import ROOT, python, run
 import mglu_ops
 from mglu_ops.__main__ import main
 
-# --- Start-up -------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_help_and_version_do_not_import_torch(option: str) -> None:
@@ -23,14 +21,11 @@ def test_help_and_version_do_not_import_torch(option: str) -> None:
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy")}
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_package_and_of_pyproject(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"mglu_ops {mglu_ops.__version__}\n"
-
-
-def test_the_version_stands_in_pyproject_too() -> None:
     assert f'\nversion = "{mglu_ops.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -58,14 +53,8 @@ def test_a_command_runs_user_code_that_uses_public_names_for_the_first_time(tmp_
     assert python("-m", "mglu_ops", "report", f"{tmp_path}/model.py:make").startswith("1 fused, 0 missed")
 
 
-# --- Public names ---------------------------------------------------------------------------------------------------
-
-
-def test_every_public_name_is_listed() -> None:
+def test_every_public_name_is_listed_and_another_is_an_attribute_error() -> None:
     assert {name for name in dir(mglu_ops) if not name.startswith("__")} == set(mglu_ops.__all__)
-
-
-def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'mglu_ops' has no attribute 'no_such_name'"):
         _ = mglu_ops.no_such_name
 

@@ -6,7 +6,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,13 +88,7 @@ def with_wrong_gradient(logits: Tensor) -> Tensor:
     ],
     ids=["right", "outputs", "nan", "gradients", "one token"],
 )
-def test_each_form_is_compared_with_float64(
-    wrong: Callable[[Tensor], Tensor],
-    trained: bool,
-    deployed: bool,
-    demo: SimpleNamespace,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_each_form_is_compared_with_float64(wrong, trained, deployed, demo, capsys):
     torch.manual_seed(0)
     model = demo.LanguageModel(layers=1, width=32, n_masks=2)
     inputs, following = torch.randint(256, (2, 4, 16))
@@ -114,9 +107,7 @@ def test_a_model_that_has_not_learned_fails(demo: SimpleNamespace) -> None:
         demo.check_learning(lambda tokens: torch.zeros(*tokens.shape, 256), text.clamp(max=99), text.clamp(max=99))
 
 
-def test_a_wrong_layer_fails(
-    demo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_layer_fails(demo, monkeypatch, capsys):
     freeze = mglu_ops.freeze
 
     def wrong(layer: torch.nn.Module) -> torch.nn.Module:
@@ -139,13 +130,7 @@ def test_a_wrong_layer_fails(
         (["--layer", "8", "0"], "--layer: got 0, must be at least 1"),
     ],
 )
-def test_a_wrong_option_is_named(
-    options: list[str],
-    words: str,
-    demo: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wrong_option_is_named(options, words, demo, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["demo.py", *options])
     with pytest.raises(SystemExit) as ended:
         demo.main()

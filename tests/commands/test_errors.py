@@ -118,9 +118,7 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize(
     ("module", "package"), [("no_such_package.part", "no_such_package"), ("cuda.core", "cuda-core")]
 )
-def test_a_missing_package_is_named(
-    module: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_package_is_named(module, package, monkeypatch, capsys):
     def run(options: object) -> int:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 

@@ -84,9 +84,7 @@ def test_a_factory_is_found_in_a_file_and_in_a_module(folder: Path, monkeypatch:
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_every_command_reports_a_wrong_factory_in_the_same_words(
-    name: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_reports_a_wrong_factory_in_the_same_words(name, words, capsys):
     with pytest.raises(FactoryError, match=words):
         load_model(name)
     messages = []

@@ -40,9 +40,6 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-# --- Damaged files --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("damaged", [b"", CONTENT[:-1], CONTENT + b"\0", bytes([CONTENT[0] ^ 1]) + CONTENT[1:]])
 def test_a_damaged_file_is_built_again(damaged, kind, folder, capsys):
     assert kind.use() == CONTENT
@@ -107,9 +104,6 @@ def test_a_refused_build_shows_the_compilers_log_and_leaves_nothing(folder, tmp_
         build.load_library(Path)
     assert not files(folder)
     assert not files(tmp_path / "tmp")
-
-
-# --- Who may write --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("umask", [0, 0o002, 0o077])
@@ -184,9 +178,6 @@ def test_a_folder_of_root_is_used_by_another_user(kind, folder, monkeypatch):
     assert kind.use() == CONTENT
 
 
-# --- Where the folder is --------------------------------------------------------------------------------------------
-
-
 def test_the_variables_that_name_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "link").symlink_to("target")
@@ -245,9 +236,6 @@ def test_cubins_are_compiled_and_not_kept_where_no_folder_can_be_written(tmp_pat
     assert "no folder can keep cpu-" in str(library.load())
 
 
-# --- The key --------------------------------------------------------------------------------------------------------
-
-
 def test_a_complete_cache_needs_neither_a_compiler_nor_a_lock(kind, monkeypatch):
     """A folder of an image may be one that nobody can write to."""
     kind.use()
@@ -281,9 +269,6 @@ def test_is_cached_looks_in_all_folders_and_makes_none(folder, tmp_path, monkeyp
     assert not compiler.is_cached("plain", "sm_90", {"A": 2})
     shared_folder().chmod(0o777)
     assert not compiler.is_cached(*cubin)
-
-
-# --- The compiler ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

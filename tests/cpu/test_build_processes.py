@@ -51,9 +51,6 @@ def exit_code(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
-# --- Processes and threads ------------------------------------------------------------------------------------------
-
-
 def test_processes_that_start_together_build_once(slow_kind, folder, capfd):
     children = [forked(slow_kind.use) for _ in range(4)]
     assert [exit_code(child) for child in children] == [0] * 4
@@ -145,9 +142,6 @@ def test_a_process_is_not_forked_while_cuda_core_is_imported():
     child = forked(lambda: compiler._cuda_core.__name__ if ended.is_set() else pytest.fail("forked too early"))
     assert exit_code(child) == 0
     thread.join()
-
-
-# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

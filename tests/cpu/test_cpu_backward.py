@@ -22,10 +22,7 @@ from mglu_ops.backends.cpu import Cpu, backward, build, library
 from mglu_ops.backends.cpu import backward_steps as steps
 
 pytest_plugins = ["cpu_calls"]
-pytestmark = [
-    needs_compiler,
-    pytest.mark.parametrize("kernel", [BFLOAT16[0], EMULATED[0]], indirect=True, ids=str),
-]
+pytestmark = [needs_compiler, pytest.mark.parametrize("kernel", [BFLOAT16[0], EMULATED[0]], indirect=True, ids=str)]
 
 BF16, F32, F16, F64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
 COLUMNS = (0, 1, 7, 8, 31, 32, 33, 72, 257)
@@ -39,9 +36,6 @@ def _forgotten_calls(kernel, monkeypatch):
 @pytest.fixture
 def kernels(kernel):
     return kernel.library()
-
-
-# --- The steps ----------------------------------------------------------------------------------------------------
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -103,9 +97,6 @@ def test_not_finite_numbers(kernels):
     out = torch.empty_like(partials)
     steps.scale(kernels, grad, partials, out)
     torch.testing.assert_close(out, (grad[:, None].float() * partials.float()).to(BF16), equal_nan=True)
-
-
-# --- Whole layers -------------------------------------------------------------------------------------------------
 
 
 def run(layer: Layer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
@@ -184,9 +175,6 @@ def test_repetition_does_not_change_bits():
     expected = run(layer)
     for _ in range(3):
         assert all(map(torch.equal, run(layer).values(), expected.values()))
-
-
-# --- The choice of the backend ------------------------------------------------------------------------------------
 
 
 def test_only_bfloat16_on_cpus_with_its_instructions_runs_this_backward_pass(monkeypatch):

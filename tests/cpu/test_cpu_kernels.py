@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,9 +39,6 @@ TESTS = Path(__file__).parent
 def kernels_of(*dtypes: torch.dtype) -> pytest.MarkDecorator:
     kernels = [kernel for kernel in NATIVE if kernel.dtype in dtypes]
     return pytest.mark.parametrize("kernel", kernels, indirect=True, ids=str)
-
-
-# --- Numbers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_masks", quick_only_for([1, 2, 3, 8, 16], range(1, 17)))
@@ -228,8 +226,6 @@ def test_empty_sizes(kernel, size):
     assert torch.equal(run(layer, kernel.isa), torch.zeros(tokens, out_features).to(kernel.dtype))
 
 
-# --- Weights in 8 bits with scales of rows --------------------------------------------------------------------------
-
 every_row_format = pytest.mark.parametrize("name", ["int8_row", "fp8_row"])
 in_registers = pytest.mark.parametrize(
     "kernel",
@@ -289,37 +285,33 @@ def test_stored_weights_have_the_error_of_dense_ones(kernel, name):
             assert relative_error(run_stored(given, kernel.isa), exact) <= BUDGET[kernel.dtype]
 
 
+def with_threads(call: Callable[[], object]) -> list[object]:
+    """The results of calls with several numbers of threads."""
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5, 2):
+            torch.set_num_threads(threads)
+            found.append(call())
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
 @every_row_format
 @in_registers
 def test_threads_do_not_change_bits_of_stored_weights(kernel, name):
     given, _ = stored_layer(name, kernel.dtype, 3, 300, 330, 3)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 5, 2):
-            torch.set_num_threads(threads)
-            found.append(run_stored(given, kernel.isa))
-        assert all(torch.equal(again, found[0]) for again in found)
-    finally:
-        torch.set_num_threads(before)
-
-
-# --- Threads and memory -------------------------------------------------------------------------------------------
+    found = with_threads(lambda: run_stored(given, kernel.isa))
+    assert all(torch.equal(again, found[0]) for again in found)
 
 
 def test_threads_and_training_do_not_change_bits(kernel):
-    before = torch.get_num_threads()
-    try:
-        for tokens in (1, 4, 9, 100):
-            layer, found = make_layer((tokens,), 330, 300, 2, dtype=kernel.dtype), []
-            for threads in (1, 2, 5, 2):
-                torch.set_num_threads(threads)
-                found.append((run(layer, kernel.isa), *forward_train(layer, kernel.isa)))
-            assert all(all(map(torch.equal, again, found[0])) for again in found)
-            if tokens == 100:  # another kernel computes few tokens in inference
-                assert torch.equal(found[0][0], found[0][1])
-    finally:
-        torch.set_num_threads(before)
+    for tokens in (1, 4, 9, 100):
+        layer = make_layer((tokens,), 330, 300, 2, dtype=kernel.dtype)
+        found = with_threads(lambda layer=layer: (run(layer, kernel.isa), *forward_train(layer, kernel.isa)))
+        assert all(all(map(torch.equal, again, found[0])) for again in found)
+        if tokens == 100:  # another kernel computes few tokens in inference
+            assert torch.equal(found[0][0], found[0][1])
 
 
 @kernels_of(torch.float32)
@@ -345,9 +337,6 @@ def test_calls_from_several_threads():
     expected = [run(layer) for layer in layers]
     with ThreadPoolExecutor(4) as pool:
         assert all(map(torch.equal, pool.map(run, layers), expected))
-
-
-# --- Instruction sets ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", [*BFLOAT16, *EMULATED], indirect=True, ids=str)
@@ -390,10 +379,8 @@ def test_sanitizers(tmp_path, emulated):
     if probe.returncode != 0:
         pytest.skip(f"this compiler has no sanitizers: {probe.stderr.strip()}")
     sources = [TESTS / "cpu_driver.cpp", *build.source_directory().glob("*.cpp")]
+    commands = [[*compiler, *flags, "-c", source, "-o", tmp_path / f"{source.stem}.o"] for source in sources]
     with ThreadPoolExecutor(2) as pool:
-        commands = [
-            [*compiler, *flags, "-c", str(source), "-o", str(tmp_path / f"{source.stem}.o")] for source in sources
-        ]
         for result in pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands):
             assert result.returncode == 0, result.stderr
     program = tmp_path / "driver"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import astuple
+from collections.abc import Iterator
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,11 @@ def test_the_sample_is_reproducible_and_has_the_fastest_launches() -> None:
         assert not any(launch.violation(call, H200) for launch in launches)
 
 
-def test_an_unknown_gpu_gets_the_constants_of_its_architecture() -> None:
-    from dataclasses import replace
-
+def test_an_unknown_gpu_gets_the_constants_of_its_architecture_and_a_users_win(tmp_path, monkeypatch):
     assert costs_of(replace(H200, name="NVIDIA H100 PCIe", multiprocessors=114)) == costs_of(H200)
-
-
-def test_a_users_constants_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "mine.json", {"device": "mine"}, START)
     monkeypatch.setenv(tile_wgmma_costs.VARIABLE, str(tmp_path / "mine.json"))
+    tile_wgmma_costs._costs_of.cache_clear()
     assert costs_of(H200) == START
 
 
@@ -100,9 +96,7 @@ def test_a_users_constants_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (lambda found: found["costs"].update(alone={"gap": 1}), "alone: got .*, must be an object of gap, fragments"),
     ],
 )
-def test_damaged_cost_models_are_refused_with_the_reason(
-    damage: Callable[[Any], Any], words: str, tmp_path: Path
-) -> None:
+def test_damaged_cost_models_are_refused_with_the_reason(damage, words, tmp_path):
     path = tmp_path / "costs.json"
     write(path, {"device": "a GPU"}, START)
     assert read(path)[1] == START

@@ -5,6 +5,7 @@ NVRTC compiles it, as on a user's machine; the development requirements install 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -95,13 +96,23 @@ def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
     assert registers * config.resident_threads() <= REGISTERS_PER_SM, f"{config}: {log}"
 
 
+DECODED = {1: (1, 3, 4, 8, 16), 8: (1, 4, 7, 16), 16: (3, 8, 15, 16)}
+"""The numbers of masks by that of tokens."""
+
+
+def is_quick(name: str, arch: tuple[int, int], tokens: int, n_masks: int) -> bool:
+    return arch == (9, 0) and (name == "dense" or (name, n_masks) in (("fp8_block", 4), ("fp8_block", 15)))
+
+
 @pytest.mark.parametrize(
-    ("tokens", "n_masks"),
-    [(1, 1), (1, 3), (1, 4), (1, 8), (1, 16), (8, 1), (8, 4), (8, 7), (8, 16), (16, 3), (16, 8), (16, 15), (16, 16)],
+    ("name", "arch", "tokens", "n_masks"),
+    [
+        pytest.param(*case, n_masks, marks=() if is_quick(*case, n_masks) else pytest.mark.long)
+        for case in itertools.product(FORMATS, ARCHITECTURES, DECODED)
+        for n_masks in DECODED[case[2]]
+    ],
 )
-@pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
-@pytest.mark.parametrize("name", quick_only_for(["dense", "fp8_block"], FORMATS))
-def test_decode_mma_compiles_without_spills(arch: tuple[int, int], tokens: int, n_masks: int, name: str) -> None:
+def test_decode_mma_compiles_without_spills(name: str, arch: tuple[int, int], tokens: int, n_masks: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         if name == "dense" and dtype is torch.bfloat16 and n_masks != 4:
             continue  # as float16
@@ -181,9 +192,7 @@ def test_calls_whose_products_are_in_fp8() -> None:
     ],
 )
 @pytest.mark.parametrize("name", quick_only_for(["int4_group"], [name for name in FORMATS if name != "dense"]))
-def test_tile_wgmma_of_fewer_bits_compiles_without_spills(
-    name: str, n_masks: int, tokens: int, x_alignment: int
-) -> None:
+def test_tile_wgmma_of_fewer_bits_compiles_without_spills(name, n_masks, tokens, x_alignment):
     for dtype in (torch.float16, torch.bfloat16) if tokens == 8192 else (torch.bfloat16,):
         call = stored_in(layer_call(dtype, n_masks, tokens, (14336, 4096), x_alignment=x_alignment), name)
         config = launch_of(call, HOPPER)
@@ -193,7 +202,10 @@ def test_tile_wgmma_of_fewer_bits_compiles_without_spills(
 
 @pytest.mark.parametrize(
     ("n_masks", "tokens"),
-    [(2, 24), (8, 32), (9, 32), (10, 32), (11, 24), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)],
+    [
+        *((2, 24), (9, 32), (11, 24), (13, 24), (16, 32)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((8, 32), (10, 32), (12, 24), (15, 16), (16, 16))),
+    ],
 )
 def test_sparse_tiles_compile_without_spills_where_registers_are_fewest(n_masks: int, tokens: int) -> None:
     call = layer_call(torch.bfloat16, n_masks, tokens, (14336, 4096))
@@ -226,22 +238,20 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None
 @pytest.mark.parametrize("shape", quick_only_for([(8192, 2048)], [(8192, 2048), (14336, 4096)]))
 @pytest.mark.parametrize("tokens", quick_only_for([8192], [128, 2048, 8192]))
 @pytest.mark.parametrize("n_masks", quick_only_for([1, 4, 11, 16], range(1, 17)))
-def test_tiles_of_training_compile_without_spills(
-    n_masks: int, tokens: int, shape: tuple[int, int], weighted: bool
-) -> None:
+def test_tiles_of_training_compile_without_spills(n_masks, tokens, shape, weighted):
     options = {"mask_weights_dtype": torch.float32} if weighted else {}
     call = layer_call((torch.bfloat16, torch.float16)[n_masks % 2], n_masks, tokens, shape, **options)
     check(call, HOPPER, training_choice(call, HOPPER))
 
 
 @pytest.mark.parametrize("activation", sample(sorted(set(ACTIVATIONS) - {"silu"}), every=3))
-@pytest.mark.parametrize("n_masks", [1, 8])
+@pytest.mark.parametrize("n_masks", quick_only_for([8], [1, 8]))
 def test_tiles_of_training_compile_with_every_activation(n_masks: int, activation: str) -> None:
     call = layer_call(torch.bfloat16, n_masks, 8192, activation=activation)
     check(call, HOPPER, training_choice(call, HOPPER))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", quick_only_for([torch.float32], [torch.float16, torch.bfloat16, torch.float32]))
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, name: str) -> None:
@@ -282,9 +292,7 @@ def _training_step_variants(
         )
     ],
 )
-def test_training_steps_compile_without_spills(
-    arch: tuple[int, int], n_masks: int, dtype: torch.dtype, activation: str, vector: bool
-) -> None:
+def test_training_steps_compile_without_spills(arch, n_masks, dtype, activation, vector):
     for kernel, macros in _training_step_variants(n_masks, dtype, activation, vector):
         registers, spills, log = compiled(kernel, f"sm_{arch[0]}{arch[1]}", macros)
         assert spills <= (4 if kernel == "weight_gradients" and arch >= (10, 0) else 0), log  # with 7 masks

@@ -36,9 +36,6 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-# --- The kernels ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n_masks", "with_weight"), family([1, 4, 5, 8, 16], [True, False], one_in=2))
 def test_flip_signs(n_masks: int, with_weight: bool) -> None:
     STEPS.flip_signs(n_masks, F16, with_weight=with_weight)
@@ -72,18 +69,13 @@ def test_scale(entries: int, dtype: torch.dtype) -> None:
         fits=lambda n_masks, weight, logits, dtype: weight is not None or logits is not None,
     ),
 )
-def test_weight_gradients(
-    n_masks: int, weight_dtype: torch.dtype | None, logits_dtype: torch.dtype | None, dtype: torch.dtype
-) -> None:
+def test_weight_gradients(n_masks, weight_dtype, logits_dtype, dtype):
     STEPS.weight_gradients(n_masks, dtype, weight_dtype, logits_dtype)
 
 
 @pytest.mark.parametrize(("n_masks", "mask_weights_dtype"), family([1, 3], [F32, BF16]))
 def test_mask_weight_gradients(n_masks: int, mask_weights_dtype: torch.dtype) -> None:
     STEPS.mask_weight_gradients(n_masks, BF16, mask_weights_dtype)
-
-
-# --- Whole steps ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [training.FORWARD_CHUNKS, training.BACKWARD_CHUNKS])
@@ -124,9 +116,7 @@ def run(layer: Layer, needs: Sequence[bool] = (True,) * 4) -> dict[str, Tensor]:
     ("n_masks", "density", "dtype", "mask_weights_dtype"),
     family([4, 1, 16], [0.5, 0.25, 0.9], [BF16, F16], [None, BF16]),
 )
-def test_errors_are_close_to_the_naive_layers(
-    n_masks: int, density: float, dtype: torch.dtype, mask_weights_dtype: torch.dtype | None
-) -> None:
+def test_errors_are_close_to_the_naive_layers(n_masks, density, dtype, mask_weights_dtype):
     layer = Layer.random("cpu", dtype, (96,), 136, 200, n_masks, density=density, mask_weights_dtype=mask_weights_dtype)
     assert_as_good_as_naive(run(layer), layer, 1.5 if density < 0.9 else 2.5)
 

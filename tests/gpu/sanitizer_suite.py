@@ -49,11 +49,7 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
     (DecodeMma(tiles=2, split_k=2, stages=3, mask_group=8), torch.float16, (1, 35, 1032, 8)),
     (DecodeMma(tiles=3, sub=2, mask_group=2), torch.float16, (1, 100, 1040, 2)),
     (DecodeMma(tiles=4, mask_group=8), torch.bfloat16, (1, 100, 264, 8)),
-    (
-        DecodeMma(tiles=1, split_k=4, sub=2, mask_group=4, block_tokens=16),
-        torch.float16,
-        (11, 50, 520, 8),
-    ),
+    (DecodeMma(tiles=1, split_k=4, sub=2, mask_group=4, block_tokens=16), torch.float16, (11, 50, 520, 8)),
     (DecodeMma(tiles=2, split_k=2, mask_group=8, block_tokens=2), torch.bfloat16, (5, 70, 520, 16)),
 ]
 

@@ -32,9 +32,7 @@ def problem(
 @pytest.mark.parametrize(
     ("tokens", "d", "h"), [((1,), 256, 512), ((3, 5), 129, 333), ((200,), 512, 768), ((600,), 160, 256), ((0,), 8, 16)]
 )
-def test_forward_agrees_with_the_oracle(
-    dtype: torch.dtype, n_masks: int, tokens: tuple[int, ...], d: int, h: int
-) -> None:
+def test_forward_agrees_with_the_oracle(dtype, n_masks, tokens, d, h):
     x, weight, logits, mask_weight = problem(tokens, d, h, n_masks, dtype)
     packed = torch.ops.mglu.pack_masks(logits > 0)
     for weights in (None, mask_weight):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
-from mglu_ops.backends.cuda import CudaCall, DecodeMma, LaunchConfig, Plain, driver
+from mglu_ops.backends.cuda import CudaCall, DecodeMma, Plain, driver
 from mglu_ops.backends.cuda.compiler import CompileError
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import base, permute_x
@@ -29,11 +29,7 @@ from mglu_ops.backends.cuda.launch import load_kernel, parameters
 pytestmark = pytest.mark.gpu
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-KERNELS = {
-    "decode_mma": (6, torch.float16),
-    "tile_wgmma": (40, torch.bfloat16),
-    "plain": (5, torch.float32),
-}
+KERNELS = {"decode_mma": (6, torch.float16), "tile_wgmma": (40, torch.bfloat16), "plain": (5, torch.float32)}
 """A number of tokens and a dtype that run each kernel."""
 needs_wgmma = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
 if torch.cuda.is_available() and not HOPPER:
@@ -46,9 +42,6 @@ def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
     p = Problem(tokens, d, h, n_masks, dtype)
     assert launch_of(*p.given).config.kernel == kernel
     return p
-
-
-# --- Guard bands ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_masks", [1, 3, 8, 16])
@@ -89,9 +82,6 @@ def test_guard_bands_of_packing(dtype: torch.dtype, shape: tuple[int, int, int])
     assert bool((bands_of(out) == 7).all())
 
 
-# --- More than 2^31 elements ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.alone(gibibytes=24)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_more_than_2_31_weights(kernel: str) -> None:
@@ -118,9 +108,7 @@ def test_more_than_2_31_weights(kernel: str) -> None:
         pytest.param(2**16 + 5, 2**15 + 64, 64, None, id="out", marks=pytest.mark.skipif(not HOPPER, reason="wgmma")),
     ],
 )
-def test_more_than_2_31_elements_of_x_and_of_the_result(
-    tokens: int, d: int, h: int, config: LaunchConfig | None
-) -> None:
+def test_more_than_2_31_elements_of_x_and_of_the_result(tokens, d, h, config):
     assert tokens * max(d, h) > 2**31
     x = torch.empty(tokens, h, dtype=torch.bfloat16, device="cuda").normal_()
     weight = torch.empty(d, h, dtype=torch.bfloat16, device="cuda").normal_(0, h**-0.5)
@@ -128,9 +116,6 @@ def test_more_than_2_31_elements_of_x_and_of_the_result(
     out = run_on("cuda", x, weight, packed, "silu", None, launch=config)
     tail = run_on("cuda", x[-40:].clone(), weight, packed, "silu", None, launch=config)
     assert torch.equal(out[-40:], tail)
-
-
-# --- Streams and threads --------------------------------------------------------------------------------------------
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:
@@ -214,8 +199,6 @@ def test_first_calls_of_a_process_at_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.cubin"))) == 8
 
 
-# --- A GPU that is not the current one ------------------------------------------------------------------------------
-
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 
@@ -259,9 +242,6 @@ def test_threads_on_two_gpus_at_once() -> None:
     in_threads(work, 4)
     for device in (0, 1):
         torch.cuda.synchronize(device)
-
-
-# --- Failures -------------------------------------------------------------------------------------------------------
 
 
 def test_a_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

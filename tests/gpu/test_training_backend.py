@@ -34,8 +34,6 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
-# --- The kernels, whose outputs hold NaN before (tests/conftest.py) ---------------------------------------------------
-
 both_halves = pytest.mark.parametrize("dtype", [F16, BF16])
 
 
@@ -69,9 +67,7 @@ def test_scale(entries: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtypes", list(itertools.product([F16, BF16, F32, None], repeat=2))[:-1], ids=str)
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 8, 16])
 @both_halves
-def test_weight_gradients(
-    dtype: torch.dtype, n_masks: int, dtypes: tuple[torch.dtype | None, torch.dtype | None]
-) -> None:
+def test_weight_gradients(dtype, n_masks, dtypes):
     STEPS.weight_gradients(n_masks, dtype, *dtypes)
 
 
@@ -142,9 +138,6 @@ def test_more_than_2_31_elements() -> None:
     assert torch.equal(flipped[:, -9:], expected)
 
 
-# --- Whole layers -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["own kernels", "library GEMMs"])
 def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force each way to multiply, whichever is faster, and forget calls that were prepared before."""
@@ -195,9 +188,7 @@ def test_errors_are_close_to_the_naive_layers(dtype: torch.dtype, weighted: bool
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_errors_in_float32_are_close_to_the_naive_layers(
-    density: float, n_masks: int, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_in_float32_are_close_to_the_naive_layers(density, n_masks, precision, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
     layer = Layer.random("cuda", F32, (512,), 1024, 512, n_masks, density=density)
     found = run(layer, *NAMES[:3])
@@ -229,9 +220,7 @@ def test_errors_are_within_the_budget(dtype: torch.dtype, n_masks: int) -> None:
     ids=str,
 )
 @both_halves
-def test_errors_of_activations_and_sizes(
-    dtype: torch.dtype, tokens: tuple[int, ...], d: int, h: int, n_masks: int, activation: str
-) -> None:
+def test_errors_of_activations_and_sizes(dtype, tokens, d, h, n_masks, activation):
     layer = Layer.random("cuda", dtype, tokens, d, h, n_masks, mask_weights_dtype=F32, activation=activation)
     assert d < 2048 or len(training.feature_chunks(4096, n_masks, d, h, training.BACKWARD_CHUNKS)) > 1
     assert_as_good_as_naive(run(layer, *NAMES), layer, 1.5)

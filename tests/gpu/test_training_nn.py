@@ -14,29 +14,10 @@ from budgets import BUDGET, relative_error
 from data_parallel import check_data_parallel
 from ranks import GPU_BACKENDS, run_on_ranks
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from training import (
-    OUTPUTS,
-    Run,
-    assert_as_good_as_naive,
-    assert_same_training,
-    batches,
-    student,
-    train,
-)
+from training import Run, assert_as_good_as_naive, assert_same_training, batches, student, train
 
 import mglu_ops
-from mglu_ops import dispatch
-from mglu_ops.nn import (
-    MGLU,
-    MaskStatistics,
-    NaiveMGLU,
-    SwiMGLU,
-    flip_ratio,
-    gate_ratio,
-    mask_agreement,
-    parameter_groups,
-)
+from mglu_ops.nn import MGLU, NaiveMGLU, SwiMGLU, flip_ratio, gate_ratio, mask_agreement, parameter_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
@@ -51,9 +32,6 @@ def _nothing_compiled() -> None:
 
 def on_gpu(kind: type[MGLU | NaiveMGLU], n_masks: int = 2, **options: Any) -> nn.Sequential:
     return student(kind, n_masks, **options).cuda()
-
-
-# --- 200 steps from one seed ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -107,9 +85,6 @@ def test_a_run_repeats_bit_for_bit() -> None:
     assert torch.equal(first.logits, second.logits)
 
 
-# --- Loss scaling in float16 ----------------------------------------------------------------------------------------
-
-
 def test_float16_with_a_scaler_trains_as_well_as_the_naive_layer() -> None:
     fused, naive = (
         train(on_gpu(kind, width=WIDE), tokens=TOKENS, autocast=torch.float16, scaler=torch.amp.GradScaler("cuda"))
@@ -134,25 +109,6 @@ def test_a_step_with_infinite_gradients_is_skipped_and_the_next_is_taken() -> No
         assert scaler.get_scale() == 2.0**10
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, before[name]) != is_taken, name
-
-
-@pytest.mark.parametrize("save_activations", [True, False])
-def test_accumulated_gradients_match_the_whole_batch(save_activations: bool) -> None:
-    torch.manual_seed(0)
-    model = on_gpu(MGLU, width=WIDE, save_activations=save_activations).to(torch.bfloat16)
-    exact = on_gpu(NaiveMGLU, width=WIDE).to(torch.bfloat16).double()
-    x = torch.randn(TOKENS, WIDE, device="cuda", dtype=torch.bfloat16)
-    target = torch.randn(TOKENS, OUTPUTS, device="cuda", dtype=torch.bfloat16)
-    F.mse_loss(exact(x.double()), target.double()).backward()
-    for part, wanted in zip(x.chunk(4), target.chunk(4), strict=True):
-        (F.mse_loss(model(part), wanted) / 4).backward()
-    for (name, parameter), want in zip(model.named_parameters(), exact.parameters(), strict=True):
-        assert parameter.grad is not None
-        error = relative_error(parameter.grad, want.grad)
-        assert error <= 2 * BUDGET[torch.bfloat16], name  # two blocks, and three sums in bfloat16
-
-
-# --- Recomputation --------------------------------------------------------------------------------------------------
 
 
 def gradients(forward: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -217,45 +173,6 @@ def test_recomputing_frees_the_activations_of_all_layers_but_one(compiled: bool)
     assert peaks[0] - peaks[1] > (depth - 2) * activations, [f"{peak / 2**20:.0f} MiB" for peak in peaks]
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, block: nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.block, self.options = block, options
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False, **self.options)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("saved", "times"),
-    [(None, 2), ([torch.ops.mglu.forward_train.default], 1), ([torch.ops.mglu.forward_ste.default], 2)],
-)
-def test_checkpoints_and_their_policies(
-    monkeypatch: pytest.MonkeyPatch, saved: list[Any] | None, times: int, compiled: bool
-) -> None:
-    torch.manual_seed(0)
-    runs, run = [], dispatch.forward_train
-    monkeypatch.setattr(dispatch, "forward_train", lambda *args: runs.append(1) or run(*args))
-    block = SwiMGLU(WIDE, 2 * WIDE, n_masks=2, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(TOKENS, WIDE, device="cuda", dtype=torch.bfloat16)
-    want = gradients(block, block, x)
-    options = {} if saved is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, saved)}
-    module = Checkpointed(block, **options)
-    forward = torch.compile(module, fullgraph=True) if compiled else module
-    gradients(forward, block, x)
-    runs.clear()
-    found = gradients(forward, block, x)
-    assert len(runs) == times
-    if compiled:
-        assert_close(found, want)  # down_proj may sum its products in another order
-    else:
-        assert_equal(found, want)
-
-
-# --- Masks ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n_masks", "d", "h"), [(1, 512, 256), (3, 129, 333), (16, 4096, 4100)])
 def test_mask_ratios_match_the_cpu_and_do_not_synchronise(n_masks: int, d: int, h: int) -> None:
     masks, before = (torch.rand(n_masks, d, h, device="cuda") < density for density in (0.5, 0.4))
@@ -271,24 +188,6 @@ def test_mask_ratios_match_the_cpu_and_do_not_synchronise(n_masks: int, d: int, 
     for value, want in zip(found, wanted, strict=True):
         assert value.is_cuda
         torch.testing.assert_close(value.cpu(), want, rtol=1e-6, atol=1e-7)
-
-
-def test_statistics_of_a_model_match_the_cpu() -> None:
-    model = on_gpu(MGLU, 4, width=WIDE)
-    copy = student(MGLU, 4, width=WIDE)
-    statistics, of_copy = MaskStatistics(model), MaskStatistics(copy)
-    optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-2, weight_decay=0.1), fused=True)
-    for x, target in batches(3, TOKENS, WIDE):
-        optimizer.zero_grad()
-        F.mse_loss(model(x.cuda()), target.cuda()).backward()
-        optimizer.step()
-        copy.load_state_dict(model.state_dict())
-        found = statistics.update()
-        assert found == pytest.approx(of_copy.update(), rel=1e-6, abs=1e-7)
-        assert found["0.gated/flips/0"] > 0
-
-
-# --- Two ranks ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)

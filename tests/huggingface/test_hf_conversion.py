@@ -135,9 +135,6 @@ def test_decoders_and_activations() -> None:
     assert torch.equal(result.embed_tokens.weight, model.embed_tokens.weight)
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
-
-
 def without_linear(model: Any) -> Any:
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj)
     return model
@@ -167,19 +164,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "model: got PeftModel, must be one of LlamaModel",
     ),
     "meta": (lambda: tiny_swiglu().to("meta"), {}, ValueError, "model: got parameters on meta, must be on one device"),
-    "init": (
-        tiny_swiglu,
-        {"init": "best"},
-        ValueError,
-        "init: got 'best', must be one of magnitude, average",
-    ),
+    "init": (tiny_swiglu, {"init": "best"}, ValueError, "init: got 'best', must be one of magnitude, average"),
     "n_masks": (tiny_swiglu, {"n_masks": 17}, ValueError, "^n_masks: got 17, must be an int from 1 to 16"),
-    "top_k": (
-        tiny_swiglu,
-        {"mask_top_k": 3},
-        ValueError,
-        "^mask_top_k: got 3, must be None or an int from 1 to",
-    ),
+    "top_k": (tiny_swiglu, {"mask_top_k": 3}, ValueError, "^mask_top_k: got 3, must be None or an int from 1 to"),
     "balance": (
         tiny_swiglu,
         {"router_aux_loss_coef": 0.1},

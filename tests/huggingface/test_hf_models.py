@@ -39,9 +39,6 @@ class NaiveFeedForward(nn.Module):
         return self.down_proj(self.naive(x))
 
 
-# --- Classes ----------------------------------------------------------------------------------------------------------
-
-
 @EACH
 @pytest.mark.parametrize("changes", [{}, {"n_masks": 3, "mask_top_k": 2, "hidden_act": "gelu_pytorch_tanh"}])
 def test_a_model_equals_transformers_model_with_the_papers_layer(name: str, changes: dict[str, Any]) -> None:
@@ -74,14 +71,6 @@ def test_the_tensor_parallel_plan_names_the_layers(name: str) -> None:
     assert {pattern.replace("*", "0") for pattern in plan} <= modules
 
 
-def test_no_swiglu_tensors_remain() -> None:
-    model = tiny()
-    layer = model.model.layers[0].mlp
-    assert set(dict(layer.named_parameters())) == {"mglu.weight", "mglu.mask_logits", "down_proj.weight"}
-    assert layer.mglu.weight.shape == (44, 36)
-    assert model.config.intermediate_size == 44
-
-
 @EACH
 def test_the_constructor_sets_all_that_transformers_sets(name: str) -> None:
     """The language models do not call the constructor of their base class."""
@@ -96,9 +85,6 @@ def test_the_constructor_sets_all_that_transformers_sets(name: str) -> None:
 def test_another_configuration_is_refused(cls: type[Any]) -> None:
     with pytest.raises(TypeError, match=r"config: got LlamaConfig, must be a configuration of mglu_ops\.transformers"):
         cls(LlamaConfig(**SIZES))
-
-
-# --- Configurations ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,9 +140,6 @@ def test_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> No
         importlib.import_module("mglu_ops.transformers")
 
 
-# --- Initial weights --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("learnable", [True, False])
 def test_new_weights_and_masks(learnable: bool) -> None:
     model = tiny(learnable_masks=learnable, initializer_range=0.05, n_masks=4, mask_top_k=2, intermediate_size=200)
@@ -179,9 +162,6 @@ def test_logits_stay_in_float32(dtype: torch.dtype) -> None:
     assert all(mglu.mask_logits.dtype == torch.float32 for mglu in mglus(model))
     assert all(mglu.weight.dtype == dtype for mglu in mglus(model))
     assert logits(model).dtype == dtype
-
-
-# --- generate ---------------------------------------------------------------------------------------------------------
 
 
 def generated(model: Any, **options: Any) -> list[list[int]]:
@@ -219,11 +199,7 @@ def test_generate_gives_the_same_tokens_in_every_form(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("form", "backend"),
-    [
-        ("logits", "aot_eager"),
-        ("packed", "aot_eager"),
-        pytest.param("packed", "inductor", marks=pytest.mark.long),
-    ],
+    [("logits", "aot_eager"), ("packed", "aot_eager"), pytest.param("packed", "inductor", marks=pytest.mark.long)],
 )
 def test_generate_compiles_into_one_graph(form: str, backend: str) -> None:
     torch._dynamo.reset()

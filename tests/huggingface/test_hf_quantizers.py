@@ -50,9 +50,6 @@ def assert_same_layers(result: Any, model: Any) -> None:
         assert is_dense or not theirs.weight_scale.requires_grad
 
 
-# --- Saved and loaded -------------------------------------------------------------------------------------------------
-
-
 @EACH_FORMAT
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_quantized_model_comes_back(weight_format: str, name: str, tmp_path: Path) -> None:
@@ -139,8 +136,6 @@ def test_adapters_of_other_layers_train(tmp_path: Path) -> None:
     assert all("lora" in name for name in trained)
 
 
-# --- Refused ----------------------------------------------------------------------------------------------------------
-
 # A change of the tensors of a checkpoint in fp8_row, the error, and its message.
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor | None]], type[Exception], str]] = {
     "no scale": (
@@ -212,9 +207,6 @@ def test_a_dense_checkpoint_is_not_quantized_on_loading(tmp_path: Path) -> None:
     words = r"quantization_config: got 'mglu' for a checkpoint .* call mglu_ops\.quantize\(model, 'fp8_row'\)"
     with pytest.raises(ValueError, match=words):
         load(tmp_path, quantization_config=MGLUQuantizationConfig("fp8_row"))
-
-
-# --- Beside another quantizer -----------------------------------------------------------------------------------------
 
 
 class NothingConfig(QuantizationConfigMixin):

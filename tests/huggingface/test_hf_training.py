@@ -45,9 +45,6 @@ def group_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
     return group
 
 
-# --- The optimizer ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("weight_init", "mask_lr"), [("paper", 0.01), ("leveled", 0.003)])
 def test_logits_are_not_decayed_and_have_a_rate_of_their_own(weight_init: str, mask_lr: float, tmp_path: Path) -> None:
     """The rate depends on the initial weights, also in a model that was loaded."""
@@ -88,9 +85,6 @@ def test_an_optimizer_without_groups_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"optim: got .*, must be an optimizer that takes parameter groups"):
         trainer(tiny(), tmp_path, OwnParameters).create_optimizer()
-
-
-# --- Training ---------------------------------------------------------------------------------------------------------
 
 
 def trained(folder: Path, model_options: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -163,9 +157,6 @@ def test_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     for ours, theirs, saved in zip(*(each.parameters() for each in (model, expected, checkpoint)), strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(saved, theirs)
-
-
-# --- The load-balancing loss ------------------------------------------------------------------------------------------
 
 
 def balance_by_hand(router_logits: tuple[Tensor, ...], n_masks: int, top_k: int, counted: Tensor) -> float:

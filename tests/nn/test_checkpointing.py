@@ -28,11 +28,14 @@ def compiled(module: Callable[..., Any], backend: str | None) -> Any:
     return module if backend is None else torch.compile(module, backend=backend, fullgraph=True)
 
 
-def gradients(forward: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def gradients(
+    forward: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor, autocast: bool = False
+) -> dict[str, Tensor]:
     """The result, and the gradients of x and of every parameter of `module` for a linear function of the result."""
     x = x.detach().clone().requires_grad_()
     module.zero_grad()
-    result = forward(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = forward(x)
     result.backward(torch.linspace(-1, 1, result.numel(), dtype=result.dtype).view(result.shape))
     named = {name: parameter.grad for name, parameter in module.named_parameters()}
     return {"result": result.detach(), "x": x.grad, **named}
@@ -72,24 +75,22 @@ def saved_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> int:
     return sum(kept.values())
 
 
-# --- save_activations -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @each_kind_of_masks
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
-def test_recomputing_runs_forward_twice_and_gives_the_same_bits(
-    runs: list[str], backend: str | None, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, "autocast", pytest.param(torch.bfloat16, marks=pytest.mark.long)])
+def test_recomputing_runs_forward_twice_and_gives_the_same_bits(runs, backend, options, dtype) -> None:
+    autocast = dtype == "autocast"
+    dtype = torch.float32 if autocast else dtype
     layer = MGLU(33, 20, n_masks=3, dtype=dtype, **options)
     x = torch.randn(2, 7, 33, dtype=dtype)
     found = {}
     for save in (True, False):
         layer.save_activations = save
         forward = compiled(layer, backend)
-        forward(x)
+        gradients(forward, layer, x, autocast)
         runs.clear()
-        found[save] = gradients(forward, layer, x)
+        found[save] = gradients(forward, layer, x, autocast)
+        assert found[save]["result"].dtype is (torch.bfloat16 if autocast else dtype)
         assert len(runs) == (1 if save else 2)
     assert_equal(found[False], found[True])
 
@@ -104,38 +105,19 @@ def test_recomputing_keeps_no_activations() -> None:
         assert saved_bytes(recomputing, x.clone()) < activations / 4
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_recomputing_under_autocast_gives_the_same_bits(backend: str | None) -> None:
-    layer = MGLU(33, 20, n_masks=2, top_k=1)
-    x = torch.randn(9, 33)
-    found = []
-    for save in (True, False):
-        layer.save_activations = save
-        with torch.autocast("cpu", torch.bfloat16):
-            result = compiled(layer, backend)(x)
-        assert result.dtype is torch.bfloat16
-        found.append({str(i): grad for i, grad in enumerate(torch.autograd.grad(result.sum(), layer.parameters()))})
-    assert_equal(*found)
-
-
 def test_recomputing_without_gradients_runs_only_forward(runs: list[str]) -> None:
-    layer = MGLU(16, 8, n_masks=2, save_activations=False)
-    x = torch.randn(5, 16)
+    layer, x = MGLU(16, 8, n_masks=2, save_activations=False), torch.randn(5, 16)
     with torch.no_grad():
         result = layer(x)
-    layer.save_activations = True
-    with torch.no_grad():
+        layer.save_activations = True
         assert torch.equal(layer(x), result)
     assert not runs
 
 
-@pytest.mark.parametrize("kind", [MGLUFeedForward, SwiMGLU, GeMGLU, ReMGLU])
-def test_blocks_pass_the_switch_on(kind: type[MGLUFeedForward]) -> None:
-    assert kind(8, 8).mglu.save_activations is True
-    assert kind(8, 8, save_activations=False).mglu.save_activations is False
-
-
-def test_the_switch_is_printed_and_not_in_the_state_dict() -> None:
+def test_the_switch_is_passed_on_printed_and_not_in_the_state_dict() -> None:
+    for kind in (MGLUFeedForward, SwiMGLU, GeMGLU, ReMGLU):
+        assert kind(8, 8).mglu.save_activations is True
+        assert kind(8, 8, save_activations=False).mglu.save_activations is False
     layer = MGLU(8, 8, save_activations=False)
     assert "save_activations=False" in repr(layer)
     assert set(layer.state_dict()) == {"weight", "mask_logits"}
@@ -165,9 +147,6 @@ def test_a_recomputing_layer_beside_layers_that_are_fused() -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
-# --- torch.utils.checkpoint -----------------------------------------------------------------------------------------
-
-
 class Checkpointed(nn.Module):
     def __init__(self, block: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -191,9 +170,7 @@ def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @each_kind_of_masks
-def test_a_reentrant_checkpoint_gives_the_same_gradients(
-    runs: list[str], dtype: torch.dtype, options: dict[str, Any]
-) -> None:
+def test_a_reentrant_checkpoint_gives_the_same_gradients(runs, dtype, options):
     """Its first forward pass records no gradients, so it runs the inference kernel, which rounds differently."""
     block = SwiMGLU(24, 40, n_masks=3, dtype=dtype, **options)
     x = torch.randn(2, 5, 24, dtype=dtype)
@@ -203,9 +180,6 @@ def test_a_reentrant_checkpoint_gives_the_same_gradients(
     assert len(runs) == 1
     assert_matches(found.pop("result"), want.pop("result"), dtype)
     assert_equal(found, want)
-
-
-# --- Selective policies ---------------------------------------------------------------------------------------------
 
 
 def save(*operators: Any) -> Callable[..., CheckpointPolicy]:
@@ -227,9 +201,7 @@ def save(*operators: Any) -> Callable[..., CheckpointPolicy]:
         (save(aten.mm.default), 2, True),
     ],
 )
-def test_policies_save_what_they_name(
-    runs: list[str], backend: str | None, policy: Any, times: int, learnable_masks: bool
-) -> None:
+def test_policies_save_what_they_name(runs, backend, policy, times, learnable_masks):
     block = SwiMGLU(24, 40, n_masks=2, learnable_masks=learnable_masks)
     x = torch.randn(5, 24)
     want = gradients(compiled(block, backend), block, x)

@@ -10,8 +10,6 @@ import pytest
 import safetensors.torch
 import torch
 from budgets import assert_matches
-from hypothesis import given
-from hypothesis import strategies as st
 from strategies import DTYPES
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
@@ -24,9 +22,6 @@ each_kind = pytest.mark.parametrize("kind", MASKED)
 
 def state_keys(module: nn.Module) -> set[str]:
     return set(module.state_dict())
-
-
-# --- Freezing -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -48,20 +43,6 @@ def test_frozen_mglu_is_bit_equal(dtype, top_k):
         assert torch.equal(layer(x), without_grad)
     assert torch.equal(torch.ops.mglu.unpack_masks(layer.packed_masks, 45), logits > 0)
     assert state_keys(layer) == {"weight", "packed_masks"} | ({"router.weight"} if top_k else set())
-
-
-@given(
-    in_features=st.integers(1, 40),
-    out_features=st.integers(1, 9),
-    n_masks=st.integers(1, 16),
-    seed=st.integers(0, 2**16),
-)
-def test_frozen_mglu_is_bit_equal_at_any_shape(in_features, out_features, n_masks, seed):
-    torch.manual_seed(seed)
-    layer = MGLU(in_features, out_features, n_masks=n_masks)
-    x = torch.randn(3, in_features)
-    before = layer(x)
-    assert torch.equal(freeze(layer)(x), before)
 
 
 @pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
@@ -111,10 +92,10 @@ def test_pruned_logits_are_packed_by_their_current_value(kind):
     assert layer.mask_logits is None
 
 
-@pytest.mark.parametrize("wrong", [lambda x: x, {"a": torch.ones(1)}, None])
-def test_freeze_refuses_what_is_not_a_module(wrong):
-    with pytest.raises(TypeError, match=f"model: got {type(wrong).__name__}, must be a torch.nn.Module"):
-        freeze(wrong)
+def test_freeze_refuses_what_is_not_a_module():
+    for wrong in (lambda x: x, {"a": torch.ones(1)}, None):
+        with pytest.raises(TypeError, match=f"model: got {type(wrong).__name__}, must be a torch.nn.Module"):
+            freeze(wrong)
 
 
 class Tree(nn.Module):
@@ -242,9 +223,6 @@ def test_a_model_frozen_on_meta_loads_a_frozen_checkpoint():
     assert torch.equal(target(x), source(x))
 
 
-# --- Checkpoints --------------------------------------------------------------------------------------------
-
-
 def through_torch(state: dict[str, Tensor], path) -> dict[str, Tensor]:
     file = io.BytesIO()
     torch.save(state, file)
@@ -278,10 +256,9 @@ def test_checkpoints_load_into_naive_and_fused_layers(through, source_kind, targ
 def test_frozen_checkpoint_into_a_learnable_layer_says_what_to_do(kind, strict):
     state = {f"0.{key}": value for key, value in freeze(MGLU(12, 8)).state_dict().items()}
     model = nn.Sequential(kind(12, 8))
-    with pytest.raises(RuntimeError, match=r"0\.packed_masks: the checkpoint holds packed masks") as raised:
+    words = r"0\.packed_masks: the checkpoint holds packed masks.*learnable_masks=False.*freeze\(model\) before"
+    with pytest.raises(RuntimeError, match=words) as raised:
         model.load_state_dict(state, strict=strict)
-    assert "learnable_masks=False" in str(raised.value)
-    assert "mglu_ops.freeze(model) before" in str(raised.value)
     assert "Missing" not in str(raised.value)
     assert "Unexpected" not in str(raised.value)
     # The advice works.
@@ -295,10 +272,9 @@ def test_frozen_checkpoint_into_a_learnable_layer_says_what_to_do(kind, strict):
 @pytest.mark.parametrize("strict", [True, False])
 def test_learnable_checkpoint_into_a_frozen_layer_says_what_to_do(strict):
     source = MGLU(12, 8)
-    target = freeze(MGLU(12, 8))
-    with pytest.raises(RuntimeError, match="mask_logits: the checkpoint holds logits") as raised:
-        target.load_state_dict(source.state_dict(), strict=strict)
-    assert "learnable_masks=True, load, and then call mglu_ops.freeze(model)" in str(raised.value)
+    words = r"mask_logits: the checkpoint holds logits.*learnable_masks=True, load, and then call mglu_ops\.freeze"
+    with pytest.raises(RuntimeError, match=words) as raised:
+        freeze(MGLU(12, 8)).load_state_dict(source.state_dict(), strict=strict)
     assert "Missing" not in str(raised.value)
     assert "Unexpected" not in str(raised.value)
     # The advice works.
@@ -307,7 +283,7 @@ def test_learnable_checkpoint_into_a_frozen_layer_says_what_to_do(strict):
     assert torch.equal(freeze(learnable)(x), source(x))
 
 
-def test_missing_masks_are_reported_as_a_missing_key():
+def test_missing_masks_and_logits_of_another_shape_are_reported_as_usual():
     state = MGLU(12, 8).state_dict()
     del state["mask_logits"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "mask_logits"'):
@@ -315,8 +291,5 @@ def test_missing_masks_are_reported_as_a_missing_key():
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "packed_masks"'):
         MGLU(12, 8, learnable_masks=False).load_state_dict(state)
     assert MGLU(12, 8).load_state_dict(state, strict=False).missing_keys == ["mask_logits"]
-
-
-def test_logits_of_another_shape_are_reported_as_a_size_mismatch():
     with pytest.raises(RuntimeError, match=r"size mismatch for mask_logits.*\[2, 8, 12\].*\[3, 8, 12\]"):
         MGLU(12, 8, n_masks=3).load_state_dict(MGLU(12, 8, n_masks=2).state_dict())

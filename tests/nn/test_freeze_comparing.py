@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +40,7 @@ def from_bits(module: Sigmoid) -> MGLU:
     return MGLU.from_parameters(module.weight, module.masks())
 
 
+@pytest.mark.filterwarnings("error")
 def test_masks_that_differ_in_one_bit_are_found_and_nothing_is_replaced() -> None:
     model = nn.Sequential(Sigmoid(), nn.Linear(D, H), Sigmoid())
     with torch.no_grad():
@@ -57,9 +57,7 @@ def test_masks_that_differ_in_one_bit_are_found_and_nothing_is_replaced() -> Non
     assert list(model) == parts
     x = torch.randn(3, H)
     before = model(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        freeze(model, replace={Sigmoid: from_bits})
+    freeze(model, replace={Sigmoid: from_bits})
     torch.testing.assert_close(model(x), before)
 
 
@@ -178,10 +176,9 @@ def test_modules_that_accelerate_offloads_are_refused() -> None:
     assert type(model[0]) is Sigmoid
 
 
+@pytest.mark.filterwarnings("error")
 def test_modules_on_meta_are_replaced_without_values() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Sigmoid())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        freeze(model, replace={Sigmoid: from_logits})
+    freeze(model, replace={Sigmoid: from_logits})
     assert model[0].packed_masks.is_meta

@@ -57,9 +57,6 @@ def quiet_freeze(model: nn.Module, **options) -> nn.Module:
         return freeze(model, **options)
 
 
-# --- Replacing ------------------------------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -92,26 +89,21 @@ def test_own_modules_are_replaced_and_stay_shared_and_tied() -> None:
     assert_matches(model(x), before)
 
 
-def test_a_root_of_the_class_is_replaced_in_the_result() -> None:
+def test_a_root_of_the_class_and_a_parametrized_module_are_replaced() -> None:
     gate = Gate().eval()
     frozen = quiet_freeze(gate, replace={Gate: mglu_of})
     assert type(frozen) is MGLU
     assert frozen.weight is gate.weight
     assert not frozen.training
     assert_matches(frozen(X), gate(X))
+    parametrize.register_parametrization(gate, "weight", nn.Tanh())
+    assert_matches(quiet_freeze(nn.Sequential(gate), replace={Gate: mglu_of})(X), gate(X))
 
 
 def test_a_function_may_return_any_module() -> None:
-    model = nn.Sequential(Gate(), nn.Linear(D, 2))
+    model = nn.Sequential(Gate())
     freeze(model, replace={Gate: lambda module: nn.Sequential(mglu_of(module), nn.Identity())})
     assert model[0][0].packed_masks is not None
-
-
-def test_parametrized_modules_are_replaced_by_their_class() -> None:
-    model = nn.Sequential(Gate())
-    parametrize.register_parametrization(model[0], "weight", nn.Tanh())
-    before = model(X)
-    assert_matches(quiet_freeze(model, replace={Gate: mglu_of})(X), before)
 
 
 def test_replacing_inside_a_compiled_model_recompiles() -> None:
@@ -147,9 +139,6 @@ def test_a_wrong_replacement_is_refused(name: str) -> None:
         freeze(nn.Sequential(Gate()), replace=replace)
 
 
-# --- The warning ----------------------------------------------------------------------------------------------------
-
-
 def test_modules_that_look_like_mglu_are_named_with_what_to_do() -> None:
     model = nn.Sequential(*(Gate() for _ in range(5)), LinearGate())
     keys, x = set(model.state_dict()), torch.randn(2, H)
@@ -170,7 +159,7 @@ def test_modules_that_look_like_mglu_are_named_with_what_to_do() -> None:
     assert torch.equal(model[0](x), before)
     # The advice works.
     advice = {
-        Gate: lambda module: MGLU.from_parameters(module.weight, module.logits, activation="gelu"),
+        Gate: mglu_of,
         LinearGate: lambda module: MGLU.from_parameters(module.proj.weight, module.scores, activation="gelu"),
     }
     want = model[5](x)
@@ -179,7 +168,7 @@ def test_modules_that_look_like_mglu_are_named_with_what_to_do() -> None:
 
 @pytest.mark.parametrize("change", ["pruned", "parametrized"])
 def test_renamed_parameters_are_recognised(change: str) -> None:
-    gate = Gate()
+    gate = Gate(16)  # as many masks as a layer may have
     for name in ("logits", "weight"):
         if change == "pruned":
             prune.identity(gate, name)
@@ -188,11 +177,6 @@ def test_renamed_parameters_are_recognised(change: str) -> None:
     with pytest.warns(UserWarning, match=r"a Gate looks like an MGLU layer \(weight \[d, h\], logits \[n, d, h\]\)"):
         freeze(gate)
     assert_matches(quiet_freeze(nn.Sequential(gate), replace={Gate: mglu_of})(X), gate(X))
-
-
-def test_as_many_masks_as_a_layer_may_have_are_recognised() -> None:
-    with pytest.warns(UserWarning, match="freeze: the model: a Gate looks like an MGLU layer"):
-        freeze(Gate(16))
 
 
 def holding(**shapes: tuple[int, ...]) -> nn.Module:
@@ -217,9 +201,6 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "four dimensions": lambda: holding(weight=(2, D, H), grid=(4, 2, D, H)),
     "counts": counts,
     "attention": lambda: nn.MultiheadAttention(H, 3),
-    "convolution": lambda: nn.Conv1d(4, 4, 3),
-    "bilinear": lambda: nn.Bilinear(H, D, 4),
-    "lstm": lambda: nn.LSTM(H, D),
     "transformer": lambda: nn.TransformerEncoderLayer(H, 3),
     "ours": lambda: nn.Sequential(SwiMGLU(H, D), NaiveMGLU(H, D, top_k=1), GLU(H, D)),
 }
@@ -228,9 +209,6 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_modules_cause_no_warning(name: str) -> None:
     quiet_freeze(nn.ModuleList([OTHERS[name](), MGLU(H, D)]))
-
-
-# --- from_parameters ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -33,9 +33,6 @@ def random_masks(n_masks: int, d: int, h: int, seed: int = 0, density: float = 0
     return torch.rand(n_masks, d, h, generator=torch.Generator().manual_seed(seed)) < density
 
 
-# --- Functions over packed masks ------------------------------------------------------------------------------------
-
-
 @given(
     n_masks=st.integers(1, 16),
     d=st.integers(1, 9),
@@ -43,9 +40,7 @@ def random_masks(n_masks: int, d: int, h: int, seed: int = 0, density: float = 0
     density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     is_contiguous=st.booleans(),
 )
-def test_ratios_equal_those_from_unpacked_masks(
-    n_masks: int, d: int, h: int, density: float, is_contiguous: bool
-) -> None:
+def test_ratios_equal_those_from_unpacked_masks(n_masks, d, h, density, is_contiguous):
     masks, before = (random_masks(n_masks, d, h, seed, density) for seed in (0, 1))
     packed, packed_before = pack(masks), pack(before)
     if not is_contiguous:
@@ -100,9 +95,6 @@ def test_wrong_masks_are_named() -> None:
         flip_ratio(packed[..., :1], packed, 20)
     with pytest.raises(TypeError, match=r"before: got dtype torch\.float32, must be torch\.uint8"):
         flip_ratio(packed.float(), packed, 20)
-
-
-# --- MaskStatistics -------------------------------------------------------------------------------------------------
 
 
 class Own(nn.Module):
@@ -217,6 +209,7 @@ def test_pruned_and_parametrized_logits_of_own_modules_count_by_their_value_now(
         for name in ("ours.mask_logits_orig", *names):
             model.get_parameter(name).neg_()
     found = statistics.update()
+    assert not any(masks.requires_grad for masks in statistics._before.values())
     for layer, parameter, mask in (
         ("ours", model["ours"].mask_logits_orig, model["ours"].mask_logits_mask),
         ("own.logits_orig", model["own"].logits_orig, model["own"].logits_mask),
@@ -239,15 +232,6 @@ def test_layers_that_are_not_counted_are_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "own.logits/flips/1" in MaskStatistics(model, mask_logits=["*.logits"]).update()
-
-
-def test_no_graph_is_kept() -> None:
-    layer = MGLU(16, 8)
-    parametrize.register_parametrization(layer, "mask_logits", Negated())
-    statistics = MaskStatistics(layer)
-    statistics.update()
-    assert not any(masks.requires_grad for masks in statistics._before.values())
-    assert layer.parametrizations.mask_logits.original.grad is None
 
 
 @pytest.mark.parametrize(

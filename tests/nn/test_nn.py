@@ -60,9 +60,6 @@ def results(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     return {"result": result.detach(), "x": grads[0]} | dict(zip(named, grads[1:], strict=True))
 
 
-# --- The numbers --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @learned_or_fixed
 @pytest.mark.parametrize(("n_masks", "top_k"), [(1, None), (4, None), (4, 1), (4, 2), (4, 4)])
@@ -136,9 +133,6 @@ def test_mask_weights_are_the_softmax_of_the_kept_logits(top_k):
         torch.testing.assert_close(weights[list(chosen)], exponentials / exponentials.sum())
 
 
-# --- Feed-forward blocks and baselines ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "activation"), [(SwiMGLU, "silu"), (GeMGLU, "gelu"), (ReMGLU, "relu")])
 def test_feed_forward_blocks_apply_the_activation_of_their_name(kind, activation):
     block = kind(20, 36, n_masks=2, top_k=1, dtype=torch.float64)
@@ -152,9 +146,6 @@ def test_feed_forward_blocks_apply_the_activation_of_their_name(kind, activation
     assert torch.equal(block(x), same(x))
     names = ["mglu.weight", "mglu.mask_logits", "mglu.router.weight", "down_proj.weight"]
     assert list(block.state_dict()) == names
-
-
-# --- Initial values -----------------------------------------------------------------------------------------
 
 
 def test_initial_weights_equal_those_of_linear_and_logits_are_small():
@@ -177,9 +168,6 @@ def test_fixed_masks_are_fair_coins_in_the_packed_format(in_features):
     spread = 0.5 / masks[0].numel() ** 0.5
     assert (masks.double().mean((1, 2)) - 0.5).abs().max() < 5 * spread
     assert (masks[0] ^ masks[1]).double().mean().item() == pytest.approx(0.5, abs=5 * spread)
-
-
-# --- PyTorch's operations on modules ------------------------------------------------------------------------
 
 
 @each_kind
@@ -240,6 +228,7 @@ def test_copies_are_equal_and_independent(kind, learnable_masks):
 def test_modules_on_meta_can_be_materialized(kind, learnable_masks):
     layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=2, device="meta")
     assert all(t.is_meta for t in [*layer.parameters(), *layer.buffers()])
+    assert layer(torch.empty(2, 3, 19, device="meta")).is_meta
     layer.to_empty(device="cpu")
     for tensor in [*layer.parameters(), *layer.buffers()]:
         tensor.data.fill_(255)
@@ -250,12 +239,6 @@ def test_modules_on_meta_can_be_materialized(kind, learnable_masks):
         check_packed_masks(buffer, 19, 12)
         assert (buffer[:, :2] != 255).any(), f"{name} was not initialized"
     assert torch.isfinite(layer(torch.randn(2, 19))).all()
-
-
-def test_a_meta_module_gives_a_meta_result():
-    layer = SwiMGLU(8, 24, n_masks=2, device="meta", dtype=torch.bfloat16)
-    result = layer(torch.empty(2, 3, 8, device="meta", dtype=torch.bfloat16))
-    assert (result.shape, result.dtype, result.device.type) == ((2, 3, 8), torch.bfloat16, "meta")
 
 
 @each_kind
@@ -277,25 +260,14 @@ def test_repr_names_every_argument(kind):
     assert text.startswith(start + "learnable_masks=False, top_k=2"), text
 
 
-def test_functional_call_replaces_the_parameters():
-    layer, other = MGLU(9, 5, n_masks=2), MGLU(9, 5, n_masks=2)
-    x = torch.randn(3, 9)
-    assert torch.equal(torch.func.functional_call(layer, dict(other.named_parameters()), x), other(x))
-
-
-# --- Bad arguments ------------------------------------------------------------------------------------------
-
 BAD = [
     ({"in_features": 0}, "in_features: got 0, must be an int of at least 1"),
     ({"in_features": 8.0}, r"in_features: got 8\.0"),
-    ({"in_features": True}, "in_features: got True"),
     ({"out_features": "8"}, "out_features: got '8'"),
     ({"n_masks": 0}, "n_masks: got 0, must be an int from 1 to 16"),
     ({"n_masks": 17}, "n_masks: got 17"),
-    ({"n_masks": True}, "n_masks: got True"),
     ({"activation": "swish"}, "activation: got 'swish', must be one of silu, gelu"),
     ({"activation": F.silu}, "activation: got <function silu"),
-    ({"activation": ["silu"]}, r"activation: got \['silu'\]"),
     ({"top_k": 0, "n_masks": 2}, "top_k: got 0, must be None or an int from 1 to n_masks=2"),
     ({"top_k": 3, "n_masks": 2}, "top_k: got 3"),
     ({"top_k": True, "n_masks": 2}, "top_k: got True"),

@@ -59,11 +59,7 @@ WEIGHTS = {"embedding.weight", "gated.weight", "gated.router.weight", "down.weig
 def test_logits_of_modules_norms_and_biases_have_groups_of_their_own(kind: type[nn.Module]) -> None:
     model = Model(kind)
     found = groups_of(model)
-    assert found == {
-        "weights": WEIGHTS | {"own.logits"},
-        "no_decay": SPARED,
-        "mask_logits": {"gated.mask_logits"},
-    }
+    assert found == {"weights": WEIGHTS | {"own.logits"}, "no_decay": SPARED, "mask_logits": {"gated.mask_logits"}}
     assert list(found) == ["weights", "no_decay", "mask_logits"]
     assert set().union(*found.values()) == {name for name, _ in model.named_parameters()}
 
@@ -249,9 +245,6 @@ def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
         groups_of(model)
 
 
-# --- In an optimizer ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(compiled: bool) -> None:
     model: Any = nn.Sequential(nn.LayerNorm(16), SwiMGLU(16, 24, n_masks=2, weight_init="leveled"))
@@ -274,27 +267,6 @@ def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(co
         step = 3e-4 if name.endswith("mask_logits") else 1e-3
         moved = before[name] - parameter.detach()
         torch.testing.assert_close(moved, torch.full_like(moved, step), rtol=1e-3, atol=0)
-
-
-def test_a_bfloat16_logit_does_not_move_at_a_small_rate_but_a_float32_logit_does() -> None:
-    """As the docstring warns, an update below 1/512 of a bfloat16 number is lost."""
-    layer = MGLU(8, 8, dtype=torch.bfloat16)
-    with torch.no_grad():
-        layer.mask_logits.fill_(0.016)
-    for moves in (False, True):
-        if moves:
-            layer.mask_logits.data = layer.mask_logits.data.float()
-            layer.mask_logits.grad = None
-        optimizer = torch.optim.AdamW(parameter_groups(layer, lr=3e-5, weight_decay=0.1))
-        before = layer.mask_logits.detach().clone()
-        for _ in range(3):
-            optimizer.zero_grad()
-            layer(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
-        assert torch.equal(layer.mask_logits, before) != moves
-
-
-# --- Errors ---------------------------------------------------------------------------------------------------------
 
 
 class FullyShardedDataParallel(nn.Sequential):

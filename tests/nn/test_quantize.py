@@ -34,9 +34,6 @@ def stored(weight_format: str, **options: Any) -> SwiMGLU:
     return SwiMGLU(IN, OUT, n_masks=2, learnable_masks=False, weight_format=weight_format, **options)
 
 
-# --- Numbers ----------------------------------------------------------------------------------------------------------
-
-
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_results_and_gradients_of_x_are_those_of_the_dequantized_weight(weight_format: str, dtype: torch.dtype) -> None:
@@ -152,10 +149,7 @@ def _pickled(model: nn.Module) -> nn.Module:
 
 
 def _saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(_file(model), weights_only=False)
 
 
 def _swapped(model: nn.Module) -> nn.Module:
@@ -171,10 +165,8 @@ OPERATIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
     "to bfloat16": (lambda m: m.to(torch.bfloat16), torch.bfloat16),
     "to another model's dtype": (lambda m: m.to(nn.Linear(1, 1, dtype=torch.float16).weight), torch.float16),
     "half and back": (lambda m: m.half().float(), torch.float32),
-    "double": (lambda m: m.double(), torch.float64),
     "swapped parameters": (_swapped, torch.float16),
     "type": (lambda m: m.down_proj.type(torch.float16) and m.mglu.type(torch.uint8) and m, torch.float16),
-    "cpu": (lambda m: m.cpu(), torch.float32),
     "deepcopy": (copy.deepcopy, torch.float32),
     "pickle": (_pickled, torch.float32),
     "torch.save": (_saved, torch.float32),
@@ -208,14 +200,8 @@ def test_a_moved_model_keeps_its_dtypes_on_every_device() -> None:
     }
     model.to_empty(device="cpu").mglu.reset_parameters()
     assert model.mglu.weight.dtype is torch.float8_e4m3fn
-    assert (
-        0.5
-        < FORMATS["fp8_row"].dequantize(model.mglu.weight, model.mglu.weight_scale, torch.float32).abs().max() * IN**0.5
-        < 1.1
-    )  # as nn.Linear draws it
-
-
-# --- Checkpoints ------------------------------------------------------------------------------------------------------
+    decoded = FORMATS["fp8_row"].dequantize(model.mglu.weight, model.mglu.weight_scale, torch.float32)
+    assert 0.5 < decoded.abs().max() * IN**0.5 < 1.1  # as nn.Linear draws it
 
 
 @each_format
@@ -264,7 +250,6 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
         _with("weight_scale", lambda s: s[:, None]),
         r"weight_scale: got .*\[140, 1\], must be",
     ),
-    "the scale of another layer": (_with("weight_scale", lambda s: s[:5]), r"weight_scale: got .*\[5\], must be"),
     "no tensor": (_with("weight_scale", Tensor.tolist), r"weight_scale: got no tensor"),
     "int8": (_with("weight", lambda w: w.view(torch.int8)), r"mglu\.weight: got torch\.int8 \[140, 132\], must be"),
     "a bfloat16 weight": (
@@ -335,9 +320,6 @@ def test_what_other_loaders_assign_is_refused_in_use(key: str, value: Tensor | N
     setattr(model.mglu, key, None if value is None else nn.Parameter(value, requires_grad=False))
     with pytest.raises((TypeError, ValueError), match=words):
         model(torch.randn(2, IN))
-
-
-# --- Which layers are quantized ---------------------------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
@@ -442,9 +424,7 @@ def test_all_layers_are_quantized_or_none(name: str) -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_refused(
-    model: Any, weight_format: str, options: Any, error: type[Exception], words: str
-) -> None:
+def test_wrong_arguments_are_refused(model, weight_format, options, error, words):
     with pytest.raises(error, match=words):
         mglu_ops.quantize(model, weight_format, **options)
 

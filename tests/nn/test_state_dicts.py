@@ -55,9 +55,7 @@ def test_other_copies_keep_weight_init() -> None:
 @pytest.mark.parametrize("name", ["weight", "mask_logits"])
 @pytest.mark.parametrize("options", [{}, {"strict": False}, {"assign": True}])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64, torch.float8_e4m3fn], ids=str)
-def test_dtypes_that_would_be_cast_are_refused(
-    kind: type[nn.Module], name: str, options: dict[str, bool], dtype: torch.dtype
-) -> None:
+def test_dtypes_that_would_be_cast_are_refused(kind, name, options, dtype):
     layer = nn.ModuleDict({"layer": kind(8, 8)})
     before = {key: value.clone() for key, value in layer.state_dict().items()}
     state = {**kind(8, 8).state_dict(), name: torch.ones_like(getattr(layer["layer"], name)).to(dtype)}

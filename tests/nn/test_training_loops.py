@@ -23,8 +23,6 @@ from training import (
 import mglu_ops
 from mglu_ops.nn import MGLU, NaiveMGLU
 
-# --- 200 steps from one seed ----------------------------------------------------------------------------------------
-
 
 @cache
 def naive_run(n_masks: int) -> Run:
@@ -67,14 +65,6 @@ def test_compiled_runs_follow_the_naive_run(n_masks: int) -> None:
     assert_same_training(got, want)
 
 
-def in_bfloat16(model: nn.Sequential, *, float32_logits: bool = False) -> nn.Sequential:
-    model.to(torch.bfloat16)
-    for module in model.modules():
-        if float32_logits and isinstance(module, MGLU):
-            module.mask_logits.data = module.mask_logits.data.float()
-    return model
-
-
 def run_in_16_bits(kind: type[MGLU | NaiveMGLU], n_masks: int, how: str) -> Run:
     model = student(kind, n_masks)
     if how == "autocast to float16, with a scaler":
@@ -91,15 +81,11 @@ def run_in_16_bits(kind: type[MGLU | NaiveMGLU], n_masks: int, how: str) -> Run:
 @pytest.mark.long
 @pytest.mark.parametrize("n_masks", [1, 3])
 @pytest.mark.parametrize(
-    "how",
-    ["autocast to float16, with a scaler", "autocast to bfloat16", "bfloat16", "bfloat16 with float32 logits"],
+    "how", ["autocast to float16, with a scaler", "autocast to bfloat16", "bfloat16", "bfloat16 with float32 logits"]
 )
 def test_training_in_16_bits_is_as_good_as_the_naive_layers(how: str, n_masks: int) -> None:
     fused, naive = (run_in_16_bits(kind, n_masks, how) for kind in (MGLU, NaiveMGLU))
     assert_as_good_as_naive(fused, naive, naive_run(n_masks))
-
-
-# --- Loss scaling in float16 ----------------------------------------------------------------------------------------
 
 
 def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -147,9 +133,6 @@ def test_a_step_with_infinite_gradients_is_skipped_and_the_next_is_taken() -> No
         assert scaler.get_scale() == scale_after
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, before[name]) != is_taken, name
-
-
-# --- Accumulated gradients ------------------------------------------------------------------------------------------
 
 
 def test_accumulation_trains_as_the_whole_batch_does() -> None:

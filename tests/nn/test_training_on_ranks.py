@@ -26,9 +26,7 @@ HOW = [  # dtype, save_activations and the backend of torch.compile
 
 
 @pytest.mark.parametrize("how", sample(HOW, len(HOW)))
-def test_data_parallel_training_equals_training_with_the_whole_batch(
-    how: tuple[torch.dtype, bool, str | None], tmp_path: Path
-) -> None:
+def test_data_parallel_training_equals_training_with_the_whole_batch(how, tmp_path):
     dtype, save_activations, backend = how
     run_on_ranks(check_data_parallel, tmp_path, "cpu", dtype, WIDTH, save_activations, backend)
 

@@ -124,13 +124,9 @@ def test_biases_are_initialised_with_zero_and_saved():
     assert set(layer.state_dict()) == {"weight", "mask_logits", "gate_bias", "value_bias"}
     torch.nn.init.ones_(layer.gate_bias)
     layer.reset_parameters()
-    assert not layer.gate_bias.any()
-    assert not layer.value_bias.any()
+    assert not torch.cat((layer.gate_bias, layer.value_bias)).any()
     assert "bias=True, mask_gate=True, mask_value=True" in repr(layer)
     assert "bias" not in repr(NaiveMGLU(10, 6))
-
-
-# --- The recommended initial weights ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [MGLU, NaiveMGLU])

@@ -247,9 +247,6 @@ def test_a_switch_that_is_not_a_bool_is_refused() -> None:
     assert not mglu_ops.is_batch_invariant_mode_enabled()
 
 
-# --- Any arguments --------------------------------------------------------------------------------------------------
-
-
 def attempt(op: Callable[..., object], *args: object) -> tuple[object, str | None]:
     """The result of a call and None, or None and the message of its TypeError or ValueError."""
     try:

@@ -32,9 +32,6 @@ from mglu_ops.nn import MGLU, NaiveMGLU
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
 
-# --- The checks, which run in each rank -----------------------------------------------------------------------------
-
-
 class Ranks:
     """The mesh of all ranks, and the differences from one process found so far."""
 
@@ -235,9 +232,6 @@ CHECKS = {
     check.__name__.strip("_"): check
     for check in (_packing, _layers, _learned_masks, _stored_weights, _rules_of_the_user, _compiled_modules)
 }
-
-
-# --- Ranks ----------------------------------------------------------------------------------------------------------
 
 
 def _run_check(rank: int, check: str) -> None:

@@ -21,7 +21,7 @@ from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.layer_call import LayerCall
 
 STORED = [name for name, one in FORMATS.items() if not one.is_dense]
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -37,9 +37,7 @@ forward = torch.ops.mglu.forward
     backend=st.sampled_from([None, "cpu", "composite"]),
 )
 @examples(25)
-def test_results_match_the_oracle_of_the_decoded_weight(
-    name: str, sizes: tuple[int, int, int], n_masks: int, dtype: torch.dtype, backend: str | None
-) -> None:
+def test_results_match_the_oracle_of_the_decoded_weight(name, sizes, n_masks, dtype, backend):
     """Backends of the CPU sum decoded weights that are exact, or rounded to float32: the error is a dense weight's."""
     given, expected = stored_layer(name, dtype, *sizes, n_masks)
     found = forward(*given) if backend is None else dispatch.forward(given, backend=backend)
@@ -103,8 +101,6 @@ def test_python_and_cpp_list_the_same_formats() -> None:
     assert f"kWeightFormats = {len(FORMATS)};" in source
 
 
-# --- The operator -----------------------------------------------------------------------------------------------------
-
 LAYER, _ = stored_layer("fp8_row", torch.float32, 3, 256, 264, 2)
 BLOCKS, _ = stored_layer("fp8_block", torch.float32, 3, 256, 264, 2)
 NIBBLES, _ = stored_layer("int4_group", torch.float32, 3, 256, 264, 2)
@@ -120,12 +116,7 @@ NIBBLES, _ = stored_layer("int4_group", torch.float32, 3, 256, 264, 2)
         (LAYER, {"weight_scale": torch.ones(256).half()}, TypeError, r"weight_scale: got dtype torch\.float16, must"),
         (LAYER, {"weight_scale": torch.ones(256, 1)}, ValueError, r"weight_scale: got shape \[256, 1\], must be \[256"),
         (BLOCKS, {"weight_scale": torch.ones(2, 2)}, ValueError, r"weight_scale: got shape \[2, 2\], must be \[2, 3\]"),
-        (
-            NIBBLES,
-            {"weight": torch.zeros(256, dtype=torch.uint8)},
-            ValueError,
-            r"must be \[out_features, in_feat",
-        ),
+        (NIBBLES, {"weight": torch.zeros(256, dtype=torch.uint8)}, ValueError, r"must be \[out_features, in_feat"),
         (NIBBLES, {"x": torch.ones(3, 263)}, ValueError, r"x: got last size 263 .* must be weight's in_features 264"),
         (
             LAYER,
@@ -136,9 +127,7 @@ NIBBLES, _ = stored_layer("int4_group", torch.float32, 3, 256, 264, 2)
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_wrong_arguments_are_named(
-    given: LayerArguments, changes: dict[str, object], error: type[Exception], message: str, device: str
-) -> None:
+def test_wrong_arguments_are_named(given, changes, error, message, device):
     changed = given._replace(**changes)
     moved = {name: tensor.to(device) for name, tensor in changed.tensors().items()}
     moved = changed._replace(**moved)

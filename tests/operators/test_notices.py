@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,9 +95,7 @@ class Broken:
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
 @pytest.mark.parametrize("tell", [notices.say, lambda words: notices.warn(words, 1)])
-def test_an_error_of_the_stream_does_not_fail_the_call(
-    error: Exception, tell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_stream_does_not_fail_the_call(error, tell, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Broken(error))
     with warnings.catch_warnings():
         warnings.simplefilter("always")

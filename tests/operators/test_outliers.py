@@ -12,13 +12,7 @@ from budgets import BUDGET, SMALL_DIFFERENCE_ERROR
 from cpu_calls import run
 from hypothesis import given
 from hypothesis import strategies as st
-from outliers import (
-    TOKENS,
-    assert_loses_no_more_than_naive,
-    layer_of_large_gates,
-    outlier_layers,
-    slack_of_differences,
-)
+from outliers import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers, slack_of_differences
 from strategies import make_layer
 
 from mglu_ops.backends.cpu import build, library

@@ -11,6 +11,7 @@ import ctypes
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -59,9 +60,6 @@ def run(op: str, args: Arguments) -> object:
 def forget() -> None:
     dispatch._prepared.clear()
     dispatch._training_calls.clear()
-
-
-# --- The changes ----------------------------------------------------------------------------------------------------
 
 
 def _end(tensor: Tensor) -> int:
@@ -178,9 +176,6 @@ OTHER_ARGUMENTS = [
 ]
 
 
-# --- The test -------------------------------------------------------------------------------------------------------
-
-
 def outcome(op: str, name: str, change: Change, *, repeated: bool) -> object:
     """The results or the error of a changed call, after a good call with the same tensors or as the first call."""
     forget()
@@ -195,20 +190,25 @@ def outcome(op: str, name: str, change: Change, *, repeated: bool) -> object:
     return run(op, args)
 
 
-def in_a_fork(function: Callable[[], object]) -> Any:
-    """The result of a function in a process of its own; None if the process died."""
+def outcomes_in_a_fork(op: str, name: str) -> list[tuple[object, object]]:
+    """The outcomes of each change as a first call and after a good one, up to a change that ends the process."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(writing, pickle.dumps(function()))
+            with os.fdopen(writing, "wb") as file:
+                for change in CHANGES:
+                    pickle.dump([outcome(op, name, change, repeated=again) for again in (False, True)], file)
+                    file.flush()
         finally:
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as file:
-        found = file.read()
+    found = []
+    with os.fdopen(reading, "rb") as file, suppress(EOFError):
+        while True:
+            found.append(pickle.load(file))
     os.waitpid(child, 0)
-    return pickle.loads(found) if found else None
+    return found
 
 
 def same(got: object, expected: object) -> bool:
@@ -218,16 +218,17 @@ def same(got: object, expected: object) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of its own sparse tensors and of resizing
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize(("op", "name"), TENSORS)
-def test_a_changed_tensor_is_checked_as_in_a_first_call(op: str, name: str, change: Change) -> None:
-    expected, got = in_a_fork(lambda: [outcome(op, name, change, repeated=again) for again in (False, True)])
-    assert same(got, expected), f"got {got}, expected {expected}"
-    if change in BEYOND:
-        error, message = got
-        assert error == "ValueError"
-        assert message.startswith(f"{name}: got a tensor of shape ")
-        assert message.endswith("the storage was resized")
+def test_a_changed_tensor_is_checked_as_in_a_first_call(op: str, name: str) -> None:
+    found = outcomes_in_a_fork(op, name)
+    assert len(found) == len(CHANGES), f"{CHANGES[len(found)].__name__} ended the process"
+    for change, (expected, got) in zip(CHANGES, found, strict=True):
+        assert same(got, expected), f"{change.__name__}: got {got}, expected {expected}"
+        if change in BEYOND:
+            error, message = got
+            assert error == "ValueError", change.__name__
+            assert message.startswith(f"{name}: got a tensor of shape ")
+            assert message.endswith("the storage was resized")
 
 
 @pytest.mark.parametrize(("op", "name", "value"), OTHER_ARGUMENTS)

@@ -31,9 +31,6 @@ def flips(layer: Layer) -> Tensor:
     return 1 - 2 * layer.masks.double()
 
 
-# --- What is kept -----------------------------------------------------------------------------------------
-
-
 def exact_partials(layer: Layer) -> Tensor:
     """The derivatives that autograd computes of y as a function of t, all f_i and all r_i, in float64."""
     x, weight, n_masks = layer.x.double(), layer.weight.double(), len(layer.masks)
@@ -130,9 +127,6 @@ def test_a_result_without_a_gradient_gives_none():
     assert x.grad is None
 
 
-# --- Each gradient alone ----------------------------------------------------------------------------------
-
-
 def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tensor, ...]:
     """The gradients of x, weight, logits and mask weights as `mglu_ops.ops` writes them, in float64."""
     grad_output, x, weight, partials = (t.double() for t in (grad_output, layer.x, layer.weight, partials))
@@ -199,8 +193,6 @@ def test_zero_tokens_and_one_token(tokens, dtype):
     for name, grad, expected in zip(("x", "weight", "logits", "term_weights"), grads, exact, strict=True):
         assert_matches(grad, expected, dtype, name)
 
-
-# --- Errors against the naive layer -----------------------------------------------------------------------
 
 GRADIENTS_FACTOR = {0.1: 2.5, 0.25: NAIVE_FACTOR, 0.5: NAIVE_FACTOR, 0.75: NAIVE_FACTOR, 0.9: 2.5}
 """The largest error of a gradient, as a multiple of the naive layer's, by the density of masks."""

@@ -34,19 +34,14 @@ pytest_plugins = ["library_fixtures"]
 long = pytest.mark.long
 
 
-def assert_agrees_with_eager(path: Path) -> None:
-    loaded, layers = mglu_ops.load(path), model()
+@pytest.mark.parametrize(
+    ("fixture", "name"), [("packages", "operator"), pytest.param("more_packages", "composite", marks=long)]
+)
+def test_a_package_agrees_with_its_model(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
+    """Either calls the operator or does without it."""
+    loaded, layers = mglu_ops.load(request.getfixturevalue(fixture) / f"{name}.pt2"), model()
     for tokens in (1, 2, 7, 64):
         torch.testing.assert_close(loaded(inputs(tokens)), layers(inputs(tokens)).detach())
-
-
-def test_a_package_agrees_with_its_model(packages: Path) -> None:
-    assert_agrees_with_eager(packages / "operator.pt2")
-
-
-@long
-def test_a_package_without_the_operator_agrees_with_its_model(more_packages: Path) -> None:
-    assert_agrees_with_eager(more_packages / "composite.pt2")
 
 
 @long
@@ -87,9 +82,7 @@ def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -
         ("1.packed_masks", lambda w: None, r"1\.packed_masks: got NoneType, must be uint8 \[96, 8, 4\]"),
     ],
 )
-def test_weights_of_another_layout_are_refused(
-    packages: Path, library: Path, name: str, change: Callable[[Tensor], Tensor | None], words: str
-) -> None:
+def test_weights_of_another_layout_are_refused(packages, library, name, change, words):
     """The code of a package reads them as if they had the layout that it was compiled for, whatever their size."""
     weights = mglu_ops.load_weights(packages / "weights.pt")
     with pytest.raises(PackageError, match=words):
@@ -283,9 +276,6 @@ def test_an_error_of_torch_export_is_short(tmp_path: Path) -> None:
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 40
 
 
-# --- The file that export writes ------------------------------------------------------------------------------------
-
-
 class NotCompiledError(Exception):
     pass
 
@@ -338,9 +328,6 @@ def test_a_folder_that_takes_no_new_file_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
     with pytest.raises(ValueError, match=r"path: .*model\.pt2 cannot be written: Permission denied in "):
         mglu_ops.export(model(), (inputs(3),), tmp_path / "model.pt2")
-
-
-# --- Training mode --------------------------------------------------------------------------------------------------
 
 
 def warnings_of_export(module: nn.Module | ExportedProgram, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -26,8 +26,6 @@ from mglu_ops.packaging.library import BuildError, build_runtime, source_directo
 pytest_plugins = ["library_fixtures"]
 pytestmark = [needs_compiler]
 
-# --- Its build ------------------------------------------------------------------------------------------------------
-
 
 def symbols(library: Path, which: str) -> list[str]:
     return [line.split()[-1] for line in run(["nm", "-D", which, library]).stdout.splitlines()]
@@ -72,8 +70,6 @@ def test_cmake_comes_from_the_path_or_from_its_python_package(monkeypatch: pytes
     cmake.unlink()
     assert Path(build._find_cmake()).name == "cmake"
 
-
-# --- In a Python process --------------------------------------------------------------------------------------------
 
 ALONE = """
 import json, sys, torch

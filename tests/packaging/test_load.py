@@ -37,9 +37,7 @@ LEVELS = ("DEFAULT", "AVX2", "AVX512")
 
 @pytest.mark.parametrize("made", LEVELS)
 @pytest.mark.parametrize("here", LEVELS)
-def test_a_cpu_runs_code_for_its_vector_instructions_and_for_fewer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, here: str
-) -> None:
+def test_a_cpu_runs_code_for_its_vector_instructions_and_for_fewer(tmp_path, monkeypatch, made, here):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: here)
     write_small_package(tmp_path / "model.pt2", cpu=[platform.machine(), made])
     is_refused = LEVELS.index(made) > LEVELS.index(here)

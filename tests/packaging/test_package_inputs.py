@@ -29,9 +29,6 @@ pytest_plugins = ["library_fixtures"]
 long = pytest.mark.long
 
 
-# --- Layouts --------------------------------------------------------------------------------------------------------
-
-
 class Embedded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,9 +69,7 @@ def test_inputs_of_any_strides_give_the_numbers_of_the_model(packages: Path, lay
     ],
     ids=["tokens", "example transposed"],
 )  # fmt: skip
-def test_more_models_take_any_strides(
-    tmp_path: Path, module: nn.Module, example: Tensor, others: tuple[Callable[[Tensor], Tensor], ...]
-) -> None:
+def test_more_models_take_any_strides(tmp_path, module, example, others):
     mglu_ops.export(module.eval(), (example,), tmp_path / "model.pt2", backend="composite")
     package = mglu_ops.load(tmp_path / "model.pt2")
     for other in (lambda x: x, *others):
@@ -104,9 +99,6 @@ def test_strides_with_gaps_or_overlaps_have_no_order() -> None:
     for tensor in (torch.empty(4, 6)[:, ::2], torch.empty(4, 6)[:, :5], torch.empty(1, 3).expand(2, 3)):
         assert dense_order(tensor.shape, tensor.stride()) is None
     assert dense_order((3, 1, 2), (2, 99, 1)) == [1, 0, 2]
-
-
-# --- Sizes, trees and constants -------------------------------------------------------------------------------------
 
 
 class Several(nn.Module):
@@ -236,9 +228,6 @@ def test_an_integer_that_varies_is_refused() -> None:
         described(Scaled(), torch.ones(4, 2), 3, shapes=({}, Dim.DYNAMIC))
 
 
-# --- Expressions ----------------------------------------------------------------------------------------------------
-
-
 def test_expressions_are_evaluated() -> None:
     values = {"s1": 7, "s2": 3}
     for text in ("s1", "s1 + 2*s2 - 1", "(s1 % 2) != 0 and not s2 > s1", "max(s1, s2) // 2", "-s1 == s2 or 3 >= s2"):
@@ -286,9 +275,6 @@ def test_equal_sizes_name_both_inputs() -> None:
         sizes.check({"x": torch.Size((7,)), "bias": torch.Size((5, 5))})
 
 
-# --- Inputs that a model writes -------------------------------------------------------------------------------------
-
-
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -317,8 +303,6 @@ def test_what_a_model_writes_to_an_input_arrives_there(tmp_path: Path) -> None:
             torch.testing.assert_close(result, Counting().layer(state).detach())
 
 
-# --- Threads --------------------------------------------------------------------------------------------------------
-
 FOUR_THREADS = """
 import sys, threading, torch, mglu_ops
 package, x = mglu_ops.load(sys.argv[1]), torch.randn(64, 64)
@@ -343,8 +327,6 @@ def test_threads_may_share_a_package(packages: Path) -> None:
     """
     assert python("-c", FOUR_THREADS, packages / "operator.pt2", timeout=120) == "fine\n"
 
-
-# --- Checks in the code ---------------------------------------------------------------------------------------------
 
 CHECKED = """
 import sys, torch, mglu_ops

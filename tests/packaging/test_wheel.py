@@ -23,17 +23,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     tracked = ("pyproject.toml", "README.md", "LICENSE", "mglu_ops", "compile_passes", "csrc")
     subprocess.run(["cp", "-r", *(str(ROOT / name) for name in tracked), str(source)], check=True)
-    build = [
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--wheel-dir",
-        str(out),
-        str(source),
-    ]
-    subprocess.run([sys.executable, "-m", "pip", *build], check=True)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
     (path,) = out.glob("*.whl")
     return path
 

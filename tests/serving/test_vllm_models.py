@@ -47,9 +47,6 @@ def test_the_entry_point_registers_the_architectures_and_configs() -> None:
     assert [AutoConfig.for_model(f"mglu_{kind}").model_type for kind in KINDS] == [f"mglu_{kind}" for kind in KINDS]
 
 
-# --- Layers on two ranks ---------------------------------------------------------------------------------------------
-
-
 class InVllm:
     """A vLLM process group for this rank, and a config, as vLLM's workers set them up."""
 
@@ -127,9 +124,7 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
         (None, True, "fp8_block", 256),
     ],
 )
-def test_a_layer_on_two_ranks(
-    top_k: int | None, packed: bool, weight_format: str, intermediate: int, tmp_path: Path
-) -> None:
+def test_a_layer_on_two_ranks(top_k, packed, weight_format, intermediate, tmp_path):
     run_on_ranks(check_mlp, tmp_path, top_k, packed, weight_format, intermediate)
 
 
@@ -201,8 +196,6 @@ def check_beside_another(rank: int) -> None:
 def test_another_quantizer_has_the_linear_layers(tmp_path: Path) -> None:
     run_on_ranks(check_beside_another, tmp_path)
 
-
-# --- Models in the engine --------------------------------------------------------------------------------------------
 
 GENERATE = """
 import json, sys

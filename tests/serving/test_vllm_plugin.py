@@ -32,9 +32,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
-def test_each_architecture_is_a_name_that_vllm_imports_later(
-    registered: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_architecture_is_a_name_that_vllm_imports_later(registered, monkeypatch):
     monkeypatch.setitem(sys.modules, "mglu_ops.transformers", ModuleType("mglu_ops.transformers"))
     for _ in range(2):  # vLLM may call a plugin repeatedly
         register()
@@ -43,9 +41,7 @@ def test_each_architecture_is_a_name_that_vllm_imports_later(
     assert "mglu_ops.vllm.models" not in sys.modules
 
 
-def test_without_transformers_other_models_of_vllm_are_unaffected(
-    registered: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers_other_models_of_vllm_are_unaffected(registered, monkeypatch):
     monkeypatch.setitem(sys.modules, "mglu_ops.transformers", None)
     with pytest.warns(UserWarning, match=r"vLLM cannot load MGLU models: .*mglu_ops\.transformers"):
         register()

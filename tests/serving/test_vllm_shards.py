@@ -120,8 +120,6 @@ WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], s
 
 
 @pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=[message[:30] for *_, message in WRONG])
-def test_wrong_tensors_are_refused(
-    call: Callable[[Tensor, Tensor, Tensor], object], error: type[Exception], message: str
-) -> None:
+def test_wrong_tensors_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(*tensors())

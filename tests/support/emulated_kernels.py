@@ -12,13 +12,14 @@ import subprocess
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from processes import BUILT
 from torch import Tensor
 
+from mglu_ops.backends.cache import Artifact, obtain
 from mglu_ops.backends.cuda import training
 from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
@@ -63,26 +64,24 @@ def _launch(
 
 
 @cache
-def _folder() -> TemporaryDirectory[str]:
-    """A folder with the sources, and stand-ins for headers of the same names; removed when Python ends."""
-    folder: TemporaryDirectory[str] = TemporaryDirectory(prefix="mglu-emulated-")
-    for path in (*source_directory().glob("*.cu*"), *STAND_INS.iterdir()):
-        shutil.copy(path, folder.name)
-    return folder
-
-
-@cache
 def _compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Any:
-    folder = Path(_folder().name)
-    library = folder / f"{kernel}-{'-'.join(str(value) for _, value in macros)}.so"
     defines = [f"-D{name}={value}" for name, value in macros]
     defines += [f'-DKERNEL_SOURCE="{kernel}.cu"', f"-DKERNEL=mglu_{kernel}"]
     defines += ["-DLANES_AT_ONCE"] if kernel == "mask_weight_gradients" else []
-    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
-    command = ["g++", *options, *defines, folder / "launch.cpp", "-o", library]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    launch = ctypes.CDLL(str(library)).launch
+    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", *defines]
+    sources = [*sorted(source_directory().glob("*.cu*")), *sorted(STAND_INS.iterdir())]
+
+    def compile_sources(scratch: Path) -> bytes:
+        for path in sources:  # a stand-in replaces the header of its name
+            shutil.copy(path, scratch)
+        command = ["g++", *options, "launch.cpp", "-o", "kernel.so"]
+        process = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stderr
+        return (scratch / "kernel.so").read_bytes()
+
+    inputs = (*options, *(path.read_text() for path in sources))
+    artifact = Artifact(f"emulated-{kernel}", ".so", inputs, "compiling an emulated kernel", "a second")
+    launch = obtain(artifact, compile_sources, lambda path, _: ctypes.CDLL(str(path)), BUILT).launch
     launch.argtypes = [ctypes.c_char_p, ctypes.c_ulong, ctypes.c_uint]
     launch.restype = ctypes.c_bool
     return launch

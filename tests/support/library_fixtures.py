@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from processes import python, run
+from processes import BUILT, python, run
 from small_packages import write_small_package
 from stored_weights import StoredLayers
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 import mglu_ops
 from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, NaiveMGLU
-from mglu_ops.packaging.library import build_targets
+from mglu_ops.packaging import library as build
+from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.tensor_file import write_tensor
 
 TOKENS = (1, 7, 64)
@@ -50,12 +52,26 @@ def inputs(tokens: int) -> Tensor:
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder that `make` fills in the first process that asks for it."""
+    """A folder that `make` fills in the first process of this run that asks for it."""
     base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    return _made(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base, name, make)
+
+
+def kept(name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that `make` filled in this run, or in an earlier one from the same C++ sources."""
+    sources = [*source_directory().rglob("*"), Path(build.__file__), Path(torch.__file__)]
+    content = [f"{path} {path.read_text()}" for path in sorted(sources) if path.is_file()]
+    return _made(BUILT, f"{name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:16]}", make)
+
+
+def _made(base: Path, name: str, make: Callable[[Path], object]) -> Path:
+    folder = base / name
+    base.mkdir(0o755, parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
-            unfinished = factory.mktemp(name)
+            unfinished = base / f"{name}.unfinished"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
             make(unfinished)
             unfinished.rename(folder)
     return folder
@@ -105,23 +121,23 @@ def tensor_files(packages: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     """`libmglu_ops.so`, built by the command line; `run_package` is beside it."""
 
     def make(folder: Path) -> None:
         assert main(["build-runtime", "--out", str(folder), "--program", "--flag=-O0"]) == 0
 
-    return once(tmp_path_factory, "library", make) / "libmglu_ops.so"
+    return kept("library", make) / "libmglu_ops.so"
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs() -> Path:
     """A folder with `run_package`, the library and `fuzz`, built with the address and undefined behaviour sanitizers.
 
     Building them takes minutes, so only tests marked `long` use them.
     """
     targets = ["mglu_ops", "run_package", "fuzz"]
-    return once(tmp_path_factory, "programs", lambda folder: build_targets(folder, targets, flags=SANITIZERS))
+    return kept("programs", lambda folder: build.build_targets(folder, targets, flags=SANITIZERS))
 
 
 def run_package(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

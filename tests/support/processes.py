@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+BUILT = ROOT / "build" / "tests"
+"""Keeps what tests compile from C++ sources for later runs, under names that contain the hash of the sources."""
 
 
 def run(

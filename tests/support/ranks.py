@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,7 +36,10 @@ def run_on_ranks(
     The processes form a group through a file in `folder`. With `nccl`, each rank has the GPU of its number; with
     `gloo`, "cuda" is the first GPU on every rank.
     """
-    torch.multiprocessing.spawn(_run_rank, (ranks, f"file://{folder / 'store'}", backend, check, args), nprocs=ranks)
+    # Ranks are forked from a process that has imported the package.
+    multiprocessing.set_forkserver_preload(["mglu_ops.nn"])
+    arguments = ranks, f"file://{folder / 'store'}", backend, check, args
+    torch.multiprocessing.start_processes(_run_rank, arguments, nprocs=ranks, start_method="forkserver")
 
 
 def _run_rank(
