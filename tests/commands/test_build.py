@@ -40,6 +40,12 @@ def modes(folder: Path) -> set[int]:
     return {stat.S_IMODE(path.stat().st_mode) for path in files(folder)}
 
 
+def sources(weight_format: str) -> list[tuple[str, str, dict[str, int]]]:
+    """The kernels of `LAYER` for 64 tokens."""
+    call = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048, weight_format=weight_format)
+    return list(choose(call, KNOWN_GPUS[9, 0]).config.sources(call, KNOWN_GPUS[9, 0]))
+
+
 def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], compiled: list[str]
 ) -> None:
@@ -59,8 +65,7 @@ def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(
     monkeypatch.setattr(compiler, "has_cuda_core", lambda: False)
     monkeypatch.setenv("MGLU_CACHE_DIR", str(out))
     assert kind.use() == CONTENT
-    call = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048)
-    for source in choose(call, KNOWN_GPUS[9, 0]).config.sources(call, KNOWN_GPUS[9, 0]):
+    for source in sources("dense"):
         assert compiler.is_cached(*source)
         assert compiler.compile_cubin(*source) == CONTENT
     with pytest.raises(compiler.CompileError, match="neither is here"):
@@ -93,3 +98,10 @@ def test_without_out_the_cache_is_filled_and_stays_private(
     count = len(compiled)
     assert main(["build", "--no-cpu", *LAYER]) == 0
     assert len(compiled) == count
+
+
+@pytest.mark.parametrize("weight_format", ["fp8_row", "int4_group"])
+def test_the_kernels_of_a_weight_format(weight_format: str, compiled: list[str]) -> None:
+    assert main(["build", "--no-cpu", "--weight-format", weight_format, *LAYER]) == 0
+    assert all(compiler.is_cached(*source) for source in sources(weight_format))
+    assert not all(compiler.is_cached(*source) for source in sources("dense"))
