@@ -241,7 +241,7 @@ def _read_by(node: Node) -> Sequence[Node]:
     if call.symbol in _CASTS:
         return inputs[:1]
     if call.symbol in _ARITHMETIC:
-        return inputs if len(inputs) == 1 and same_shape(node, *inputs) else ()
+        return inputs if len(inputs) == 1 else ()
     named: list[Node] = []
     torch.fx.map_arg((node.args, dict(node.kwargs)), named.append)
     moves = call.symbol in _JOINS or (call.symbol in _MOVES and len(named) == 1)  # a second one may be an index

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,10 @@ LOGITS_STD = 0.01
 """The standard deviation of new logits."""
 PACKED = "packed_masks"
 SCALE = "weight_scale"
+
+# The weights and scales that modules had when one of the two was registered, by their identity. They are not attributes
+# of modules or parameters, so that those of a copied or unpickled module count as replaced together.
+_registered: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 
 
 class MaskedOptions(TypedDict, total=False):
@@ -118,8 +123,10 @@ class MaskedLinear(nn.Module):
         """Register a parameter, but keep packed masks a buffer: Transformers assigns each DTensor as a Parameter."""
         if name == PACKED and param is not None:
             self.register_buffer(PACKED, param)
-        else:
-            super().register_parameter(name, param)
+            return
+        super().register_parameter(name, param)
+        pair = (self._parameters.get("weight"), self._parameters.get(SCALE))
+        _registered.update((id(one), one) for one in pair if one is not None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `to`, `half` and their like, which may move a stored weight and its scales, but not convert them."""
@@ -177,7 +184,7 @@ class MaskedLinear(nn.Module):
 
         Raises:
             TypeError: x is not a tensor, or has another dtype than a dense weight, without autocast.
-            ValueError: x is on another device than the weight, or its last size is not in_features.
+            ValueError: x is on another device than the weight, its last size is not in_features, or `check_pair` fails.
         """
         if not isinstance(x, Tensor):  # torch's own message would contain all values of a list or an array
             raise TypeError(f"x: got {'None' if x is None else type(x).__name__}, must be a tensor")
@@ -185,11 +192,36 @@ class MaskedLinear(nn.Module):
         if weight is not None:
             if x.device != weight.device:
                 raise ValueError(f"x: got device {x.device}, must be the module's device {weight.device}")
-            is_dense = weight.dtype in FLOATING  # the operator checks other dtypes
+            is_dense = weight.dtype in FLOATING and self.weight_format == "dense"  # the operator checks other dtypes
+            if self.weight_format != "dense" and not torch.compiler.is_compiling():
+                self.check_pair()
             if is_dense and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
                 raise TypeError(f"x: got dtype {x.dtype}, must be the module's dtype {weight.dtype}, or use autocast")
         if self.router is not None and x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: got shape {list(x.shape)}, must be [..., in_features] = [..., {self.in_features}]")
+
+    def check_pair(self, path: str = "") -> None:
+        """Check that no loader has replaced a stored weight without its scales, or these without the weight.
+
+        accelerate casts a tensor of a checkpoint to the dtype of the parameter in whose place it writes it. It leaves
+        alone what the checkpoint does not have, such as the scales if the weight in it is dense.
+
+        Args:
+            path: what precedes the parameter's name in the message.
+
+        Raises:
+            ValueError: only one of the two was replaced since the module has registered them.
+        """
+        kept, replaced = [], []
+        for name in ("weight", SCALE):
+            parameter = self._parameters[name]
+            (kept if _registered.get(id(parameter)) is parameter else replaced).append(name)
+        if kept and replaced:
+            raise ValueError(
+                f"{path}{replaced[0]}: a loader has replaced it and not {kept[0]}, must be loaded together for "
+                f"weight_format={self.weight_format!r}; load a dense checkpoint into a dense model, and call "
+                "mglu_ops.quantize after loading"
+            )
 
     def mask_weights(self, x: Tensor) -> Tensor | None:
         """Return mask weights `[..., n_masks]`, or None without a router.

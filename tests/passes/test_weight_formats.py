@@ -294,22 +294,27 @@ UNPACKED: dict[str, Callable[[Tensor], Tensor]] = {
     "a difference of bytes": lambda q: pairs(q & 15, q >> 4) - 8,
     "signed bits": lambda q: pairs(q & 15, q >> 4).to(torch.int8).add(8).remainder(16) - 8,
     "three bits": lambda q: pairs(q & 7, q >> 4).to(torch.int8) - 8,
+    "signed bytes": lambda q: pairs((q & 15).to(torch.int8), q.to(torch.int8) >> 4) - 8,
+    "one row": lambda q: numbers(q)[:1],
     "only the low bits": lambda q: pairs(q & 15, q & 15).to(torch.int8) - 8,
     "halves of a row": lambda q: torch.cat((q & 15, q >> 4), 1).to(torch.int8) - 8,
     "transposed bytes": lambda q: pairs(q.t() & 15, q.t() >> 4).view(q.shape[0], -1).to(torch.int8) - 8,
 }
 """Numbers of 4 bits that are not those of the format, or not in its columns."""
 
-OF_TWO_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "another order of rows": lambda q: numbers(q).flip(0),
     "bits of different rows": lambda q: pairs(q & 15, q.flip(0) >> 4).to(torch.int8) - 8,
-    "an index": lambda q: numbers(q)[q[:, 0].long() % 16],
+    "a sum of bytes": lambda q: pairs((q & 15) + (q & 0), q >> 4).to(torch.int8) - 8,
+    "an index": lambda q: numbers(q).long()[numbers(q).long()[:, 0] + 8].to(torch.int8),
+    "a view of bytes": lambda q: pairs(q & 15, q >> 4).view(torch.int8) - 8,
+    "a tensor of shifts": lambda q: ((q[..., None] >> torch.tensor([0, 4])) & 15).flatten(1).to(torch.int8) - 8,
 }
-"""Numbers that no rule knows to be those of bytes, so that they are taken for numbers of 8 bits."""
+"""Numbers of 4 bits in calls that the proof does not know, so that they are taken for numbers of 8 bits."""
 
 DECODED |= {
     name: (reason, "int4_group", lambda q, s, dtype, unpack=unpack: unpack(q).to(dtype) * groups(s, q).to(dtype))
-    for table, reason in ((UNPACKED, "the low and the high four bits"), (OF_TWO_TENSORS, "one float32 number"))
+    for table, reason in ((UNPACKED, "the low and the high four bits"), (UNKNOWN, "one float32 number"))
     for name, unpack in table.items()
 }
 
