@@ -33,7 +33,7 @@ from .recognise import Recogniser
 from .report import line
 from .shapes import dtype_of, example, holds, requires_grad, same_shape, tensor_example
 from .sites import Refusal
-from .symbols import as_call
+from .symbols import as_call, symbol_of
 
 _CASTS = frozenset({"to", "alias", "detach"})
 _RESHAPES = frozenset({"reshape", "flatten", "unflatten"})
@@ -260,9 +260,12 @@ def _unpacks(decoding: _Decoding) -> bool:
         with _disable_current_modes():
             stored = _positions(stored_shape)
             made = _from_bytes(calls, stored)
-            _known[key] = made is not None and _is_unpacked(
-                *(codes.T if decoding.transposed else codes for codes in (stored, made[0].reshape(shape))), made[1]
-            )
+            if made is None:
+                _known[key] = False
+            elif decoding.transposed:
+                _known[key] = _is_unpacked(stored.T, made[0].reshape(shape).T, made[1])
+            else:
+                _known[key] = _is_unpacked(stored, made[0].reshape(shape), made[1])
     return _known[key]
 
 
@@ -281,26 +284,22 @@ def _from_bytes(calls: Sequence[Node], positions: Tensor) -> tuple[Tensor, list[
         for item in _read_by(node):
             codes[item] = found[item][0] + len(functions) * positions.numel() if functions else found[item][0]
             functions += found[item][1]
-        call = as_call(node)
-        if call is not None and call.symbol in _CASTS | _ARITHMETIC:
-            ((item, moved),) = codes.items()
-            changed = [_applied(node, item, values) for values in functions]
-            functions = [values for values in changed if values is not None]
-            moved = moved if len(functions) == len(changed) else None
-        else:
-            moved = _run(node, codes)
-        if moved is None:
+        computes = symbol_of(node) in _CASTS | _ARITHMETIC
+        moved = next(iter(codes.values())) if computes else _run(node, codes)
+        changed = [_applied(node, values) if computes else values for values in functions]
+        kept = [values for values in changed if values is not None]
+        if moved is None or len(kept) < len(functions):
             return None
-        found[node] = (moved, functions)
+        found[node] = (moved, kept)
     return found[calls[-1]]
 
 
-def _applied(node: Node, item: Node, values: tuple[float, ...]) -> tuple[float, ...] | None:
-    """What a cast or arithmetic with a number makes of the values of its input."""
-    call, before, dtype = as_call(node), dtype_of(item), dtype_of(node)
-    if call is None or before is None or dtype is None:
-        return None
-    if call.symbol in _CASTS:  # not run as it is, since it may name a device
+def _applied(node: Node, values: tuple[float, ...]) -> tuple[float, ...] | None:
+    """What a cast or arithmetic with a number makes of the values of its input; None if the dtype cannot hold one."""
+    item, dtype = _read_by(node)[0], dtype_of(node)
+    before = dtype_of(item)
+    assert before is not None and dtype is not None, "they have been compared"  # noqa: PT018
+    if symbol_of(node) in _CASTS:  # not run as it is, since it may name a device
         cast = [number for value in values if (number := as_dtype(value, dtype)) is not None]
         return tuple(cast) if len(cast) == len(values) else None
     result = evaluate(node, {item: Operand(values, before)}, dtype)
@@ -319,12 +318,13 @@ def _is_unpacked(stored: Tensor, codes: Tensor, functions: Sequence[tuple[float,
 
 
 def _run(node: Node, inputs: Mapping[Node, Tensor]) -> Tensor | None:
-    """What a call that moves elements makes of other tensors; None for a view that needs the real strides."""
+    """What a call that moves elements makes of positions; None for a view that needs the real strides or dtype."""
     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)
     try:
-        return as_function(node)(*args, **kwargs)
+        moved = as_function(node)(*args, **kwargs)
     except RuntimeError:
         return None
+    return moved if moved.dtype is torch.int32 and moved.shape == _shape(node) else None
 
 
 # --- Scales ----------------------------------------------------------------------------------------------------------

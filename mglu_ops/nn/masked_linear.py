@@ -212,15 +212,13 @@ class MaskedLinear(nn.Module):
         Raises:
             ValueError: only one of the two was replaced since the module has registered them.
         """
-        kept, replaced = [], []
-        for name in ("weight", SCALE):
-            parameter = self._parameters[name]
-            (kept if _registered.get(id(parameter)) is parameter else replaced).append(name)
-        if kept and replaced:
+        pair = {name: self._parameters[name] for name in ("weight", SCALE)}
+        replaced = [name for name, parameter in pair.items() if _registered.get(id(parameter)) is not parameter]
+        if len(replaced) == 1:
             raise ValueError(
-                f"{path}{replaced[0]}: a loader has replaced it and not {kept[0]}, must be loaded together for "
-                f"weight_format={self.weight_format!r}; load a dense checkpoint into a dense model, and call "
-                "mglu_ops.quantize after loading"
+                f"{path}{replaced[0]}: was replaced without the other one of weight and {SCALE}, which must be loaded "
+                f"together for weight_format={self.weight_format!r}; load a dense checkpoint into a dense model, and "
+                "call mglu_ops.quantize after loading"
             )
 
     def mask_weights(self, x: Tensor) -> Tensor | None:

@@ -51,7 +51,7 @@ _PLAIN = ("Float8Tensor", "Int8Tensor", "Int4Tensor", "IntxUnpackedToInt8Tensor"
 def _stored(tensor: Any, chosen: WeightFormat) -> Tensor | None:
     """The numbers of a weight as a format stores them; None if it has others."""
     numbers, is_packed = tensor.qdata, type(tensor).__name__ == "Int4Tensor"
-    if is_packed or getattr(tensor, "target_dtype", None) is torch.int4:
+    if is_packed or str(getattr(tensor, "target_dtype", "")) == "torch.int4":
         if chosen.packed == 1:
             return None
         return numbers.view(chosen.dtype) ^ 0x88 if is_packed else chosen.pack(numbers)  # from two's complement

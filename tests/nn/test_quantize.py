@@ -291,7 +291,7 @@ def test_a_weight_that_accelerate_casts_is_refused_in_use(options: dict[str, Any
         safetensors.torch.save_file(checkpoint.state_dict(), path)
         return accelerate.load_checkpoint_and_dispatch(stored("fp8_row"), path, device_map={"": "cpu"}, **options)
 
-    model, words = loaded(frozen(), **options), r"weight: a loader has replaced it and not weight_scale, must be loaded"
+    model, words = loaded(frozen(), **options), r"weight: was replaced without the other one of weight and weight_scale"
     with pytest.raises(ValueError, match=words):
         model(x.to(options.get("dtype")))
     with pytest.raises(ValueError, match=rf"model: mglu\.{words}"):

@@ -298,9 +298,10 @@ UNPACKED: dict[str, Callable[[Tensor], Tensor]] = {
     "one row": lambda q: numbers(q)[:1],
     "only the low bits": lambda q: pairs(q & 15, q & 15).to(torch.int8) - 8,
     "halves of a row": lambda q: torch.cat((q & 15, q >> 4), 1).to(torch.int8) - 8,
+    "a view of the same bytes": lambda q: pairs(q & 15, q >> 4).view(torch.uint8).to(torch.int8) - 8,
     "transposed bytes": lambda q: pairs(q.t() & 15, q.t() >> 4).view(q.shape[0], -1).to(torch.int8) - 8,
 }
-"""Numbers of 4 bits that are not those of the format, or not in its columns."""
+"""Numbers of 4 bits that are not those of the format, not in its columns, or in a view that needs real memory."""
 
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "another order of rows": lambda q: numbers(q).flip(0),
