@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +32,8 @@ LOGITS_STD = 0.01
 PACKED = "packed_masks"
 SCALE = "weight_scale"
 
-# The weights and scales that modules had when one of the two was registered, by their identity. They are not attributes
-# of modules or parameters, so that those of a copied or unpickled module count as replaced together.
-_registered: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+_REGISTERED = "_mglu_registered"
+"""The attribute of the weight and the scales that a module had when one of the two was registered. Copies lack it."""
 
 
 class MaskedOptions(TypedDict, total=False):
@@ -124,9 +122,11 @@ class MaskedLinear(nn.Module):
         if name == PACKED and param is not None:
             self.register_buffer(PACKED, param)
             return
+        getattr(param, "__dict__", {}).pop(_REGISTERED, None)  # accelerate passes attributes on to a constructor
         super().register_parameter(name, param)
-        pair = (self._parameters.get("weight"), self._parameters.get(SCALE))
-        _registered.update((id(one), one) for one in pair if one is not None)
+        for one in (param, self._parameters.get("weight"), self._parameters.get(SCALE)):
+            if one is not None:
+                setattr(one, _REGISTERED, True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `to`, `half` and their like, which may move a stored weight and its scales, but not convert them."""
@@ -212,14 +212,14 @@ class MaskedLinear(nn.Module):
         Raises:
             ValueError: only one of the two was replaced since the module has registered them.
         """
-        pair = {name: self._parameters[name] for name in ("weight", SCALE)}
-        replaced = [name for name, parameter in pair.items() if _registered.get(id(parameter)) is not parameter]
-        if len(replaced) == 1:
-            raise ValueError(
-                f"{path}{replaced[0]}: was replaced without the other one of weight and {SCALE}, which must be loaded "
-                f"together for weight_format={self.weight_format!r}; load a dense checkpoint into a dense model, and "
-                "call mglu_ops.quantize after loading"
-            )
+        weight, scale = self._parameters["weight"], self._parameters[SCALE]
+        if weight is None or scale is None or (_REGISTERED in vars(weight)) == (_REGISTERED in vars(scale)):
+            return
+        raise ValueError(
+            f"{path}{SCALE if _REGISTERED in vars(weight) else 'weight'}: was replaced without the other one of weight "
+            f"and {SCALE}, which must be loaded together for weight_format={self.weight_format!r}; load a dense "
+            "checkpoint into a dense model, and call mglu_ops.quantize after loading"
+        )
 
     def mask_weights(self, x: Tensor) -> Tensor | None:
         """Return mask weights `[..., n_masks]`, or None without a router.
