@@ -337,6 +337,13 @@ def test_a_note_says_why_a_weight_is_read_decoded(name: str) -> None:
     assert_format("dense", layer(decode), lambda: arguments(weight_format, d=size, h=size), reason)
 
 
+def test_numbers_that_are_not_those_of_bytes_are_numbers_of_8_bits() -> None:
+    def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+        return UNPACKED["the high four bits first"](q).to(dtype) * s.to(dtype)
+
+    assert_format("int8_row", layer(decode), lambda: arguments("int4_group"))
+
+
 def test_scales_that_the_program_rounds_stay_rounded() -> None:
     def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
         return q.to(dtype) * s.half().to(dtype)[:, None]
