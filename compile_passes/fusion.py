@@ -146,7 +146,7 @@ def _fuse(
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """A note for each layer whose weight is read by several operators, or read after it was decoded from 8 bits."""
+    """A note for each layer whose weight is read by several operators, or read after it was decoded from fewer bits."""
     keys = [recogniser.key(layer.weight) for layer in layers]
     notes = []
     for key, layer in zip(keys, layers, strict=True):
@@ -158,8 +158,8 @@ def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
             )
         if layer.why_decoded:
             note.append(
-                f"The program decodes the weight `{layer.weight.name}` from 8 bits at each call, and the operator "
-                f"does not read it as it is stored: {layer.why_decoded}"
+                f"The program decodes the weight `{layer.weight.name}` from 8 or 4 bits at each call, and the "
+                f"operator does not read it as it is stored: {layer.why_decoded}"
             )
         notes.append(". ".join(note))
     return notes

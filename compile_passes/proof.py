@@ -52,7 +52,7 @@ class Layer:
     stored: StoredWeight | None = None
     """The weight as it is stored, if the program decodes it from a format of the operator."""
     why_decoded: str = ""
-    """Why the operator reads the weight that the program has decoded, if it is decoded from 8 bits."""
+    """Why the operator reads the weight that the program has decoded, if it is decoded from 8 or 4 bits."""
 
     @property
     def hides_nan(self) -> bool:

@@ -124,8 +124,9 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
 
 
 def _scales(graph: Graph, stored: StoredWeight) -> Node:
-    """The scales of a stored weight as float32, in the shape that its format has."""
-    scales = _cast(graph, stored.scale, torch.float32)
+    """The scales of a stored weight in the dtype and the shape that its format has."""
+    assert stored.format.scale_dtype is not None, "a stored weight has scales"
+    scales = _cast(graph, stored.scale, stored.format.scale_dtype)
     if has_shape(stored.scale, stored.scale_shape):
         return scales
     if is_one_scale(stored.scale):

@@ -88,6 +88,10 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "sign", "input", _elementwise("sign", torch.sgn, "sgn", *_aten("sgn"))
     yield "heaviside", "input, values", _elementwise("heaviside")
     yield "remainder", _TWO, _elementwise("remainder", operator.mod, "__mod__")
+    floors = (operator.floordiv, torch.floor_divide, "floor_divide", "__floordiv__", *_aten("floor_divide"))
+    yield "floor_divide", _TWO, floors
+    shifts = (operator.rshift, torch.bitwise_right_shift, "bitwise_right_shift", "__rshift__")
+    yield "rshift", _TWO, (*shifts, *_aten("bitwise_right_shift", "__rshift__"))
     # Logic
     inversions = (operator.invert, torch.bitwise_not, "bitwise_not", "__invert__", *_aten("bitwise_not"))
     yield "not", "input", inversions
@@ -112,7 +116,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "index_put", "input, indices, values, accumulate==False", _elementwise("index_put")
     yield "setitem", "input, index, value", (operator.setitem, "__setitem__")
     # The same values in another dtype, memory or tensor
-    casts = ("to", "type", "float", "half", "bfloat16", "double", "int", "long", "bool", "type_as")
+    casts = ("to", "type", "float", "half", "bfloat16", "double", "char", "int", "long", "bool", "type_as")
     yield "to", "input, ...", (*casts, *_aten("to", "_to_copy"))
     yield "detach", "input", _elementwise("detach", getattr(torch._C._autograd, "_get_data_attr"))  # noqa: B009
     yield "alias", "input, ...", (torch.clone, "contiguous", "clone", *_aten("clone", "alias", "contiguous"))

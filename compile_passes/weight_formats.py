@@ -1,4 +1,4 @@
-"""Weights that a program decodes from 8 bits, which the operator can read as they are stored (`mglu_ops.formats`).
+"""Weights that a program decodes from 8 or 4 bits, which the operator can read as they are stored (`mglu_ops.formats`).
 
 `W = q.to(x.dtype) * scale[:, None]` is a matrix like any other, so a layer that reads it is fused whatever it is. If W
 is proved to be the stored weight q times scales in the layout of a format, the operator reads q and the scales instead.
@@ -6,10 +6,14 @@ is proved to be the stored weight q times scales in the layout of a format, the 
 How a program spreads its scales over the weights is not read from the spelling. The calls that do it (views, slices,
 `expand`, `repeat_interleave`) are run on the positions 0, 1, 2, ... of the scales. The result tells which scale each
 weight is multiplied by, and must be what the format says.
+
+How a program unpacks two weights of 4 bits from a byte is not read from the spelling either. The calls that do it move
+bytes, which is found in the same way, or compute with single bytes, which is found by running them on all 256.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +28,12 @@ from mglu_ops.checks import FLOATING
 from mglu_ops.formats import FORMATS, WeightFormat
 
 from .calls import as_function, call_key
+from .pointwise import Operand, as_dtype, evaluate
 from .recognise import Recogniser
 from .report import line
 from .shapes import dtype_of, example, holds, requires_grad, same_shape, tensor_example
 from .sites import Refusal
-from .symbols import as_call
+from .symbols import as_call, symbol_of
 
 _CASTS = frozenset({"to", "alias", "detach"})
 _RESHAPES = frozenset({"reshape", "flatten", "unflatten"})
@@ -39,7 +44,12 @@ _REPEATS = frozenset({"expand", "expand_as", "repeat", "repeat_interleave"})
 _SPREADS = _CASTS | _RESHAPES | _VIEWS | _REPEATS
 """Calls whose results hold elements of their first argument, whatever the values of these are."""
 
-_FARTHEST = 8
+_MOVES = _RESHAPES | _VIEWS | _REPEATS
+_JOINS = frozenset({"stack", "cat"})
+_ARITHMETIC = frozenset({"and", "rshift", "floor_divide", "rounded_div", "remainder", "add", "sub"})
+"""Calls with a number, by which programs unpack and shift the 4 bits of a weight."""
+
+_FARTHEST = 12
 """The most calls between a weight and what it may be decoded from."""
 
 
@@ -86,11 +96,17 @@ def stored_weight(
     Raises:
         Refusal: it is not.
     """
-    decoding = _decoding(weight, transposed)
-    _check_roundings(decoding, dtype)
-    found = _with_scales(decoding, dtype)
-    _check_tensors(recogniser, found, weight, root)
-    return found
+    refusals = []
+    for decoding in _decodings(weight, transposed):
+        try:
+            _check_numbers(decoding, dtype)
+            found = _with_scales(decoding, dtype)
+            _check_tensors(recogniser, found, weight, root)
+        except Refusal as refusal:
+            refusals.append(refusal)
+        else:
+            return found
+    raise refusals[0]
 
 
 # --- The product -----------------------------------------------------------------------------------------------------
@@ -104,8 +120,10 @@ class _Decoding:
         weight: the weight.
         transposed: whether the weight is `[in_features, out_features]`.
         products: the weight and the nodes behind it, down to the product; each reshapes or casts the next.
-        casts: the factor with the stored weight and the nodes behind it, down to the stored weight, in the same way.
+        casts: the factor with the stored weight and the nodes behind it, down to the stored weight. Each reshapes or
+            casts the next, or unpacks two weights a byte, as `_read_by` knows.
         scales: the factor with the scales and the nodes behind it.
+        packed: how many weights an element of the stored weight holds.
     """
 
     weight: Node
@@ -113,21 +131,29 @@ class _Decoding:
     products: Sequence[Node]
     casts: Sequence[Node]
     scales: Sequence[Node]
+    packed: int = 1
 
     @property
     def stored(self) -> Node:
         return self.casts[-1]
 
 
-def _decoding(weight: Node, transposed: bool) -> _Decoding:
+def _decodings(weight: Node, transposed: bool) -> list[_Decoding]:
+    """The ways to take a weight for a product of a stored weight and scales: packed in bytes before one a byte."""
     products = _path(weight, _CASTS | _RESHAPES)
     call = as_call(products[-1])
+    packed, found = [], []
     for factor, scale in (call.args, call.args[::-1]) if call is not None and call.symbol == "mul" else ():
+        scales = _path(scale, _SPREADS)
+        if calls := _unpacking(factor, weight, transposed):
+            packed.append(_Decoding(weight, transposed, products, calls, scales, _PACKED.packed))
         casts = _path(factor, _CASTS | _RESHAPES)
         ends = [i for i, node in enumerate(casts) if _is_8_bit(node) and same_shape(node, weight)]
         if ends:
-            return _Decoding(weight, transposed, products, casts[: ends[0] + 1], _path(scale, _SPREADS))
-    raise Refusal(f"`{line(products[-1])}` is no product of a tensor of 8 bits and scales")
+            found.append(_Decoding(weight, transposed, products, casts[: ends[0] + 1], scales))
+    if not packed and not found:
+        raise Refusal(f"`{line(products[-1])}` is no product of a tensor of 8 or 4 bits and scales")
+    return packed + found
 
 
 def _path(node: Node | float, symbols: frozenset[str]) -> list[Node]:
@@ -143,13 +169,18 @@ def _path(node: Node | float, symbols: frozenset[str]) -> list[Node]:
     return path
 
 
-def _check_roundings(decoding: _Decoding, dtype: torch.dtype) -> None:
-    """Refuse a weight that is rounded to a dtype narrower than the layer's, or whose stored numbers are rounded."""
+def _check_numbers(decoding: _Decoding, dtype: torch.dtype) -> None:
+    """Refuse a weight that is rounded to a dtype narrower than the layer's, or whose stored numbers are changed."""
     for node in decoding.products:
         if not _represents(dtype_of(node), dtype):
             rounded = _name(dtype_of(node))
             raise Refusal(f"`{line(node)}` rounds the weight to {rounded}, and the layer is {_name(dtype)}")
-    for node in decoding.casts:
+    if decoding.packed == 2 and not _unpacks(decoding):
+        raise Refusal(
+            f"`{line(decoding.casts[0])}` is not proved to be the low and the high four bits of each byte of "
+            f"`{decoding.stored.name}`, minus 8, in neighbouring columns"
+        )
+    for node in decoding.casts if decoding.packed == 1 else ():
         if not _represents(dtype_of(node), dtype_of(decoding.stored)):
             raise Refusal(f"`{line(node)}` rounds the stored weight to {_name(dtype_of(node))}")
 
@@ -166,6 +197,136 @@ def _check_tensors(recogniser: Recogniser, found: StoredWeight, weight: Node, ro
         raise Refusal(f"`{found.weight.name}` is a DTensor, whose shards may divide blocks that share a scale")
 
 
+# --- Two weights in a byte -------------------------------------------------------------------------------------------
+
+_PACKED = FORMATS["int4_group"]
+
+
+def _unpacking(factor: Node | float, weight: Node, transposed: bool) -> Sequence[Node]:
+    """A factor and the nodes that it is made of, down to the nearest tensor of bytes that may hold two weights each.
+
+    Empty if there is no such tensor, or if `_read_by` does not know how the factor is made of this tensor alone.
+    """
+    shape = _shape(weight)
+    if not isinstance(factor, Node) or shape is None:
+        return []
+    half = (shape[0] // 2, shape[1]) if transposed else (shape[0], shape[1] // 2)
+    nodes, seen = [factor], {factor}
+    for _ in range(_FARTHEST):
+        for node in nodes:
+            if dtype_of(node) == _PACKED.dtype and _shape(node) == half and (calls := _calls_from(node, factor)):
+                return calls
+        nodes = list(dict.fromkeys(item for node in nodes for item in _read_by(node) if item not in seen))
+        seen.update(nodes)
+    return []
+
+
+def _calls_from(stored: Node, factor: Node) -> list[Node]:
+    """A factor and the nodes that it is made of, each before those that it reads; empty unless all end in `stored`."""
+    pending, found = [factor], {factor}
+    while pending:
+        if (node := pending.pop()) is not stored:
+            if not (read := _read_by(node)):
+                return []
+            pending += [item for item in read if item not in found]
+            found.update(read)
+    return sorted(found, reverse=True)
+
+
+def _read_by(node: Node) -> Sequence[Node]:
+    """The tensors whose single elements a call moves, casts or computes with; empty for any other call."""
+    call, inputs = as_call(node), node.all_input_nodes
+    if call is None:
+        return ()
+    if call.symbol in _CASTS:
+        return inputs[:1]
+    if call.symbol in _ARITHMETIC:
+        return inputs if len(inputs) == 1 else ()
+    named: list[Node] = []
+    torch.fx.map_arg((node.args, dict(node.kwargs)), named.append)
+    moves = call.symbol in _JOINS or (call.symbol in _MOVES and len(named) == 1)  # a second one may be an index
+    return inputs if moves and all(dtype_of(item) == dtype_of(node) for item in inputs) else ()
+
+
+def _unpacks(decoding: _Decoding) -> bool:
+    """Whether each weight is the number that `int4_group` stores for it."""
+    calls, shape, stored_shape = decoding.casts[::-1], _shape(decoding.weight), _shape(decoding.stored)
+    if shape is None or stored_shape is None or math.prod(shape) != _count(calls[-1]):
+        return False
+    places = {node: i for i, node in enumerate(calls)}
+    steps = [(call_key(node), dtype_of(node), *map(places.get, _read_by(node))) for node in calls[1:]]
+    key = (decoding.transposed, shape, stored_shape, *steps)
+    if key not in _known:
+        with _disable_current_modes():
+            stored = _positions(stored_shape)
+            made = _from_bytes(calls, stored)
+            if made is None:
+                _known[key] = False
+            elif decoding.transposed:
+                _known[key] = _is_unpacked(stored.T, made[0].reshape(shape).T, made[1])
+            else:
+                _known[key] = _is_unpacked(stored, made[0].reshape(shape), made[1])
+    return _known[key]
+
+
+def _from_bytes(calls: Sequence[Node], positions: Tensor) -> tuple[Tensor, list[tuple[float, ...]]] | None:
+    """What calls make of bytes; the first node stands for the bytes, and `positions` are theirs.
+
+    Returns:
+        For each element of the last node, the position of the byte that it is a function of, plus the number of bytes
+        times the index of that function; and the functions, as their values for the bytes 0 to 255. None if a dtype
+        cannot hold a value, and for a view that needs real strides.
+    """
+    found = {calls[0]: (positions, [tuple(map(float, range(256)))])}
+    for node in calls[1:]:
+        codes: dict[Node, Tensor] = {}
+        functions: list[tuple[float, ...]] = []
+        for item in _read_by(node):
+            codes[item] = found[item][0] + len(functions) * positions.numel() if functions else found[item][0]
+            functions += found[item][1]
+        computes = symbol_of(node) in _CASTS | _ARITHMETIC
+        moved = next(iter(codes.values())) if computes else _run(node, codes)
+        changed = [_applied(node, values) if computes else values for values in functions]
+        kept = [values for values in changed if values is not None]
+        if moved is None or len(kept) < len(functions):
+            return None
+        found[node] = (moved, kept)
+    return found[calls[-1]]
+
+
+def _applied(node: Node, values: tuple[float, ...]) -> tuple[float, ...] | None:
+    """What a cast or arithmetic with a number makes of the values of its input; None if the dtype cannot hold one."""
+    item, dtype = _read_by(node)[0], dtype_of(node)
+    before = dtype_of(item)
+    assert before is not None and dtype is not None, "they have been compared"  # noqa: PT018
+    if symbol_of(node) in _CASTS:  # not run as it is, since it may name a device
+        cast = [number for value in values if (number := as_dtype(value, dtype)) is not None]
+        return tuple(cast) if len(cast) == len(values) else None
+    result = evaluate(node, {item: Operand(values, before)}, dtype)
+    return None if result is None else result.values
+
+
+def _is_unpacked(stored: Tensor, codes: Tensor, functions: Sequence[tuple[float, ...]]) -> bool:
+    """Whether elements, as `_from_bytes` describes them, are those that `int4_group` unpacks from bytes."""
+    octets, one = torch.arange(256, dtype=_PACKED.dtype, device="cpu"), torch.ones(256, 1, device="cpu")
+    for column, wanted in enumerate(_PACKED.dequantize(octets[:, None], one, torch.float32).T.tolist()):
+        right = [i for i, values in enumerate(functions) if list(values) == wanted]
+        found = [codes[:, column :: _PACKED.packed] == stored + i * stored.numel() for i in right]
+        if not found or not functools.reduce(torch.logical_or, found).all():
+            return False
+    return True
+
+
+def _run(node: Node, inputs: Mapping[Node, Tensor]) -> Tensor | None:
+    """What a call that moves elements makes of positions; None for a view that needs the real strides or dtype."""
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)
+    try:
+        moved = as_function(node)(*args, **kwargs)
+    except RuntimeError:
+        return None
+    return moved if moved.dtype is torch.int32 and moved.shape == _shape(node) else None
+
+
 # --- Scales ----------------------------------------------------------------------------------------------------------
 
 
@@ -173,28 +334,32 @@ def _with_scales(decoding: _Decoding, dtype: torch.dtype) -> StoredWeight:
     """The stored weight with the tensor of its scales, in the first format that both have."""
     stored, path, shape = decoding.stored, decoding.scales, _shape(decoding.weight)
     assert shape is not None, "`is_decoded` has counted the elements"
-    taken = [one for one in FORMATS.values() if one.packed == 1 and one.dtype is not None]
+    taken = [one for one in FORMATS.values() if one.packed == decoding.packed and one.dtype is not None]
     formats = [one for one in taken if one.dtype == dtype_of(stored)]
     if not formats:
         names = " and ".join(sorted({_name(one.dtype) for one in taken}))
         raise Refusal(f"`{stored.name}` is {_name(dtype_of(stored))}, and the operator takes {names}")
     for end in reversed(range(len(path))):  # the deepest tensor that will do, so that the fewest calls remain
-        if dtype_of(path[end]) not in _IN_FLOAT32 or _is_rounded(path[: end + 1], dtype):
+        if _is_rounded(path[: end + 1], dtype):
             continue
         for one in formats:
+            if not _is_scale(dtype_of(path[end]), one):
+                continue
             scale_shape = one.scale_shape(*(shape[::-1] if decoding.transposed else shape))
             if _spreads(decoding, path[end], path[:end][::-1], one, scale_shape):
                 return StoredWeight(stored, path[end], one, scale_shape)
     layouts = ["row" if one.columns is None else f"block of {one.rows} x {one.columns}" for one in formats]
+    number = _name(formats[0].scale_dtype)
     scale = f"`{line(path[-1])}` ({_name(dtype_of(path[-1]))})" if path else "a number"
     raise Refusal(
-        f"the scales of `{stored.name}` are {scale}, which is not proved to be one float32 number for each "
+        f"the scales of `{stored.name}` are {scale}, which is not proved to be one {number} number for each "
         f"{' or '.join(layouts)}"
     )
 
 
-_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
-"""The floating dtypes whose numbers float32 represents."""
+def _is_scale(dtype: torch.dtype | None, one: WeightFormat) -> bool:
+    """Whether the scales of a format represent every number of a floating dtype of 16 bits or more."""
+    return dtype in FLOATING and one.scale_dtype is not None and _represents(one.scale_dtype, dtype)
 
 
 def _is_rounded(path: Sequence[Node], dtype: torch.dtype) -> bool:
@@ -239,11 +404,10 @@ def _spread_positions(scale: Node, calls: Sequence[Node], shapes: Mapping[Node, 
         if call is not None and call.symbol == "to":
             made[node] = made[source]
             continue
-        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
-        try:
-            made[node] = as_function(node)(*args, **kwargs)
-        except RuntimeError:
+        moved = _run(node, made)
+        if moved is None:
             return None
+        made[node] = moved
     return made[calls[-1] if calls else scale]
 
 

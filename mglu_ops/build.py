@@ -34,6 +34,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--weight-format", default="dense", metavar="NAME", help="of the weights: dense (default), fp8_row, ..."
+    )
+    parser.add_argument("--activation-format", default="dense", metavar="NAME", help="of x: dense (default), fp8_token")
     parser.add_argument("--activation", default="silu", metavar="NAME", help="default: silu")
     parser.set_defaults(run=run)
 
@@ -75,6 +79,8 @@ def _share(folder: Path, is_new: bool) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     from .activations import ACTIVATIONS
+    from .formats import check_activation_format, get_format
+    from .nn.arguments import check_columns
 
     if bool(options.arch) != bool(options.shapes):
         raise UserError("--arch and --shapes: CUDA kernels are compiled for a GPU and for a layer; give both")
@@ -86,6 +92,13 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--tokens: got {options.tokens}, must be at least 1")
     if options.activation not in ACTIVATIONS:
         raise UserError(f"--activation: got {options.activation!r}, must be one of {', '.join(ACTIVATIONS)}")
+    try:
+        weight_format = get_format(options.weight_format)
+        check_activation_format(options.activation_format, options.weight_format)
+        for _, in_features in options.shapes:
+            check_columns(weight_format, in_features)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, int]]]:
@@ -105,5 +118,15 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, 
                 yield pack.source(gpu.arch, kind, n_masks)
             for rows, columns in options.shapes:
                 for tokens in options.tokens:
-                    call = LayerCall.contiguous(device, dtype, n_masks, tokens, rows, columns, options.activation)
+                    call = LayerCall.contiguous(
+                        device,
+                        dtype,
+                        n_masks,
+                        tokens,
+                        rows,
+                        columns,
+                        options.activation,
+                        weight_format=options.weight_format,
+                        activation_format=options.activation_format,
+                    )
                     yield from quantize_x.sources(choose(call, gpu).config, call, gpu)

@@ -86,10 +86,14 @@ class WeightFormat:
         stored = (wide / self.of_weights(scale.float(), *weight.shape)).clamp(-self.largest, self.largest)
         if not self.dtype.is_floating_point:
             stored = stored.round()
+        return self.pack(stored), scale
+
+    def pack(self, numbers: Tensor) -> Tensor:
+        """The stored weight of numbers `[out_features, in_features]` that the format can hold, without scales."""
         if self.packed == 2:
-            stored = stored + 8
-            stored = stored[:, ::2] + 16 * stored[:, 1::2]
-        return stored.to(self.dtype), scale
+            numbers = numbers + 8
+            numbers = numbers[:, ::2] + 16 * numbers[:, 1::2]
+        return numbers if self.dtype is None else numbers.to(self.dtype)
 
     def dequantize(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The weight `[out_features, in_features]` of a stored weight and its scales, rounded to `dtype`."""

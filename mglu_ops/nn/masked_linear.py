@@ -25,6 +25,9 @@ LOGITS_STD = 0.01
 PACKED = "packed_masks"
 SCALE = "weight_scale"
 
+_REGISTERED = "_mglu_registered"
+"""The attribute of the weight and the scales that a module had when one of the two was registered. Copies lack it."""
+
 
 class MaskedOptions(TypedDict, total=False):
     """The options of every layer with masks; see `MGLU`."""
@@ -117,8 +120,12 @@ class MaskedLinear(nn.Module):
         """Register a parameter, but keep packed masks a buffer: Transformers assigns each DTensor as a Parameter."""
         if name == PACKED and param is not None:
             self.register_buffer(PACKED, param)
-        else:
-            super().register_parameter(name, param)
+            return
+        getattr(param, "__dict__", {}).pop(_REGISTERED, None)  # accelerate passes attributes on to a constructor
+        super().register_parameter(name, param)
+        for one in (param, self._parameters.get("weight"), self._parameters.get(SCALE)):
+            if one is not None:
+                setattr(one, _REGISTERED, True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `to`, `half` and their like, which may move a stored weight and its scales, but not convert them."""
@@ -176,7 +183,7 @@ class MaskedLinear(nn.Module):
 
         Raises:
             TypeError: x is not a tensor, or has another dtype than a dense weight, without autocast.
-            ValueError: x is on another device than the weight, or its last size is not in_features.
+            ValueError: x is on another device than the weight, its last size is not in_features, or `check_pair` fails.
         """
         if not isinstance(x, Tensor):  # torch's own message would contain all values of a list or an array
             raise TypeError(f"x: got {'None' if x is None else type(x).__name__}, must be a tensor")
@@ -184,11 +191,34 @@ class MaskedLinear(nn.Module):
         if weight is not None:
             if x.device != weight.device:
                 raise ValueError(f"x: got device {x.device}, must be the module's device {weight.device}")
-            is_dense = weight.dtype in FLOATING  # the operator checks other dtypes
+            is_dense = weight.dtype in FLOATING and self.weight_format == "dense"  # the operator checks other dtypes
+            if self.weight_format != "dense" and not torch.compiler.is_compiling():
+                self.check_pair()
             if is_dense and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
                 raise TypeError(f"x: got dtype {x.dtype}, must be the module's dtype {weight.dtype}, or use autocast")
         if self.router is not None and x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: got shape {list(x.shape)}, must be [..., in_features] = [..., {self.in_features}]")
+
+    def check_pair(self, path: str = "") -> None:
+        """Check that no loader has replaced a stored weight without its scales, or these without the weight.
+
+        accelerate casts a tensor of a checkpoint to the dtype of the parameter in whose place it writes it. It leaves
+        alone what the checkpoint does not have, such as the scales if the weight in it is dense.
+
+        Args:
+            path: what precedes the parameter's name in the message.
+
+        Raises:
+            ValueError: only one of the two was replaced since the module has registered them.
+        """
+        weight, scale = self._parameters["weight"], self._parameters[SCALE]
+        if weight is None or scale is None or (_REGISTERED in vars(weight)) == (_REGISTERED in vars(scale)):
+            return
+        raise ValueError(
+            f"{path}{SCALE if _REGISTERED in vars(weight) else 'weight'}: was replaced without the other one of weight "
+            f"and {SCALE}, which must be loaded together for weight_format={self.weight_format!r}; load a dense "
+            "checkpoint into a dense model, and call mglu_ops.quantize after loading"
+        )
 
     def mask_weights(self, x: Tensor) -> Tensor | None:
         """Return mask weights `[..., n_masks]`, or None without a router.

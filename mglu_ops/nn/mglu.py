@@ -36,6 +36,7 @@ class MGLU(MaskedLinear):
     The weight of a layer with fixed masks may be stored in 8 or 4 bits, with its scales in `weight_scale`, which is
     then in the `state_dict` too. `to(dtype)`, `half()` and their like do not cast the two. `load_state_dict`, with any
     options, refuses them if their dtype or shape is not that of `weight_format`, or if one comes without the other.
+    After other loaders, such as accelerate's, the layer refuses the same when it is used.
 
     Args:
         in_features: last size of x, at least 1.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import check_model
-from .masked_linear import MaskedLinear, check_masks_of
+from .masked_linear import PACKED, MaskedLinear, check_masks_of
 
 
 def check_masks(model: nn.Module) -> None:
@@ -25,20 +25,23 @@ def check_masks(model: nn.Module) -> None:
     before that. It synchronises with a GPU once for each layer whose `in_features` is not a multiple of 8.
 
     This runs `mglu_ops.check_packed_masks`, which documents what it cannot find, and compares `n_masks` with the
-    module's.
+    module's. It also checks that no loader has replaced a weight in 8 or 4 bits without its scales.
 
     Args:
         model: any module; one without such layers, or whose masks are learned, passes.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or packed masks are not uint8; the message has the module's name.
-        ValueError: packed masks have another shape than the module's, or their padding is not 0.
+        ValueError: packed masks have another shape than the module's, or their padding is not 0; or a weight in 8 or 4
+            bits was replaced without its scales.
     """
     check_model(model)
     for name, module in model.named_modules():
         if isinstance(module, MaskedLinear) and module.packed_masks is not None:
             path = f"{name}.packed_masks" if name else "packed_masks"
             check_masks_of(module, module.packed_masks, module.out_features, f"model: {path}")
+            if module.weight_format != "dense":
+                module.check_pair(f"model: {path.removesuffix(PACKED)}")
 
 
 # The tensors of masks that were checked, by their identity and the in_features and n_masks that they were checked for.

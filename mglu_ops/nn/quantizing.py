@@ -36,7 +36,9 @@ def quantize(
     for a quantizer of linear layers.
 
     torchao's `quantize_` takes only linear layers, unless it is told of others. With `Float8WeightOnlyConfig` and
-    `Int8WeightOnlyConfig`, it then quantizes an `MGLU` to `fp8_row` and `int8_row`; other configs are refused:
+    `Int8WeightOnlyConfig`, it then quantizes an `MGLU` to `fp8_row` and `int8_row`, and with `IntxWeightOnlyConfig` of
+    torch.int4, `PerGroup(128)` and scales in bfloat16 to `int4_group`. Other configs are refused, among them
+    `Int4WeightOnlyConfig`, whose weights have zero points:
 
         quantize_(model, Float8WeightOnlyConfig(), filter_fn=lambda module, _: isinstance(module, (nn.Linear, MGLU)))
 

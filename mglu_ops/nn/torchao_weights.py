@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..formats import FORMATS, WeightFormat
@@ -15,27 +16,53 @@ def is_of_torchao(tensor: object) -> bool:
 
 
 def unpacked(tensor: Any) -> tuple[WeightFormat, Tensor, Tensor]:
-    """The format, the stored weight and the scales of a weight `[out_features, in_features]`; copies no weight.
+    """The format, the stored weight and the scales of a weight `[out_features, in_features]`.
+
+    The values stay the same. A weight in 8 bits is not copied.
 
     Raises:
         ValueError: no format has such values and scales, or torchao would quantize the activations too.
     """
     name, (out_features, in_features) = type(tensor).__name__, tensor.shape
-    block = list(getattr(tensor, "block_size", ()))
-    if name in ("Float8Tensor", "Int8Tensor") and not _has_more_than_scales(tensor):
-        for chosen in FORMATS.values():
-            if chosen.dtype is tensor.qdata.dtype and block == [chosen.rows, chosen.columns or in_features]:
-                scale = tensor.scale.to(chosen.scale_dtype).reshape(chosen.scale_shape(out_features, in_features))
-                return chosen, tensor.qdata, scale
+    block, more = list(getattr(tensor, "block_size", ())), _more_than_scales(tensor)
+    for chosen in FORMATS.values() if name in _PLAIN and not more else ():
+        if block != [chosen.rows, chosen.columns or in_features] or (stored := _stored(tensor, chosen)) is None:
+            continue
+        scale = tensor.scale.T.contiguous() if name == "Int4Tensor" else tensor.scale
+        given = scale.to(chosen.scale_dtype)
+        if torch.promote_types(given.dtype, scale.dtype) != given.dtype and not torch.equal(
+            given.to(scale.dtype), scale
+        ):
+            more = f" and scales in {scale.dtype} that {given.dtype} cannot hold"
+            break
+        return chosen, stored, given.reshape(chosen.scale_shape(out_features, in_features))
     raise ValueError(
-        f"weight: got torchao's {name} with blocks of {block}, must have one scale a row and leave the activations as "
-        "they are, as Float8WeightOnlyConfig() and Int8WeightOnlyConfig() make it; for other formats, call "
-        "mglu_ops.quantize(model, weight_format)"
+        f"weight: got torchao's {name} with blocks of {block}{more}, must be a symmetric weight without quantized "
+        "activations, as Float8WeightOnlyConfig(), Int8WeightOnlyConfig() and IntxWeightOnlyConfig(torch.int4, "
+        "PerGroup(128), scale_dtype=torch.bfloat16) make it; Int4WeightOnlyConfig() adds zero points or packs tiles. "
+        "For other formats, call mglu_ops.quantize(model, weight_format)"
     )
 
 
-def _has_more_than_scales(tensor: Any) -> bool:
-    """Whether the activations are quantized or scaled too, or the weight has zero points."""
-    zero_point = getattr(tensor, "zero_point", None)
-    of_activations = (getattr(tensor, name, None) for name in ("act_quant_kwargs", "act_quant_scale", "act_pre_scale"))
-    return any(one is not None for one in of_activations) or (zero_point is not None and bool(zero_point.any()))
+_PLAIN = ("Float8Tensor", "Int8Tensor", "Int4Tensor", "IntxUnpackedToInt8Tensor")
+"""Classes whose `qdata` has the rows and columns of the weight; two columns of `Int4Tensor` are in a byte."""
+
+
+def _stored(tensor: Any, chosen: WeightFormat) -> Tensor | None:
+    """The numbers of a weight as a format stores them; None if it has others."""
+    numbers, is_packed = tensor.qdata, type(tensor).__name__ == "Int4Tensor"
+    if is_packed or str(getattr(tensor, "target_dtype", "")) == "torch.int4":
+        if chosen.packed == 1:
+            return None
+        return numbers.view(chosen.dtype) ^ 0x88 if is_packed else chosen.pack(numbers)  # from two's complement
+    return numbers if numbers.dtype is chosen.dtype else None
+
+
+def _more_than_scales(tensor: Any) -> str:
+    """What a weight has besides scales, as text; empty without."""
+    zero_point, activations = getattr(tensor, "zero_point", None), ["act_quant_kwargs", "act_quant_scale"]
+    names = [*activations, "act_pre_scale", "activation_quantization"]
+    has_activations = any(getattr(tensor, one, None) is not None for one in names)
+    if has_activations or getattr(tensor, "activation_dtype", torch.bfloat16) is not torch.bfloat16:
+        return " and quantized or scaled activations"
+    return " and zero points" if zero_point is not None and bool(zero_point.any()) else ""

@@ -14,6 +14,7 @@ from mglu_ops.backends import cpu
 from mglu_ops.backends.cuda import compiler
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.backends.cuda.kernels import quantize_x
 from mglu_ops.layer_call import LayerCall
 
 pytest_plugins = ["build_kinds"]
@@ -40,6 +41,12 @@ def modes(folder: Path) -> set[int]:
     return {stat.S_IMODE(path.stat().st_mode) for path in files(folder)}
 
 
+def sources(*formats: str) -> list[tuple[str, str, dict[str, int]]]:
+    """The kernels of `LAYER` for 64 tokens, with the formats of the weight and of x."""
+    call = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048, "silu", None, *formats)
+    return quantize_x.sources(choose(call, KNOWN_GPUS[9, 0]).config, call, KNOWN_GPUS[9, 0])
+
+
 def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(tmp_path, monkeypatch, capsys, compiled):
     kind = cpu_kind(tmp_path, monkeypatch, 0)
     monkeypatch.setattr(cpu.library, "Library", lambda path: path)
@@ -57,8 +64,7 @@ def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(tmp_path, monk
     monkeypatch.setattr(compiler, "has_cuda_core", lambda: False)
     monkeypatch.setenv("MGLU_CACHE_DIR", str(out))
     assert kind.use() == CONTENT
-    call = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048)
-    for source in choose(call, KNOWN_GPUS[9, 0]).config.sources(call, KNOWN_GPUS[9, 0]):
+    for source in sources("dense"):
         assert compiler.is_cached(*source)
         assert compiler.compile_cubin(*source) == CONTENT
     with pytest.raises(compiler.CompileError, match="neither is here"):
@@ -87,3 +93,11 @@ def test_without_out_the_cache_is_filled_and_stays_private(folder, monkeypatch, 
     count = len(compiled)
     assert main(["build", "--no-cpu", *LAYER]) == 0
     assert len(compiled) == count
+
+
+@pytest.mark.parametrize("formats", [("int4_group", "dense"), ("fp8_row", "dense"), ("fp8_row", "fp8_token")], ids=str)
+def test_the_kernels_of_formats(formats: tuple[str, str], compiled: list[str]) -> None:
+    arguments = zip(("--weight-format", "--activation-format"), formats, strict=True)
+    assert main(["build", "--no-cpu", *(word for pair in arguments for word in pair), *LAYER]) == 0
+    assert all(compiler.is_cached(*source) for source in sources(*formats))
+    assert not all(compiler.is_cached(*source) for source in sources("dense"))

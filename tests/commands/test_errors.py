@@ -82,6 +82,11 @@ RUNTIME = "build-runtime --out out"
         (f"build {LAYER} --n-masks 0", r"^--n-masks: got \[0\], must be 1 to 16"),
         (f"build {LAYER} --tokens 0", r"^--tokens: got \[0\], must be at least 1"),
         (f"build {LAYER} --activation swish", "^--activation: got 'swish', must be one of silu, "),
+        (f"build {LAYER} --weight-format fp8", "^weight_format: got 'fp8', must be one of dense, fp8_row, "),
+        (
+            "build --arch sm_90 --shapes 8x9 --weight-format int4_group",
+            "^weight_format: got 'int4_group' with in_features=9",
+        ),
         ("build --out open", "has mode 777, with which others can write to it"),
         ("build --out weights.pt", r"weights.pt is not used: \[Errno 17\] File exists"),
         ("params --n-masks 17", "^--n-masks: got 17, must be from 1 to 16"),

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 import mglu_ops
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, round_activation
-from mglu_ops.nn import MGLU, MGLUFeedForward, NaiveMGLU, SwiMGLU, freeze, quantize
+from mglu_ops.nn import MGLU, MGLUFeedForward, NaiveMGLU, SwiMGLU, check_masks, freeze, quantize
 
 STORED = [name for name in FORMATS if name != "dense"]
 each_format = pytest.mark.parametrize("weight_format", STORED)
@@ -320,6 +320,23 @@ def test_what_other_loaders_assign_is_refused_in_use(key: str, value: Tensor | N
     setattr(model.mglu, key, None if value is None else nn.Parameter(value, requires_grad=False))
     with pytest.raises((TypeError, ValueError), match=words):
         model(torch.randn(2, IN))
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}], ids=str)
+def test_a_weight_that_accelerate_casts_is_refused_in_use(options: dict[str, Any], tmp_path: Path) -> None:
+    accelerate, path, x = pytest.importorskip("accelerate"), str(tmp_path / "model.safetensors"), torch.randn(2, IN)
+
+    def loaded(checkpoint: nn.Module, **options: Any) -> nn.Module:
+        safetensors.torch.save_file(checkpoint.state_dict(), path)
+        return accelerate.load_checkpoint_and_dispatch(stored("fp8_row"), path, device_map={"": "cpu"}, **options)
+
+    model, words = loaded(frozen(), **options), r"weight: was replaced without the other one of weight and weight_scale"
+    with pytest.raises(ValueError, match=words):
+        model(x.to(options.get("dtype")))
+    with pytest.raises(ValueError, match=rf"model: mglu\.{words}"):
+        check_masks(model)
+    quantized = quantize(frozen(), "fp8_row")
+    assert torch.equal(loaded(quantized)(x), quantized(x))
 
 
 class Blocks(nn.Module):

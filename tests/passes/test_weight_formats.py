@@ -1,4 +1,4 @@
-"""Weights that a program decodes from 8 bits: the operator reads them as they are stored, or a note says why not."""
+"""Weights that a program decodes from 8 or 4 bits: the operator reads them as they are stored, or a note says why."""
 
 from __future__ import annotations
 
@@ -65,6 +65,34 @@ OF_BLOCKS: dict[str, Decode] = {
 }
 
 
+def groups(scale: Tensor, like: Tensor) -> Tensor:
+    return scale.repeat_interleave(128, 1)[:, : 2 * like.shape[1]]
+
+
+def pairs(low: Tensor, high: Tensor) -> Tensor:
+    return torch.stack((low, high), -1).flatten(1)
+
+
+def numbers(q: Tensor) -> Tensor:
+    return pairs(q & 15, q >> 4).to(torch.int8) - 8
+
+
+def by_groups(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Only whole groups."""
+    low, high = ((half.to(torch.int8) - 8)[..., None] for half in (q & 0xF, q >> 4))
+    grouped = torch.cat([low, high], dim=-1).reshape(q.shape[0], -1, 128)
+    return (grouped.to(dtype) * scale.to(dtype).unsqueeze(-1)).view(q.shape[0], -1)
+
+
+OF_GROUPS: dict[str, Decode] = {
+    "the format's own": FORMATS["int4_group"].dequantize,
+    "integers": lambda q, s, dtype: numbers(q).to(dtype) * groups(s, q).to(dtype),
+    "in x's dtype": lambda q, s, dtype: groups(s, q).to(dtype) * pairs((q & 15).to(dtype), (q >> 4).to(dtype)).sub_(8),
+    "quotients": lambda q, s, dtype: (pairs(q % 16, q // 16).char() + -8).to(dtype) * groups(s.to(dtype), q),
+    "a reshaped copy": lambda q, s, dtype: OF_GROUPS["integers"](q.reshape(-1).clone().view(q.shape), s, dtype),
+}
+
+
 def layer(decode: Decode) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     def function(x: Tensor, q: Tensor, s: Tensor, m: Tensor) -> Tensor:
         weight = decode(q, s, x.dtype)
@@ -122,6 +150,17 @@ def test_whole_blocks_by_views() -> None:
     assert formats(check(by_blocks, "fp8_block", arguments("fp8_block", d=256, h=384))) == ["fp8_block"]
 
 
+@pytest.mark.parametrize("spelling", OF_GROUPS)
+def test_scales_of_groups(spelling: str) -> None:
+    capture = check(OF_GROUPS[spelling], "int4_group", arguments("int4_group", torch.bfloat16, h=300))
+    assert formats(capture) == ["int4_group"]
+    assert not {"mul", "linear", "stack", "and"} & set(capture.calls), "the weight is still unpacked"
+
+
+def test_whole_groups_by_views() -> None:
+    assert formats(check(by_groups, "int4_group", arguments("int4_group", h=384))) == ["int4_group"]
+
+
 @pytest.mark.parametrize(
     "decode",
     [
@@ -148,6 +187,18 @@ def test_columns_of_a_transposed_weight() -> None:
     assert formats(capture) == ["int8_row"]
 
 
+def test_rows_of_a_transposed_weight_are_packed_in_pairs() -> None:
+    def function(x: Tensor, q: Tensor, s: Tensor, m: Tensor) -> Tensor:
+        columns = torch.stack((q & 15, q >> 4), 1).reshape(-1, q.shape[1]).to(x.dtype) - 8
+        weight = columns * s.t().repeat_interleave(128, 0)[: len(columns)].to(x.dtype)
+        return F.silu(x @ (weight * m[0].t())) * (x @ (weight * ~m[0].t()))
+
+    given = arguments("int4_group", h=300)
+    capture, turned = Capture(strict=True), {**given, "q": given["q"].t().contiguous()}
+    torch.testing.assert_close(capture.compile(function)(**turned), layer(OF_GROUPS["integers"])(**given))
+    assert formats(capture) == ["int4_group"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_x(dtype: torch.dtype) -> None:
     given = arguments("fp8_row", dtype, n_masks=2)
@@ -156,10 +207,11 @@ def test_gradients_of_x(dtype: torch.dtype) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, Decode, torch.dtype, dict[str, int]]:
-    name = draw(st.sampled_from(["fp8_row", "int8_row", "fp8_block"]))
-    decode = draw(st.sampled_from(list((OF_BLOCKS if name == "fp8_block" else OF_ROWS).values())))
+    name = draw(st.sampled_from(["fp8_row", "int8_row", "fp8_block", "int4_group"]))
+    decode = draw(st.sampled_from(list({"fp8_block": OF_BLOCKS, "int4_group": OF_GROUPS}.get(name, OF_ROWS).values())))
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
     sizes = {key: draw(st.integers(1, most)) for key, most in {"d": 300, "h": 300, "n_masks": 3, "seed": 9}.items()}
+    sizes["h"] += sizes["h"] % 2 if name == "int4_group" else 0
     return name, decode, dtype, sizes
 
 
@@ -185,11 +237,6 @@ DECODED: dict[str, tuple[str, str, Decode]] = {
         "is no product",
         "int8_row",
         lambda q, s, dtype: (q.view(torch.uint8).to(dtype) - 128) * s[:, None],
-    ),
-    "4 bits": (
-        "is no product",
-        "int4_group",
-        lambda q, s, dtype: (torch.stack(((q & 15).to(dtype), (q >> 4).to(dtype)), -1).flatten(1) - 8) * s.to(dtype),
     ),
     "a sum": ("is no product", "int8_row", lambda q, s, dtype: q.to(dtype) * s[:, None] + s[:, None]),
     "a number": ("are a number, which is not proved", "int8_row", lambda q, s, dtype: q.to(dtype) * 0.01),
@@ -229,6 +276,47 @@ DECODED: dict[str, tuple[str, str, Decode]] = {
         "fp8_row",
         lambda q, s, dtype: q.to(torch.int32).to(dtype) * s[:, None],
     ),
+    "other scales of 4 bits": (
+        "(float32), which is not proved to be one bfloat16 number for each block of 1 x 128",
+        "int4_group",
+        lambda q, s, dtype: numbers(q).to(dtype) * groups(s.float() + 0.001, q).to(dtype),
+    ),
+    "groups of 32 columns": (
+        "for each block of 1 x 128",
+        "int4_group",
+        lambda q, s, dtype: numbers(q).to(dtype) * torch.cat((s, s, s, s), 1).repeat_interleave(32, 1),
+    ),
+}
+UNPACKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "the high four bits first": lambda q: pairs(q >> 4, q & 15).to(torch.int8) - 8,
+    "no zero point": lambda q: pairs(q & 15, q >> 4).to(torch.int8),
+    "another zero point": lambda q: numbers(q) + 1,
+    "a difference of bytes": lambda q: pairs(q & 15, q >> 4) - 8,
+    "signed bits": lambda q: pairs(q & 15, q >> 4).to(torch.int8).add(8).remainder(16) - 8,
+    "three bits": lambda q: pairs(q & 7, q >> 4).to(torch.int8) - 8,
+    "signed bytes": lambda q: pairs((q & 15).to(torch.int8), q.to(torch.int8) >> 4) - 8,
+    "one row": lambda q: numbers(q)[:1],
+    "only the low bits": lambda q: pairs(q & 15, q & 15).to(torch.int8) - 8,
+    "halves of a row": lambda q: torch.cat((q & 15, q >> 4), 1).to(torch.int8) - 8,
+    "a view of the same bytes": lambda q: pairs(q & 15, q >> 4).view(torch.uint8).to(torch.int8) - 8,
+    "transposed bytes": lambda q: pairs(q.t() & 15, q.t() >> 4).view(q.shape[0], -1).to(torch.int8) - 8,
+}
+"""Numbers of 4 bits that are not those of the format, not in its columns, or in a view that needs real memory."""
+
+UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "another order of rows": lambda q: numbers(q).flip(0),
+    "bits of different rows": lambda q: pairs(q & 15, q.flip(0) >> 4).to(torch.int8) - 8,
+    "a sum of bytes": lambda q: pairs((q & 15) + (q & 0), q >> 4).to(torch.int8) - 8,
+    "an index": lambda q: numbers(q).long()[numbers(q).long()[:, 0] + 8].to(torch.int8),
+    "a view of bytes": lambda q: pairs(q & 15, q >> 4).view(torch.int8) - 8,
+    "a tensor of shifts": lambda q: ((q[..., None] >> torch.tensor([0, 4])) & 15).flatten(1).to(torch.int8) - 8,
+}
+"""Numbers of 4 bits in calls that the proof does not know, so that they are taken for numbers of 8 bits."""
+
+DECODED |= {
+    name: (reason, "int4_group", lambda q, s, dtype, unpack=unpack: unpack(q).to(dtype) * groups(s, q).to(dtype))
+    for table, reason in ((UNPACKED, "the low and the high four bits"), (UNKNOWN, "one float32 number"))
+    for name, unpack in table.items()
 }
 
 
@@ -245,8 +333,15 @@ def assert_format(
 @pytest.mark.parametrize("name", DECODED)
 def test_a_note_says_why_a_weight_is_read_decoded(name: str) -> None:
     reason, weight_format, decode = DECODED[name]
-    size = 256 if weight_format == "fp8_block" else 16
+    size = 256 if weight_format in ("fp8_block", "int4_group") else 16
     assert_format("dense", layer(decode), lambda: arguments(weight_format, d=size, h=size), reason)
+
+
+def test_numbers_that_are_not_those_of_bytes_are_numbers_of_8_bits() -> None:
+    def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+        return UNPACKED["the high four bits first"](q).to(dtype) * s.to(dtype)
+
+    assert_format("int8_row", layer(decode), lambda: arguments("int4_group"))
 
 
 def test_scales_that_the_program_rounds_stay_rounded() -> None:
@@ -377,6 +472,7 @@ class Stored(nn.Module):
         ("fp8_row", OF_ROWS["in float32"]),
         ("fp8_block", OF_BLOCKS["expand"]),
         ("fp8_block", OF_BLOCKS["repeat_interleave"]),
+        ("int4_group", OF_GROUPS["integers"]),
     ],
 )
 def test_export(name: str, decode: Decode) -> None:
@@ -428,9 +524,15 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("int8_row", "int8_row"), ("fp8_block", "dense")])
-def test_shards_of_rows(mesh: DeviceMesh, name: str, wanted: str) -> None:
-    decode = OF_BLOCKS["expand"] if name == "fp8_block" else OF_ROWS["in x's dtype"]
+@pytest.mark.parametrize(
+    ("name", "wanted", "decode"),
+    [
+        ("int8_row", "int8_row", OF_ROWS["in x's dtype"]),
+        ("fp8_block", "dense", OF_BLOCKS["expand"]),
+        ("int4_group", "int4_group", OF_GROUPS["the format's own"]),
+    ],
+)
+def test_shards_of_rows(mesh: DeviceMesh, name: str, wanted: str, decode: Decode) -> None:
     given, capture = arguments(name, d=140), Capture(strict=True)
     dims = {"x": Replicate(), "m": Shard(1), "q": Shard(0), "s": Replicate() if name == "fp8_block" else Shard(0)}
     shards = {key: distribute_tensor(t, mesh, [dims[key]], src_data_rank=None) for key, t in given.items()}

@@ -22,6 +22,16 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "scaled": ("norms_of_W = W0.norm(dim=0)", "W = W0 / norms_of_W"),
     "product": ("W = W0 @ K",),
     "decoded": ("Wq = Q.to(x.dtype)", "s = S[:, None]", "W = Wq * s"),
+    "unpacked": (
+        "low = B & 15",
+        "high = B >> 4",
+        "pairs = torch.stack((low, high), -1)",
+        "both = pairs.flatten(1)",
+        "Wb = both.to(x.dtype)",
+        "Wq = Wb - 8",
+        "s = G.expand(8, 8)",
+        "W = Wq * s",
+    ),
 }
 
 

@@ -84,6 +84,10 @@ class Program(SourceProgram):
             return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
         if name == "S":
             return torch.rand(SIZE, generator=generator) / 100
+        if name == "B":
+            return torch.randint(0, 256, (SIZE, SIZE // 2), generator=generator, dtype=torch.uint8)
+        if name == "G":
+            return torch.rand(SIZE, 1, generator=generator).bfloat16()
         values = torch.randn(*shape, generator=generator, dtype=torch.float64)
         if name[0] in "Mm":
             return values > 0 if self.given == "bool" else (values > 0).double()
@@ -105,7 +109,7 @@ class Program(SourceProgram):
                 exec(statement, space)
 
 
-_ARGUMENT = re.compile(r"x0?|W0?|V|K|Q|S|L|M|P|l\d|m\d")
+_ARGUMENT = re.compile(r"x0?|W0?|V|K|Q|S|B|G|L|M|P|l\d|m\d")
 
 
 # --- Drawing ---------------------------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
     A stored weight and its scales have none, since the pass would then not read them.
     """
     masks = [name for name in program.arguments if name[0] in "LMPlm"]
-    others = [name for name in program.arguments if name not in masks and name not in "QS"]
+    others = [name for name in program.arguments if name not in masks and name not in "QSBG"]
     trained = dice.choice([[], others, [name for name in others if dice.random() < 0.5]])
     if program.given == "logits" and dice.random() < 0.6:
         return (*trained, *masks)

@@ -60,7 +60,7 @@ def check(
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 6, 8, 12, 16])
 @pytest.mark.parametrize("weight_format", ["dense", "fp8_row", "int8_row"])
 def test_numbers_of_masks(weight_format: str, n_masks: int, tokens: int) -> None:
-    h, dtype = (40, 77)[n_masks % 2], DTYPES[n_masks % 3]
+    h, dtype = 77 if n_masks in (1, 3, 16) else 40, DTYPES[n_masks % 3]
     check(tokens, 2, h, n_masks, dtype, weighted=n_masks % 4 < 2, weight_format=weight_format)
 
 
@@ -92,6 +92,8 @@ def test_ragged_sizes(dtype: torch.dtype, h: int, tokens: int) -> None:
 def test_tokens_past_a_block() -> None:
     check(64, 20, 96, 4)
     check(33, 20, 96, 8)
+    check(17, 20, 77, 16, torch.bfloat16, weight_format="fp8_row")
+    check(33, 20, 77, 8, weight_format="int8_row")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
