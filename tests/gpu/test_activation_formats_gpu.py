@@ -43,7 +43,7 @@ def assert_as_good_as_naive(found: Tensor, given: LayerArguments) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("size", [1e-6, 1.0, 6e4])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
 def test_the_gpu_rounds_as_a_cpu_does(dtype: torch.dtype, size: float) -> None:
     x = (size * torch.randn(33, 1001)).to(dtype)
     x[0], x[1, 1000], x[2, 7], x[3, :5] = 0, math.nan, math.inf, torch.tensor([448, -0.0, 2**-10, 17, 449])

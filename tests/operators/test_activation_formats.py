@@ -64,7 +64,7 @@ def test_the_scale_is_the_smallest_power_of_two(amax: float, exponent: int) -> N
 
 
 @each_dtype
-@pytest.mark.parametrize("size", [1e-5, 1.0, 3e4])
+@pytest.mark.parametrize("size", [1e-5, 1.0, 1e4])
 def test_each_value_is_rounded_to_the_nearest(dtype: torch.dtype, size: float) -> None:
     """The oracle looks for the nearest of all numbers of fp8, on a tie for the one whose last bit is 0."""
     x = (size * torch.randn(7, 50) * torch.logspace(-6, 0, 50)).to(dtype)
