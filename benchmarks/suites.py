@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import decode, decode_model, masks_at_inference, overheads, train, train_model
+from benchmarks import activations, decode, decode_model, masks_at_inference, overheads, train, train_model
 from benchmarks.decode import BASELINES, SHAPES, Sweep
 from benchmarks.records import Row, version
 from mglu_ops.formats import FORMATS
@@ -110,6 +110,11 @@ SUITES = {
         "models",
         "one token, bfloat16: the layers of current models",
         Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=MODELS),
+    ),
+    "activations": Suite(
+        "1 to 8192 tokens, x and weights in fp8: our kernels, and the library's products",
+        activations.run,
+        partial(activations.run, rounds=QUICK_ROUNDS, only=slice(1)),
     ),
     "decode_model": Suite(
         "tokens a second of a whole model, with SwiGLU and with SwiMGLU",

@@ -117,6 +117,26 @@ def formats(rows: pd.DataFrame) -> Iterator[str]:
         yield grid(f"{layer}, {tokens} token{'s' if tokens > 1 else ''}", cells)
 
 
+@table("activations")
+def activations(rows: pd.DataFrame) -> Iterator[str]:
+    """Layers with x in fp8: us, the ratios to n_masks + 1 products of the library, and the speed-up over 16-bit x.
+
+    The first ratio is to products whose sums are promoted to float32 as ours are, the second to those with fast
+    accumulation. One product of the library serves both formats.
+    """
+    problem = ["layer", "tokens", "case", "n_masks"]
+    times = {name: here.set_index(problem).microseconds for name, here in rows.groupby("variant")}
+    ours = rows[rows.variant == "mglu, fp8_token"].set_index(problem)
+    cells = shown(ours)
+    for name in ("fp8 GEMM", "fp8 GEMM, fast accumulation"):
+        product = times[name].groupby(["layer", "tokens"]).min()
+        products = (ours.index.get_level_values("n_masks") + 1) * product.reindex(ours.index.droplevel([2, 3])).array
+        cells += ", " + (ours.microseconds / products).map(form("{:.2f}"))
+    cells += ", " + (times["mglu, dense"].reindex(ours.index) / ours.microseconds).map(speedup)
+    for layer, here in cells.reset_index(name="cell").groupby("layer", sort=False):
+        yield grid(f"tokens, {layer}", in_order(here, ["tokens", "case"], "n_masks", here.cell))
+
+
 @table("models")
 def models(rows: pd.DataFrame) -> Iterator[str]:
     """One token through the layers of current models: the fastest SwiGLU, and ours with its speed-up."""

@@ -1,0 +1,92 @@
+"""Times layers whose x is rounded to fp8 against products of the library in fp8, and against 16-bit x."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import records
+from benchmarks.harness import PROTOCOL, Variant, measure
+from benchmarks.layers import Layers
+from benchmarks.quantized import quantized_swiglu_variants
+from benchmarks.records import Row
+from benchmarks.timing import ROUNDS, SETTLE_SECONDS
+from mglu_ops import dispatch
+from mglu_ops.formats import quantize_activation, round_activation
+
+NAME = "activations"
+MANY_TOKENS = 256
+"""From this number of tokens on, variants run under sustained load."""
+
+
+class Problem(NamedTuple):
+    """A layer in bfloat16, and the format of its weight."""
+
+    shape: tuple[int, int]
+    tokens: int
+    n_masks: int
+    weight_format: str
+
+
+def problems() -> list[Problem]:
+    shapes = (14336, 4096), (8192, 2048)
+    found = [Problem(*one, "fp8_row") for one in product(shapes, (1, 8, 16, 64, 256, 1024, 8192), (1, 2, 4, 8))]
+    return found + [Problem(*one, "fp8_block") for one in product(shapes, (1024, 8192), (1, 4))]
+
+
+def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
+    """Measure one problem in at most `rounds` rounds, and return its rows."""
+    torch._dynamo.reset()
+    (d, h), tokens, n_masks, name = problem
+    layers = Layers(d, h, n_masks, tokens, torch.bfloat16, weight_format=name)
+    rounded = copy.copy(layers)
+    rounded.x, rounded._known = round_activation(layers.x), {}
+    variants = [
+        Variant(f"mglu, {form}", partial(_run, layers, form), layers.count, oracle)
+        for form, oracle in (("fp8_token", rounded.oracle), ("dense", layers.oracle))
+    ]
+    if name == "fp8_row":
+        variants += [_gemm(layers, fast) for fast in (False, True)]
+        if n_masks == 1 and tokens > 1:
+            variants += [one for one in quantized_swiglu_variants(layers) if "_scaled_mm" in one.name]
+    timings = measure(variants, torch.bfloat16, rounds, SETTLE_SECONDS if tokens >= MANY_TOKENS else 0.0)
+    return [
+        Row(name, one, tokens, d, h, n_masks, "bfloat16", *timing[:2], float("nan"), timing.error)
+        for one, timing in timings.items()
+    ]
+
+
+def _run(layers: Layers, activation_format: str, i: int) -> Tensor:
+    return dispatch.forward(layers.arguments(i)._replace(activation_format=activation_format))
+
+
+def _gemm(layers: Layers, fast: bool) -> Variant:
+    """The library's product of rounded x and one weight, with the scales of both."""
+    (stored, scale), scales = quantize_activation(layers.x), layers.scales
+
+    def run(i: int) -> Tensor:
+        weight, rows = layers.weights[i].t(), scales[i][None]
+        return torch._scaled_mm(stored, weight, scale, rows, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    def oracle(i: int) -> Tensor:
+        return (stored.double() * scale.double()) @ layers.weight(i, torch.float64).t()
+
+    return Variant("fp8 GEMM" + (", fast accumulation" if fast else ""), run, layers.count, oracle)
+
+
+def run(out: Path, rounds: int = ROUNDS, only: slice = slice(None)) -> list[Row]:
+    """Measure the problems; print and write their rows after each one."""
+
+    def rows_of(problem: Problem) -> list[Row]:
+        rows = bench(problem, rounds)
+        torch.cuda.empty_cache()
+        return rows
+
+    torch.manual_seed(0)
+    return records.measure(problems()[only], rows_of, out, NAME, PROTOCOL)
