@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ settings.register_profile("explore", deadline=None, max_examples=1000, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
+gc.disable()  # until everything is collected; it would trace millions of objects again and again
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,3 +83,9 @@ def _released_device_memory() -> Iterator[None]:
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over all that importing and collecting made, which lives to the end."""
+    gc.freeze()
+    gc.enable()
