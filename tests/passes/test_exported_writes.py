@@ -92,7 +92,7 @@ def writing_model(mask: str, *writes: tuple[int, str, str], copied: bool = False
     tensors = {"weight": parameter(6, 8), "logits": parameter(6, 8), "masks": masks}
     if "second" in (mask, *(name for _, name, _ in writes)):
         tensors["second"] = masks[1]  # torch decomposes no writes to memory that buffers share
-    steps = [f"m = {mask}{'.clone()' if copied else ''}", "g = linear(x, weight * m)"]
+    steps = [f"m = ({mask}){'.clone()' if copied else ''}", "g = linear(x, weight * m)"]
     steps += ["v = linear(x, weight * flipped(m))", "y = silu(g) * v", "y"]
     for place, name, write in sorted(writes, reverse=True):
         steps.insert(place, "with torch.no_grad(): " * no_grad + write.format(t=name))

@@ -72,7 +72,7 @@ def test_fixed_masks_are_not_packed_again() -> None:
     assert fused(model, torch.randn(4, 16), 4 * BUDGET[torch.float32]).calls == {"mglu.forward": 1}
 
 
-@pytest.mark.parametrize(("top_k", "learned"), family([2, 1, 3, 4], [True, False]))
+@pytest.mark.parametrize(("top_k", "learned"), family([2, 1, 4], [True, False]))
 def test_routed_layer(top_k: int, learned: bool) -> None:
     torch.manual_seed(2)
     model = NaiveMGLU(16, 12, n_masks=4, top_k=top_k, learnable_masks=learned, dtype=torch.float64)
