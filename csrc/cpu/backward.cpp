@@ -4,30 +4,14 @@
 #include "kernels.h"
 
 #if defined(MGLU_BUILDS_BFLOAT16)
-#include <type_traits>
-#include <utility>
+#include "avx512_target.h"
 
-#if defined(MGLU_EMULATE_AVX512)  // as in avx512.cpp
-#include MGLU_EMULATE_AVX512
-#else
-#include <immintrin.h>
-#endif
-
-#if defined(MGLU_EMULATE_AVX512)
-#elif defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c,fma")
-#endif
+MGLU_BEGIN_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c,fma")
 
 namespace mglu::cpu {
 namespace {
 
-#include "unrolled.h"
-#include "element.h"
 #include "vec_avx512.h"
-
 #include "mask_words.h"
 
 constexpr std::int64_t kLanes = 32;  // numbers at a time: 4 bytes per mask, or one register of bfloat16
@@ -192,9 +176,7 @@ void run(const MaskWeightGradients& call, std::int64_t begin, std::int64_t end) 
 }  // namespace
 }  // namespace mglu::cpu
 
-#if defined(__clang__) && !defined(MGLU_EMULATE_AVX512)
-#pragma clang attribute pop
-#endif
+MGLU_END_AVX512
 #endif
 
 namespace mglu::cpu {

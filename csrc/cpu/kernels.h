@@ -6,15 +6,29 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <type_traits>
+#include <utility>
 
 #include "../cuda/packed_masks.cuh"
 #include "mglu_cpu.h"
 
 #define MGLU_INLINE inline __attribute__((always_inline))
 
+// Between these two, functions use instruction sets beyond the compiler's default.
+#define MGLU_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define MGLU_BEGIN_TARGET(names) MGLU_PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
+#define MGLU_END_TARGET MGLU_PRAGMA(clang attribute pop)
+#else
+#define MGLU_BEGIN_TARGET(names) MGLU_PRAGMA(GCC target(names))
+#define MGLU_END_TARGET
+#endif
+
 namespace mglu::cpu {
 
 using ForwardFunction = Status (*)(const Forward&, ParallelFor);
+
+constexpr std::int64_t kMaxFewTokens = 4;  // with more tokens, the kernels for many tokens are faster
 
 // Whether a scale belongs to a row of W, so that it can multiply the row's sums.
 constexpr bool has_row_scales(WeightFormat format) {

@@ -1,6 +1,5 @@
 // Packs masks into bits, and unpacks them.
 #include <cstring>
-#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
