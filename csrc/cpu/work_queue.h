@@ -17,21 +17,15 @@ struct WorkQueue {
 template <class Job>
 Status pack_and_run(ParallelFor parallel_for, const Job& job, std::int64_t panels, std::int64_t panel_grain,
                     std::int64_t blocks, std::int64_t block_grain) {
-    struct Work {
-        const Job& job;
-        WorkQueue panels, blocks;
-        bool out_of_memory;
-    } work{job, {panels}, {blocks}, false};
-    const auto pack = [](std::int64_t, std::int64_t, void* context) {
-        auto& work = *static_cast<Work*>(context);
-        work.panels.for_each([&](std::int64_t panel) { work.job.pack_x(panel); });
+    WorkQueue panel_queue{panels}, block_queue{blocks};
+    bool out_of_memory = false;
+    const auto pack = [&](std::int64_t, std::int64_t) {
+        panel_queue.for_each([&](std::int64_t panel) { job.pack_x(panel); });
     };
-    const auto run = [](std::int64_t, std::int64_t, void* context) {
-        auto& work = *static_cast<Work*>(context);
-        if (!work.job.run(work.blocks)) __atomic_store_n(&work.out_of_memory, true, __ATOMIC_RELAXED);
+    const auto run = [&](std::int64_t, std::int64_t) {
+        if (!job.run(block_queue)) __atomic_store_n(&out_of_memory, true, __ATOMIC_RELAXED);
     };
-    const bool failed =
-        parallel_for(0, panels, panel_grain, pack, &work) || parallel_for(0, blocks, block_grain, run, &work);
-    if (failed) return Status::parallel_for_failed;
-    return work.out_of_memory ? Status::out_of_memory : Status::ok;
+    Status status = over_ranges(parallel_for, panels, panel_grain, pack);
+    if (status == Status::ok) status = over_ranges(parallel_for, blocks, block_grain, run);
+    return status == Status::ok && out_of_memory ? Status::out_of_memory : status;
 }
