@@ -4,30 +4,14 @@
 #include "kernels.h"
 
 #if defined(MGLU_BUILDS_BFLOAT16)
-#include <type_traits>
-#include <utility>
+#include "avx512_target.h"
 
-#if defined(MGLU_EMULATE_AVX512)  // as in avx512.cpp
-#include MGLU_EMULATE_AVX512
-#else
-#include <immintrin.h>
-#endif
-
-#if defined(MGLU_EMULATE_AVX512)
-#elif defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c,fma")
-#endif
+MGLU_BEGIN_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c,fma")
 
 namespace mglu::cpu {
 namespace {
 
-#include "unrolled.h"
-#include "element.h"
 #include "vec_avx512.h"
-
 #include "mask_words.h"
 
 constexpr std::int64_t kLanes = 32;  // numbers at a time: 4 bytes per mask, or one register of bfloat16
@@ -192,9 +176,7 @@ void run(const MaskWeightGradients& call, std::int64_t begin, std::int64_t end) 
 }  // namespace
 }  // namespace mglu::cpu
 
-#if defined(__clang__) && !defined(MGLU_EMULATE_AVX512)
-#pragma clang attribute pop
-#endif
+MGLU_END_AVX512
 #endif
 
 namespace mglu::cpu {
@@ -223,12 +205,8 @@ Status over_rows(const Call& call, ParallelFor parallel_for, std::int64_t rows, 
     if (!is_valid(call) || !parallel_for) return Status::invalid_argument;
     if (!supports(Isa::avx512_bf16, DType::bfloat16)) return Status::unsupported_isa;
 #if defined(MGLU_BUILDS_BFLOAT16)
-    if (rows == 0) return Status::ok;
-    const auto body = [](std::int64_t begin, std::int64_t end, void* context) {
-        run(*static_cast<const Call*>(context), begin, end);
-    };
-    const std::int64_t grain = ceil_div(kNumbersPerTask, numbers_of_row + 1);
-    if (parallel_for(0, rows, grain, body, const_cast<Call*>(&call))) return Status::parallel_for_failed;
+    const auto body = [&](std::int64_t begin, std::int64_t end) { run(call, begin, end); };
+    if (rows > 0) return over_ranges(parallel_for, rows, ceil_div(kNumbersPerTask, numbers_of_row + 1), body);
 #endif
     return Status::ok;
 }
@@ -253,14 +231,7 @@ Status mask_weight_gradients(const MaskWeightGradients& call, ParallelFor parall
 
 }  // namespace mglu::cpu
 
-// The C interface, for ctypes. These names are stable.
-#define MGLU_EXPORT_STEP(name, Call)                                                \
-    extern "C" __attribute__((visibility("default"))) std::int32_t mglu_cpu_##name( \
-        const mglu::cpu::Call* call, mglu::cpu::ParallelFor parallel_for) {         \
-        return static_cast<std::int32_t>(mglu::cpu::name(*call, parallel_for));     \
-    }
-
-MGLU_EXPORT_STEP(flip_signs, FlipSigns)
-MGLU_EXPORT_STEP(scale, Scale)
-MGLU_EXPORT_STEP(weight_gradients, WeightGradients)
-MGLU_EXPORT_STEP(mask_weight_gradients, MaskWeightGradients)
+MGLU_EXPORT_CALL(flip_signs, FlipSigns)
+MGLU_EXPORT_CALL(scale, Scale)
+MGLU_EXPORT_CALL(weight_gradients, WeightGradients)
+MGLU_EXPORT_CALL(mask_weight_gradients, MaskWeightGradients)

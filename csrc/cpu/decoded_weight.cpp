@@ -39,35 +39,22 @@ float scale_of(const Forward& call, std::int64_t row, std::int64_t column) {
 }
 
 template <class E>
-struct Decode {
-    const Forward& call;
-    std::int64_t first_row;
-    E* to;
-    Table<E> table;
-
-    static void run(std::int64_t begin, std::int64_t end, void* context) {
-        const auto& job = *static_cast<const Decode*>(context);
-        for (std::int64_t row = begin; row < end; ++row) job.decode(job.first_row + row, job.to + row * job.width());
+void decode_row(const Forward& call, const Table<E>& table, std::int64_t row, E* to) {
+    const std::int64_t width = call.in_features;
+    const auto* from = static_cast<const std::uint8_t*>(call.weight) + row * call.weight_stride;
+    if (call.weight_format == WeightFormat::int4_group) {
+        for (std::int64_t k = 0; k < width; ++k)
+            to[k] = from_float<E>(static_cast<float>((from[k / 2] >> k % 2 * 4 & 15) - 8));
+    } else {
+        for (std::int64_t k = 0; k < width; ++k) to[k] = table.value[from[k]];
     }
-
-    std::int64_t width() const { return call.in_features; }
-
-    void decode(std::int64_t row, E* to) const {
-        const auto* from = static_cast<const std::uint8_t*>(call.weight) + row * call.weight_stride;
-        if (call.weight_format == WeightFormat::int4_group) {
-            for (std::int64_t k = 0; k < width(); ++k)
-                to[k] = from_float<E>(static_cast<float>((from[k / 2] >> k % 2 * 4 & 15) - 8));
-        } else {
-            for (std::int64_t k = 0; k < width(); ++k) to[k] = table.value[from[k]];
-        }
-        if (has_row_scales(call.weight_format)) return;
-        for (std::int64_t first = 0; first < width(); first += kScaledTogether) {
-            const float scale = scale_of(call, row, first);
-            for (std::int64_t k = first; k < smaller(first + kScaledTogether, width()); ++k)
-                to[k] = from_float<E>(to_float(to[k]) * scale);
-        }
+    if (has_row_scales(call.weight_format)) return;
+    for (std::int64_t first = 0; first < width; first += kScaledTogether) {
+        const float scale = scale_of(call, row, first);
+        for (std::int64_t k = first; k < smaller(first + kScaledTogether, width); ++k)
+            to[k] = from_float<E>(to_float(to[k]) * scale);
     }
-};
+}
 
 // Runs a call whose x and result are of type E.
 template <class E>
@@ -76,42 +63,41 @@ Status forward_blocks(const Forward& call, ParallelFor parallel_for, ForwardFunc
     const std::int64_t rows = smaller(std::max<std::int64_t>(kBlockBytes / row_bytes / 64, 1) * 64, call.out_features);
     const Floats memory = allocate_floats(ceil_div(rows * row_bytes, 4));
     if (!memory) return Status::out_of_memory;
-    Decode<E> job{call, 0, reinterpret_cast<E*>(memory.get()), Table<E>(call.weight_format)};
-    for (; job.first_row < call.out_features; job.first_row += rows) {
-        const std::int64_t count = smaller(rows, call.out_features - job.first_row);
-        if (parallel_for(0, count, ceil_div(kGrain, call.in_features + 1), Decode<E>::run, &job))
-            return Status::parallel_for_failed;
+    const Table<E> table(call.weight_format);
+    E* const decoded = reinterpret_cast<E*>(memory.get());
+    for (std::int64_t first = 0; first < call.out_features; first += rows) {
+        const std::int64_t count = smaller(rows, call.out_features - first);
+        const auto decode = [&](std::int64_t begin, std::int64_t end) {
+            for (std::int64_t row = begin; row < end; ++row)
+                decode_row(call, table, first + row, decoded + row * call.in_features);
+        };
+        Status status = over_ranges(parallel_for, count, ceil_div(kGrain, call.in_features + 1), decode);
+        if (status != Status::ok) return status;
         Forward block = call;
-        block.weight = job.to;
+        block.weight = decoded;
         block.weight_stride = call.in_features;
         block.weight_format = WeightFormat::dense;
-        block.packed_masks = call.packed_masks + job.first_row * call.mask_stride;
+        block.packed_masks = call.packed_masks + first * call.mask_stride;
         block.weight_scale =
-            has_row_scales(call.weight_format) ? static_cast<const float*>(call.weight_scale) + job.first_row : nullptr;
-        block.out = static_cast<E*>(call.out) + job.first_row;
+            has_row_scales(call.weight_format) ? static_cast<const float*>(call.weight_scale) + first : nullptr;
+        block.out = static_cast<E*>(call.out) + first;
         block.out_features = count;
-        const Status status = run(block, parallel_for);
+        status = run(block, parallel_for);
         if (status != Status::ok) return status;
     }
     return Status::ok;
 }
 
-// Converts rows of a matrix to another type.
+// Converts a matrix to another type.
 template <class From, class To>
-struct Convert {
-    const From* from;
-    std::int64_t from_stride;
-    To* to;
-    std::int64_t to_stride;
-    std::int64_t columns;
-
-    static void run(std::int64_t begin, std::int64_t end, void* context) {
-        const auto& job = *static_cast<const Convert*>(context);
+Status convert(ParallelFor parallel_for, std::int64_t rows, std::int64_t columns, const From* from,
+               std::int64_t from_stride, To* to, std::int64_t to_stride) {
+    return over_ranges(parallel_for, rows, ceil_div(kGrain, columns + 1), [=](std::int64_t begin, std::int64_t end) {
         for (std::int64_t row = begin; row < end; ++row)
-            for (std::int64_t k = 0; k < job.columns; ++k)
-                job.to[row * job.to_stride + k] = from_float<To>(to_float(job.from[row * job.from_stride + k]));
-    }
-};
+            for (std::int64_t k = 0; k < columns; ++k)
+                to[row * to_stride + k] = from_float<To>(to_float(from[row * from_stride + k]));
+    });
+}
 
 // Runs a call of a 16-bit type E by products in float32.
 template <class E>
@@ -119,22 +105,19 @@ Status forward_widened(const Forward& call, ParallelFor parallel_for, ForwardFun
     const Floats x = allocate_floats(call.tokens * call.in_features);
     const Floats out = allocate_floats(call.tokens * call.out_features);
     if (!x || !out) return Status::out_of_memory;
-    Convert<E, float> widen{static_cast<const E*>(call.x), call.x_stride, x.get(), call.in_features, call.in_features};
-    if (parallel_for(0, call.tokens, ceil_div(kGrain, call.in_features + 1), widen.run, &widen))
-        return Status::parallel_for_failed;
+    Status status = convert(parallel_for, call.tokens, call.in_features, static_cast<const E*>(call.x), call.x_stride,
+                            x.get(), call.in_features);
+    if (status != Status::ok) return status;
     Forward wide = call;
     wide.x = x.get();
     wide.x_stride = call.in_features;
     wide.out = out.get();
     wide.out_stride = call.out_features;
     wide.dtype = DType::float32;
-    const Status status = forward_blocks<float>(wide, parallel_for, run);
+    status = forward_blocks<float>(wide, parallel_for, run);
     if (status != Status::ok) return status;
-    Convert<float, E> narrow{out.get(), call.out_features, static_cast<E*>(call.out), call.out_stride,
-                             call.out_features};
-    return parallel_for(0, call.tokens, ceil_div(kGrain, call.out_features), narrow.run, &narrow)
-               ? Status::parallel_for_failed
-               : Status::ok;
+    return convert(parallel_for, call.tokens, call.out_features, out.get(), call.out_features,
+                   static_cast<E*>(call.out), call.out_stride);
 }
 
 }  // namespace

@@ -196,14 +196,10 @@ Status forward_few_of(const Forward& call, ParallelFor parallel_for, const float
                        x + token * padded);
     }
     const FewTokens<E, W> job{call, activation_of(call.activation), x, padded, term_weights};
-    const auto body = [](std::int64_t begin, std::int64_t end, void* context) {
-        static_cast<const FewTokens<E, W>*>(context)->run(begin, end);
-    };
     const std::int64_t chunks = ceil_div(call.out_features, kChunkRows);
     const std::int64_t work = call.in_features * (1 + call.n_masks) * call.tokens * kChunkRows;
-    const std::int64_t grain = ceil_div(kProductsPerTask, work + 1);
-    return parallel_for(0, chunks, grain, body, const_cast<FewTokens<E, W>*>(&job)) ? Status::parallel_for_failed
-                                                                                    : Status::ok;
+    return over_ranges(parallel_for, chunks, ceil_div(kProductsPerTask, work + 1),
+                       [&](std::int64_t begin, std::int64_t end) { job.run(begin, end); });
 }
 
 // Runs a call whose weight is dense, or if kReadsBytes int8_row or fp8_row.

@@ -1,4 +1,8 @@
-// Chooses between few_tokens.h and many_tokens.h. Included last, inside a file's own namespace.
+// Chooses between few_tokens.h and many_tokens.h. Included last, inside a file's own namespace, after row_sums.h or
+// row_sums_avx512.h.
+#include "terms.h"
+#include "few_tokens.h"
+#include "many_tokens.h"
 
 template <class E>
 Status forward_typed(const Forward& call, ParallelFor parallel_for) {

@@ -6,15 +6,29 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <type_traits>
+#include <utility>
 
 #include "../cuda/packed_masks.cuh"
 #include "mglu_cpu.h"
 
 #define MGLU_INLINE inline __attribute__((always_inline))
 
+// Between these two, functions use instruction sets beyond the compiler's default.
+#define MGLU_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define MGLU_BEGIN_TARGET(names) MGLU_PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
+#define MGLU_END_TARGET MGLU_PRAGMA(clang attribute pop)
+#else
+#define MGLU_BEGIN_TARGET(names) MGLU_PRAGMA(GCC target(names))
+#define MGLU_END_TARGET
+#endif
+
 namespace mglu::cpu {
 
 using ForwardFunction = Status (*)(const Forward&, ParallelFor);
+
+constexpr std::int64_t kMaxFewTokens = 4;  // with more tokens, the kernels for many tokens are faster
 
 // Whether a scale belongs to a row of W, so that it can multiply the row's sums.
 constexpr bool has_row_scales(WeightFormat format) {
@@ -50,6 +64,15 @@ bool has_amx();
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 constexpr std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
+// Calls `body(begin, end)` on ranges of [0, count), each of at least `grain` items.
+template <class Ranges>
+Status over_ranges(ParallelFor parallel_for, std::int64_t count, std::int64_t grain, Ranges body) {
+    const auto run = [](std::int64_t begin, std::int64_t end, void* context) {
+        (*static_cast<Ranges*>(context))(begin, end);
+    };
+    return parallel_for(0, count, grain, run, &body) ? Status::parallel_for_failed : Status::ok;
+}
+
 // Uninitialised floats at the start of a cache line, or null if the allocation fails.
 struct Free {
     void operator()(float* pointer) const { std::free(pointer); }
@@ -62,3 +85,10 @@ inline Floats allocate_floats(std::int64_t count) {
 }
 
 }  // namespace mglu::cpu
+
+// Exports a function of this folder as mglu_cpu_<name>, for ctypes. These names are stable.
+#define MGLU_EXPORT extern "C" __attribute__((visibility("default")))
+#define MGLU_EXPORT_CALL(name, Call)                                                                             \
+    MGLU_EXPORT std::int32_t mglu_cpu_##name(const mglu::cpu::Call* call, mglu::cpu::ParallelFor parallel_for) { \
+        return static_cast<std::int32_t>(mglu::cpu::name(*call, parallel_for));                                  \
+    }

@@ -1,5 +1,5 @@
 // Many tokens: n_masks + 1 blocked matrix products whose masked weights exist only in the caches. Included inside a
-// file's own namespace, after Vec and Mask.
+// file's own namespace, after terms.h.
 //
 // Lanes are tokens: x is transposed once for each block of tokens, and rows of W are read unchanged. For a block of
 // features and a k-block (a range of in_features), `write_masked_weights` writes the weights and their masked copies as float32
@@ -11,6 +11,8 @@
 // gates or values of all masks, so t is summed in float64, which costs as much as two products, and s_i is the gate or
 // the value, whichever has fewer weights, so that its error is small compared with both. With one or two masks that
 // would save nothing, so gates and values are separate products.
+
+#include "work_queue.h"
 
 // The depth of a k-block: a panel of x then takes half of L1. For a handful of tokens, libraries sum float32 in several
 // lanes along k, which is more exact than one long chain. Short k-blocks are as exact.
@@ -71,7 +73,6 @@ struct ManyTokens {
     std::int64_t tokens;        // tokens of the block
     std::int64_t depth;         // in_features, padded to a multiple of 8
     float* x;                   // [panels][depth][tokens of a panel]
-    bool* out_of_memory;
 
     std::int64_t panel_width() const { return vecs * Vec::width; }
     std::int64_t panels() const { return ceil_div(tokens, panel_width()); }
@@ -103,21 +104,19 @@ struct ManyTokens {
         }
     }
 
-    void run(WorkQueue& blocks) const {
+    bool run(WorkQueue& blocks) const {
         const std::int64_t masked = products() * kProduct;
         const std::int64_t sums = products() * panels() * kFeatures * panel_width();
         const std::int64_t wide_weights = has_float64_total() ? kProduct : 0;
         const std::int64_t wide_sums = has_float64_total() ? panels() * kFeatures * panel_width() : 0;
         const Floats scratch = allocate_floats(masked + sums + results_of(call) * kFeatures * panel_width());
         const Floats wide = allocate_floats(2 * (wide_weights + wide_sums));
-        if (!scratch || !wide) {
-            __atomic_store_n(out_of_memory, true, __ATOMIC_RELAXED);
-            return;
-        }
+        if (!scratch || !wide) return false;
         auto* doubles = reinterpret_cast<double*>(wide.get());
         const Block block{scratch.get(), scratch.get() + masked, scratch.get() + masked + sums, doubles,
                           doubles + wide_weights};
         blocks.for_each([&](std::int64_t i) { run_block(i * kFeatures, block); });
+        return true;
     }
 
     static constexpr std::int64_t kProduct = kFeatures * kMaskedRow;
@@ -327,26 +326,23 @@ Status forward_many(const Forward& call, ParallelFor parallel_for, const float* 
     const std::int64_t depth = packed_octets(call.in_features) * kOctet;
     const Floats x = allocate_floats(block * depth);
     if (!x) return Status::out_of_memory;
-    bool out_of_memory = false;
-    using Job = ManyTokens<E>;
     for (std::int64_t first = 0; first < call.tokens; first += block) {
-        const Job job{call,
-                      activation_of(call.activation),
-                      derivative_of(call.activation),
-                      term_weights,
-                      vecs,
-                      first,
-                      smaller(block, call.tokens - first),
-                      depth,
-                      x.get(),
-                      &out_of_memory};
+        const std::int64_t tokens = smaller(block, call.tokens - first);
+        const ManyTokens<E> job{call,
+                                activation_of(call.activation),
+                                derivative_of(call.activation),
+                                term_weights,
+                                vecs,
+                                first,
+                                tokens,
+                                depth,
+                                x.get()};
         const std::int64_t panel_products = depth * width;
-        const std::int64_t block_products = kFeatures * call.in_features * (call.n_masks + 1) * job.tokens;
+        const std::int64_t block_products = kFeatures * call.in_features * (call.n_masks + 1) * tokens;
         const Status status =
             pack_and_run(parallel_for, job, job.panels(), ceil_div(kProductsPerTask, panel_products + 1),
                          ceil_div(call.out_features, kFeatures), ceil_div(kProductsPerTask, block_products + 1));
         if (status != Status::ok) return status;
-        if (out_of_memory) return Status::out_of_memory;
     }
     return Status::ok;
 }

@@ -1,8 +1,15 @@
 // Many tokens in bfloat16: like many_tokens.h, but tiles are multiplied by instructions for pairs. Included inside a
-// file's own namespace, after tiles.h and either multiply_amx.h or multiply_dot.h.
+// file's own namespace, after terms.h and either multiply_amx.h or multiply_dot.h.
 //
 // Masked tiles of W exist only in L2, for one k-block at a time; sums stay there for all k-blocks. The order of
 // summation depends on in_features alone. Subnormal numbers count as 0.
+
+#include "work_queue.h"
+
+constexpr std::int64_t kMaxBlockSteps = 16;      // tiles of a k-block; 8 with only one panel of tokens
+constexpr std::int64_t kMinBlockFeatures = 256;  // features x products of a block; with fewer, x comes from L3
+constexpr std::int64_t kMaxSums = 192 * 1024;    // floats of a block's sums, 768 KB
+constexpr std::int64_t kMaxPanelsInL2 = 8;       // with at most this many panels of x, the smallest block is best
 
 struct TileProducts {
     const Forward& call;
@@ -16,7 +23,6 @@ struct TileProducts {
     std::int64_t steps;             // steps of 32 in_features
     std::int64_t steps_per_k_block;
     float* x;  // tiles [panel][step][vec], pairs of bfloat16
-    bool* out_of_memory;
 
     std::int64_t width() const { return 16 * vecs; }
     std::int64_t products() const { return call.n_masks + 1; }
@@ -50,14 +56,11 @@ struct TileProducts {
         std::int64_t first_feature, first_panel, panels;
     };
 
-    void run(WorkQueue& queue) const {
+    bool run(WorkQueue& queue) const {
         const std::int64_t weights = products() * groups_per_block * group_size();
         const std::int64_t sums = products() * groups_per_block * panels_per_block * kGroupFeatures * width();
         const Floats scratch = allocate_floats(weights + sums + results_of(call) * kGroupResults);
-        if (!scratch) {
-            __atomic_store_n(out_of_memory, true, __ATOMIC_RELAXED);
-            return;
-        }
+        if (!scratch) return false;
         [[maybe_unused]] const Tiles tiles;
         queue.for_each([&](std::int64_t i) {  // a block of tokens meets all features before the next, so x stays in L2
             const std::int64_t panel = i / feature_blocks() * panels_per_block;
@@ -69,6 +72,7 @@ struct TileProducts {
                               smaller(panels_per_block, panels - panel)};
             run_block(block);
         });
+        return true;
     }
 
     void run_block(const Block& block) const {
@@ -201,7 +205,6 @@ inline Status forward_tiles(const Forward& call, ParallelFor parallel_for) {
     const std::int64_t k_block = panels == 1 ? kMaxBlockSteps / 2 : kMaxBlockSteps;
     const Floats term_weights = load_mask_weights(call), x = allocate_floats(panels * steps * vecs * kTile);
     if (!term_weights || !x) return Status::out_of_memory;
-    bool out_of_memory = false;
     const TileProducts job{call,
                            activation_of(call.activation),
                            derivative_of(call.activation),
@@ -212,13 +215,10 @@ inline Status forward_tiles(const Forward& call, ParallelFor parallel_for) {
                            groups,
                            steps,
                            k_block,
-                           x.get(),
-                           &out_of_memory};
+                           x.get()};
     const std::int64_t panel_products = call.in_features * 16 * vecs;
     const std::int64_t block_products =
         job.features_per_block() * call.in_features * (call.n_masks + 1) * panels_per_block * 16;
-    const Status status = pack_and_run(parallel_for, job, panels, ceil_div(kProductsPerTask / 16, panel_products + 1),
-                                       job.blocks(), ceil_div(kProductsPerTask, block_products + 1));
-    if (status != Status::ok) return status;
-    return out_of_memory ? Status::out_of_memory : Status::ok;
+    return pack_and_run(parallel_for, job, panels, ceil_div(kProductsPerTask / 16, panel_products + 1), job.blocks(),
+                        ceil_div(kProductsPerTask, block_products + 1));
 }

@@ -123,16 +123,8 @@ std::int32_t serial(std::int64_t begin, std::int64_t end, std::int64_t, Body bod
 
 }  // namespace mglu::cpu
 
-// The C interface, for ctypes. These names are stable.
-#define MGLU_EXPORT extern "C" __attribute__((visibility("default")))
-
-MGLU_EXPORT std::int32_t mglu_cpu_forward(const mglu::cpu::Forward* call, mglu::cpu::ParallelFor parallel_for) {
-    return static_cast<std::int32_t>(mglu::cpu::forward(*call, parallel_for));
-}
-
-MGLU_EXPORT std::int32_t mglu_cpu_pack_masks(const mglu::cpu::Pack* call, mglu::cpu::ParallelFor parallel_for) {
-    return static_cast<std::int32_t>(mglu::cpu::pack_masks(*call, parallel_for));
-}
+MGLU_EXPORT_CALL(forward, Forward)
+MGLU_EXPORT_CALL(pack_masks, Pack)
 
 MGLU_EXPORT const char* mglu_cpu_isa(std::int64_t dtype, std::int64_t tokens, std::int64_t n_masks,
                                      std::int64_t weight_format) {

@@ -1,7 +1,8 @@
-// Products of tiles by AMX. Included inside a file's own namespace, after tiles.h.
+// Products of tiles by AMX. Included inside a file's own namespace, after terms.h.
 //
 // `tdpbf16ps` adds to 16 x 16 sums the products of a tile of 16 rows and a tile of 16 columns, 32 deep. Four tiles hold
 // sums and two hold each operand, eight in all: 32 features by 32 tokens.
+#include "tiles.h"
 
 // Configures all eight tiles as 16 rows of 64 bytes on this thread, for the lifetime of this object.
 class Tiles {

@@ -1,8 +1,9 @@
 // Products of tiles by `vdpbf16ps`, with the interface of multiply_amx.h. Included inside a file's own namespace, after
-// tiles.h.
+// terms.h.
 //
 // An instruction adds the products of one pair of weights with 16 pairs of x to the sums of one feature and 16 tokens.
 // The sums of kRows features stay in registers for a whole k-block.
+#include "tiles.h"
 
 struct Tiles {};  // nothing to configure
 

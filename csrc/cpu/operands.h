@@ -1,8 +1,6 @@
 // How x is kept, and how rows are divided, for products in float32. Included inside a file's own namespace, after Vec
 // and Mask.
 
-constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
-
 // The type in which x is kept.
 template <class E>
 using Operand = float;

@@ -1,6 +1,5 @@
 // Packs masks into bits, and unpacks them.
 #include <cstring>
-#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -166,12 +165,8 @@ Status over_rows(const Call& call, ParallelFor parallel_for) {
         return Status::invalid_argument;
     }
     if (call.out_features == 0 || call.in_features == 0) return Status::ok;
-    const auto body = [](std::int64_t begin, std::int64_t end, void* context) {
-        Rows(*static_cast<const Call*>(context), begin, end);
-    };
-    const std::int64_t grain = ceil_div(kBytesPerTask, call.n_masks * call.in_features);
-    return parallel_for(0, call.out_features, grain, body, const_cast<Call*>(&call)) ? Status::parallel_for_failed
-                                                                                     : Status::ok;
+    return over_ranges(parallel_for, call.out_features, ceil_div(kBytesPerTask, call.n_masks * call.in_features),
+                       [&](std::int64_t begin, std::int64_t end) { Rows(call, begin, end); });
 }
 
 }  // namespace

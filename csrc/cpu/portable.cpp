@@ -1,7 +1,4 @@
 // Any CPU, by the vector extensions of GCC and Clang.
-#include <type_traits>
-#include <utility>
-
 #include "kernels.h"
 
 namespace mglu::cpu {
@@ -9,14 +6,11 @@ namespace {
 
 constexpr int kSumRegisters = 8;                    // accumulators; a Vec takes two registers of four floats
 constexpr int kMasksAtOnce = 4;                     // masks in one pass over a row for one token; half as many for two
-constexpr std::int64_t kMaxFewTokens = 4;           // with more tokens, many_tokens.h is faster
 constexpr bool kReadsBytes = false;                 // weights in 8 bits are faster decoded in memory
 constexpr int kTileFeatures = 3;                    // of a tile of sums: 6 sums of two registers each, of 16
 constexpr int kFloat64Features = 2;                 // features of a tile of float64 sums
 constexpr std::int64_t kProductsPerTask = 1 << 16;  // least work of a task: some microseconds, like waking a thread
 
-#include "unrolled.h"
-#include "element.h"
 #include "vec_portable.h"
 #include "mask_table.h"
 
@@ -26,17 +20,7 @@ using RowMasks = TableMasks<Masks>;
 template <int Masks>
 using StepMasks = TableMasks<Masks>;
 
-#include "vec_math.h"
-
-#include "mask_weights.h"
-#include "work_queue.h"
-#include "operands.h"
 #include "row_sums.h"
-#include "small_values.h"
-#include "terms.h"
-#include "few_tokens.h"
-#include "many_tokens.h"
-
 #include "forward.h"
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The sums of one row and a few tokens, in float32. Included inside a file's own namespace, after operands.h and the
-// classes of masks.
+// The sums of one row and a few tokens, in float32. Included inside a file's own namespace, after Vec and the classes of
+// masks.
 //
 // The lanes of `total` sum every eighth product. One vector per mask, `part`, sums the products under the mask. The
 // gate is `part` and the value `total - part`.
@@ -8,6 +8,9 @@
 // again. In float32 the error of `total` would enter the values of all masks. So in float32 the difference is taken
 // every 16 columns, and gates and values have separate sums. That takes 4.5 instructions per mask and 8 columns instead
 // of 3, and is as exact as the naive layer's separate products unless x or W has outliers.
+#include "operands.h"
+
+constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
 // Independent chains of sums, which take turns every 8 columns: enough to hide the latency of an addition, few enough
 // for the registers. Rows could alternate instead and share x, but the hardware's prefetcher follows one stream better

@@ -3,8 +3,8 @@
 //
 // An instruction adds 32 products to 16 sums, where row_sums.h converts, multiplies and adds eight at a time. Masked
 // weights are made once for all tokens, with two instructions per mask. Subnormal numbers count as 0.
-
-constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
+#include "weight_words.h"
+#include "mask_sums_avx512.h"
 
 // The type in which x is kept.
 template <class E>
@@ -22,24 +22,14 @@ constexpr int kOctetsAtOnce = 2 * kOctetsPerVec;
 
 // The sums of one row.
 template <class E, class W, int Tokens, int Masks>
-struct RowSums {
-    static constexpr int kVecs = vecs_for(Masks);
-    static constexpr int kChains = 2 * Tokens * (1 + Masks) <= kSumRegisters ? 2 : 1;  // two chains hide the latency
+struct RowSums : MaskSums<false, Tokens, Masks> {
+    using Sums = MaskSums<false, Tokens, Masks>;
+    using Sums::kChains;
 
     const W* weights;
     const std::uint8_t* bits;
     const E* x[Tokens];
     std::int64_t n_masks;
-    Vec parts[kChains][Tokens][Masks];
-    Vec totals[kChains][Tokens];
-
-    MGLU_INLINE void clear() {
-        unrolled<kChains * Tokens>([&](auto i) MGLU_STEP {
-            constexpr int c = i / Tokens, t = i % Tokens;
-            unrolled<Masks>([&](auto mask) MGLU_STEP { parts[c][t][mask] = broadcast(0.0f); });
-            totals[c][t] = broadcast(0.0f);
-        });
-    }
 
     // Adds the products of a step.
     MGLU_INLINE void add(std::int64_t first) {
@@ -54,30 +44,16 @@ struct RowSums {
         __m512i x_of[Tokens];
         unrolled<Tokens>([&](auto t) MGLU_STEP {
             x_of[t] = _mm512_loadu_si512(x[t] + 8 * octet);
-            totals[Chain][t] = dot(w, x_of[t], totals[Chain][t]);
+            this->rests[Chain][t][0] = dot(w, x_of[t], this->rests[Chain][t][0]);
         });
         unrolled<Masks>([&](auto i) MGLU_STEP {
             const __m512i masked = masks.apply(i, w);
-            unrolled<Tokens>([&](auto t) MGLU_STEP { parts[Chain][t][i] = dot(masked, x_of[t], parts[Chain][t][i]); });
+            unrolled<Tokens>(
+                [&](auto t) MGLU_STEP { this->parts[Chain][t][i] = dot(masked, x_of[t], this->parts[Chain][t][i]); });
         });
     }
 
     MGLU_INLINE static Vec dot(__m512i a, __m512i b, Vec sum) {
         return {_mm512_dpbf16_ps(sum.v, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b))};
-    }
-
-    template <int T, int I>
-    MGLU_INLINE Vec part() const {
-        return kChains == 2 ? parts[0][T][I] + parts[kChains - 1][T][I] : parts[0][T][I];
-    }
-    // The gates and values of token T and the masks of vector V.
-    template <int T, int V>
-    MGLU_INLINE Vec gate() const {
-        return half_sums(part<T, 2 * V>(), part<T, 2 * V + 1 < Masks ? 2 * V + 1 : 2 * V>());
-    }
-    template <int T, int V>
-    MGLU_INLINE Vec value() const {
-        const Vec total = kChains == 2 ? totals[0][T] + totals[kChains - 1][T] : totals[0][T];
-        return half_sums(total, total) - gate<T, V>();
     }
 };

@@ -1,10 +1,39 @@
 // The sum over masks of a token's terms, and in training its partial derivatives. Included inside a file's own
-// namespace, after vec_math.h.
+// namespace, after Vec and Mask.
 //
 // Results are numbered: 0 is y, and in training 1 is dy/dt, 2 + i is dy/df_i, and 2 + n_masks + i is dy/dmask_weight_i,
 // if there are mask weights (mglu_cpu.h).
+#include "vec_math.h"
+#include "small_values.h"
 
 inline std::int64_t results_of(const Forward& call) { return 1 + (call.partials ? partials_of(call) : 0); }
+
+template <class E>
+float mask_weight_at(const Forward& call, std::int64_t token, std::int64_t mask) {
+    const std::int64_t at = token * call.mask_weight_stride + mask * call.mask_weight_mask_stride;
+    return to_float(static_cast<const E*>(call.mask_weights)[at]);
+}
+
+inline float mask_weight(const Forward& call, std::int64_t token, std::int64_t mask) {
+    if (!call.mask_weights) return 1.0f;
+    switch (call.mask_weights_dtype) {
+        case DType::float32: return mask_weight_at<float>(call, token, mask);
+        case DType::bfloat16: return mask_weight_at<BFloat16>(call, token, mask);
+        case DType::float16: return mask_weight_at<Float16>(call, token, mask);
+    }
+    return 0.0f;
+}
+
+// Returns [tokens, kMaxMasks], or null if the allocation fails.
+inline Floats load_mask_weights(const Forward& call) {
+    Floats term_weights = allocate_floats(call.tokens * kMaxMasks);
+    if (!term_weights) return term_weights;
+    for (std::int64_t token = 0; token < call.tokens; ++token) {
+        for (std::int64_t i = 0; i < call.n_masks; ++i)
+            term_weights[token * kMaxMasks + i] = mask_weight(call, token, i);
+    }
+    return term_weights;
+}
 
 // A factor of the gates and values of a row of W, whose sums are of the stored weights.
 inline float row_scale(const Forward& call, std::int64_t row) {

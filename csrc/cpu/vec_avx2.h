@@ -1,5 +1,8 @@
 // Eight floats in a 256-bit register. Included inside a file's own namespace, below the target pragma.
 
+#include "unrolled.h"
+#include "element.h"
+
 struct Vec {
     static constexpr int width = 8;
     __m256 v;

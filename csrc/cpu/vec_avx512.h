@@ -5,6 +5,9 @@
 // weights. A vector holds those weights' products twice, and its halves sum two masks. No bits need to be moved.
 // row_sums_avx512.h uses vectors of 16 weights and one mask.
 
+#include "unrolled.h"
+#include "element.h"
+
 struct Vec {
     static constexpr int width = 16;
     __m512 v;

@@ -1,5 +1,8 @@
 // Eight floats in the vector extension of GCC and Clang, which every target has: SSE2, NEON or plain scalars.
 
+#include "unrolled.h"
+#include "element.h"
+
 struct Vec {
     static constexpr int width = 8;
     using Floats8 = float __attribute__((vector_size(32)));

@@ -12,24 +12,20 @@ struct WorkQueue {
     }
 };
 
-// Runs job.pack_x(panel) for all panels, and then job.run(queue), which takes all blocks from the queue. A grain is the
-// least number of items worth a thread.
+// Runs job.pack_x(panel) for all panels, and then job.run(queue), which takes all blocks from the queue, or returns false
+// if it has no memory. A grain is the least number of items worth a thread.
 template <class Job>
 Status pack_and_run(ParallelFor parallel_for, const Job& job, std::int64_t panels, std::int64_t panel_grain,
                     std::int64_t blocks, std::int64_t block_grain) {
-    struct Work {
-        const Job& job;
-        WorkQueue panels, blocks;
-    } work{job, {panels}, {blocks}};
-    const auto pack = [](std::int64_t, std::int64_t, void* context) {
-        auto& work = *static_cast<Work*>(context);
-        work.panels.for_each([&](std::int64_t panel) { work.job.pack_x(panel); });
+    WorkQueue panel_queue{panels}, block_queue{blocks};
+    bool out_of_memory = false;
+    const auto pack = [&](std::int64_t, std::int64_t) {
+        panel_queue.for_each([&](std::int64_t panel) { job.pack_x(panel); });
     };
-    const auto run = [](std::int64_t, std::int64_t, void* context) {
-        auto& work = *static_cast<Work*>(context);
-        work.job.run(work.blocks);
+    const auto run = [&](std::int64_t, std::int64_t) {
+        if (!job.run(block_queue)) __atomic_store_n(&out_of_memory, true, __ATOMIC_RELAXED);
     };
-    const bool failed =
-        parallel_for(0, panels, panel_grain, pack, &work) || parallel_for(0, blocks, block_grain, run, &work);
-    return failed ? Status::parallel_for_failed : Status::ok;
+    Status status = over_ranges(parallel_for, panels, panel_grain, pack);
+    if (status == Status::ok) status = over_ranges(parallel_for, blocks, block_grain, run);
+    return status == Status::ok && out_of_memory ? Status::out_of_memory : status;
 }

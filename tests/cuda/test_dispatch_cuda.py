@@ -17,7 +17,7 @@ from mglu_ops.backends import BACKENDS, cuda
 from mglu_ops.backends.cuda import CudaCall, DecodeMma, TileWgmma, launch_tables
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
-from mglu_ops.backends.cuda.kernels import CONFIGS, permute_x, tile_wgmma
+from mglu_ops.backends.cuda.kernels import CONFIGS, base, permute_x, tile_wgmma
 from mglu_ops.backends.cuda.tensor_map import MAP_BYTES, Matrix
 from mglu_ops.layer_call import LayerArguments, LayerCall, Layout
 
@@ -310,6 +310,7 @@ def test_tensor_maps_are_encoded_once_for_each_address(n_masks, permuted, monkey
     monkeypatch.setattr(Matrix, "encode", encode)
     for module in (tile_wgmma, permute_x):
         monkeypatch.setattr(module, "load_kernel", lambda _device, name, *_: name)
+    for module in (tile_wgmma, base):
         monkeypatch.setattr(module, "Launch", Recorder)
     Recorder.calls.clear()
     call = LayerCall.contiguous(torch.device("cuda:0"), torch.float16, n_masks, 64, 14336, 4096)

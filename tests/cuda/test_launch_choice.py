@@ -82,7 +82,7 @@ def test_training_has_a_launch_for_every_aligned_call(n_masks: int, weighted: bo
         assert config.violation(call, HOPPER) is None
         assert config.stages >= 3
         assert not config.sparse
-        result, partials = config.results(call)
+        result, partials = config.results(call).values()
         assert (result.width, partials.width) == (shape[0], (n_masks * (1 + weighted) + 1) * shape[0])
         assert partials.width == partials_of(call) * shape[0]
         assert result.height == partials.height == tokens

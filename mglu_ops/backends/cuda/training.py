@@ -101,12 +101,13 @@ class Backward:
 
     def __init__(self, call: LayerCall) -> None:
         self._n_masks = call.n_masks
-        self._gradients: _Gradients | None = None
+        self._prepared: tuple[_InputGradient | None, _WeightGradients | None] | None = None
 
     def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype = arguments
         n_masks = self._n_masks
         grad_output, partials = _with_contiguous_columns(grad_output), partials.contiguous()
+        # In the layouts that the kernels take.
         arguments = BackwardArguments(
             grad_output,
             x.contiguous(),
@@ -114,11 +115,9 @@ class Backward:
             _aligned(packed_masks),
             partials[:, : n_masks + 1],
             needs,
-            logits_dtype,
+            None if logits_dtype is None else _written_as(logits_dtype),
             mask_weights_dtype,
         )
-        if self._gradients is None:
-            self._gradients = _Gradients(arguments)
         grad_x, grad_weight, grad_logits = self._gradients(arguments)
 
         grad_mask_weights = None
@@ -134,45 +133,32 @@ class Backward:
             x.new_empty(0) if grad_mask_weights is None else grad_mask_weights,
         )
 
-
-class _Gradients:
-    """Computes the needed gradients of x, weight and mask logits, for arguments of one description.
-
-    The arguments have the layouts that the kernels take: columns of `grad_output`, `weight` and `partials` are
-    contiguous, x and the masks too, and the masks start at a multiple of 16 bytes. `partials` has only P and every Q_i.
-    """
-
-    def __init__(self, arguments: BackwardArguments) -> None:
-        n_masks, (out_features, in_features) = n_masks_of(arguments.packed_masks), arguments.weight.shape
-        self._needs_x, self._needs_weight = arguments.needs
-        self._logits_dtype = None if arguments.logits_dtype is None else _written_as(arguments.logits_dtype)
-        self._logits_shape = n_masks, out_features, in_features
-        self._input_gradient = _InputGradient.of(arguments) if self._needs_x else None
-        self._weight_gradients = None
-        if self._needs_weight or self._logits_dtype is not None:
-            self._weight_gradients = _WeightGradients.of(arguments, self._logits_dtype)
-        tokens = arguments.x.shape[0]
-        self._chunks = feature_chunks(tokens, n_masks, out_features, in_features, BACKWARD_CHUNKS)
-
-    def __call__(self, arguments: BackwardArguments) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight, pointers = arguments.x, arguments.weight, addresses(**arguments.tensors())
-        grad_x = grad_weight = grad_logits = left_x = left_weight = left_logits = None
-        if self._needs_x:
-            grad_x = x.new_empty(x.shape)
-            if self._input_gradient is not None:
-                self._input_gradient(weight, pointers, grad_x)
-            else:
-                left_x = grad_x
-        if self._needs_weight:
-            grad_weight = weight.new_empty(weight.shape)
-        if self._logits_dtype is not None:
-            grad_logits = weight.new_empty(self._logits_shape, dtype=self._logits_dtype)
-        if self._weight_gradients is not None:
-            self._weight_gradients(x, pointers, grad_weight, grad_logits)
-        else:
-            left_weight, left_logits = grad_weight, grad_logits
+    def _gradients(self, arguments: BackwardArguments) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Compute the needed gradients of x, weight and mask logits."""
+        x, weight, (needs_x, needs_weight), logits_dtype = arguments.x, arguments.weight, *arguments[5:7]
+        if self._prepared is None:
+            has_products = needs_weight or logits_dtype is not None
+            self._prepared = (
+                _InputGradient.of(arguments) if needs_x else None,
+                _WeightGradients.of(arguments) if has_products else None,
+            )
+        input_gradient, weight_gradients = self._prepared
+        pointers = addresses(**arguments.tensors())
+        grad_x = left_x = x.new_empty(x.shape) if needs_x else None
+        if grad_x is not None and input_gradient is not None:
+            input_gradient(weight, pointers, grad_x)
+            left_x = None
+        # Allocated only now, so that they can take the memory of the flipped weights.
+        grad_weight = left_weight = weight.new_empty(weight.shape) if needs_weight else None
+        grad_logits = left_logits = None
+        if logits_dtype is not None:
+            grad_logits = left_logits = weight.new_empty((self._n_masks, *weight.shape), dtype=logits_dtype)
+        if weight_gradients is not None:
+            weight_gradients(x, pointers, grad_weight, grad_logits)
+            left_weight = left_logits = None
         if not (left_x is None and left_weight is None and left_logits is None):
-            for rows in self._chunks:
+            out_features, in_features = weight.shape
+            for rows in feature_chunks(x.shape[0], self._n_masks, out_features, in_features, BACKWARD_CHUNKS):
                 _backward_chunk(rows, *arguments[:5], left_x, left_weight, left_logits)
         return grad_x, grad_weight, grad_logits
 
@@ -229,8 +215,8 @@ class _WeightGradients:
     logits have another dtype or are not needed, the D_i are in scratch memory for a chunk of output features at a time.
     """
 
-    def __init__(self, arguments: BackwardArguments, logits_dtype: torch.dtype | None) -> None:
-        grad_output, x, weight, packed_masks, partials, (_, needs_weight), *_ = arguments
+    def __init__(self, arguments: BackwardArguments) -> None:
+        grad_output, x, weight, packed_masks, partials, (_, needs_weight), logits_dtype, _ = arguments
         n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
         # Meta tensors stand for the gradients and products, which are contiguous and aligned.
         grad_weight = torch.empty(d, h, dtype=weight.dtype, device="meta") if needs_weight else None
@@ -279,7 +265,7 @@ class _WeightGradients:
         self._chunks = tuple(chunks)
 
     @staticmethod
-    def of(arguments: BackwardArguments, logits_dtype: torch.dtype | None) -> _WeightGradients | None:
+    def of(arguments: BackwardArguments) -> _WeightGradients | None:
         """None where the kernel cannot run, or the library is faster."""
         grad_output, x, weight, packed_masks, partials, (_, needs_weight), *_ = arguments
         gpu, (d, h) = gpu_of(x.device.index), weight.shape
@@ -287,7 +273,7 @@ class _WeightGradients:
         can_run = h % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, x)
         if not (can_run and backward_gemm.is_faster(gpu, entries * d, h, x.shape[0])):
             return None
-        return _WeightGradients(arguments, logits_dtype)
+        return _WeightGradients(arguments)
 
     def __call__(
         self, x: Tensor, pointers: dict[str, int], grad_weight: Tensor | None, grad_logits: Tensor | None

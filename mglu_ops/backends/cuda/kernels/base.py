@@ -12,7 +12,8 @@ import torch
 from ....activations import ACTIVATIONS
 from ....layer_call import LayerCall
 from ..device import MOST_THREADS_PER_BLOCK, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
-from ..launch import LaunchSequence
+from ..driver import Kernel, Launch
+from ..launch import LaunchSequence, load_kernel, parameters
 
 ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """The codes of the dtypes in `csrc/cuda/element.cuh`."""
@@ -27,6 +28,8 @@ class LaunchConfig(ABC):
 
     kernel: ClassVar[str]
     """The name of the kernel and of its source file."""
+    overlaps: ClassVar[bool] = True
+    """Whether a launch may be set up while the kernel before it still runs, on compute capability 9.0 and later."""
 
     def settings(self) -> dict[str, int]:
         """Return the fields that differ from their defaults."""
@@ -54,10 +57,6 @@ class LaunchConfig(ABC):
         """The macros that the kernel's source is compiled with."""
 
     @abstractmethod
-    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
-        """Compile and load the kernels of a call on `device`, the current device."""
-
-    @abstractmethod
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         """Yield the rules that this configuration breaks: the source's static assertions, and a required layout."""
 
@@ -73,6 +72,12 @@ class LaunchConfig(ABC):
     def sources(self, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
         """Everything that is compiled for a call, as `(kernel, target, macros)`."""
         return [(self.kernel, self.target(gpu), self.macros(call))]
+
+    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+        """Compile and load the kernels of a call on `device`, the current device."""
+        kernel = load_kernel(device, self.kernel, self.target(gpu), self.macros(call))
+        shared, overlap = self.requested_shared_bytes(call, gpu), self.overlaps and gpu.arch >= (9, 0)
+        return LaunchSequence(launch_of(kernel, call, self.grid(call, gpu), self.threads, shared, overlap=overlap))
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
         """Bytes of dynamic shared memory per block that a launch requests."""
@@ -110,6 +115,14 @@ def common_macros(call: LayerCall) -> dict[str, int]:
         "MGLU_WEIGHT_FORMAT": call.weight.format.code,
         "MGLU_MASK_WEIGHTS": -1 if call.mask_weights_dtype is None else ELEMENTS[call.mask_weights_dtype],
     }
+
+
+def launch_of(
+    kernel: Kernel, call: LayerCall, grid: tuple[int, int], threads: int, shared: int = 0, *, overlap: bool
+) -> Launch:
+    """A launch of a kernel that takes `Params` (csrc/cuda/params.cuh), with the sizes and strides of a call."""
+    fields = parameters("params.cuh")
+    return Launch(kernel, grid, threads, shared, overlap=overlap, parameters=fields, integers=integers(call))
 
 
 def integers(call: LayerCall) -> dict[str, int]:

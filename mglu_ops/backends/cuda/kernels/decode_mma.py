@@ -13,9 +13,7 @@ import torch
 from ....layer_call import LayerCall
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
-from ..driver import Launch
-from ..launch import LaunchSequence, load_kernel, parameters
-from .base import LaunchConfig, aligned_violations, common_macros, has_aligned_rows, integers, mask_alignment
+from .base import LaunchConfig, aligned_violations, common_macros, has_aligned_rows, mask_alignment
 
 ROWS = 16
 """Rows of W in a tile, which is one `mma` high."""
@@ -107,18 +105,6 @@ class DecodeMma(LaunchConfig):
             "MGLU_READ_ONCE": int(call.tokens <= self.block_tokens),
             "MGLU_CLUSTER": self.cluster,
         }
-
-    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
-        kernel = Launch(
-            load_kernel(device, self.kernel, self.target(gpu), self.macros(call)),
-            self.grid(call, gpu),
-            self.threads,
-            self.requested_shared_bytes(call, gpu),
-            overlap=gpu.arch >= (9, 0),
-            parameters=parameters("params.cuh"),
-            integers=integers(call),
-        )
-        return LaunchSequence(kernel)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         yield from aligned_violations(self.kernel, call, ROWS)

@@ -6,8 +6,8 @@ from ....layer_call import LayerCall
 from ....sizes import ceil_div
 from ..device import Gpu
 from ..driver import Launch
-from ..launch import load_kernel, parameters
-from .base import ELEMENTS, integers
+from ..launch import load_kernel
+from .base import ELEMENTS, launch_of
 
 NAME = "decode_weight"
 
@@ -32,12 +32,5 @@ def blocks(call: LayerCall) -> int:
 
 def launch(call: LayerCall, gpu: Gpu, device: int, target: str) -> Launch:
     """Compile, load and describe the launch that precedes a `tile_wgmma`."""
-    return Launch(
-        load_kernel(device, NAME, target, macros(call)),
-        (blocks(call), 1),
-        256,
-        0,
-        overlap=gpu.arch >= (9, 0),
-        parameters=parameters("params.cuh"),
-        integers=integers(call),
-    )
+    kernel = load_kernel(device, NAME, target, macros(call))
+    return launch_of(kernel, call, (blocks(call), 1), 256, overlap=gpu.arch >= (9, 0))

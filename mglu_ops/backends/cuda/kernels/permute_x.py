@@ -6,8 +6,8 @@ from ....layer_call import LayerCall
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
 from ..driver import Launch
-from ..launch import load_kernel, parameters
-from .base import integers
+from ..launch import load_kernel
+from .base import launch_of
 
 NAME = "permute_x"
 
@@ -32,15 +32,8 @@ def blocks(call: LayerCall, block_tokens: int, sub: int) -> int:
 
 def launch(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int, sub: int) -> Launch:
     """Compile, load and describe the launch that precedes a `tile_wgmma` with these settings."""
-    return Launch(
-        load_kernel(device, NAME, target, macros(block_tokens, sub)),
-        (blocks(call, block_tokens, sub), 1),
-        256,
-        0,
-        overlap=gpu.arch >= (9, 0),
-        parameters=parameters("params.cuh"),
-        integers=integers(call),
-    )
+    kernel = load_kernel(device, NAME, target, macros(block_tokens, sub))
+    return launch_of(kernel, call, (blocks(call, block_tokens, sub), 1), 256, overlap=gpu.arch >= (9, 0))
 
 
 def _elements(call: LayerCall, block_tokens: int, sub: int) -> int:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from ....layer_call import LayerCall
 from ....sizes import ceil_div
 from ..device import Gpu
-from ..driver import Launch
-from ..launch import LaunchSequence, load_kernel, parameters
-from .base import LaunchConfig, common_macros, integers
+from .base import LaunchConfig, common_macros
 
 _MOST_GRID_Y = 65535
 
@@ -23,6 +21,7 @@ class Plain(LaunchConfig):
     """A block of 8 warps computes 8 rows of the result for `block_tokens` tokens."""
 
     kernel = "plain"
+    overlaps = False
 
     block_tokens: int = 1
     """Tokens that share a read of W, 1 to 8."""
@@ -39,20 +38,6 @@ class Plain(LaunchConfig):
 
     def macros(self, call: LayerCall) -> dict[str, int]:
         return common_macros(call) | {"MGLU_TOKENS": self.block_tokens}
-
-    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
-        kernel = load_kernel(device, self.kernel, self.target(gpu), self.macros(call))
-        return LaunchSequence(
-            Launch(
-                kernel,
-                self.grid(call, gpu),
-                self.threads,
-                0,
-                overlap=False,
-                parameters=parameters("params.cuh"),
-                integers=integers(call),
-            )
-        )
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         if self.block_tokens > 8:
