@@ -39,6 +39,8 @@ constexpr int kMasks = MGLU_N_MASKS;
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
 constexpr int kTiles = MGLU_TILES;                  // tiles of 16 rows in a block
+constexpr int kRowTiles = MGLU_ROW_TILES;           // products high that a tile is
+constexpr bool kMatrices = MGLU_MATRICES;           // W and x leave shared memory as matrices
 constexpr int kSplitK = MGLU_SPLIT_K;               // warps that share a tile, each with a part of k
 constexpr int kStages = MGLU_STAGES;                // stages in a warp's ring
 constexpr int kStageChunks = MGLU_SUB;              // chunks of 64 columns in a stage
@@ -54,13 +56,15 @@ constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
 constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // parts of a stage with scales of their own
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
+static_assert(!kScalesColumns<kFormat> || kRowTiles == 1, "scales of 16 rows");
+static_assert(!kMatrices || Weight::kBits == 8, "a matrix has 16 weights in a row");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
 
 constexpr int kMaskGroups = kMasks / kMaskGroup;
 static_assert(kMaskGroups * kMaskGroup == kMasks, "kMaskGroup divides kMasks");
 constexpr int kWarps = kTiles * kSplitK;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kRows = 16;
+constexpr int kRows = 16 * kRowTiles;
 using Stage = StageShape<kRows, 8 * kStageChunks, Weight::kBits, kMasks, kMaskVector>;
 constexpr int kWeightBytes = Stage::kWeightBytes;
 constexpr int kMaskRowBytes = Stage::kMaskRowBytes;
@@ -126,7 +130,8 @@ struct ExpandedX {
 // x in shared memory: a row for each token, in vectors of 8 columns, with 16 bytes of padding between rows so that the
 // words that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
 // barrier, so that arithmetic starts when the first has arrived.
-constexpr int kXSegments = 4;
+constexpr bool kHighX = kMatrices && !kExpandedX;
+constexpr int kXSegments = MGLU_X_SEGMENTS;
 
 struct SharedX {
     u32 base;
@@ -185,7 +190,7 @@ struct SharedX {
 
 // One warp's sums over k: [0] is t, [1 + i] is s_i.
 struct Accumulators {
-    float sum[kMasks + 1][kTokenTiles][4];
+    float sum[kRowTiles][kMasks + 1][kTokenTiles][4];
 
     // Adds the sums of a group of columns times the scales of rows g and g + 8.
     __device__ __forceinline__ void add(const Accumulators& group, const float (&scale)[2]) {
@@ -194,7 +199,7 @@ struct Accumulators {
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) sum[i][n][j] += group.sum[i][n][j] * scale[j / 2];
+                for (int j = 0; j < 4; ++j) sum[0][i][n][j] += group.sum[0][i][n][j] * scale[j / 2];
     }
 };
 
@@ -221,7 +226,12 @@ struct LaneAddresses {
     u32 x[kTokenTiles];  // 4 of a token's first 16 bytes
 
     __device__ __forceinline__ LaneAddresses(int g, int q, const SharedX& rows, int tokens) {
-        weights = g * Stage::kBlockRowBytes + Stage::swizzle_of(g) * Stage::kQuarterBytes + q * (Weight::kBits / 2);
+        const int lane = threadIdx.x % 32;
+        if constexpr (kMatrices)  // row lane % 8 of matrix lane / 8: rows 8 to 15 where that is odd, 16 columns further from 2 on
+            weights = (lane % 8 + lane / 8 % 2 * 8) * Stage::kBlockRowBytes +
+                      (lane / 16 ^ Stage::swizzle_of(lane % 8)) * Stage::kQuarterBytes;
+        else
+            weights = g * Stage::kBlockRowBytes + Stage::swizzle_of(g) * Stage::kQuarterBytes + q * (Weight::kBits / 2);
         // StageLoader swizzles the masks' rows.
         const u32 swizzle = kSwizzleMasks ? g % 2 * 16 : 0;
 #pragma unroll
@@ -229,7 +239,9 @@ struct LaneAddresses {
         // Columns past the last token repeat that token. Their sums are never written.
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
-            x[n] = rows.base + (kExpandedX ? q * 16 : min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4);
+            x[n] = rows.base + (kExpandedX  ? q * 16
+                                : kMatrices ? min(n * 8 + lane % 8, tokens - 1) * rows.row_bytes() + lane / 8 * 16
+                                            : min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4);
         keep_in_register(weights), keep_in_register(masks[0]), keep_in_register(masks[1]);
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) keep_in_register(x[n]);
@@ -238,8 +250,8 @@ struct LaneAddresses {
 
 // Loads a lane's mask words of one mask group, for row g (half = 0) or g + 8 (half = 1).
 __device__ __forceinline__ MaskWords<kMaskGroup> load_mask_group(u32 slot, const LaneAddresses& lane, int half,
-                                                                 int chunk_in_stage, int group) {
-    const u32 offset = half * (8 * kMaskRowBytes) + chunk_in_stage * mask_bytes(64, kMasks) + group * kMaskGroup;
+                                                                 int chunk_in_stage, int group, int row_tile) {
+    const u32 offset = (half + 2 * row_tile) * (8 * kMaskRowBytes) + chunk_in_stage * mask_bytes(64, kMasks) + group * kMaskGroup;
     if constexpr (kMaskGroup == kMasks && !kSwizzleMasks) {
         return load_mask_words<kMaskGroup>(slot + lane.masks[0] + offset);
     } else {
@@ -260,23 +272,14 @@ __device__ __forceinline__ MaskWords<kMaskGroup> load_mask_group(u32 slot, const
     }
 }
 
-// A lane's fragments of one chunk (16 rows by 64 columns): A and B of four sparse products. Of every 8 columns the lane
-// holds x in columns 2q and 2q + 1.
-struct ChunkFragments {
-    SparseWeights weights[2];     // the even weights and the odd weights
-    u32 x[kTokenTiles][2][2][4];  // [token tile][half][odd][8 columns of the half]; the upper 16 bits are 0
+// A lane's fragments of one chunk of 64 columns: B of four sparse products. Of every 8 columns the lane holds x in columns
+// 2q and 2q + 1.
+struct ChunkOfX {
+    // [token tile][half][odd][8 columns of the half]; half of the bits are 0: the upper ones, or with kMatrices the lower
+    // ones, since moving an element there takes no instruction of the pipe that decodes W
+    u32 x[kTokenTiles][2][2][4];
 
-    __device__ __forceinline__ ChunkFragments(u32 rows, const LaneAddresses& lane, int x_offset) {
-#pragma unroll
-        for (int source = 0; source < 4; ++source) {
-            const u32 address = (rows + lane.weights) ^ source * Stage::kQuarterBytes;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 word[Weight::kWords];
-                Weight::load(word, address + half * (8 * Stage::kBlockRowBytes));
-                Weight::divide(weights[0].pair(source, half), weights[1].pair(source, half), word);
-            }
-        }
+    __device__ __forceinline__ ChunkOfX(const LaneAddresses& lane, int x_offset) {
         if constexpr (kExpandedX) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) load_shared_words(x[0][i / 2][i % 2], lane.x[0] + x_offset + i * 64);
@@ -284,66 +287,106 @@ struct ChunkFragments {
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-                for (int octet = 0; octet < 8; ++octet) {
-                    const u32 word = load_shared_4(lane.x[n] + x_offset + octet * 16);
-                    x[n][octet / 4][0][octet % 4] = word & 0xffffu;
-                    x[n][octet / 4][1][octet % 4] = word >> 16;
+                for (int half = 0; half < 2; ++half) {
+                    u32 word[4];
+                    if constexpr (kMatrices) load_matrices(word, lane.x[n] + x_offset + half * 64);
+#pragma unroll
+                    for (int octet = 0; octet < 4; ++octet) {
+                        if constexpr (!kMatrices)
+                            word[octet] = load_shared_4(lane.x[n] + x_offset + half * 64 + octet * 16);
+                        x[n][half][0][octet] = kHighX ? word[octet] << 16 : word[octet] & 0xffffu;
+                        x[n][half][1][octet] = kHighX ? word[octet] & 0xffff0000u : word[octet] >> 16;
+                    }
                 }
         }
     }
+};
+
+// A of these products, for 16 rows.
+struct ChunkOfWeights {
+    SparseWeights weights[2];  // the even weights and the odd weights
+
+    __device__ __forceinline__ ChunkOfWeights(u32 rows, const LaneAddresses& lane) {
+        if constexpr (kMatrices) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                u32 word[4];
+                load_matrices(word, (rows + lane.weights) ^ 2 * i * Stage::kQuarterBytes);
+#pragma unroll
+                for (int m = 0; m < 4; ++m) decode(2 * i + m / 2, m % 2, {word[m]});
+            }
+        } else {
+#pragma unroll
+            for (int source = 0; source < 4; ++source) {
+                const u32 address = (rows + lane.weights) ^ source * Stage::kQuarterBytes;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    u32 word[Weight::kWords];
+                    Weight::load(word, address + half * (8 * Stage::kBlockRowBytes));
+                    Weight::divide(weights[0].pair(source, half), weights[1].pair(source, half), word);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void decode(int source, int half, const u32 (&word)[Weight::kWords]) {
+        Weight::divide(weights[0].pair(source, half), weights[1].pair(source, half), word);
+    }
 
     template <int kSelector, int kOdd>
-    __device__ __forceinline__ void mma(float (&sum)[kTokenTiles][4], u32 metadata) const {
+    __device__ __forceinline__ void mma(float (&sum)[kTokenTiles][4], const ChunkOfX& x, u32 metadata) const {
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
             mma_sparse_16x8x32<kType == kBfloat16, kSelector>(sum[n], weights[kOdd].value[kSelector],
-                                                              x[n][kSelector][kOdd], metadata);
+                                                              x.x[n][kSelector][kOdd], metadata);
     }
 
     // t sums all weights.
-    __device__ __forceinline__ void multiply_unmasked(Accumulators& acc, const MetadataConstants& constants) const {
-        mma<0, 0>(acc.sum[0], constants.select_all);
-        mma<0, 1>(acc.sum[0], constants.select_all);
-        mma<1, 0>(acc.sum[0], constants.select_all);
-        mma<1, 1>(acc.sum[0], constants.select_all);
+    __device__ __forceinline__ void multiply_unmasked(float (&t)[kTokenTiles][4], const ChunkOfX& x,
+                                                      u32 select_all) const {
+        mma<0, 0>(t, x, select_all);
+        mma<0, 1>(t, x, select_all);
+        mma<1, 0>(t, x, select_all);
+        mma<1, 1>(t, x, select_all);
     }
 
     // s_i, for each mask of a group. Consecutive products have different accumulators.
-    __device__ __forceinline__ void multiply_masked(Accumulators& acc, int group,
-                                                    const SparseMetadata<kMaskGroup>& even,
-                                                    const SparseMetadata<kMaskGroup>& odd) const {
-        float (*sums)[kTokenTiles][4] = acc.sum + 1 + group * kMaskGroup;
+    __device__ __forceinline__ void multiply_masked(float (*sums)[kTokenTiles][4], const ChunkOfX& x,
+                                                    const SparseMetadata<kMaskGroup, kHighX>& even,
+                                                    const SparseMetadata<kMaskGroup, kHighX>& odd) const {
 #pragma unroll
-        for (int i = 0; i < kMaskGroup; ++i) mma<0, 0>(sums[i], even.word[i]);
+        for (int i = 0; i < kMaskGroup; ++i) mma<0, 0>(sums[i], x, even.word[i]);
 #pragma unroll
-        for (int i = 0; i < kMaskGroup; ++i) mma<0, 1>(sums[i], odd.word[i]);
+        for (int i = 0; i < kMaskGroup; ++i) mma<0, 1>(sums[i], x, odd.word[i]);
 #pragma unroll
-        for (int i = 0; i < kMaskGroup; ++i) mma<1, 0>(sums[i], even.word[i]);
+        for (int i = 0; i < kMaskGroup; ++i) mma<1, 0>(sums[i], x, even.word[i]);
 #pragma unroll
-        for (int i = 0; i < kMaskGroup; ++i) mma<1, 1>(sums[i], odd.word[i]);
+        for (int i = 0; i < kMaskGroup; ++i) mma<1, 1>(sums[i], x, odd.word[i]);
     }
 };
 
 // Stores a warp's sums as [1 + mask][row][token] over its ring.
 __device__ __forceinline__ void store_partial(float* partial, const Accumulators& acc, int g, int q) {
 #pragma unroll
-    for (int i = 0; i <= kMasks; ++i) {
-        float* rows = partial + i * (kRows * kTokenColumns);
-        if constexpr (kTokenColumns == 1) {
-            if (q == 0) {
-                rows[g] = acc.sum[i][0][0];
-                rows[g + 8] = acc.sum[i][0][2];
-            }
-        } else {
+    for (int i = 0; i <= kMasks; ++i)
 #pragma unroll
-            for (int n = 0; n < kTokenTiles; ++n) {
-                *reinterpret_cast<float2*>(rows + g * kTokenColumns + n * 8 + 2 * q) =
-                    make_float2(acc.sum[i][n][0], acc.sum[i][n][1]);
-                *reinterpret_cast<float2*>(rows + (g + 8) * kTokenColumns + n * 8 + 2 * q) =
-                    make_float2(acc.sum[i][n][2], acc.sum[i][n][3]);
+        for (int r = 0; r < kRowTiles; ++r) {
+            float* rows = partial + (i * kRows + 16 * r) * kTokenColumns;
+            if constexpr (kTokenColumns == 1) {
+                if (q == 0) {
+                    rows[g] = acc.sum[r][i][0][0];
+                    rows[g + 8] = acc.sum[r][i][0][2];
+                }
+            } else {
+#pragma unroll
+                for (int n = 0; n < kTokenTiles; ++n) {
+                    *reinterpret_cast<float2*>(rows + g * kTokenColumns + n * 8 + 2 * q) =
+                        make_float2(acc.sum[r][i][n][0], acc.sum[r][i][n][1]);
+                    *reinterpret_cast<float2*>(rows + (g + 8) * kTokenColumns + n * 8 + 2 * q) =
+                        make_float2(acc.sum[r][i][n][2], acc.sum[r][i][n][3]);
+                }
             }
         }
-    }
 }
 
 // Narrows the parameters to one block's tokens: up to kBlockTokens from first_token on.
@@ -424,7 +467,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     }
 
     const LaneAddresses at(g, q, x, p.tokens);
-    const MetadataConstants constants;
+    const MetadataConstants<kHighX> constants;
     Accumulators acc = {};
     u32 slot = ring;
     u32 ring_end = ring + kRingBytes;
@@ -449,21 +492,26 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         for (int chunk_in_stage = 0; chunk_in_stage < kStageChunks; ++chunk_in_stage) {
             if (kScalesColumns<kFormat> && chunk_in_stage % 2 == 0) group_sums = {};
             Accumulators& sums = kScalesColumns<kFormat> ? group_sums : acc;
-            const ChunkFragments chunk(slot + chunk_in_stage * (kRows * Stage::kBlockRowBytes), at,
-                                       x_offset + chunk_in_stage * kChunkOfX);
+            const ChunkOfX chunk_of_x(at, x_offset + chunk_in_stage * kChunkOfX);
 #pragma unroll
-            for (int group = 0; group < kMaskGroups; ++group) {
-                const MaskWords<kMaskGroup> top = load_mask_group(slot, at, 0, chunk_in_stage, group);
-                const MaskWords<kMaskGroup> bottom = load_mask_group(slot, at, 1, chunk_in_stage, group);
-                if (chunk_in_stage == kStageChunks - 1 && group == kMaskGroups - 1) {
-                    // All of the stage is in registers now: refill its slot before the arithmetic.
-                    __syncwarp();
-                    if (n + kStages < own_stages) loader.load_next(slot);
-                    copy_async_commit();
+            for (int r = 0; r < kRowTiles; ++r) {
+                const ChunkOfWeights chunk(
+                    slot + chunk_in_stage * (kRows * Stage::kBlockRowBytes) + r * (16 * Stage::kBlockRowBytes), at);
+#pragma unroll
+                for (int group = 0; group < kMaskGroups; ++group) {
+                    const MaskWords<kMaskGroup> top = load_mask_group(slot, at, 0, chunk_in_stage, group, r);
+                    const MaskWords<kMaskGroup> bottom = load_mask_group(slot, at, 1, chunk_in_stage, group, r);
+                    if (chunk_in_stage == kStageChunks - 1 && r == kRowTiles - 1 && group == kMaskGroups - 1) {
+                        // All of the stage is in registers now: refill its slot before the arithmetic.
+                        __syncwarp();
+                        if (n + kStages < own_stages) loader.load_next(slot);
+                        copy_async_commit();
+                    }
+                    if (group == 0) chunk.multiply_unmasked(sums.sum[r][0], chunk_of_x, constants.all());
+                    const SparseMetadata<kMaskGroup, kHighX> even(top, bottom, 0, constants),
+                        odd(top, bottom, 1, constants);
+                    chunk.multiply_masked(sums.sum[r] + 1 + group * kMaskGroup, chunk_of_x, even, odd);
                 }
-                if (group == 0) chunk.multiply_unmasked(sums, constants);
-                const SparseMetadata<kMaskGroup> even(top, bottom, 0, constants), odd(top, bottom, 1, constants);
-                chunk.multiply_masked(sums, group, even, odd);
             }
             if (kScalesColumns<kFormat> && chunk_in_stage % 2 == 1)
                 acc.add(group_sums, scales.scale[chunk_in_stage / 2]);

@@ -56,27 +56,33 @@ struct MaskWords {
 constexpr u32 kSelectAll = 0x88888888u;
 
 // Turns mask bits into metadata, `~bits & even | select_all`, in one instruction. A LOP3 takes only one constant as an
-// immediate, so this struct keeps its constants in registers.
+// immediate, so this struct keeps its constants in registers. With kHigh the rows of B are (0, x_k, 0, x_l), and the
+// metadata is `bits & even | select_none`.
+template <bool kHigh = false>
 struct MetadataConstants {
-    u32 even = 0x55555555u, select_all = kSelectAll;
+    u32 even = 0x55555555u, least = kSelectAll;
 
-    __device__ __forceinline__ MetadataConstants() { keep_in_register(even), keep_in_register(select_all); }
+    __device__ __forceinline__ MetadataConstants() { keep_in_register(even), keep_in_register(least); }
+
+    // The metadata that selects x for all weights.
+    __device__ __forceinline__ u32 all() const { return kHigh ? 0xddddddddu : least; }
 
     __device__ __forceinline__ u32 from_mask_bits(u32 bits) const {
         u32 metadata;
-        asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(select_all));
+        if constexpr (kHigh) asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(least));
+        else asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(least));
         return metadata;
     }
 };
 
 // The metadata that one lane supplies, a word for each mask. It is made from the mask bits of columns 16q to 16q + 15
 // in rows g (top) and g + 8 (bottom), either of the even columns (odd = 0) or of the odd ones (odd = 1).
-template <int kMasks>
+template <int kMasks, bool kHigh = false>
 struct SparseMetadata {
     u32 word[kMasks];
 
     __device__ __forceinline__ SparseMetadata(const MaskWords<kMasks>& top, const MaskWords<kMasks>& bottom, int odd,
-                                              const MetadataConstants& constants) {
+                                              const MetadataConstants<kHigh>& constants) {
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) {
             const u32 bits = i % 2 == 0 ? pick_bytes<0x6420>(top.word[i / 2], bottom.word[i / 2])

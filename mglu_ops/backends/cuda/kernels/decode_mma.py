@@ -37,6 +37,12 @@ class DecodeMma(LaunchConfig):
 
     tiles: int = 1
     """Tiles of 16 rows of W that a block computes."""
+    row_tiles: int = 1
+    """Products of 16 rows that share a warp's x: 1, 2 or 4."""
+    matrices: bool = False
+    """Whether W in 8 bits and x leave shared memory by `ldmatrix`."""
+    segments: int = 4
+    """Parts of x that arrive one after the other."""
     split_k: int = 1
     stages: int = 2
     sub: int = 1
@@ -54,6 +60,11 @@ class DecodeMma(LaunchConfig):
 
     def resident_threads(self) -> int:
         return self.threads * self.blocks_per_sm
+
+    @property
+    def rows(self) -> int:
+        """Rows of W in a tile."""
+        return ROWS * self.row_tiles
 
     @property
     def token_tiles(self) -> int:
@@ -75,13 +86,13 @@ class DecodeMma(LaunchConfig):
     def shared_bytes(self, call: LayerCall) -> int:
         """Bytes of every warp's ring of stages, and of x. At the end the sums overwrite both."""
         warps = self.tiles * self.split_k
-        ring = self.stages * ROWS * call.bytes_of_columns(self.stage_columns)
+        ring = self.stages * self.rows * call.bytes_of_columns(self.stage_columns)
         columns = round_up(call.in_features, self.stage_columns)
-        sums = round_up(4 * (call.n_masks + 1) * ROWS * self.token_columns(call.tokens), 128)
+        sums = round_up(4 * (call.n_masks + 1) * self.rows * self.token_columns(call.tokens), 128)
         rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
         if call.tokens == 1 and call.weight.bits == 4:  # each element with a zero after it
             rows_of_x = columns * 4
-        return max(warps * ring + rows_of_x + 32, warps * sums)
+        return max(warps * ring + rows_of_x + 8 * self.segments, warps * sums)
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
         """Enough that no SM takes more than `blocks_per_sm` blocks while another has none."""
@@ -89,12 +100,15 @@ class DecodeMma(LaunchConfig):
         return max(self.shared_bytes(call), share - RESERVED_SHARED_BYTES_PER_BLOCK + 128)
 
     def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
-        blocks = ceil_div(call.out_features, ROWS * self.tiles) * ceil_div(call.tokens, self.block_tokens)
+        blocks = ceil_div(call.out_features, self.rows * self.tiles) * ceil_div(call.tokens, self.block_tokens)
         return round_up(blocks, self.cluster), 1
 
     def macros(self, call: LayerCall) -> dict[str, int]:
         return common_macros(call) | {
             "MGLU_TILES": self.tiles,
+            "MGLU_ROW_TILES": self.row_tiles,
+            "MGLU_MATRICES": int(self.matrices),
+            "MGLU_X_SEGMENTS": self.segments,
             "MGLU_SPLIT_K": self.split_k,
             "MGLU_STAGES": self.stages,
             "MGLU_MASK_VECTOR": min(self.mask_vector(call.n_masks), mask_alignment(call)),
@@ -121,7 +135,7 @@ class DecodeMma(LaunchConfig):
         return LaunchSequence(kernel)
 
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        yield from aligned_violations(self.kernel, call, ROWS)
+        yield from aligned_violations(self.kernel, call, self.rows)
         if _scales_columns(call) and self.sub == 1:
             yield f"sub: got 1, must be 2 or 4 for {call.weight.format.name}"
         if self.block_tokens > 16:
