@@ -14,7 +14,7 @@ namespace mglu {
 // neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns],
 // first t = x W^T, then s_i = x (M_i * W)^T of each mask.
 template <int kType_, WeightFormat kFormat_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_,
-          int kParts_, int kRows_, int kColumns_, int kWarpBytes_>
+          int kParts_, int kRows_, int kLastRows_, int kColumns_, int kWarpBytes_>
 struct EpilogueShape {
     static constexpr int kType = kType_;
     static constexpr WeightFormat kFormat = kFormat_;
@@ -24,6 +24,7 @@ struct EpilogueShape {
     static constexpr int kTiles = kTiles_;
     static constexpr int kParts = kParts_;
     static constexpr int kRows = kRows_;
+    static constexpr int kLastRows = kLastRows_;  // of the last tile
     static constexpr int kColumns = kColumns_;
     static constexpr int kWarpBytes = kWarpBytes_;
     static constexpr int kThreads = 32 * kTiles * kParts;  // of the block
@@ -46,7 +47,7 @@ __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
 template <typename Shape>
 __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* shared, int first_row) {
     constexpr int kMasks = Shape::kMasks;
-    constexpr int kOutputs = Shape::kTiles * Shape::kRows * Shape::kColumns;
+    constexpr int kOutputs = ((Shape::kTiles - 1) * Shape::kRows + Shape::kLastRows) * Shape::kColumns;
     constexpr int kPartialSums = kMasks > 8 && 16 * kOutputs <= Shape::kThreads ? 16
                                  : kMasks >= 8                                  ? 8
                                  : kMasks >= 4                                  ? 4
@@ -72,7 +73,8 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* share
         if (wanted) {
             const int tile = output / kPlane;
             const u8* parts = shared + tile * (Shape::kParts * Shape::kWarpBytes);
-            const int tile_start = min(first_row + tile * Shape::kRows, p.out_features - Shape::kRows);
+            const int tile_start = min(first_row + tile * Shape::kRows, 
+                                       p.out_features - (tile < Shape::kTiles - 1 ? Shape::kRows : Shape::kLastRows));
             const int offset = (row - tile_start) * Shape::kColumns + token;
             const float scale =
                 kScalesColumns<Shape::kFormat> ? 1.0f : StoredWeight<Shape::kFormat, Shape::kType>::scale(p, row, 0);

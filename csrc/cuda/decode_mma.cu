@@ -40,6 +40,7 @@ constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
 constexpr int kTiles = MGLU_TILES;                  // tiles of 16 rows in a block
 constexpr int kRowTiles = MGLU_ROW_TILES;           // products high that a tile is
+constexpr int kLastRowTiles = MGLU_LAST_ROW_TILES;  // of the last tile of a block
 constexpr bool kMatrices = MGLU_MATRICES;           // W and x leave shared memory as matrices
 constexpr int kSplitK = MGLU_SPLIT_K;               // warps that share a tile, each with a part of k
 constexpr int kStages = MGLU_STAGES;                // stages in a warp's ring
@@ -70,12 +71,14 @@ constexpr int kWeightBytes = Stage::kWeightBytes;
 constexpr int kMaskRowBytes = Stage::kMaskRowBytes;
 constexpr int kStageBytes = Stage::kBytes;
 constexpr bool kSwizzleMasks = Stage::kSwizzleMasks;
+constexpr int kLastRows = 16 * kLastRowTiles;
+constexpr int kBlockRows = (kTiles - 1) * kRows + kLastRows;
 constexpr int kPartialFloats = (kMasks + 1) * kRows * kTokenColumns;
 constexpr int kRingBytes = kStages * kStageBytes;
 // A warp's sums overwrite its ring. Where they are larger, they overwrite all rings and x.
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
-using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows,
+using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows, kLastRows,
                                kTokenColumns, kSumBytes>;
 
 // x of one token as the products take it, in shared memory, where W is in 4 bits and reading does not hide arithmetic:
@@ -405,7 +408,7 @@ __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
 extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     mglu_decode_mma(const __grid_constant__ mglu::Params all) {
     using namespace mglu;
-    const Work<int> work = work_of_neighbours<kTiles * kRows, kBlockTokens>(all);
+    const Work<int> work = work_of_neighbours<kBlockRows, kBlockTokens>(all);
     const Params p = select_tokens(all, work.token);
     extern __shared__ __align__(128) u8 shared[];
     const int lane = threadIdx.x % 32;
@@ -416,7 +419,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     const int q = lane % 4;
     const int first_row = work.row;
     // A last tile that would run past the end starts higher instead, and computes some rows twice.
-    const int tile_row = min(first_row + tile * kRows, p.out_features - kRows);
+    const int tile_rows = tile < kTiles - 1 ? kRows : kLastRows;
+    const int tile_row = min(first_row + tile * kRows, p.out_features - tile_rows);
     const int chunks = (p.in_features + 63) / 64;
     const int stages = (chunks + kStageChunks - 1) / kStageChunks;
     const u32 ring = shared_address(shared) + warp * kRingBytes;
@@ -438,8 +442,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         // after the wait then see what they wrote. One lane's share gains within 1% as much as a whole stage, and
         // unlike a whole stage does not delay the other kernels of a model (decode_mma.md). The prefetch has its own
         // loader: the registers of a shared one would stay alive, and 15 masks cannot spare them.
-        StageLoader<Stage, kSplitK> early(p, kReadOnce);
-        early.start(p, tile_row, part);
+        StageLoader<Stage, kSplitK, kLastRows> early(p, kReadOnce);
+        early.start(p, tile_row, part, tile_rows);
         if (lane == 0) early.template load_next<true>(0);
     }
     wait_for_earlier_kernels();
@@ -449,8 +453,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     if constexpr (kExpandedX) expanded.load(p, items);
     else if (use_bulk_copy) x.copy(p, warp, lane);
     else x.store(p, 0);
-    StageLoader<Stage, kSplitK> loader(p, kReadOnce);
-    loader.start(p, tile_row, part);
+    StageLoader<Stage, kSplitK, kLastRows> loader(p, kReadOnce);
+    loader.start(p, tile_row, part, tile_rows);
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
         if (s < own_stages) loader.load_next(ring + s * kStageBytes);
@@ -495,13 +499,15 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
             const ChunkOfX chunk_of_x(at, x_offset + chunk_in_stage * kChunkOfX);
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) {
+                if (r >= kLastRowTiles && 16 * r >= tile_rows) continue;
                 const ChunkOfWeights chunk(
                     slot + chunk_in_stage * (kRows * Stage::kBlockRowBytes) + r * (16 * Stage::kBlockRowBytes), at);
 #pragma unroll
                 for (int group = 0; group < kMaskGroups; ++group) {
                     const MaskWords<kMaskGroup> top = load_mask_group(slot, at, 0, chunk_in_stage, group, r);
                     const MaskWords<kMaskGroup> bottom = load_mask_group(slot, at, 1, chunk_in_stage, group, r);
-                    if (chunk_in_stage == kStageChunks - 1 && r == kRowTiles - 1 && group == kMaskGroups - 1) {
+                    if (chunk_in_stage == kStageChunks - 1 && group == kMaskGroups - 1 &&
+                        (r == kRowTiles - 1 || (r == kLastRowTiles - 1 && tile_rows == kLastRows))) {
                         // All of the stage is in registers now: refill its slot before the arithmetic.
                         __syncwarp();
                         if (n + kStages < own_stages) loader.load_next(slot);

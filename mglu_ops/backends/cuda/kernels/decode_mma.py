@@ -39,6 +39,8 @@ class DecodeMma(LaunchConfig):
     """Tiles of 16 rows of W that a block computes."""
     row_tiles: int = 1
     """Products of 16 rows that share a warp's x: 1, 2 or 4."""
+    short: int = 0
+    """Products of 16 rows by which the last tile of a block is shorter than the others."""
     matrices: bool = False
     """Whether W in 8 bits and x leave shared memory by `ldmatrix`."""
     segments: int = 4
@@ -100,13 +102,14 @@ class DecodeMma(LaunchConfig):
         return max(self.shared_bytes(call), share - RESERVED_SHARED_BYTES_PER_BLOCK + 128)
 
     def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
-        blocks = ceil_div(call.out_features, self.rows * self.tiles) * ceil_div(call.tokens, self.block_tokens)
+        blocks = ceil_div(call.out_features, self.rows * self.tiles - ROWS * self.short) * ceil_div(call.tokens, self.block_tokens)
         return round_up(blocks, self.cluster), 1
 
     def macros(self, call: LayerCall) -> dict[str, int]:
         return common_macros(call) | {
             "MGLU_TILES": self.tiles,
             "MGLU_ROW_TILES": self.row_tiles,
+            "MGLU_LAST_ROW_TILES": self.row_tiles - self.short,
             "MGLU_MATRICES": int(self.matrices),
             "MGLU_X_SEGMENTS": self.segments,
             "MGLU_SPLIT_K": self.split_k,
