@@ -14,7 +14,8 @@ namespace mglu {
 // neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns],
 // first t = x W^T, then s_i = x (M_i * W)^T of each mask.
 template <int kType_, WeightFormat kFormat_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_,
-          int kParts_, int kRows_, int kLastRows_, int kColumns_, int kWarpBytes_>
+          int kParts_, int kRows_, int kLastRows_, int kColumns_, int kRowStride_,
+          int kTokenStride_, int kWarpBytes_>
 struct EpilogueShape {
     static constexpr int kType = kType_;
     static constexpr WeightFormat kFormat = kFormat_;
@@ -26,6 +27,8 @@ struct EpilogueShape {
     static constexpr int kRows = kRows_;
     static constexpr int kLastRows = kLastRows_;  // of the last tile
     static constexpr int kColumns = kColumns_;
+    static constexpr int kRowStride = kRowStride_;
+    static constexpr int kTokenStride = kTokenStride_;
     static constexpr int kWarpBytes = kWarpBytes_;
     static constexpr int kThreads = 32 * kTiles * kParts;  // of the block
 };
@@ -47,7 +50,8 @@ __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
 template <typename Shape>
 __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* shared, int first_row) {
     constexpr int kMasks = Shape::kMasks;
-    constexpr int kOutputs = ((Shape::kTiles - 1) * Shape::kRows + Shape::kLastRows) * Shape::kColumns;
+    constexpr bool kRowsFirst = Shape::kRowStride == 1 && Shape::kColumns > 1;
+    constexpr int kOutputs = kRowsFirst ? Shape::kTiles * Shape::kRows * Shape::kColumns : ((Shape::kTiles - 1) * Shape::kRows + Shape::kLastRows) * Shape::kColumns;
     constexpr int kPartialSums = kMasks > 8 && 16 * kOutputs <= Shape::kThreads ? 16
                                  : kMasks >= 8                                  ? 8
                                  : kMasks >= 4                                  ? 4
@@ -61,21 +65,25 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* share
                                                           : 1;
     constexpr int kMaskLanes = kUsableLanes < kPartialSums ? kUsableLanes : kPartialSums;
     constexpr int kLanePartialSums = kPartialSums / kMaskLanes;  // partial sums of a lane
-    constexpr int kPlane = Shape::kRows * Shape::kColumns;
+    constexpr int kOutputsOfTile = Shape::kRows * Shape::kColumns;
+    constexpr int kPlane = kRowsFirst ? Shape::kTokenStride * Shape::kColumns : kOutputsOfTile;
     constexpr int kOutputsAtOnce = Shape::kThreads / kMaskLanes;
     const int mask_lane = static_cast<int>(threadIdx.x) % kMaskLanes;
     for (int base = 0; base < kOutputs; base += kOutputsAtOnce) {
         const int output = base + static_cast<int>(threadIdx.x) / kMaskLanes;
-        const int token = output % Shape::kColumns;
-        const int row = first_row + output / Shape::kColumns;
-        const bool wanted = output < kOutputs && token < p.tokens && row < p.out_features;
+        const int tile = output / kOutputsOfTile;
+        const int token = kRowsFirst ? output % kOutputsOfTile / Shape::kRows : output % Shape::kColumns;
+        const int row_in_tile =
+            kRowsFirst ? output % Shape::kRows : output % kOutputsOfTile / Shape::kColumns;
+        const int row = first_row + tile * Shape::kRows + row_in_tile;
+        const bool wanted = output < kOutputs && token < p.tokens && row < p.out_features &&
+                            (tile < Shape::kTiles - 1 || row_in_tile < Shape::kLastRows);
         float sum[kLanePartialSums] = {};
         if (wanted) {
-            const int tile = output / kPlane;
             const u8* parts = shared + tile * (Shape::kParts * Shape::kWarpBytes);
             const int tile_start = min(first_row + tile * Shape::kRows, 
                                        p.out_features - (tile < Shape::kTiles - 1 ? Shape::kRows : Shape::kLastRows));
-            const int offset = (row - tile_start) * Shape::kColumns + token;
+            const int offset = (row - tile_start) * Shape::kRowStride + token * Shape::kTokenStride;
             const float scale =
                 kScalesColumns<Shape::kFormat> ? 1.0f : StoredWeight<Shape::kFormat, Shape::kType>::scale(p, row, 0);
             const float t = sum_of_parts<Shape>(parts, offset) * scale;

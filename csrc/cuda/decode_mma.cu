@@ -73,13 +73,16 @@ constexpr int kStageBytes = Stage::kBytes;
 constexpr bool kSwizzleMasks = Stage::kSwizzleMasks;
 constexpr int kLastRows = 16 * kLastRowTiles;
 constexpr int kBlockRows = (kTiles - 1) * kRows + kLastRows;
-constexpr int kPartialFloats = (kMasks + 1) * kRows * kTokenColumns;
+// A warp's sums are [1 + mask][token][row], with padding that spreads a warp's stores over the banks.
+constexpr int kTokenStride = MGLU_ROWS_FIRST ? kTokenColumns == 1 ? kRows : kRows + 4 : 1;
+constexpr int kRowStride = MGLU_ROWS_FIRST ? 1 : kTokenColumns;
+constexpr int kPartialFloats = (kMasks + 1) * (MGLU_ROWS_FIRST ? kTokenColumns * kTokenStride : kRows * kTokenColumns);
 constexpr int kRingBytes = kStages * kStageBytes;
 // A warp's sums overwrite its ring. Where they are larger, they overwrite all rings and x.
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
 using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows, kLastRows,
-                               kTokenColumns, kSumBytes>;
+                               kTokenColumns, kRowStride, kTokenStride, kSumBytes>;
 
 // x of one token as the products take it, in shared memory, where W is in 4 bits and reading does not hide arithmetic:
 // for each half of a chunk the even columns and then the odd ones, each followed by a zero. A lane reads its columns 2q
@@ -374,7 +377,7 @@ __device__ __forceinline__ void store_partial(float* partial, const Accumulators
     for (int i = 0; i <= kMasks; ++i)
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-            float* rows = partial + (i * kRows + 16 * r) * kTokenColumns;
+            float* rows = partial + i * (kPartialFloats / (kMasks + 1)) + 16 * r * kRowStride;
             if constexpr (kTokenColumns == 1) {
                 if (q == 0) {
                     rows[g] = acc.sum[r][i][0][0];
@@ -383,6 +386,12 @@ __device__ __forceinline__ void store_partial(float* partial, const Accumulators
             } else {
 #pragma unroll
                 for (int n = 0; n < kTokenTiles; ++n) {
+                    if constexpr (MGLU_ROWS_FIRST) {
+#pragma unroll
+                        for (int j = 0; j < 4; ++j)
+                            rows[(n * 8 + 2 * q + j % 2) * kTokenStride + g + j / 2 * 8] = acc.sum[r][i][n][j];
+                        continue;
+                    }
                     *reinterpret_cast<float2*>(rows + g * kTokenColumns + n * 8 + 2 * q) =
                         make_float2(acc.sum[r][i][n][0], acc.sum[r][i][n][1]);
                     *reinterpret_cast<float2*>(rows + (g + 8) * kTokenColumns + n * 8 + 2 * q) =

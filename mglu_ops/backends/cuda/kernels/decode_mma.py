@@ -41,6 +41,8 @@ class DecodeMma(LaunchConfig):
     """Products of 16 rows that share a warp's x: 1, 2 or 4."""
     short: int = 0
     """Products of 16 rows by which the last tile of a block is shorter than the others."""
+    rows_first: bool = False
+    """Whether neighbouring threads write neighbouring rows."""
     matrices: bool = False
     """Whether W in 8 bits and x leave shared memory by `ldmatrix`."""
     segments: int = 4
@@ -90,7 +92,7 @@ class DecodeMma(LaunchConfig):
         warps = self.tiles * self.split_k
         ring = self.stages * self.rows * call.bytes_of_columns(self.stage_columns)
         columns = round_up(call.in_features, self.stage_columns)
-        sums = round_up(4 * (call.n_masks + 1) * self.rows * self.token_columns(call.tokens), 128)
+        sums = round_up(4 * (call.n_masks + 1) * (self.rows + 4 * self.rows_first) * self.token_columns(call.tokens), 128)
         rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
         if call.tokens == 1 and call.weight.bits == 4:  # each element with a zero after it
             rows_of_x = columns * 4
@@ -110,6 +112,7 @@ class DecodeMma(LaunchConfig):
             "MGLU_TILES": self.tiles,
             "MGLU_ROW_TILES": self.row_tiles,
             "MGLU_LAST_ROW_TILES": self.row_tiles - self.short,
+            "MGLU_ROWS_FIRST": int(self.rows_first),
             "MGLU_MATRICES": int(self.matrices),
             "MGLU_X_SEGMENTS": self.segments,
             "MGLU_SPLIT_K": self.split_k,
