@@ -48,7 +48,8 @@ __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
 // kMaskLanes neighbouring lanes share an output, which shortens the kernel's tail. A tile that would run past the last
 // row starts higher (decode_mma.cu), which shifts its rows here as well.
 template <typename Shape>
-__device__ __forceinline__ void decode_epilogue(const Params& p, const u8* shared, int first_row) {
+__device__ __forceinline__ void decode_epilogue(const Params& p, const u8* shared, int first_row,
+                                                const float* scales) {
     constexpr int kMasks = Shape::kMasks;
     constexpr bool kRowsFirst = Shape::kRowStride == 1 && Shape::kColumns > 1;
     constexpr int kOutputs = kRowsFirst ? Shape::kTiles * Shape::kRows * Shape::kColumns : ((Shape::kTiles - 1) * Shape::kRows + Shape::kLastRows) * Shape::kColumns;
@@ -85,7 +86,7 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* share
                                        p.out_features - (tile < Shape::kTiles - 1 ? Shape::kRows : Shape::kLastRows));
             const int offset = (row - tile_start) * Shape::kRowStride + token * Shape::kTokenStride;
             const float scale =
-                kScalesColumns<Shape::kFormat> ? 1.0f : StoredWeight<Shape::kFormat, Shape::kType>::scale(p, row, 0);
+                kScalesColumns<Shape::kFormat> ? 1.0f : scales ? scales[row - first_row] : StoredWeight<Shape::kFormat, Shape::kType>::scale(p, row, 0);
             const float t = sum_of_parts<Shape>(parts, offset) * scale;
 #pragma unroll
             for (int first = 0; first < kMasks; first += kMaskLanes) {

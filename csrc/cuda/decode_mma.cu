@@ -41,6 +41,7 @@ constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
 constexpr int kTiles = MGLU_TILES;                  // tiles of 16 rows in a block
 constexpr int kRowTiles = MGLU_ROW_TILES;           // products high that a tile is
 constexpr int kLastRowTiles = MGLU_LAST_ROW_TILES;  // of the last tile of a block
+constexpr bool kEarlyScales = MGLU_EARLY_SCALES;     // the scales of rows are copied to shared memory at the start
 constexpr bool kMatrices = MGLU_MATRICES;           // W and x leave shared memory as matrices
 constexpr int kSplitK = MGLU_SPLIT_K;               // warps that share a tile, each with a part of k
 constexpr int kStages = MGLU_STAGES;                // stages in a warp's ring
@@ -456,6 +457,12 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         if (lane == 0) early.template load_next<true>(0);
     }
     wait_for_earlier_kernels();
+    const u32 scales_at = max(x.ready + 8 * kXSegments - shared_address(shared), kWarps * kSumBytes);
+    if constexpr (kEarlyScales)
+        for (int row = threadIdx.x; row < kBlockRows; row += kThreads)
+            copy_async<4>(shared_address(shared) + scales_at + 4 * row,
+                          static_cast<const float*>(p.weight_scale) + min(first_row + row, p.out_features - 1), 4,
+                          cache_policy(false));
     if constexpr (kCluster > 1) wait_for_cluster();
     ExpandedX expanded;
     const int items = x.octets;
@@ -541,9 +548,11 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         for (; x_next < x.ready + 8 * kXSegments; x_next += 8) barrier_wait(x_next, 0);
     }
 
+    if constexpr (kEarlyScales) copy_async_wait<0>();
     if constexpr (kSumsInRing) __syncwarp();
     else __syncthreads();
     store_partial(reinterpret_cast<float*>(shared + warp * kSumBytes), acc, g, q);
     __syncthreads();
-    decode_epilogue<Epilogue>(p, shared, first_row);
+    decode_epilogue<Epilogue>(p, shared, first_row,
+                              kEarlyScales ? reinterpret_cast<const float*>(shared + scales_at) : nullptr);
 }

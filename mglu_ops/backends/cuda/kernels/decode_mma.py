@@ -43,6 +43,8 @@ class DecodeMma(LaunchConfig):
     """Products of 16 rows by which the last tile of a block is shorter than the others."""
     rows_first: bool = False
     """Whether neighbouring threads write neighbouring rows."""
+    early_scales: bool = False
+    """Whether the scales of rows are copied to shared memory at the start."""
     matrices: bool = False
     """Whether W in 8 bits and x leave shared memory by `ldmatrix`."""
     segments: int = 4
@@ -96,7 +98,8 @@ class DecodeMma(LaunchConfig):
         rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
         if call.tokens == 1 and call.weight.bits == 4:  # each element with a zero after it
             rows_of_x = columns * 4
-        return max(warps * ring + rows_of_x + 8 * self.segments, warps * sums)
+        scales = 4 * self.rows * self.tiles if self.early_scales else 0
+        return max(warps * ring + rows_of_x + 8 * self.segments, warps * sums) + scales
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
         """Enough that no SM takes more than `blocks_per_sm` blocks while another has none."""
@@ -113,6 +116,7 @@ class DecodeMma(LaunchConfig):
             "MGLU_ROW_TILES": self.row_tiles,
             "MGLU_LAST_ROW_TILES": self.row_tiles - self.short,
             "MGLU_ROWS_FIRST": int(self.rows_first),
+            "MGLU_EARLY_SCALES": int(self.early_scales),
             "MGLU_MATRICES": int(self.matrices),
             "MGLU_X_SEGMENTS": self.segments,
             "MGLU_SPLIT_K": self.split_k,
