@@ -11,11 +11,10 @@
 namespace mglu {
 
 // A block has kTiles tiles of kRows rows of W. The kParts warps that share a tile, each with a part of k, are
-// neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns],
+// neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kColumns][kRows],
 // first t = x W^T, then s_i = x (M_i * W)^T of each mask.
 template <int kType_, WeightFormat kFormat_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_,
-          int kParts_, int kRows_, int kLastRows_, int kColumns_, int kRowStride_,
-          int kTokenStride_, int kWarpBytes_>
+          int kParts_, int kRows_, int kColumns_, int kWarpBytes_>
 struct EpilogueShape {
     static constexpr int kType = kType_;
     static constexpr WeightFormat kFormat = kFormat_;
@@ -25,13 +24,16 @@ struct EpilogueShape {
     static constexpr int kTiles = kTiles_;
     static constexpr int kParts = kParts_;
     static constexpr int kRows = kRows_;
-    static constexpr int kLastRows = kLastRows_;  // of the last tile
     static constexpr int kColumns = kColumns_;
-    static constexpr int kRowStride = kRowStride_;
-    static constexpr int kTokenStride = kTokenStride_;
     static constexpr int kWarpBytes = kWarpBytes_;
     static constexpr int kThreads = 32 * kTiles * kParts;  // of the block
 };
+
+// Where a sum lies in its [kColumns][kRows] of 16 rows. The threads of a warp write and read different banks.
+__device__ __forceinline__ int place_of_sum(int token, int row) {
+    const int place = token * 16 + row;
+    return place ^ place / 32 % 4 * 8;
+}
 
 // Adds the parts of k in a fixed order, so that every run gives the same bits.
 template <typename Shape>
@@ -46,13 +48,12 @@ __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
 // The masks' terms of an output are summed in a fixed order: each of kPartialSums partial sums takes every
 // kPartialSums-th mask, and the partial sums are then added pairwise. Where a block has more threads than outputs,
 // kMaskLanes neighbouring lanes share an output, which shortens the kernel's tail. A tile that would run past the last
-// row starts higher (decode_mma.cu), which shifts its rows here as well.
+// row starts higher (decode_mma.cu), which shifts its rows here as well. `scales`: of the block's rows, where rows have
+// them.
 template <typename Shape>
-__device__ __forceinline__ void decode_epilogue(const Params& p, const u8* shared, int first_row,
-                                                const float* scales) {
+__device__ __forceinline__ void decode_epilogue(const Params& p, const float* scales, const u8* sums, int first_row) {
     constexpr int kMasks = Shape::kMasks;
-    constexpr bool kRowsFirst = Shape::kRowStride == 1 && Shape::kColumns > 1;
-    constexpr int kOutputs = kRowsFirst ? Shape::kTiles * Shape::kRows * Shape::kColumns : ((Shape::kTiles - 1) * Shape::kRows + Shape::kLastRows) * Shape::kColumns;
+    constexpr int kOutputs = Shape::kTiles * Shape::kRows * Shape::kColumns;
     constexpr int kPartialSums = kMasks > 8 && 16 * kOutputs <= Shape::kThreads ? 16
                                  : kMasks >= 8                                  ? 8
                                  : kMasks >= 4                                  ? 4
@@ -66,27 +67,21 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* share
                                                           : 1;
     constexpr int kMaskLanes = kUsableLanes < kPartialSums ? kUsableLanes : kPartialSums;
     constexpr int kLanePartialSums = kPartialSums / kMaskLanes;  // partial sums of a lane
-    constexpr int kOutputsOfTile = Shape::kRows * Shape::kColumns;
-    constexpr int kPlane = kRowsFirst ? Shape::kTokenStride * Shape::kColumns : kOutputsOfTile;
+    constexpr int kPlane = Shape::kRows * Shape::kColumns;
     constexpr int kOutputsAtOnce = Shape::kThreads / kMaskLanes;
     const int mask_lane = static_cast<int>(threadIdx.x) % kMaskLanes;
     for (int base = 0; base < kOutputs; base += kOutputsAtOnce) {
         const int output = base + static_cast<int>(threadIdx.x) / kMaskLanes;
-        const int tile = output / kOutputsOfTile;
-        const int token = kRowsFirst ? output % kOutputsOfTile / Shape::kRows : output % Shape::kColumns;
-        const int row_in_tile =
-            kRowsFirst ? output % Shape::kRows : output % kOutputsOfTile / Shape::kColumns;
-        const int row = first_row + tile * Shape::kRows + row_in_tile;
-        const bool wanted = output < kOutputs && token < p.tokens && row < p.out_features &&
-                            (tile < Shape::kTiles - 1 || row_in_tile < Shape::kLastRows);
+        const int tile = output / kPlane;
+        const int token = output % kPlane / Shape::kRows;  // neighbouring threads write neighbouring rows
+        const int row = first_row + tile * Shape::kRows + output % Shape::kRows;
+        const bool wanted = output < kOutputs && token < p.tokens && row < p.out_features;
         float sum[kLanePartialSums] = {};
         if (wanted) {
-            const u8* parts = shared + tile * (Shape::kParts * Shape::kWarpBytes);
-            const int tile_start = min(first_row + tile * Shape::kRows, 
-                                       p.out_features - (tile < Shape::kTiles - 1 ? Shape::kRows : Shape::kLastRows));
-            const int offset = (row - tile_start) * Shape::kRowStride + token * Shape::kTokenStride;
-            const float scale =
-                kScalesColumns<Shape::kFormat> ? 1.0f : scales ? scales[row - first_row] : StoredWeight<Shape::kFormat, Shape::kType>::scale(p, row, 0);
+            const u8* parts = sums + tile * (Shape::kParts * Shape::kWarpBytes);
+            const int tile_start = min(first_row + tile * Shape::kRows, p.out_features - Shape::kRows);
+            const int offset = place_of_sum(token, row - tile_start);
+            const float scale = kScalesRows<Shape::kFormat> ? scales[row - first_row] : 1.0f;
             const float t = sum_of_parts<Shape>(parts, offset) * scale;
 #pragma unroll
             for (int first = 0; first < kMasks; first += kMaskLanes) {

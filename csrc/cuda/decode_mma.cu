@@ -16,8 +16,9 @@
 //
 // The order of a row's sums depends on in_features and on the launch configuration, not on the other tokens.
 //
-// W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row multiplies its sums at the
-// end, and that of a block or of a group the sums of its 128 columns.
+// W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row is copied to shared memory at
+// the start and multiplies the row's sums at the end; that of a block or of a group multiplies the sums of its 128
+// columns.
 //
 // Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight 16-byte aligned, rows of masks aligned to
 // MGLU_MASK_VECTOR and contiguous, out_features >= 16.
@@ -39,10 +40,6 @@ constexpr int kMasks = MGLU_N_MASKS;
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
 constexpr int kTiles = MGLU_TILES;                  // tiles of 16 rows in a block
-constexpr int kRowTiles = MGLU_ROW_TILES;           // products high that a tile is
-constexpr int kLastRowTiles = MGLU_LAST_ROW_TILES;  // of the last tile of a block
-constexpr bool kEarlyScales = MGLU_EARLY_SCALES;     // the scales of rows are copied to shared memory at the start
-constexpr bool kMatrices = MGLU_MATRICES;           // W and x leave shared memory as matrices
 constexpr int kSplitK = MGLU_SPLIT_K;               // warps that share a tile, each with a part of k
 constexpr int kStages = MGLU_STAGES;                // stages in a warp's ring
 constexpr int kStageChunks = MGLU_SUB;              // chunks of 64 columns in a stage
@@ -56,38 +53,34 @@ constexpr bool kReadOnce = MGLU_READ_ONCE;  // W is read once: a block has all t
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
+constexpr bool kMatrices = Weight::kBits == 8;  // W leaves shared memory as matrices, whose rows have 16 weights
 constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // parts of a stage with scales of their own
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
-static_assert(!kScalesColumns<kFormat> || kRowTiles == 1, "scales of 16 rows");
-static_assert(!kMatrices || Weight::kBits == 8, "a matrix has 16 weights in a row");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
 
+using Metadata = MetadataConstants<true>;
 constexpr int kMaskGroups = kMasks / kMaskGroup;
 static_assert(kMaskGroups * kMaskGroup == kMasks, "kMaskGroup divides kMasks");
 constexpr int kWarps = kTiles * kSplitK;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kRows = 16 * kRowTiles;
+constexpr int kRows = 16;
 using Stage = StageShape<kRows, 8 * kStageChunks, Weight::kBits, kMasks, kMaskVector>;
 constexpr int kWeightBytes = Stage::kWeightBytes;
 constexpr int kMaskRowBytes = Stage::kMaskRowBytes;
 constexpr int kStageBytes = Stage::kBytes;
 constexpr bool kSwizzleMasks = Stage::kSwizzleMasks;
-constexpr int kLastRows = 16 * kLastRowTiles;
-constexpr int kBlockRows = (kTiles - 1) * kRows + kLastRows;
-// A warp's sums are [1 + mask][token][row], with padding that spreads a warp's stores over the banks.
-constexpr int kTokenStride = MGLU_ROWS_FIRST ? kTokenColumns == 1 ? kRows : kRows + 4 : 1;
-constexpr int kRowStride = MGLU_ROWS_FIRST ? 1 : kTokenColumns;
-constexpr int kPartialFloats = (kMasks + 1) * (MGLU_ROWS_FIRST ? kTokenColumns * kTokenStride : kRows * kTokenColumns);
+constexpr int kPartialFloats = (kMasks + 1) * kRows * kTokenColumns;
 constexpr int kRingBytes = kStages * kStageBytes;
 // A warp's sums overwrite its ring. Where they are larger, they overwrite all rings and x.
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
-using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows, kLastRows,
-                               kTokenColumns, kRowStride, kTokenStride, kSumBytes>;
+constexpr int kScaleBytes = kScalesRows<kFormat> ? (4 * kTiles * kRows + 127) / 128 * 128 : 0;  // before the rings
+using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows,
+                               kTokenColumns, kSumBytes>;
 
 // x of one token as the products take it, in shared memory, where W is in 4 bits and reading does not hide arithmetic:
-// for each half of a chunk the even columns and then the odd ones, each followed by a zero. A lane reads its columns 2q
-// (or 2q + 1) of four groups of 8 as one vector.
+// for each half of a chunk the even columns and then the odd ones, each after a zero. A lane reads its columns 2q (or
+// 2q + 1) of four groups of 8 as one vector.
 constexpr bool kExpandedX = kTokenColumns == 1 && Weight::kBits == 4;
 constexpr int kChunkOfX = kExpandedX ? 256 : 128;  // bytes
 
@@ -111,7 +104,7 @@ struct ExpandedX {
         Vec16 even, odd;
 #pragma unroll
         for (int octet = 0; octet < 4; ++octet)
-            even.word[octet] = pair[octet] & 0xffffu, odd.word[octet] = pair[octet] >> 16;
+            even.word[octet] = pair[octet] << 16, odd.word[octet] = pair[octet] & 0xffff0000u;
         const u32 to = base + item / 4 * 128 + item % 4 * 16;
         store_shared_16(to, even);
         store_shared_16(to + 64, odd);
@@ -135,10 +128,9 @@ struct ExpandedX {
 };
 
 // x in shared memory: a row for each token, in vectors of 8 columns, with 16 bytes of padding between rows so that the
-// words that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
+// matrices that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
 // barrier, so that arithmetic starts when the first has arrived.
-constexpr bool kHighX = kMatrices && !kExpandedX;
-constexpr int kXSegments = MGLU_X_SEGMENTS;
+constexpr int kXSegments = 4;
 
 struct SharedX {
     u32 base;
@@ -197,7 +189,7 @@ struct SharedX {
 
 // One warp's sums over k: [0] is t, [1 + i] is s_i.
 struct Accumulators {
-    float sum[kRowTiles][kMasks + 1][kTokenTiles][4];
+    float sum[kMasks + 1][kTokenTiles][4];
 
     // Adds the sums of a group of columns times the scales of rows g and g + 8.
     __device__ __forceinline__ void add(const Accumulators& group, const float (&scale)[2]) {
@@ -206,7 +198,7 @@ struct Accumulators {
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) sum[0][i][n][j] += group.sum[0][i][n][j] * scale[j / 2];
+                for (int j = 0; j < 4; ++j) sum[i][n][j] += group.sum[i][n][j] * scale[j / 2];
     }
 };
 
@@ -228,15 +220,14 @@ struct GroupScales {
 
 // The addresses of a lane's reads that the compiler cannot derive: every other address is one of these plus a constant.
 struct LaneAddresses {
-    u32 weights;         // in a slot: 4 weights of row g; XOR applies `source` (0 to 3)
+    u32 weights;         // in a slot: 4 weights of row g, or a row of a matrix; XOR applies `source` (0 to 3)
     u32 masks[2];        // in a slot: row g, columns 16q to 16q + 15 of a chunk
-    u32 x[kTokenTiles];  // 4 of a token's first 16 bytes
+    u32 x[kTokenTiles];  // a row of a matrix: 16 of a token's first 64 bytes
 
-    __device__ __forceinline__ LaneAddresses(int g, int q, const SharedX& rows, int tokens) {
-        const int lane = threadIdx.x % 32;
-        if constexpr (kMatrices)  // row lane % 8 of matrix lane / 8: rows 8 to 15 where that is odd, 16 columns further from 2 on
-            weights = (lane % 8 + lane / 8 % 2 * 8) * Stage::kBlockRowBytes +
-                      (lane / 16 ^ Stage::swizzle_of(lane % 8)) * Stage::kQuarterBytes;
+    __device__ __forceinline__ LaneAddresses(int lane, int g, int q, const SharedX& rows, int tokens) {
+        if constexpr (kMatrices)  // of rows 0 to 7 and 8 to 15, and of these 16 columns further
+            weights =
+                lane % 16 * Stage::kBlockRowBytes + (lane / 16 ^ Stage::swizzle_of(lane % 8)) * Stage::kQuarterBytes;
         else
             weights = g * Stage::kBlockRowBytes + Stage::swizzle_of(g) * Stage::kQuarterBytes + q * (Weight::kBits / 2);
         // StageLoader swizzles the masks' rows.
@@ -246,9 +237,8 @@ struct LaneAddresses {
         // Columns past the last token repeat that token. Their sums are never written.
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
-            x[n] = rows.base + (kExpandedX  ? q * 16
-                                : kMatrices ? min(n * 8 + lane % 8, tokens - 1) * rows.row_bytes() + lane / 8 * 16
-                                            : min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4);
+            x[n] = rows.base +
+                   (kExpandedX ? q * 16 : min(n * 8 + lane % 8, tokens - 1) * rows.row_bytes() + lane / 8 * 16);
         keep_in_register(weights), keep_in_register(masks[0]), keep_in_register(masks[1]);
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) keep_in_register(x[n]);
@@ -257,8 +247,8 @@ struct LaneAddresses {
 
 // Loads a lane's mask words of one mask group, for row g (half = 0) or g + 8 (half = 1).
 __device__ __forceinline__ MaskWords<kMaskGroup> load_mask_group(u32 slot, const LaneAddresses& lane, int half,
-                                                                 int chunk_in_stage, int group, int row_tile) {
-    const u32 offset = (half + 2 * row_tile) * (8 * kMaskRowBytes) + chunk_in_stage * mask_bytes(64, kMasks) + group * kMaskGroup;
+                                                                 int chunk_in_stage, int group) {
+    const u32 offset = half * (8 * kMaskRowBytes) + chunk_in_stage * mask_bytes(64, kMasks) + group * kMaskGroup;
     if constexpr (kMaskGroup == kMasks && !kSwizzleMasks) {
         return load_mask_words<kMaskGroup>(slot + lane.masks[0] + offset);
     } else {
@@ -279,14 +269,32 @@ __device__ __forceinline__ MaskWords<kMaskGroup> load_mask_group(u32 slot, const
     }
 }
 
-// A lane's fragments of one chunk of 64 columns: B of four sparse products. Of every 8 columns the lane holds x in columns
-// 2q and 2q + 1.
-struct ChunkOfX {
-    // [token tile][half][odd][8 columns of the half]; half of the bits are 0: the upper ones, or with kMatrices the lower
-    // ones, since moving an element there takes no instruction of the pipe that decodes W
+// A lane's fragments of one chunk (16 rows by 64 columns): A and B of four sparse products. Of every 8 columns the lane
+// holds x in columns 2q and 2q + 1.
+struct ChunkFragments {
+    SparseWeights weights[2];  // the even weights and the odd weights
+    // [token tile][half][odd][8 columns of the half]. The lower 16 bits are 0: that needs fewer instructions of the pipe
+    // that decodes W than zeros above x would.
     u32 x[kTokenTiles][2][2][4];
 
-    __device__ __forceinline__ ChunkOfX(const LaneAddresses& lane, int x_offset) {
+    __device__ __forceinline__ ChunkFragments(u32 rows, const LaneAddresses& lane, int x_offset) {
+#pragma unroll
+        for (int source = 0; source < 4; source += kMatrices ? 2 : 1) {
+            const u32 address = (rows + lane.weights) ^ source * Stage::kQuarterBytes;
+            if constexpr (kMatrices) {
+                u32 word[4];
+                load_matrices(word, address);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) divide(source + i / 2, i % 2, {word[i]});
+            } else {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    u32 word[Weight::kWords];
+                    Weight::load(word, address + half * (8 * Stage::kBlockRowBytes));
+                    divide(source, half, word);
+                }
+            }
+        }
         if constexpr (kExpandedX) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) load_shared_words(x[0][i / 2][i % 2], lane.x[0] + x_offset + i * 64);
@@ -296,110 +304,69 @@ struct ChunkOfX {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     u32 word[4];
-                    if constexpr (kMatrices) load_matrices(word, lane.x[n] + x_offset + half * 64);
+                    load_matrices(word, lane.x[n] + x_offset + half * 64);
 #pragma unroll
                     for (int octet = 0; octet < 4; ++octet) {
-                        if constexpr (!kMatrices)
-                            word[octet] = load_shared_4(lane.x[n] + x_offset + half * 64 + octet * 16);
-                        x[n][half][0][octet] = kHighX ? word[octet] << 16 : word[octet] & 0xffffu;
-                        x[n][half][1][octet] = kHighX ? word[octet] & 0xffff0000u : word[octet] >> 16;
+                        x[n][half][0][octet] = word[octet] << 16;
+                        x[n][half][1][octet] = word[octet] & 0xffff0000u;
                     }
                 }
         }
     }
-};
 
-// A of these products, for 16 rows.
-struct ChunkOfWeights {
-    SparseWeights weights[2];  // the even weights and the odd weights
-
-    __device__ __forceinline__ ChunkOfWeights(u32 rows, const LaneAddresses& lane) {
-        if constexpr (kMatrices) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                u32 word[4];
-                load_matrices(word, (rows + lane.weights) ^ 2 * i * Stage::kQuarterBytes);
-#pragma unroll
-                for (int m = 0; m < 4; ++m) decode(2 * i + m / 2, m % 2, {word[m]});
-            }
-        } else {
-#pragma unroll
-            for (int source = 0; source < 4; ++source) {
-                const u32 address = (rows + lane.weights) ^ source * Stage::kQuarterBytes;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    u32 word[Weight::kWords];
-                    Weight::load(word, address + half * (8 * Stage::kBlockRowBytes));
-                    Weight::divide(weights[0].pair(source, half), weights[1].pair(source, half), word);
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void decode(int source, int half, const u32 (&word)[Weight::kWords]) {
+    __device__ __forceinline__ void divide(int source, int half, const u32 (&word)[Weight::kWords]) {
         Weight::divide(weights[0].pair(source, half), weights[1].pair(source, half), word);
     }
 
     template <int kSelector, int kOdd>
-    __device__ __forceinline__ void mma(float (&sum)[kTokenTiles][4], const ChunkOfX& x, u32 metadata) const {
+    __device__ __forceinline__ void mma(float (&sum)[kTokenTiles][4], u32 metadata) const {
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
             mma_sparse_16x8x32<kType == kBfloat16, kSelector>(sum[n], weights[kOdd].value[kSelector],
-                                                              x.x[n][kSelector][kOdd], metadata);
+                                                              x[n][kSelector][kOdd], metadata);
     }
 
     // t sums all weights.
-    __device__ __forceinline__ void multiply_unmasked(float (&t)[kTokenTiles][4], const ChunkOfX& x,
-                                                      u32 select_all) const {
-        mma<0, 0>(t, x, select_all);
-        mma<0, 1>(t, x, select_all);
-        mma<1, 0>(t, x, select_all);
-        mma<1, 1>(t, x, select_all);
+    __device__ __forceinline__ void multiply_unmasked(Accumulators& acc, const Metadata& constants) const {
+        mma<0, 0>(acc.sum[0], constants.select_all());
+        mma<0, 1>(acc.sum[0], constants.select_all());
+        mma<1, 0>(acc.sum[0], constants.select_all());
+        mma<1, 1>(acc.sum[0], constants.select_all());
     }
 
     // s_i, for each mask of a group. Consecutive products have different accumulators.
-    __device__ __forceinline__ void multiply_masked(float (*sums)[kTokenTiles][4], const ChunkOfX& x,
-                                                    const SparseMetadata<kMaskGroup, kHighX>& even,
-                                                    const SparseMetadata<kMaskGroup, kHighX>& odd) const {
+    __device__ __forceinline__ void multiply_masked(Accumulators& acc, int group,
+                                                    const SparseMetadata<kMaskGroup>& even,
+                                                    const SparseMetadata<kMaskGroup>& odd) const {
+        float (*sums)[kTokenTiles][4] = acc.sum + 1 + group * kMaskGroup;
 #pragma unroll
-        for (int i = 0; i < kMaskGroup; ++i) mma<0, 0>(sums[i], x, even.word[i]);
+        for (int i = 0; i < kMaskGroup; ++i) mma<0, 0>(sums[i], even.word[i]);
 #pragma unroll
-        for (int i = 0; i < kMaskGroup; ++i) mma<0, 1>(sums[i], x, odd.word[i]);
+        for (int i = 0; i < kMaskGroup; ++i) mma<0, 1>(sums[i], odd.word[i]);
 #pragma unroll
-        for (int i = 0; i < kMaskGroup; ++i) mma<1, 0>(sums[i], x, even.word[i]);
+        for (int i = 0; i < kMaskGroup; ++i) mma<1, 0>(sums[i], even.word[i]);
 #pragma unroll
-        for (int i = 0; i < kMaskGroup; ++i) mma<1, 1>(sums[i], x, odd.word[i]);
+        for (int i = 0; i < kMaskGroup; ++i) mma<1, 1>(sums[i], odd.word[i]);
     }
 };
 
-// Stores a warp's sums as [1 + mask][row][token] over its ring.
+// Stores a warp's sums as [1 + mask][token][row] over its ring.
 __device__ __forceinline__ void store_partial(float* partial, const Accumulators& acc, int g, int q) {
 #pragma unroll
-    for (int i = 0; i <= kMasks; ++i)
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            float* rows = partial + i * (kPartialFloats / (kMasks + 1)) + 16 * r * kRowStride;
-            if constexpr (kTokenColumns == 1) {
-                if (q == 0) {
-                    rows[g] = acc.sum[r][i][0][0];
-                    rows[g + 8] = acc.sum[r][i][0][2];
-                }
-            } else {
-#pragma unroll
-                for (int n = 0; n < kTokenTiles; ++n) {
-                    if constexpr (MGLU_ROWS_FIRST) {
-#pragma unroll
-                        for (int j = 0; j < 4; ++j)
-                            rows[(n * 8 + 2 * q + j % 2) * kTokenStride + g + j / 2 * 8] = acc.sum[r][i][n][j];
-                        continue;
-                    }
-                    *reinterpret_cast<float2*>(rows + g * kTokenColumns + n * 8 + 2 * q) =
-                        make_float2(acc.sum[r][i][n][0], acc.sum[r][i][n][1]);
-                    *reinterpret_cast<float2*>(rows + (g + 8) * kTokenColumns + n * 8 + 2 * q) =
-                        make_float2(acc.sum[r][i][n][2], acc.sum[r][i][n][3]);
-                }
+    for (int i = 0; i <= kMasks; ++i) {
+        float* sums = partial + i * (kRows * kTokenColumns);
+        if constexpr (kTokenColumns == 1) {
+            if (q == 0) {
+                sums[g] = acc.sum[i][0][0];
+                sums[g + 8] = acc.sum[i][0][2];
             }
+        } else {
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sums[place_of_sum(n * 8 + 2 * q + j % 2, g + j / 2 * 8)] = acc.sum[i][n][j];
         }
+    }
 }
 
 // Narrows the parameters to one block's tokens: up to kBlockTokens from first_token on.
@@ -418,7 +385,7 @@ __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
 extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     mglu_decode_mma(const __grid_constant__ mglu::Params all) {
     using namespace mglu;
-    const Work<int> work = work_of_neighbours<kBlockRows, kBlockTokens>(all);
+    const Work<int> work = work_of_neighbours<kTiles * kRows, kBlockTokens>(all);
     const Params p = select_tokens(all, work.token);
     extern __shared__ __align__(128) u8 shared[];
     const int lane = threadIdx.x % 32;
@@ -429,12 +396,12 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     const int q = lane % 4;
     const int first_row = work.row;
     // A last tile that would run past the end starts higher instead, and computes some rows twice.
-    const int tile_rows = tile < kTiles - 1 ? kRows : kLastRows;
-    const int tile_row = min(first_row + tile * kRows, p.out_features - tile_rows);
+    const int tile_row = min(first_row + tile * kRows, p.out_features - kRows);
     const int chunks = (p.in_features + 63) / 64;
     const int stages = (chunks + kStageChunks - 1) / kStageChunks;
-    const u32 ring = shared_address(shared) + warp * kRingBytes;
-    const SharedX x(shared_address(shared) + kWarps * kRingBytes, stages, p.tokens);
+    const u32 rings = shared_address(shared) + kScaleBytes;
+    const u32 ring = rings + warp * kRingBytes;
+    const SharedX x(rings + kWarps * kRingBytes, stages, p.tokens);
     // A warp of the last block may have no rows, but still takes part in the barriers.
     const int own_stages = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
@@ -452,15 +419,14 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         // after the wait then see what they wrote. One lane's share gains within 1% as much as a whole stage, and
         // unlike a whole stage does not delay the other kernels of a model (decode_mma.md). The prefetch has its own
         // loader: the registers of a shared one would stay alive, and 15 masks cannot spare them.
-        StageLoader<Stage, kSplitK, kLastRows> early(p, kReadOnce);
-        early.start(p, tile_row, part, tile_rows);
+        StageLoader<Stage, kSplitK> early(p, kReadOnce);
+        early.start(p, tile_row, part);
         if (lane == 0) early.template load_next<true>(0);
     }
     wait_for_earlier_kernels();
-    const u32 scales_at = max(x.ready + 8 * kXSegments - shared_address(shared), kWarps * kSumBytes);
-    if constexpr (kEarlyScales)
-        for (int row = threadIdx.x; row < kBlockRows; row += kThreads)
-            copy_async<4>(shared_address(shared) + scales_at + 4 * row,
+    if constexpr (kScalesRows<kFormat>)
+        for (int row = threadIdx.x; row < kTiles * kRows; row += kThreads)
+            copy_async<4>(shared_address(shared) + 4 * row,
                           static_cast<const float*>(p.weight_scale) + min(first_row + row, p.out_features - 1), 4,
                           cache_policy(false));
     if constexpr (kCluster > 1) wait_for_cluster();
@@ -469,8 +435,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     if constexpr (kExpandedX) expanded.load(p, items);
     else if (use_bulk_copy) x.copy(p, warp, lane);
     else x.store(p, 0);
-    StageLoader<Stage, kSplitK, kLastRows> loader(p, kReadOnce);
-    loader.start(p, tile_row, part, tile_rows);
+    StageLoader<Stage, kSplitK> loader(p, kReadOnce);
+    loader.start(p, tile_row, part);
 #pragma unroll
     for (int s = 0; s < kStages; ++s) {
         if (s < own_stages) loader.load_next(ring + s * kStageBytes);
@@ -486,8 +452,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         if (threadIdx.x < kXSegments) barrier_arrive(x.ready + 8 * threadIdx.x);
     }
 
-    const LaneAddresses at(g, q, x, p.tokens);
-    const MetadataConstants<kHighX> constants;
+    const LaneAddresses at(lane, g, q, x, p.tokens);
+    const Metadata constants;
     Accumulators acc = {};
     u32 slot = ring;
     u32 ring_end = ring + kRingBytes;
@@ -512,28 +478,21 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         for (int chunk_in_stage = 0; chunk_in_stage < kStageChunks; ++chunk_in_stage) {
             if (kScalesColumns<kFormat> && chunk_in_stage % 2 == 0) group_sums = {};
             Accumulators& sums = kScalesColumns<kFormat> ? group_sums : acc;
-            const ChunkOfX chunk_of_x(at, x_offset + chunk_in_stage * kChunkOfX);
+            const ChunkFragments chunk(slot + chunk_in_stage * (kRows * Stage::kBlockRowBytes), at,
+                                       x_offset + chunk_in_stage * kChunkOfX);
 #pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) {
-                if (r >= kLastRowTiles && 16 * r >= tile_rows) continue;
-                const ChunkOfWeights chunk(
-                    slot + chunk_in_stage * (kRows * Stage::kBlockRowBytes) + r * (16 * Stage::kBlockRowBytes), at);
-#pragma unroll
-                for (int group = 0; group < kMaskGroups; ++group) {
-                    const MaskWords<kMaskGroup> top = load_mask_group(slot, at, 0, chunk_in_stage, group, r);
-                    const MaskWords<kMaskGroup> bottom = load_mask_group(slot, at, 1, chunk_in_stage, group, r);
-                    if (chunk_in_stage == kStageChunks - 1 && group == kMaskGroups - 1 &&
-                        (r == kRowTiles - 1 || (r == kLastRowTiles - 1 && tile_rows == kLastRows))) {
-                        // All of the stage is in registers now: refill its slot before the arithmetic.
-                        __syncwarp();
-                        if (n + kStages < own_stages) loader.load_next(slot);
-                        copy_async_commit();
-                    }
-                    if (group == 0) chunk.multiply_unmasked(sums.sum[r][0], chunk_of_x, constants.all());
-                    const SparseMetadata<kMaskGroup, kHighX> even(top, bottom, 0, constants),
-                        odd(top, bottom, 1, constants);
-                    chunk.multiply_masked(sums.sum[r] + 1 + group * kMaskGroup, chunk_of_x, even, odd);
+            for (int group = 0; group < kMaskGroups; ++group) {
+                const MaskWords<kMaskGroup> top = load_mask_group(slot, at, 0, chunk_in_stage, group);
+                const MaskWords<kMaskGroup> bottom = load_mask_group(slot, at, 1, chunk_in_stage, group);
+                if (chunk_in_stage == kStageChunks - 1 && group == kMaskGroups - 1) {
+                    // All of the stage is in registers now: refill its slot before the arithmetic.
+                    __syncwarp();
+                    if (n + kStages < own_stages) loader.load_next(slot);
+                    copy_async_commit();
                 }
+                if (group == 0) chunk.multiply_unmasked(sums, constants);
+                const SparseMetadata<kMaskGroup> even(top, bottom, 0, constants), odd(top, bottom, 1, constants);
+                chunk.multiply_masked(sums, group, even, odd);
             }
             if (kScalesColumns<kFormat> && chunk_in_stage % 2 == 1)
                 acc.add(group_sums, scales.scale[chunk_in_stage / 2]);
@@ -548,11 +507,11 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         for (; x_next < x.ready + 8 * kXSegments; x_next += 8) barrier_wait(x_next, 0);
     }
 
-    if constexpr (kEarlyScales) copy_async_wait<0>();
+    if constexpr (kScalesRows<kFormat>) copy_async_wait<0>();  // a warp without rows has not waited for the scales
     if constexpr (kSumsInRing) __syncwarp();
     else __syncthreads();
-    store_partial(reinterpret_cast<float*>(shared + warp * kSumBytes), acc, g, q);
+    u8* sums = shared + kScaleBytes;
+    store_partial(reinterpret_cast<float*>(sums + warp * kSumBytes), acc, g, q);
     __syncthreads();
-    decode_epilogue<Epilogue>(p, shared, first_row,
-                              kEarlyScales ? reinterpret_cast<const float*>(shared + scales_at) : nullptr);
+    decode_epilogue<Epilogue>(p, reinterpret_cast<const float*>(shared), sums, first_row);
 }

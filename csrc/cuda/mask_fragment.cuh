@@ -50,39 +50,35 @@ struct MaskWords {
     }
 };
 
-// Metadata of a sparse product whose B has rows (x_k, 0, x_l, 0). Every four bits hold two column numbers: the first
-// value meets column 0 (x_k) or 1 (zero), the second one column 2 (x_l) or 3 (zero). The columns are 0 and 2 where x is
-// selected for all values.
-constexpr u32 kSelectAll = 0x88888888u;
-
-// Turns mask bits into metadata, `~bits & even | select_all`, in one instruction. A LOP3 takes only one constant as an
-// immediate, so this struct keeps its constants in registers. With kHigh the rows of B are (0, x_k, 0, x_l), and the
-// metadata is `bits & even | select_none`.
-template <bool kHigh = false>
+// Metadata of a sparse product whose B has rows (x_k, 0, x_l, 0), or (0, x_k, 0, x_l) with kZeroFirst. Every four bits
+// hold two row numbers: the first value meets row 0 or 1, the second one row 2 or 3.
+// Mask bits become metadata, `~bits & even | select_even` or with kZeroFirst `bits & even | select_even`, in one
+// instruction. A LOP3 takes only one constant as an immediate, so this struct keeps its constants in registers.
+template <bool kZeroFirst>
 struct MetadataConstants {
-    u32 even = 0x55555555u, least = kSelectAll;
+    u32 even = 0x55555555u, select_even = 0x88888888u;  // rows 0 and 2
 
-    __device__ __forceinline__ MetadataConstants() { keep_in_register(even), keep_in_register(least); }
-
-    // The metadata that selects x for all weights.
-    __device__ __forceinline__ u32 all() const { return kHigh ? 0xddddddddu : least; }
+    __device__ __forceinline__ MetadataConstants() { keep_in_register(even), keep_in_register(select_even); }
 
     __device__ __forceinline__ u32 from_mask_bits(u32 bits) const {
+        constexpr int kFunction = kZeroFirst ? 0xea : 0xae;
         u32 metadata;
-        if constexpr (kHigh) asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(least));
-        else asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(least));
+        asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(select_even), "n"(kFunction));
         return metadata;
     }
+    // The metadata that selects x for all values.
+    __device__ __forceinline__ u32 select_all() const { return kZeroFirst ? 0xddddddddu : select_even; }
 };
 
 // The metadata that one lane supplies, a word for each mask. It is made from the mask bits of columns 16q to 16q + 15
 // in rows g (top) and g + 8 (bottom), either of the even columns (odd = 0) or of the odd ones (odd = 1).
-template <int kMasks, bool kHigh = false>
+template <int kMasks>
 struct SparseMetadata {
     u32 word[kMasks];
 
+    template <bool kZeroFirst>
     __device__ __forceinline__ SparseMetadata(const MaskWords<kMasks>& top, const MaskWords<kMasks>& bottom, int odd,
-                                              const MetadataConstants<kHigh>& constants) {
+                                              const MetadataConstants<kZeroFirst>& constants) {
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) {
             const u32 bits = i % 2 == 0 ? pick_bytes<0x6420>(top.word[i / 2], bottom.word[i / 2])

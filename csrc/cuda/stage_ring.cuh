@@ -33,7 +33,7 @@ struct StageShape {
 
 // Copies one warp's 16 rows from global memory into its ring, stage by stage. A lane keeps one pointer into W and one
 // into the masks; its other copies are a warp-uniform number of rows further.
-template <typename Shape, int kStep, int kLeastRows = Shape::kRows>  // a warp takes every kStep-th stage of k
+template <typename Shape, int kStep>  // a warp takes every kStep-th stage of k
 class StageLoader {
     static constexpr int kRows = Shape::kRows;
     static constexpr int kOctets = Shape::kOctets;
@@ -66,7 +66,6 @@ class StageLoader {
     u32 mask_row_offset_[kOffsets];
     u32 mask_slot_offset_[kOffsets];
     int lane_;
-    int rows_;         // of the tile: kRows, or fewer
     int octets_left_;  // groups of 8 columns of the row from the next stage on
     u64 policy_;
 
@@ -105,8 +104,7 @@ class StageLoader {
     }
 
     // Moves to stage `first_stage` of the kRows rows from `first_row` on; load_next() continues from there along k.
-    __device__ __forceinline__ void start(const Params& p, int first_row, int first_stage, int rows = kRows) {
-        rows_ = rows;
+    __device__ __forceinline__ void start(const Params& p, int first_row, int first_stage) {
         const int lane = threadIdx.x % 32;
         const int row = lane / kWeightVectors;
         octets_left_ = p.in_features / kOctet - first_stage * kOctets;
@@ -127,8 +125,7 @@ class StageLoader {
         const u8* weight = weight_;
 #pragma unroll
         for (int c = 0; c < kWeightCopies; ++c) {
-            const bool within = kLeastRows == kRows || c * kRowsPerCopy < kLeastRows || c * kRowsPerCopy < rows_;
-            const u32 valid = within && lane % kWeightVectors * kVectorOctets < octets_left_ ? 16 : 0;
+            const u32 valid = lane % kWeightVectors * kVectorOctets < octets_left_ ? 16 : 0;
             const u32 swizzle = Shape::swizzle_of(c * kRowsPerCopy) * Shape::kQuarterBytes;
             copy_or_prefetch<16, kPrefetch>(
                 (slot + weight_slot_offset_ + c * kRowsPerCopy * Shape::kBlockRowBytes) ^ swizzle, weight, valid);
@@ -140,8 +137,7 @@ class StageLoader {
         for (int c = 0; c < kMaskCopies; ++c) {
             const int vector = c * 32 + lane;
             const int column = vector % kVectorsPerRow * kMaskVector;  // in bytes
-            if ((kMaskVectors % 32 == 0 || vector < kMaskVectors) && column < octets_left_ * kMasks &&
-                (kLeastRows == kRows || vector / kVectorsPerRow < rows_)) {
+            if ((kMaskVectors % 32 == 0 || vector < kMaskVectors) && column < octets_left_ * kMasks) {
                 if constexpr (kUniformCopies) {
                     const int part = c % kMaskCopiesPerRow * 32 * kMaskVector;
                     const int row = c / kMaskCopiesPerRow * kMaskRowsPerCopy;

@@ -83,7 +83,7 @@ class LaunchConfig(ABC):
 
     def _all_violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
         for name, value in self.settings().items():
-            if not isinstance(value, bool) and value < 1 and name != "short":
+            if not isinstance(value, bool) and value < 1:
                 yield f"{name}: got {value}, must be at least 1"
                 return
         yield from self._violations(call, gpu)
