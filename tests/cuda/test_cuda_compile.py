@@ -97,20 +97,9 @@ def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
 @pytest.mark.parametrize(
     ("tokens", "n_masks"),
     [
-        (1, 1),
-        (1, 3),
-        (1, 4),
-        (1, 8),
-        (1, 16),
-        (8, 1),
-        (8, 4),
-        (8, 7),
-        (8, 16),
-        (16, 1),
-        (16, 3),
-        (16, 8),
-        (16, 15),
-        (16, 16),
+        *((1, n) for n in (1, 3, 4, 8, 16)),
+        *((8, n) for n in (1, 4, 7, 16)),
+        *((16, n) for n in (1, 3, 8, 15, 16)),
     ],
 )
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)

@@ -78,7 +78,7 @@ class DecodeMma(LaunchConfig):
         return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
 
     def shared_bytes(self, call: LayerCall) -> int:
-        """Bytes of the rows' scales, of every warp's ring of stages, and of x. At the end the sums overwrite the last two."""
+        """Bytes of the rows' scales, and of all rings of stages and x, which the sums overwrite at the end."""
         warps = self.tiles * self.split_k
         ring = self.stages * ROWS * call.bytes_of_columns(self.stage_columns)
         columns = round_up(call.in_features, self.stage_columns)
@@ -191,9 +191,8 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
 
     It has two or three warps for each of an SM's four schedulers, a power of two of them along k. Up to 8 masks, stages
     are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
-    In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them. From 9 tokens on,
-    one mask of rows with scales has up to four warps for a scheduler and the shortest stages, since arithmetic takes as
-    long as reading.
+    In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them. From 9 tokens
+    on, one mask of rows with scales has up to four warps for a scheduler, and the shortest stages.
     Mask bits are held for four masks at a time, which needs the fewest registers, or for all 8 where stages are
     swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
     """
