@@ -69,9 +69,11 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const float* sc
     constexpr int kLanePartialSums = kPartialSums / kMaskLanes;  // partial sums of a lane
     constexpr int kPlane = Shape::kRows * Shape::kColumns;
     constexpr int kOutputsAtOnce = Shape::kThreads / kMaskLanes;
-    const int mask_lane = static_cast<int>(threadIdx.x) % kMaskLanes;
+    int thread = threadIdx.x;
+    keep_in_register(thread);  // else places are computed before the main loop, which has no registers to spare
+    const int mask_lane = thread % kMaskLanes;
     for (int base = 0; base < kOutputs; base += kOutputsAtOnce) {
-        const int output = base + static_cast<int>(threadIdx.x) / kMaskLanes;
+        const int output = base + thread / kMaskLanes;
         const int tile = output / kPlane;
         const int token = output % kPlane / Shape::kRows;  // neighbouring threads write neighbouring rows
         const int row = first_row + tile * Shape::kRows + output % Shape::kRows;

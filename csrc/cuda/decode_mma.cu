@@ -53,12 +53,12 @@ constexpr bool kReadOnce = MGLU_READ_ONCE;  // W is read once: a block has all t
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
-constexpr bool kMatrices = Weight::kBits == 8;  // W leaves shared memory as matrices, whose rows have 16 weights
+constexpr bool kMatrices = kScalesRows<kFormat>;  // x and W, in 8 bits, leave shared memory as matrices
 constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // parts of a stage with scales of their own
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
 
-using Metadata = MetadataConstants<true>;
+using Metadata = MetadataConstants<kMatrices>;
 constexpr int kMaskGroups = kMasks / kMaskGroup;
 static_assert(kMaskGroups * kMaskGroup == kMasks, "kMaskGroup divides kMasks");
 constexpr int kWarps = kTiles * kSplitK;
@@ -79,8 +79,8 @@ using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightT
                                kTokenColumns, kSumBytes>;
 
 // x of one token as the products take it, in shared memory, where W is in 4 bits and reading does not hide arithmetic:
-// for each half of a chunk the even columns and then the odd ones, each after a zero. A lane reads its columns 2q (or
-// 2q + 1) of four groups of 8 as one vector.
+// for each half of a chunk the even columns and then the odd ones, each followed by a zero. A lane reads its columns 2q
+// (or 2q + 1) of four groups of 8 as one vector.
 constexpr bool kExpandedX = kTokenColumns == 1 && Weight::kBits == 4;
 constexpr int kChunkOfX = kExpandedX ? 256 : 128;  // bytes
 
@@ -104,7 +104,7 @@ struct ExpandedX {
         Vec16 even, odd;
 #pragma unroll
         for (int octet = 0; octet < 4; ++octet)
-            even.word[octet] = pair[octet] << 16, odd.word[octet] = pair[octet] & 0xffff0000u;
+            even.word[octet] = pair[octet] & 0xffffu, odd.word[octet] = pair[octet] >> 16;
         const u32 to = base + item / 4 * 128 + item % 4 * 16;
         store_shared_16(to, even);
         store_shared_16(to + 64, odd);
@@ -222,7 +222,7 @@ struct GroupScales {
 struct LaneAddresses {
     u32 weights;         // in a slot: 4 weights of row g, or a row of a matrix; XOR applies `source` (0 to 3)
     u32 masks[2];        // in a slot: row g, columns 16q to 16q + 15 of a chunk
-    u32 x[kTokenTiles];  // a row of a matrix: 16 of a token's first 64 bytes
+    u32 x[kTokenTiles];  // 4 of a token's first 16 bytes, or a row of a matrix: 16 of its first 64 bytes
 
     __device__ __forceinline__ LaneAddresses(int lane, int g, int q, const SharedX& rows, int tokens) {
         if constexpr (kMatrices)  // of rows 0 to 7 and 8 to 15, and of these 16 columns further
@@ -237,8 +237,9 @@ struct LaneAddresses {
         // Columns past the last token repeat that token. Their sums are never written.
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
-            x[n] = rows.base +
-                   (kExpandedX ? q * 16 : min(n * 8 + lane % 8, tokens - 1) * rows.row_bytes() + lane / 8 * 16);
+            x[n] = rows.base + (kExpandedX  ? q * 16
+                                : kMatrices ? min(n * 8 + lane % 8, tokens - 1) * rows.row_bytes() + lane / 8 * 16
+                                            : min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4);
         keep_in_register(weights), keep_in_register(masks[0]), keep_in_register(masks[1]);
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) keep_in_register(x[n]);
@@ -273,8 +274,8 @@ __device__ __forceinline__ MaskWords<kMaskGroup> load_mask_group(u32 slot, const
 // holds x in columns 2q and 2q + 1.
 struct ChunkFragments {
     SparseWeights weights[2];  // the even weights and the odd weights
-    // [token tile][half][odd][8 columns of the half]. The lower 16 bits are 0: that needs fewer instructions of the pipe
-    // that decodes W than zeros above x would.
+    // [token tile][half][odd][8 columns of the half]. The upper 16 bits are 0, or with kMatrices the lower ones: that needs
+    // fewer instructions of the pipe that decodes W.
     u32 x[kTokenTiles][2][2][4];
 
     __device__ __forceinline__ ChunkFragments(u32 rows, const LaneAddresses& lane, int x_offset) {
@@ -304,11 +305,13 @@ struct ChunkFragments {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     u32 word[4];
-                    load_matrices(word, lane.x[n] + x_offset + half * 64);
+                    if constexpr (kMatrices) load_matrices(word, lane.x[n] + x_offset + half * 64);
 #pragma unroll
                     for (int octet = 0; octet < 4; ++octet) {
-                        x[n][half][0][octet] = word[octet] << 16;
-                        x[n][half][1][octet] = word[octet] & 0xffff0000u;
+                        if constexpr (!kMatrices)
+                            word[octet] = load_shared_4(lane.x[n] + x_offset + half * 64 + octet * 16);
+                        x[n][half][0][octet] = kMatrices ? word[octet] << 16 : word[octet] & 0xffffu;
+                        x[n][half][1][octet] = kMatrices ? word[octet] & 0xffff0000u : word[octet] >> 16;
                     }
                 }
         }
@@ -328,10 +331,10 @@ struct ChunkFragments {
 
     // t sums all weights.
     __device__ __forceinline__ void multiply_unmasked(Accumulators& acc, const Metadata& constants) const {
-        mma<0, 0>(acc.sum[0], constants.select_all());
-        mma<0, 1>(acc.sum[0], constants.select_all());
-        mma<1, 0>(acc.sum[0], constants.select_all());
-        mma<1, 1>(acc.sum[0], constants.select_all());
+        mma<0, 0>(acc.sum[0], constants.select_all);
+        mma<0, 1>(acc.sum[0], constants.select_all);
+        mma<1, 0>(acc.sum[0], constants.select_all);
+        mma<1, 1>(acc.sum[0], constants.select_all);
     }
 
     // s_i, for each mask of a group. Consecutive products have different accumulators.

@@ -52,22 +52,21 @@ struct MaskWords {
 
 // Metadata of a sparse product whose B has rows (x_k, 0, x_l, 0), or (0, x_k, 0, x_l) with kZeroFirst. Every four bits
 // hold two row numbers: the first value meets row 0 or 1, the second one row 2 or 3.
-// Mask bits become metadata, `~bits & even | select_even` or with kZeroFirst `bits & even | select_even`, in one
-// instruction. A LOP3 takes only one constant as an immediate, so this struct keeps its constants in registers.
+// Where x is selected for all values, these are rows 0 and 2, or 1 and 3. Mask bits become metadata in one instruction,
+// `~bits & even | select_all`, or with kZeroFirst `bits & even | select_all & ~even`. A LOP3 takes only one constant as an
+// immediate, so this struct keeps its constants in registers.
 template <bool kZeroFirst>
 struct MetadataConstants {
-    u32 even = 0x55555555u, select_even = 0x88888888u;  // rows 0 and 2
+    u32 even = 0x55555555u, select_all = kZeroFirst ? 0xddddddddu : 0x88888888u;
 
-    __device__ __forceinline__ MetadataConstants() { keep_in_register(even), keep_in_register(select_even); }
+    __device__ __forceinline__ MetadataConstants() { keep_in_register(even), keep_in_register(select_all); }
 
     __device__ __forceinline__ u32 from_mask_bits(u32 bits) const {
-        constexpr int kFunction = kZeroFirst ? 0xea : 0xae;
+        constexpr int kFunction = kZeroFirst ? 0xe2 : 0xae;
         u32 metadata;
-        asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(select_even), "n"(kFunction));
+        asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(select_all), "n"(kFunction));
         return metadata;
     }
-    // The metadata that selects x for all values.
-    __device__ __forceinline__ u32 select_all() const { return kZeroFirst ? 0xddddddddu : select_even; }
 };
 
 // The metadata that one lane supplies, a word for each mask. It is made from the mask bits of columns 16q to 16q + 15

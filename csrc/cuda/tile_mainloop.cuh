@@ -474,7 +474,7 @@ struct Accumulators {
                                                   const MetadataConstants<false>& constants, u64 b) {
         using Product = Wgmma<kTokens, kType == kBfloat16>;
         if constexpr (kTotal)
-            Product::template run_sparse<kSelector>(t, weight.value[kSelector], b, constants.select_all());
+            Product::template run_sparse<kSelector>(t, weight.value[kSelector], b, constants.select_all);
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
             Product::template run_sparse<kSelector>(f[i], weight.value[kSelector], b, metadata.word[i]);
