@@ -11,7 +11,7 @@
 namespace mglu {
 
 // A block has kTiles tiles of kRows rows of W. The kParts warps that share a tile, each with a part of k, are
-// neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns],
+// neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kColumns][kRows],
 // first t = x W^T, then s_i = x (M_i * W)^T of each mask.
 template <int kType_, WeightFormat kFormat_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_,
           int kParts_, int kRows_, int kColumns_, int kWarpBytes_>
@@ -29,6 +29,12 @@ struct EpilogueShape {
     static constexpr int kThreads = 32 * kTiles * kParts;  // of the block
 };
 
+// Where a sum lies in its [kColumns][kRows] of 16 rows. The threads of a warp write and read different banks.
+__device__ __forceinline__ int place_of_sum(int token, int row) {
+    const int place = token * 16 + row;
+    return place ^ place / 32 % 4 * 8;
+}
+
 // Adds the parts of k in a fixed order, so that every run gives the same bits.
 template <typename Shape>
 __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
@@ -42,9 +48,10 @@ __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
 // The masks' terms of an output are summed in a fixed order: each of kPartialSums partial sums takes every
 // kPartialSums-th mask, and the partial sums are then added pairwise. Where a block has more threads than outputs,
 // kMaskLanes neighbouring lanes share an output, which shortens the kernel's tail. A tile that would run past the last
-// row starts higher (decode_mma.cu), which shifts its rows here as well.
+// row starts higher (decode_mma.cu), which shifts its rows here as well. `scales`: of the block's rows, where rows have
+// them.
 template <typename Shape>
-__device__ __forceinline__ void decode_epilogue(const Params& p, const u8* shared, int first_row) {
+__device__ __forceinline__ void decode_epilogue(const Params& p, const float* scales, const u8* sums, int first_row) {
     constexpr int kMasks = Shape::kMasks;
     constexpr int kOutputs = Shape::kTiles * Shape::kRows * Shape::kColumns;
     constexpr int kPartialSums = kMasks > 8 && 16 * kOutputs <= Shape::kThreads ? 16
@@ -62,20 +69,21 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const u8* share
     constexpr int kLanePartialSums = kPartialSums / kMaskLanes;  // partial sums of a lane
     constexpr int kPlane = Shape::kRows * Shape::kColumns;
     constexpr int kOutputsAtOnce = Shape::kThreads / kMaskLanes;
-    const int mask_lane = static_cast<int>(threadIdx.x) % kMaskLanes;
+    int thread = threadIdx.x;
+    keep_in_register(thread);  // else places are computed before the main loop, which has no registers to spare
+    const int mask_lane = thread % kMaskLanes;
     for (int base = 0; base < kOutputs; base += kOutputsAtOnce) {
-        const int output = base + static_cast<int>(threadIdx.x) / kMaskLanes;
-        const int token = output % Shape::kColumns;
-        const int row = first_row + output / Shape::kColumns;
+        const int output = base + thread / kMaskLanes;
+        const int tile = output / kPlane;
+        const int token = output % kPlane / Shape::kRows;  // neighbouring threads write neighbouring rows
+        const int row = first_row + tile * Shape::kRows + output % Shape::kRows;
         const bool wanted = output < kOutputs && token < p.tokens && row < p.out_features;
         float sum[kLanePartialSums] = {};
         if (wanted) {
-            const int tile = output / kPlane;
-            const u8* parts = shared + tile * (Shape::kParts * Shape::kWarpBytes);
+            const u8* parts = sums + tile * (Shape::kParts * Shape::kWarpBytes);
             const int tile_start = min(first_row + tile * Shape::kRows, p.out_features - Shape::kRows);
-            const int offset = (row - tile_start) * Shape::kColumns + token;
-            const float scale =
-                kScalesColumns<Shape::kFormat> ? 1.0f : StoredWeight<Shape::kFormat, Shape::kType>::scale(p, row, 0);
+            const int offset = place_of_sum(token, row - tile_start);
+            const float scale = kScalesRows<Shape::kFormat> ? scales[row - first_row] : 1.0f;
             const float t = sum_of_parts<Shape>(parts, offset) * scale;
 #pragma unroll
             for (int first = 0; first < kMasks; first += kMaskLanes) {

@@ -16,8 +16,9 @@
 //
 // The order of a row's sums depends on in_features and on the launch configuration, not on the other tokens.
 //
-// W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row multiplies its sums at the
-// end, and that of a block or of a group the sums of its 128 columns.
+// W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row is copied to shared memory at
+// the start and multiplies the row's sums at the end; that of a block or of a group multiplies the sums of its 128
+// columns.
 //
 // Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight 16-byte aligned, rows of masks aligned to
 // MGLU_MASK_VECTOR and contiguous, out_features >= 16.
@@ -52,10 +53,12 @@ constexpr bool kReadOnce = MGLU_READ_ONCE;  // W is read once: a block has all t
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
+constexpr bool kMatrices = kScalesRows<kFormat>;  // x and W, in 8 bits, leave shared memory as matrices
 constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // parts of a stage with scales of their own
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
 
+using Metadata = MetadataConstants<kMatrices>;
 constexpr int kMaskGroups = kMasks / kMaskGroup;
 static_assert(kMaskGroups * kMaskGroup == kMasks, "kMaskGroup divides kMasks");
 constexpr int kWarps = kTiles * kSplitK;
@@ -71,6 +74,7 @@ constexpr int kRingBytes = kStages * kStageBytes;
 // A warp's sums overwrite its ring. Where they are larger, they overwrite all rings and x.
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
+constexpr int kScaleBytes = kScalesRows<kFormat> ? (4 * kTiles * kRows + 127) / 128 * 128 : 0;  // before the rings
 using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows,
                                kTokenColumns, kSumBytes>;
 
@@ -124,7 +128,7 @@ struct ExpandedX {
 };
 
 // x in shared memory: a row for each token, in vectors of 8 columns, with 16 bytes of padding between rows so that the
-// words that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
+// matrices that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
 // barrier, so that arithmetic starts when the first has arrived.
 constexpr int kXSegments = 4;
 
@@ -216,12 +220,16 @@ struct GroupScales {
 
 // The addresses of a lane's reads that the compiler cannot derive: every other address is one of these plus a constant.
 struct LaneAddresses {
-    u32 weights;         // in a slot: 4 weights of row g; XOR applies `source` (0 to 3)
+    u32 weights;         // in a slot: 4 weights of row g, or a row of a matrix; XOR applies `source` (0 to 3)
     u32 masks[2];        // in a slot: row g, columns 16q to 16q + 15 of a chunk
-    u32 x[kTokenTiles];  // 4 of a token's first 16 bytes
+    u32 x[kTokenTiles];  // 4 of a token's first 16 bytes, or a row of a matrix: 16 of its first 64 bytes
 
-    __device__ __forceinline__ LaneAddresses(int g, int q, const SharedX& rows, int tokens) {
-        weights = g * Stage::kBlockRowBytes + Stage::swizzle_of(g) * Stage::kQuarterBytes + q * (Weight::kBits / 2);
+    __device__ __forceinline__ LaneAddresses(int lane, int g, int q, const SharedX& rows, int tokens) {
+        if constexpr (kMatrices)  // of rows 0 to 7 and 8 to 15, and of these 16 columns further
+            weights =
+                lane % 16 * Stage::kBlockRowBytes + (lane / 16 ^ Stage::swizzle_of(lane % 8)) * Stage::kQuarterBytes;
+        else
+            weights = g * Stage::kBlockRowBytes + Stage::swizzle_of(g) * Stage::kQuarterBytes + q * (Weight::kBits / 2);
         // StageLoader swizzles the masks' rows.
         const u32 swizzle = kSwizzleMasks ? g % 2 * 16 : 0;
 #pragma unroll
@@ -229,7 +237,9 @@ struct LaneAddresses {
         // Columns past the last token repeat that token. Their sums are never written.
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
-            x[n] = rows.base + (kExpandedX ? q * 16 : min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4);
+            x[n] = rows.base + (kExpandedX  ? q * 16
+                                : kMatrices ? min(n * 8 + lane % 8, tokens - 1) * rows.row_bytes() + lane / 8 * 16
+                                            : min(n * 8 + g, tokens - 1) * rows.row_bytes() + q * 4);
         keep_in_register(weights), keep_in_register(masks[0]), keep_in_register(masks[1]);
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) keep_in_register(x[n]);
@@ -263,18 +273,27 @@ __device__ __forceinline__ MaskWords<kMaskGroup> load_mask_group(u32 slot, const
 // A lane's fragments of one chunk (16 rows by 64 columns): A and B of four sparse products. Of every 8 columns the lane
 // holds x in columns 2q and 2q + 1.
 struct ChunkFragments {
-    SparseWeights weights[2];     // the even weights and the odd weights
-    u32 x[kTokenTiles][2][2][4];  // [token tile][half][odd][8 columns of the half]; the upper 16 bits are 0
+    SparseWeights weights[2];  // the even weights and the odd weights
+    // [token tile][half][odd][8 columns of the half]. The upper 16 bits are 0, or with kMatrices the lower ones: that needs
+    // fewer instructions of the pipe that decodes W.
+    u32 x[kTokenTiles][2][2][4];
 
     __device__ __forceinline__ ChunkFragments(u32 rows, const LaneAddresses& lane, int x_offset) {
 #pragma unroll
-        for (int source = 0; source < 4; ++source) {
+        for (int source = 0; source < 4; source += kMatrices ? 2 : 1) {
             const u32 address = (rows + lane.weights) ^ source * Stage::kQuarterBytes;
+            if constexpr (kMatrices) {
+                u32 word[4];
+                load_matrices(word, address);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 word[Weight::kWords];
-                Weight::load(word, address + half * (8 * Stage::kBlockRowBytes));
-                Weight::divide(weights[0].pair(source, half), weights[1].pair(source, half), word);
+                for (int i = 0; i < 4; ++i) divide(source + i / 2, i % 2, {word[i]});
+            } else {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    u32 word[Weight::kWords];
+                    Weight::load(word, address + half * (8 * Stage::kBlockRowBytes));
+                    divide(source, half, word);
+                }
             }
         }
         if constexpr (kExpandedX) {
@@ -284,12 +303,22 @@ struct ChunkFragments {
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-                for (int octet = 0; octet < 8; ++octet) {
-                    const u32 word = load_shared_4(lane.x[n] + x_offset + octet * 16);
-                    x[n][octet / 4][0][octet % 4] = word & 0xffffu;
-                    x[n][octet / 4][1][octet % 4] = word >> 16;
+                for (int half = 0; half < 2; ++half) {
+                    u32 word[4];
+                    if constexpr (kMatrices) load_matrices(word, lane.x[n] + x_offset + half * 64);
+#pragma unroll
+                    for (int octet = 0; octet < 4; ++octet) {
+                        if constexpr (!kMatrices)
+                            word[octet] = load_shared_4(lane.x[n] + x_offset + half * 64 + octet * 16);
+                        x[n][half][0][octet] = kMatrices ? word[octet] << 16 : word[octet] & 0xffffu;
+                        x[n][half][1][octet] = kMatrices ? word[octet] & 0xffff0000u : word[octet] >> 16;
+                    }
                 }
         }
+    }
+
+    __device__ __forceinline__ void divide(int source, int half, const u32 (&word)[Weight::kWords]) {
+        Weight::divide(weights[0].pair(source, half), weights[1].pair(source, half), word);
     }
 
     template <int kSelector, int kOdd>
@@ -301,7 +330,7 @@ struct ChunkFragments {
     }
 
     // t sums all weights.
-    __device__ __forceinline__ void multiply_unmasked(Accumulators& acc, const MetadataConstants& constants) const {
+    __device__ __forceinline__ void multiply_unmasked(Accumulators& acc, const Metadata& constants) const {
         mma<0, 0>(acc.sum[0], constants.select_all);
         mma<0, 1>(acc.sum[0], constants.select_all);
         mma<1, 0>(acc.sum[0], constants.select_all);
@@ -324,24 +353,21 @@ struct ChunkFragments {
     }
 };
 
-// Stores a warp's sums as [1 + mask][row][token] over its ring.
+// Stores a warp's sums as [1 + mask][token][row] over its ring.
 __device__ __forceinline__ void store_partial(float* partial, const Accumulators& acc, int g, int q) {
 #pragma unroll
     for (int i = 0; i <= kMasks; ++i) {
-        float* rows = partial + i * (kRows * kTokenColumns);
+        float* sums = partial + i * (kRows * kTokenColumns);
         if constexpr (kTokenColumns == 1) {
             if (q == 0) {
-                rows[g] = acc.sum[i][0][0];
-                rows[g + 8] = acc.sum[i][0][2];
+                sums[g] = acc.sum[i][0][0];
+                sums[g + 8] = acc.sum[i][0][2];
             }
         } else {
 #pragma unroll
-            for (int n = 0; n < kTokenTiles; ++n) {
-                *reinterpret_cast<float2*>(rows + g * kTokenColumns + n * 8 + 2 * q) =
-                    make_float2(acc.sum[i][n][0], acc.sum[i][n][1]);
-                *reinterpret_cast<float2*>(rows + (g + 8) * kTokenColumns + n * 8 + 2 * q) =
-                    make_float2(acc.sum[i][n][2], acc.sum[i][n][3]);
-            }
+            for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sums[place_of_sum(n * 8 + 2 * q + j % 2, g + j / 2 * 8)] = acc.sum[i][n][j];
         }
     }
 }
@@ -376,8 +402,9 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     const int tile_row = min(first_row + tile * kRows, p.out_features - kRows);
     const int chunks = (p.in_features + 63) / 64;
     const int stages = (chunks + kStageChunks - 1) / kStageChunks;
-    const u32 ring = shared_address(shared) + warp * kRingBytes;
-    const SharedX x(shared_address(shared) + kWarps * kRingBytes, stages, p.tokens);
+    const u32 rings = shared_address(shared) + kScaleBytes;
+    const u32 ring = rings + warp * kRingBytes;
+    const SharedX x(rings + kWarps * kRingBytes, stages, p.tokens);
     // A warp of the last block may have no rows, but still takes part in the barriers.
     const int own_stages = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
@@ -400,6 +427,11 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         if (lane == 0) early.template load_next<true>(0);
     }
     wait_for_earlier_kernels();
+    if constexpr (kScalesRows<kFormat>)
+        for (int row = threadIdx.x; row < kTiles * kRows; row += kThreads)
+            copy_async<4>(shared_address(shared) + 4 * row,
+                          static_cast<const float*>(p.weight_scale) + min(first_row + row, p.out_features - 1), 4,
+                          cache_policy(false));
     if constexpr (kCluster > 1) wait_for_cluster();
     ExpandedX expanded;
     const int items = x.octets;
@@ -423,8 +455,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         if (threadIdx.x < kXSegments) barrier_arrive(x.ready + 8 * threadIdx.x);
     }
 
-    const LaneAddresses at(g, q, x, p.tokens);
-    const MetadataConstants constants;
+    const LaneAddresses at(lane, g, q, x, p.tokens);
+    const Metadata constants;
     Accumulators acc = {};
     u32 slot = ring;
     u32 ring_end = ring + kRingBytes;
@@ -478,9 +510,11 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         for (; x_next < x.ready + 8 * kXSegments; x_next += 8) barrier_wait(x_next, 0);
     }
 
+    if constexpr (kScalesRows<kFormat>) copy_async_wait<0>();  // a warp without rows has not waited for the scales
     if constexpr (kSumsInRing) __syncwarp();
     else __syncthreads();
-    store_partial(reinterpret_cast<float*>(shared + warp * kSumBytes), acc, g, q);
+    u8* sums = shared + kScaleBytes;
+    store_partial(reinterpret_cast<float*>(sums + warp * kSumBytes), acc, g, q);
     __syncthreads();
-    decode_epilogue<Epilogue>(p, shared, first_row);
+    decode_epilogue<Epilogue>(p, reinterpret_cast<const float*>(shared), sums, first_row);
 }

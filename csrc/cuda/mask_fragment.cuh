@@ -50,21 +50,21 @@ struct MaskWords {
     }
 };
 
-// Metadata of a sparse product whose B has rows (x_k, 0, x_l, 0). Every four bits hold two column numbers: the first
-// value meets column 0 (x_k) or 1 (zero), the second one column 2 (x_l) or 3 (zero). The columns are 0 and 2 where x is
-// selected for all values.
-constexpr u32 kSelectAll = 0x88888888u;
-
-// Turns mask bits into metadata, `~bits & even | select_all`, in one instruction. A LOP3 takes only one constant as an
+// Metadata of a sparse product whose B has rows (x_k, 0, x_l, 0), or (0, x_k, 0, x_l) with kZeroFirst. Every four bits
+// hold two row numbers: the first value meets row 0 or 1, the second one row 2 or 3.
+// Where x is selected for all values, these are rows 0 and 2, or 1 and 3. Mask bits become metadata in one instruction,
+// `~bits & even | select_all`, or with kZeroFirst `bits & even | select_all & ~even`. A LOP3 takes only one constant as an
 // immediate, so this struct keeps its constants in registers.
+template <bool kZeroFirst>
 struct MetadataConstants {
-    u32 even = 0x55555555u, select_all = kSelectAll;
+    u32 even = 0x55555555u, select_all = kZeroFirst ? 0xddddddddu : 0x88888888u;
 
     __device__ __forceinline__ MetadataConstants() { keep_in_register(even), keep_in_register(select_all); }
 
     __device__ __forceinline__ u32 from_mask_bits(u32 bits) const {
+        constexpr int kFunction = kZeroFirst ? 0xe2 : 0xae;
         u32 metadata;
-        asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(select_all));
+        asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(metadata) : "r"(bits), "r"(even), "r"(select_all), "n"(kFunction));
         return metadata;
     }
 };
@@ -75,8 +75,9 @@ template <int kMasks>
 struct SparseMetadata {
     u32 word[kMasks];
 
+    template <bool kZeroFirst>
     __device__ __forceinline__ SparseMetadata(const MaskWords<kMasks>& top, const MaskWords<kMasks>& bottom, int odd,
-                                              const MetadataConstants& constants) {
+                                              const MetadataConstants<kZeroFirst>& constants) {
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) {
             const u32 bits = i % 2 == 0 ? pick_bytes<0x6420>(top.word[i / 2], bottom.word[i / 2])

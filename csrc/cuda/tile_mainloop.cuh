@@ -399,7 +399,7 @@ struct Accumulators {
         const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + row_in_8;  // and row + 8
         const int stages = stage_count(p);
         const u8* mask_rows = p.packed_masks + (tile_row + row) * p.mask_row_stride;
-        const MetadataConstants constants;
+        const MetadataConstants<false> constants;
         StageScales scales;
         scales.load_next(p, tile_row + row, 0);
         u32 unreleased = 0;
@@ -458,7 +458,7 @@ struct Accumulators {
     // Multiplies one fragment with both halves of a chunk. `x` is the address of the even or odd columns of the first
     // half.
     __device__ __forceinline__ void multiply_sparse(const SparseWeights& weight, const SparseMetadata<kCount>& metadata,
-                                                    const MetadataConstants& constants, u32 x) {
+                                                    const MetadataConstants<false>& constants, u32 x) {
 #pragma unroll
         for (int r = 0; r < 8; ++r) asm volatile("" ::"r"(weight.value[r / 4][r % 4]));
 #pragma unroll
@@ -471,7 +471,7 @@ struct Accumulators {
 
     template <int kSelector>
     __device__ __forceinline__ void multiply_half(const SparseWeights& weight, const SparseMetadata<kCount>& metadata,
-                                                  const MetadataConstants& constants, u64 b) {
+                                                  const MetadataConstants<false>& constants, u64 b) {
         using Product = Wgmma<kTokens, kType == kBfloat16>;
         if constexpr (kTotal)
             Product::template run_sparse<kSelector>(t, weight.value[kSelector], b, constants.select_all);

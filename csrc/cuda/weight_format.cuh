@@ -78,9 +78,11 @@ struct StoredWeight<WeightFormat::int4_group, kType> {
     }
 };
 
-// Whether scales belong to columns (and rows) of W, and not to whole rows.
+// Whether scales belong to columns (and rows) of W, or to whole rows.
 template <WeightFormat kFormat>
 constexpr bool kScalesColumns = kFormat == WeightFormat::fp8_block || kFormat == WeightFormat::int4_group;
+template <WeightFormat kFormat>
+constexpr bool kScalesRows = kFormat != WeightFormat::dense && !kScalesColumns<kFormat>;
 
 // a * b + c, and a * b, of two pairs of 16-bit elements.
 template <int kType>

@@ -111,7 +111,7 @@ def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable
 
 
 _SHAPE = ("n_masks", "tokens", "out_features", "in_features")
-_SETTINGS = {name: default for name, default in asdict(TileWgmma()).items() if name != "decoded"}
+_SETTINGS = {name: default for name, default in asdict(TileWgmma()).items() if name not in ("decoded", "fp8")}
 """The settings of a launch for weights in x's dtype, and their defaults."""
 
 

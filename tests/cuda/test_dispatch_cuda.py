@@ -114,16 +114,16 @@ def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explain(7).launch_origin == "the cost model"
 
 
-def test_rounded_x_is_contiguous_for_kernels_that_do_not_round_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_x_is_contiguous_for_kernels_that_do_not_multiply_in_fp8() -> None:
     formats = {"weight_format": "fp8_row", "activation_format": "fp8_token"}
     call = LayerCall.contiguous(torch.device("cuda:0"), torch.bfloat16, 4, 8, 14336, 4096, **formats)
     call = replace(call, x=Layout((1, 8), alignment=2))
     choice = dispatch.choose(call)
     assert choice.launch == choose(call.with_rounded_x(), KNOWN_GPUS[9, 0]).config
-    assert ", weight in fp8_row, x rounded by torch to fp8_token: the masks are applied" in str(choice)
-    monkeypatch.setattr(DecodeMma, "rounds_x", True)
-    assert dispatch.choose(call).launch == choose(call, KNOWN_GPUS[9, 0]).config
-    assert ", weight in fp8_row, x in fp8_token: " in str(dispatch.choose(call))
+    assert ", weight in fp8_row, x rounded to fp8_token: the masks are applied" in str(choice)
+    many = dispatch.choose(replace(call, leading=(64,)))
+    assert many.launch == choose(replace(call, leading=(64,)), KNOWN_GPUS[9, 0]).config
+    assert ", weight in fp8_row, x in fp8_token: " in str(many)
 
 
 @pytest.mark.parametrize(

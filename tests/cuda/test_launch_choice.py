@@ -15,6 +15,7 @@ from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK
 from mglu_ops.backends.cuda.kernels import permute_x
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, partials_of, training_choice
+from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerCall
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -70,6 +71,22 @@ def test_warps_of_few_tokens_fill_the_schedulers(out_features: int, arch: tuple[
         warps = config.tiles * config.split_k
         assert 7 <= warps <= 12
         assert warps / (4 * -(-warps // 4)) > 0.8
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_and_two_masks_whose_rows_have_scales_stay_in_decode_mma(name: str) -> None:
+    def chosen(n_masks: int, tokens: int, shape: tuple[int, int]) -> Any:
+        call = contiguous(n_masks, tokens, *shape, torch.bfloat16, weight_format=name)
+        return without_tables(call, HOPPER)
+
+    wide, rows = (14336, 4096), name in ("fp8_row", "int8_row")
+    assert [isinstance(chosen(n, 16, wide), DecodeMma) for n in (1, 2, 4, 8)] == [rows, rows, False, False]
+    for shape, parts in ((wide, 2), ((8192, 2048), 4)):
+        one, two = chosen(1, 9, shape), chosen(2, 9, shape)
+        if rows:
+            assert (one.split_k, one.sub) == (parts, 1)
+            assert two.tiles * two.split_k < one.tiles * one.split_k
+        assert chosen(1, 8, shape).sub > 1
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -24,6 +24,11 @@ def _scales_columns(call: LayerCall) -> bool:
     return call.weight.format.columns is not None
 
 
+def _scales_rows(call: LayerCall) -> bool:
+    """Whether scales belong to rows, whose weights then have 8 bits."""
+    return not (call.weight.format.is_dense or _scales_columns(call))
+
+
 @dataclass(frozen=True)
 class DecodeMma(LaunchConfig):
     """A block has `tiles * split_k` warps. The `split_k` warps of a tile share its sum over k.
@@ -71,7 +76,7 @@ class DecodeMma(LaunchConfig):
         return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
 
     def shared_bytes(self, call: LayerCall) -> int:
-        """Bytes of every warp's ring of stages, and of x. At the end the sums overwrite both."""
+        """Bytes of the rows' scales, and of all rings of stages and x, which the sums overwrite at the end."""
         warps = self.tiles * self.split_k
         ring = self.stages * ROWS * call.bytes_of_columns(self.stage_columns)
         columns = round_up(call.in_features, self.stage_columns)
@@ -79,7 +84,8 @@ class DecodeMma(LaunchConfig):
         rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
         if call.tokens == 1 and call.weight.bits == 4:  # each element with a zero after it
             rows_of_x = columns * 4
-        return max(warps * ring + rows_of_x + 32, warps * sums)
+        scales = round_up(4 * ROWS * self.tiles, 128) if _scales_rows(call) else 0
+        return scales + max(warps * ring + rows_of_x + 32, warps * sums)
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
         """Enough that no SM takes more than `blocks_per_sm` blocks while another has none."""
@@ -146,12 +152,14 @@ def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
     """The most tokens of a layer for which this kernel is faster than `tile_wgmma`.
 
     16 where x of 16 tokens fits into shared memory beside the rings and a block has few tiles, else 8. With 16 tokens
-    this kernel needs two column tiles, but `tile_wgmma` takes longer to start (measurements: csrc/cuda/decode_mma.md).
+    this kernel needs two column tiles, but `tile_wgmma` takes longer to start, and longer to decode W (measurements:
+    csrc/cuda/decode_mma.md).
     """
     sixteen = replace(call, leading=(16,))
     preferred = _preferred(sixteen, gpu)
     fits = _fit(preferred, sixteen, gpu) == preferred
-    return 16 if fits and preferred.tiles <= (6 if call.n_masks <= 8 else 2) else 8
+    most_tiles = 2 if call.n_masks > 8 else 8 if call.n_masks <= 2 and _scales_rows(call) else 6
+    return 16 if fits and preferred.tiles <= most_tiles else 8
 
 
 def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
@@ -169,14 +177,16 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
 
     It has two or three warps for each of an SM's four schedulers, a power of two of them along k. Up to 8 masks, stages
     are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
-    In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them.
+    In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them. From 9 tokens
+    on, one mask of rows with scales has up to four warps for a scheduler, and the shortest stages.
     Mask bits are held for four masks at a time, which needs the fewest registers, or for all 8 where stages are
     swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
     """
     n_masks = call.n_masks
     tiles = _tiles_of_block(call.out_features, gpu.multiprocessors)
     # Sums of groups of columns take as many registers as all others, which 8 warps have.
-    most_warps = 8 if _scales_columns(call) and n_masks >= 8 else 12
+    many_warps = call.tokens > 8 and n_masks == 1 and _scales_rows(call)
+    most_warps = 16 if many_warps else 8 if _scales_columns(call) and n_masks >= 8 else 12
     split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= most_warps)
     if n_masks <= 8:
         few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
@@ -188,7 +198,7 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
     return DecodeMma(
         tiles=tiles,
         split_k=split_k,
-        sub=1 if not long_stages else 4 if longest else 2,
+        sub=1 if many_warps or not long_stages else 4 if longest else 2,
         mask_group=4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks,
         block_tokens=16 if call.tokens > 8 and not (n_masks > 8 and _scales_columns(call)) else 8,
     )
