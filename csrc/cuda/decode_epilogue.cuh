@@ -11,8 +11,8 @@
 namespace mglu {
 
 // A block has kTiles tiles of kRows rows of W. The kParts warps that share a tile, each with a part of k, are
-// neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kColumns][kRows],
-// first t = x W^T, then s_i = x (M_i * W)^T of each mask.
+// neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns], or
+// with kRowsFirst [1 + kMasks][kColumns][kRows]; first t = x W^T, then s_i = x (M_i * W)^T of each mask.
 template <int kType_, WeightFormat kFormat_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_,
           int kParts_, int kRows_, int kColumns_, int kWarpBytes_>
 struct EpilogueShape {
@@ -27,13 +27,16 @@ struct EpilogueShape {
     static constexpr int kColumns = kColumns_;
     static constexpr int kWarpBytes = kWarpBytes_;
     static constexpr int kThreads = 32 * kTiles * kParts;  // of the block
-};
 
-// Where a sum lies in its [kColumns][kRows] of 16 rows. The threads of a warp write and read different banks.
-__device__ __forceinline__ int place_of_sum(int token, int row) {
-    const int place = token * 16 + row;
-    return place ^ place / 32 % 4 * 8;
-}
+    // Whether neighbouring threads have neighbouring rows, and write them together.
+    static constexpr bool kRowsFirst = kScalesRows<kFormat>;
+
+    // Where a sum lies among those of its product. The threads of a warp write and read different banks.
+    static __device__ __forceinline__ int place_of_sum(int token, int row) {
+        const int place = kRowsFirst ? token * kRows + row : row * kColumns + token;
+        return kRowsFirst ? place ^ place / 32 % 4 * 8 : place;
+    }
+};
 
 // Adds the parts of k in a fixed order, so that every run gives the same bits.
 template <typename Shape>
@@ -70,19 +73,21 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const float* sc
     constexpr int kPlane = Shape::kRows * Shape::kColumns;
     constexpr int kOutputsAtOnce = Shape::kThreads / kMaskLanes;
     int thread = threadIdx.x;
-    keep_in_register(thread);  // else places are computed before the main loop, which has no registers to spare
+    if constexpr (Shape::kRowsFirst)
+        keep_in_register(thread);  // else places are computed before the main loop, which has no registers to spare
     const int mask_lane = thread % kMaskLanes;
     for (int base = 0; base < kOutputs; base += kOutputsAtOnce) {
         const int output = base + thread / kMaskLanes;
         const int tile = output / kPlane;
-        const int token = output % kPlane / Shape::kRows;  // neighbouring threads write neighbouring rows
-        const int row = first_row + tile * Shape::kRows + output % Shape::kRows;
+        const int token = Shape::kRowsFirst ? output % kPlane / Shape::kRows : output % Shape::kColumns;
+        const int row =
+            first_row + (Shape::kRowsFirst ? tile * Shape::kRows + output % Shape::kRows : output / Shape::kColumns);
         const bool wanted = output < kOutputs && token < p.tokens && row < p.out_features;
         float sum[kLanePartialSums] = {};
         if (wanted) {
             const u8* parts = sums + tile * (Shape::kParts * Shape::kWarpBytes);
             const int tile_start = min(first_row + tile * Shape::kRows, p.out_features - Shape::kRows);
-            const int offset = place_of_sum(token, row - tile_start);
+            const int offset = Shape::place_of_sum(token, row - tile_start);
             const float scale = kScalesRows<Shape::kFormat> ? scales[row - first_row] : 1.0f;
             const float t = sum_of_parts<Shape>(parts, offset) * scale;
 #pragma unroll

@@ -353,7 +353,7 @@ struct ChunkFragments {
     }
 };
 
-// Stores a warp's sums as [1 + mask][token][row] over its ring.
+// Stores a warp's sums over its ring, as the epilogue reads them.
 __device__ __forceinline__ void store_partial(float* partial, const Accumulators& acc, int g, int q) {
 #pragma unroll
     for (int i = 0; i <= kMasks; ++i) {
@@ -367,7 +367,17 @@ __device__ __forceinline__ void store_partial(float* partial, const Accumulators
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) sums[place_of_sum(n * 8 + 2 * q + j % 2, g + j / 2 * 8)] = acc.sum[i][n][j];
+                for (int half = 0; half < 2; ++half) {
+                    const float first = acc.sum[i][n][2 * half], second = acc.sum[i][n][2 * half + 1];
+                    const int token = n * 8 + 2 * q, row = g + half * 8;
+                    if constexpr (Epilogue::kRowsFirst) {
+                        sums[Epilogue::place_of_sum(token, row)] = first;
+                        sums[Epilogue::place_of_sum(token + 1, row)] = second;
+                    } else {
+                        *reinterpret_cast<float2*>(sums + Epilogue::place_of_sum(token, row)) =
+                            make_float2(first, second);
+                    }
+                }
         }
     }
 }

@@ -26,8 +26,8 @@
 //
 // The sums of a token do not depend on other tokens: every accumulator sums k in ascending steps of 16.
 //
-// Requirements: x in 16 bits, in_features % 8 == 0 (16 for W in 8 bits, 32 in 4), rows of weight and of an x that is not permuted 16-byte aligned,
-// masks contiguous inside a row, out_features >= kBlockRows; in training out_features % 8 == 0.
+// Requirements: x in 16 bits, in_features % 8 == 0 (16 for W in 8 bits, 32 in 4), rows of weight and of an x that is not
+// permuted 16-byte aligned, masks contiguous inside a row, out_features >= kBlockRows; in training out_features % 8 == 0.
 #include "element.cuh"
 #include "tile_producer.cuh"
 #include "tile_mainloop.cuh"

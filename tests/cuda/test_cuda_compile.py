@@ -82,10 +82,10 @@ def compiled(kernel: str, target: str, macros: dict[str, int]) -> tuple[int, int
 def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
     assert config is not None
     registers, spills, log = compiled(config.kernel, config.target(gpu), config.macros(call))
-    # 15 masks of 16 tokens in the large blocks of an A100 use all registers and spill four words, or 13 where fp8 is
-    # decoded without an instruction and scales belong to columns. Two masks of 128 tokens with scales of columns spill up to five, of which the loop reads one.
+    # 15 masks of 16 tokens in the large blocks of an A100 use all registers and spill up to four words. Two masks of
+    # 128 tokens with scales of columns spill up to five, of which the loop reads one.
     most = (
-        (52 if call.weight.format.name == "fp8_block" else 16)
+        16
         if gpu.arch == (8, 0) and call.n_masks == 15
         else 20
         if call.weight.format.columns and call.n_masks == 2

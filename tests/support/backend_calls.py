@@ -13,20 +13,9 @@ from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.layer_call import LayerArguments, LayerCall
 
 
-def run_on(
-    backend: str,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    mask_weights: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_format: str = "dense",
-    launch: Any = None,
-) -> Tensor:
-    """The result of one backend, with the given launch or its own choice."""
-    given = LayerArguments(x, weight, packed_masks, activation, mask_weights, weight_scale, weight_format)
-    return dispatch.forward(given, backend=backend, launch=launch)
+def run_on(backend: str, *operands: Any, launch: Any = None, **options: Any) -> Tensor:
+    """The result of one backend for the arguments of `mglu::forward`, with the given launch or its own choice."""
+    return dispatch.forward(LayerArguments(*operands, **options), backend=backend, launch=launch)
 
 
 def unsupported(backend: str, *operands: Any) -> str | None:

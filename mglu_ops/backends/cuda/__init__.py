@@ -102,7 +102,7 @@ class Cuda(Backend):
         gpu = gpu_of(device)
         sequence = None
         if 0 not in call.result_shape:
-            problem = None if launch is None else launch.violation(call, gpu)
+            problem = None if launch is None else launch.violation(quantize_x.as_read(launch, call), gpu)
             if problem is not None:
                 raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
             config = launch or self.choose(call).config

@@ -41,18 +41,25 @@ def copy(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int)
     return CopyLaunch(launch, rows * row_bytes, "x")
 
 
+def as_read(config: LaunchConfig, call: LayerCall) -> LayerCall:
+    """The call that the kernel of a launch sees, whose x may have been rounded before."""
+    return call if call.activation_format == "dense" or config.rounds_x else call.with_rounded_x()
+
+
 def sources(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
     """Everything that is compiled for a call with this launch, as `(kernel, target, macros)`."""
-    found = config.sources(call, gpu)
-    if call.activation_format != "dense" and not config.rounds_x:
+    read = as_read(config, call)
+    found = config.sources(read, gpu)
+    if read is not call:
         found.append((NAME, config.target(gpu), macros(call, 0)))
     return found
 
 
 def sequence(config: LaunchConfig, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
     """Compile and load the kernels of a call on `device`, the current device, after a rounding of x if it needs one."""
-    if call.activation_format == "dense" or config.rounds_x:
-        return config.sequence(call, gpu, device)
-    found = config.sequence(call.with_rounded_x(), gpu, device)
+    read = as_read(config, call)
+    found = config.sequence(read, gpu, device)
+    if read is call:
+        return found
     rounded = copy(call, gpu, device, config.target(gpu), 0)
     return replace(found, copies=(rounded, *found.copies))
