@@ -31,8 +31,8 @@ Kernels kernels() {
 }
 
 std::vector<Source> sources_of(std::string_view name) {
-    const auto source = [](const char* name, const unsigned char* text) {
-        return Source{name, reinterpret_cast<const char*>(text)};
+    const auto source = [](const char* file, const unsigned char* text) {
+        return Source{file, reinterpret_cast<const char*>(text)};
     };
     std::vector<Source> sources{MGLU_SOURCES(source)};
     std::swap(sources.front(), *std::ranges::find(sources, name, &Source::name));

@@ -39,7 +39,7 @@ struct CopyLaunch {
 
 // A launch of quantize_x on the same stream before all others, which read the rounded x.
 struct QuantizeLaunch {
-    int cubin;          // -1 for a call that does not round x
+    int cubin;         // -1 for a call that does not round x
     int block_tokens;  // of a tile of tile_wgmma that multiplies in fp8; 0 for a copy in x's type
 };
 

@@ -158,7 +158,8 @@ std::int64_t rounded_tokens(const Params& p, int block_tokens) {
     return block_tokens > 0 ? round_up(p.tokens, block_tokens) : p.tokens;
 }
 std::int64_t rounded_bytes(const Params& p, int block_tokens, std::int64_t item) {
-    return rounded_tokens(p, block_tokens) * (block_tokens > 0 ? round_up(p.in_features, 128) + 4 : p.in_features * item);
+    return rounded_tokens(p, block_tokens) *
+           (block_tokens > 0 ? round_up(p.in_features, 128) + 4 : p.in_features * item);
 }
 
 // Rounds x to `out`, which the kernels after it read in its place.
