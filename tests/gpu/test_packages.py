@@ -153,12 +153,15 @@ torch.ops.load_library(sys.argv[1])
 torch.manual_seed(0)
 packed = torch.ops.mglu.pack_masks(torch.rand(8, 1024, 2048) > 0.5).cuda()
 weight = torch.randn(1024, 2048, device="cuda").half()
+scale = torch.ones(1024, device="cuda")
+stored = weight.to(torch.float8_e4m3fn), packed[..., :4].contiguous(), "gelu", None, scale, "fp8_row", "fp8_token"
 for tokens in (1, 7, 20, 64, 400, 600):
     wide = torch.randn(tokens, 4096, device="cuda").half()
     window = torch.randn(tokens * 8 + 2040, device="cuda").half().as_strided((tokens, 2048), (8, 1))
     for x in (wide[:, 8:2056], wide[:, 1:2049], wide[:, ::2], window, wide[:1, :2048].expand(tokens, 2048)):
-        expected = torch.ops.mglu.forward(x.contiguous().clone(), weight, packed)
-        assert torch.equal(torch.ops.mglu.forward(x, weight, packed), expected), (tokens, x.stride())
+        for layer in ((weight, packed), stored):
+            expected = torch.ops.mglu.forward(x.contiguous().clone(), *layer)
+            assert torch.equal(torch.ops.mglu.forward(x, *layer), expected), (tokens, x.stride(), layer[2:])
 print("fine")
 """
 

@@ -83,14 +83,14 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def choose_or_decode(call: LayerCall, gpu: Gpu) -> LaunchChoice:
-    """The usual choice, but 512 tokens of a weight in fewer bits read a decoded copy, whatever is faster."""
+    """The usual choice, but 512 tokens of a weight in fewer bits read copies of W and x, whatever is faster."""
     choice = choose(call, gpu)
     if call.tokens < device_code.MAX_TOKENS or call.weight.format.is_dense:
         return choice
     if choice.config.rounds_x:
         choice = choose(call.with_rounded_x(), gpu)
     assert isinstance(choice.config, TileWgmma)
-    return replace(choice, config=replace(choice.config, decoded=True, stages=2))
+    return replace(choice, config=replace(choice.config, decoded=True, permuted=True, sparse=False, stages=2))
 
 
 def printed_launches(program: Path, layer: LayerInfo, tokens: Iterable[int], sms: int) -> tuple[list[str], str]:
