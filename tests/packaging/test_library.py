@@ -156,10 +156,13 @@ def rounding_calls() -> Iterator[LayerArguments]:
     for name in ACTIVATION_FORMATS["fp8_token"]:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             layer, _ = stored_layer(name, dtype, 7, 70, 137, n_masks=3, activation_format="fp8_token")
-            x, info = layer.x, torch.finfo(dtype)
-            x[0], x[1, 5], x[2, 7], x[3] = 0, math.nan, -math.inf, info.smallest_normal * info.eps * torch.arange(137)
-            x[4, 9], x[5] = info.max, torch.arange(137) / 16  # with ties
+            x, info, integers = layer.x, torch.finfo(dtype), torch.arange(137)
+            x[0], x[1, 5], x[2, 7], x[3, 9] = 0, math.nan, -math.inf, info.max
+            x[4] = integers * max(info.smallest_normal * info.eps, 2**-136)  # the least scale, and ties
+            x[5], x[5, 0] = x[5] / 100, 448  # the largest number for a scale of 1
+            x[6] = integers / 16  # ties
             yield layer
+            yield layer._replace(weight_scale=layer.weight_scale * 2.0**100)  # so that results of x[4] are not 0
             yield layer._replace(x=x.repeat(1, 2)[:, 1:138])
             yield layer._replace(x=x.t().contiguous().t())
             yield layer._replace(x=x[None], mask_weights=None)
@@ -208,7 +211,9 @@ def test_stored_weights_give_the_bits_and_the_errors_of_python(library: Path, tm
         if isinstance(found, str) or isinstance(expected, str):
             assert found == expected
         else:
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=str(call))
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=0, equal_nan=True, msg=f"{call.weight_format}, {call.x.dtype}"
+            )
 
 
 TOGETHER = """
