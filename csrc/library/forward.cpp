@@ -1,13 +1,75 @@
 #include "forward.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
+#include "../cpu/kernels.h"
 #include "cuda/launch.h"
 
 namespace mglu {
 
 namespace {
+
+#include "../cpu/element.h"
+
+// The number of fp8 that is nearest to x, of magnitude up to 448: a sum with 1.5 times 2^23 units of its last digit is
+// rounded to that digit.
+float rounded_to_fp8(float x) {
+    const std::uint32_t exponent = bit_cast<std::uint32_t>(x) & 0x7f800000u;
+    const float large = 1.5f * bit_cast<float>(std::max(exponent, 121u << 23) + (20u << 23));  // from 2^-6 on
+    return std::copysign((x + large) - large, x);
+}
+
+template <typename Element>
+constexpr float kLargest = std::numeric_limits<float>::max();
+template <>
+constexpr float kLargest<BFloat16> = 0x1.fep127f;
+template <>
+constexpr float kLargest<Float16> = 65504.0f;
+
+// Rounds a token to fp8_token (mglu_ops/formats.py), as csrc/cuda/quantize_x.cu does on a GPU.
+template <typename Element>
+void round_token(const Element* x, Element* out, std::int64_t count) {
+    // Magnitudes compare like the integers of their bits, and NaN is the largest.
+    std::uint32_t greatest = 0;
+    for (std::int64_t i = 0; i < count; ++i)
+        greatest = std::max(greatest, bit_cast<std::uint32_t>(to_float(x[i])) & 0x7fffffffu);
+    // 448 is 1.75 times 2^8: a larger fraction needs the next power of two.
+    const int exponent = static_cast<int>(greatest >> 23) - 8 + ((greatest & 0x7fffffu) > 0x600000u);
+    const std::uint32_t power = greatest == 0 ? 127u << 23 : static_cast<std::uint32_t>(std::max(exponent, 1)) << 23;
+    const float scale = greatest < 0x7f800000u ? bit_cast<float>(power) : std::numeric_limits<float>::quiet_NaN();
+    const float factor = bit_cast<float>(0x7f000000u - power);  // 1 / scale
+    for (std::int64_t i = 0; i < count; ++i) {
+        const float value = rounded_to_fp8(to_float(x[i]) * factor) * scale;
+        out[i] = from_float<Element>(std::clamp(value, -kLargest<Element>, kLargest<Element>));  // NaN stays
+    }
+}
+
+// Makes a call read its x rounded to fp8_token, from memory that the caller keeps.
+template <typename Element>
+std::unique_ptr<char[]> round_x(cpu::Forward& call, cpu::ParallelFor parallel_for) {
+    std::unique_ptr<char[]> memory(new char[call.tokens * call.in_features * sizeof(Element)]);
+    struct Rounding {
+        const cpu::Forward& call;
+        Element* out;
+    } rounding{call, reinterpret_cast<Element*>(memory.get())};
+    const auto round_tokens = [](std::int64_t begin, std::int64_t end, void* context) {
+        const auto& [given, out] = *static_cast<const Rounding*>(context);
+        for (std::int64_t token = begin; token < end; ++token)
+            round_token(static_cast<const Element*>(given.x) + token * given.x_stride, out + token * given.in_features,
+                        given.in_features);
+    };
+    const std::int64_t grain = 1 + (1 << 14) / (1 + call.in_features);
+    if (parallel_for(0, call.tokens, grain, round_tokens, &rounding) != 0)
+        throw std::runtime_error("mglu: the threads failed");
+    call.x = memory.get();
+    call.x_stride = call.in_features;
+    return memory;
+}
 
 cpu::DType cpu_dtype(const char* argument, Scalar dtype) {
     switch (dtype) {
@@ -45,6 +107,13 @@ void forward_cpu(const LayerCall& call, const Tensor& out, const Executor& execu
         p.mask_weight_stride = call.mask_weight_row_stride;
         p.mask_weight_mask_stride = mask_weight->last_stride();
         p.mask_weights_dtype = cpu_dtype("mask_weights", mask_weight->dtype);
+    }
+    std::unique_ptr<char[]> rounded;
+    if (call.rounds_x) {
+        const auto round = p.dtype == cpu::DType::float32    ? round_x<float>
+                           : p.dtype == cpu::DType::bfloat16 ? round_x<BFloat16>
+                                                             : round_x<Float16>;
+        rounded = round(p, executor.parallel_for);
     }
     const cpu::Status status = cpu::forward(p, executor.parallel_for);
     if (status != cpu::Status::ok) throw std::runtime_error(std::string("mglu: ") + cpu::status_message(status));

@@ -59,6 +59,17 @@ void check_x_and_weight(const Tensor& x, const Tensor& weight, const Format& for
                "), must be weight's in_features " + std::to_string(in_features));
 }
 
+// Whether x is rounded, to the only other format than dense.
+bool rounds(std::string_view activation_format, const Tensor& x, const Format& format) {
+    if (activation_format == "dense") return false;
+    const std::string got = "activation_format: got '" + std::string(activation_format) + "', must be ";
+    if (activation_format != "fp8_token") refuse(got + "one of dense, fp8_token");
+    if (format.dtype != Scalar::float8_e4m3fn) refuse(got + "dense" + for_format(format));
+    if (x.dtype == Scalar::float64)
+        refuse("x: got dtype float64, must be float16, bfloat16 or float32 for activation_format='fp8_token'");
+    return true;
+}
+
 void check_scale(const std::optional<Tensor>& scale, const Tensor& x, const Tensor& weight, const Format& format) {
     if (!format.dtype) {
         if (scale)
@@ -125,11 +136,9 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
                    const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
                    std::string_view weight_format, std::string_view activation_format) {
     const Format& format = find_format(weight_format);
-    if (activation_format != "dense")
-        refuse("activation_format: got '" + std::string(activation_format) +
-               "', must be 'dense', the only one that this library has");
     check_x_and_weight(x, weight, format);
     check_device("weight", weight, x);
+    const bool rounds_x = rounds(activation_format, x, format);
     check_scale(weight_scale, x, weight, format);
     check_packed(packed_masks, x.last_size());
     if (packed_masks.sizes[0] != weight.sizes[0])
@@ -143,6 +152,7 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
     call.mask_weights = mask_weights;
     call.weight_scale = weight_scale;
     call.weight_format = format.code;
+    call.rounds_x = rounds_x;
     call.activation = activation_code(activation);
     call.tokens = count_rows(x);
     call.out_features = weight.sizes[0];
@@ -157,14 +167,14 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
 }
 
 // The CPU kernels need dense rows. On a GPU, the plain kernel takes any strides of W and the masks, and the tuned
-// kernels read x in rows of whole vectors. All kernels need contiguous scales.
+// kernels read x in rows of whole vectors, which a rounded x has. All kernels need contiguous scales.
 Copies needed_copies(const LayerCall& call) {
     const bool on_cpu = call.x.device == Device::cpu;
     const Tensor& masks = call.packed_masks;
     const bool dense_masks =
         (call.n_masks == 1 || masks.strides[2] == 1) && (masks.sizes[1] <= 1 || masks.strides[1] == call.n_masks);
     Copies copies{};
-    copies.x = !folds(call.x, !on_cpu) || (!on_cpu && !has_vector_rows(call));
+    copies.x = !folds(call.x, !on_cpu) || (!on_cpu && !call.rounds_x && !has_vector_rows(call));
     copies.weight = on_cpu && call.weight.sizes[1] > 1 && call.weight.strides[1] != 1;
     copies.packed_masks = on_cpu && !dense_masks;
     copies.mask_weights = call.mask_weights && !folds(*call.mask_weights, true);

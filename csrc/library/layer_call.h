@@ -22,6 +22,7 @@ struct LayerCall {
     std::optional<Tensor> mask_weights;  // [..., n_masks]
     std::optional<Tensor> weight_scale;  // as weight_format has it (mglu_ops/formats.py); none for dense
     WeightFormat weight_format;
+    bool rounds_x;   // to fp8_token (mglu_ops/formats.py)
     int activation;  // its code in csrc/cpu/activation.h
     std::int64_t tokens;
     std::int64_t out_features;

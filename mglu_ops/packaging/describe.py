@@ -91,6 +91,7 @@ def _describe_layer(layer: Node) -> LayerInfo:
         activation=given.activation,
         mask_weights_dtype=None if given.mask_weights is None else _name(given.mask_weights.dtype),
         weight_format=given.weight_format,
+        activation_format=given.activation_format,
     )
 
 

@@ -20,7 +20,7 @@ from ..backends.cuda import DecodeMma, Plain, TileWgmma
 from ..backends.cuda.choice import choose
 from ..backends.cuda.compiler import compile_cubin
 from ..backends.cuda.device import Gpu, gpu_of_architecture
-from ..backends.cuda.kernels import decode_weight, permute_x
+from ..backends.cuda.kernels import decode_weight, permute_x, quantize_x
 from ..backends.cuda.kernels.base import ELEMENTS
 from ..layer_call import LayerCall
 from .package import LayerInfo, read_info
@@ -112,6 +112,7 @@ def _variant(call: LayerCall, gpu: Gpu) -> str:
         arch=10 * gpu.arch[0] + gpu.arch[1],
         element=ELEMENTS[call.dtype],
         weight_format=call.weight.format.code,
+        rounds_x=call.activation_format != "dense",
         n_masks=call.n_masks,
         activation=ACTIVATIONS[call.activation].code,
         mask_weight=-1 if call.mask_weights_dtype is None else ELEMENTS[call.mask_weights_dtype],
@@ -143,6 +144,7 @@ def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[st
     if isinstance(config, Plain):
         return None
     target = config.target(gpu)
+    tile_tokens = config.block_tokens if isinstance(config, TileWgmma) and config.fp8 else 0
     kernel = cubins.index(config.kernel, target, config.macros(call))
     decode = permute = _row(cubin=-1, blocks=0, bytes=0)
     boxes = _row(tokens=0, rows=0, weight_item_bytes=0, weight_columns=0, mask_bytes=0, swizzle_masks=False)
@@ -172,14 +174,23 @@ def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[st
         "shared_bytes": config.shared_bytes(call),
         "blocks_per_sm": config.blocks_per_sm if isinstance(config, DecodeMma) else 0,
         "overlap": gpu.arch >= (9, 0),
+        "quantize_x": _row(cubin=_quantize_x(call, target, tile_tokens, cubins), block_tokens=tile_tokens),
         "decode_weight": decode,
         "permute_x": permute,
         "boxes": boxes,
     }
 
 
+def _quantize_x(call: LayerCall, target: str, block_tokens: int, cubins: _Cubins) -> int:
+    """The cubin that rounds x, to tiles of `block_tokens` tokens in fp8, or to x's dtype for 0; -1 if none does."""
+    if call.activation_format == "dense":
+        return -1
+    return cubins.index(quantize_x.NAME, target, quantize_x.macros(call, block_tokens))
+
+
 def _plain(kind: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
     for tokens in (1, 4):
         call, config = _call(kind, tokens), Plain(block_tokens=tokens)
         index = cubins.index(config.kernel, config.target(gpu), config.macros(call))
-        yield _row(variant=_variant(call, gpu), tokens=tokens, cubin=index)
+        quantize = _quantize_x(call, config.target(gpu), 0, cubins)
+        yield _row(variant=_variant(call, gpu), tokens=tokens, cubin=index, quantize_x=quantize)

@@ -53,8 +53,7 @@ def export(
 
     MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
     package holds one bit per weight and mask, and no logits. A layer that calls `mglu::forward` itself stays as it is,
-    with its weight in any format of `mglu_ops.formats`; with an activation format, it needs the backend "triton" or
-    "composite". The model does not change.
+    with its weight and x in any formats of `mglu_ops.formats`. The model does not change.
 
     A package is code: whoever loads it runs what it holds.
 
@@ -111,7 +110,6 @@ def export(
         _check_masks(fused)
         backend = device.type if backend == "auto" else backend
         _check_backend(backend, device, shim, multi_arch)
-        _check_activations(fused, backend)
         info = describe(program, fused, path, device, backend, shim, weights is None, multi_arch)
         if backend == "triton":
             _check_triton(info.layers, device)
@@ -196,19 +194,6 @@ def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: b
         )
     if shim and backend not in ("cpu", "cuda"):
         raise ValueError(f"shim: with backend {backend!r} there is no operator to call")
-
-
-def _check_activations(program: ExportedProgram, backend: str) -> None:
-    """Check that the operator library has the activation format of each layer that calls it."""
-    from ..passes import layers_of
-
-    for layer in layers_of(program.graph):
-        found = arguments_of(layer).get("activation_format", "dense")
-        if found != "dense" and backend in ("cpu", "cuda"):
-            raise ValueError(
-                f"backend: got {backend!r}, must be 'composite' or 'triton' for a layer with activation_format="
-                f"{found!r}, which libmglu_ops.so does not have"
-            )
 
 
 def _check_triton(layers: Sequence[LayerInfo], device: torch.device) -> None:

@@ -88,6 +88,7 @@ class LayerInfo:
     activation: str
     mask_weights_dtype: str | None
     weight_format: str = "dense"
+    activation_format: str = "dense"
 
     def call(self, device: torch.device, tokens: int) -> LayerCall:
         """A call of the layer with contiguous tensors at aligned addresses."""
@@ -101,6 +102,7 @@ class LayerInfo:
             self.activation,
             None if self.mask_weights_dtype is None else getattr(torch, self.mask_weights_dtype),
             self.weight_format,
+            self.activation_format,
         )
 
 

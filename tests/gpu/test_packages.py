@@ -21,6 +21,7 @@ from mglu_ops.packaging.tensor_file import write_tensor
 pytestmark = [pytest.mark.gpu]
 
 TOKENS = (1, 7, 16, 64, 400, 600)
+ROUNDING_TOKENS = (1, 8, 40, 300)
 
 
 def model(dtype: torch.dtype) -> nn.Module:
@@ -46,8 +47,16 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mglu_ops.export(stored, (inputs(1, torch.float16),), folder / "stored/operator.pt2")
     with pytest.raises(ValueError, match=r"backend: got 'triton', .* have no weight format"):
         mglu_ops.export(stored, (inputs(1, torch.float16),), folder / "stored/triton.pt2", backend="triton")
-    for tokens in TOKENS:
-        for module, place in ((layers, folder), (stored, folder / "stored")):
+    rounding = StoredLayers(2048, 1024, n_masks=4, activation_format="fp8_token").cuda()
+    (folder / "rounding").mkdir()
+    mglu_ops.export(rounding, (inputs(1, torch.float16),), folder / "rounding/operator.pt2")
+    groups = (
+        (layers, folder, TOKENS),
+        (stored, folder / "stored", TOKENS),
+        (rounding, folder / "rounding", ROUNDING_TOKENS),
+    )
+    for module, place, sizes in groups:
+        for tokens in sizes:
             write_tensor(place / f"x{tokens}.tensor", inputs(tokens, torch.float16))
             write_tensor(place / f"y{tokens}.tensor", module(inputs(tokens, torch.float16)))
     return folder
@@ -63,7 +72,7 @@ def libraries(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     chosen: dict[str, dict[str, Any]] = {
         "compiled": {
             "archs": [f"sm_{major}{minor}"],
-            "packages": [packages / "operator.pt2", packages / "stored/operator.pt2"],
+            "packages": [packages / f"{folder}/operator.pt2" for folder in (".", "stored", "rounding")],
         },
         "nvrtc": {},
     }
@@ -83,14 +92,14 @@ def program_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_package(program: Path, package: Path, *options: str) -> str:
     """Run a package with the inputs beside it, compare its results, and return what was printed as errors."""
-    files = [package.parent / f"{name}{tokens}.tensor" for tokens in TOKENS for name in "xy"]
+    files = [x.with_name(name + x.name[1:]) for x in package.parent.glob("x*.tensor") for name in "xy"]
     process = run([program, package, "--tolerance", "3e-3", *options, *files])
     assert process.returncode == 0, process.stdout + process.stderr
     print(package.stem, re.findall(r"([\d.]+) us a call", process.stdout))
     return process.stderr
 
 
-@pytest.mark.parametrize("package", ["operator.pt2", "shim.pt2", "stored/operator.pt2"])
+@pytest.mark.parametrize("package", ["operator.pt2", "shim.pt2", "stored/operator.pt2", "rounding/operator.pt2"])
 @pytest.mark.parametrize("kernels", ["compiled", "nvrtc"])
 def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], kernels: str, package: str) -> None:
     """The library prints a message if it has to use the plain kernels."""
@@ -144,12 +153,15 @@ torch.ops.load_library(sys.argv[1])
 torch.manual_seed(0)
 packed = torch.ops.mglu.pack_masks(torch.rand(8, 1024, 2048) > 0.5).cuda()
 weight = torch.randn(1024, 2048, device="cuda").half()
+scale = torch.ones(1024, device="cuda")
+stored = weight.to(torch.float8_e4m3fn), packed[..., :4].contiguous(), "gelu", None, scale, "fp8_row", "fp8_token"
 for tokens in (1, 7, 20, 64, 400, 600):
     wide = torch.randn(tokens, 4096, device="cuda").half()
     window = torch.randn(tokens * 8 + 2040, device="cuda").half().as_strided((tokens, 2048), (8, 1))
     for x in (wide[:, 8:2056], wide[:, 1:2049], wide[:, ::2], window, wide[:1, :2048].expand(tokens, 2048)):
-        expected = torch.ops.mglu.forward(x.contiguous().clone(), weight, packed)
-        assert torch.equal(torch.ops.mglu.forward(x, weight, packed), expected), (tokens, x.stride())
+        for layer in ((weight, packed), stored):
+            expected = torch.ops.mglu.forward(x.contiguous().clone(), *layer)
+            assert torch.equal(torch.ops.mglu.forward(x, *layer), expected), (tokens, x.stride(), layer[2:])
 print("fine")
 """
 

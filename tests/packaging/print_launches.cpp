@@ -1,6 +1,6 @@
 // Runs calls of one layer on the driver that is loaded, for each number of tokens of the command line.
 //
-//   print_launches N_MASKS OUT_FEATURES IN_FEATURES WEIGHT_FORMAT TOKENS...
+//   print_launches N_MASKS OUT_FEATURES IN_FEATURES WEIGHT_FORMAT ROUNDS_X TOKENS...
 #include <cstdio>
 #include <cstdlib>
 
@@ -29,7 +29,7 @@ int main(int count, char** arguments) {
     const mglu::Format& format = mglu::kFormats[std::atol(arguments[4])];
     mglu::Executor executor;
     executor.allocate = allocate;
-    for (int i = 5; i < count; ++i) {
+    for (int i = 6; i < count; ++i) {
         const std::int64_t tokens = std::atol(arguments[i]), stored = h / format.packed;
         const std::int64_t x_sizes[] = {tokens, h}, weight_sizes[] = {d, stored}, mask_sizes[] = {d, h / 8, n};
         const std::int64_t strides[] = {h, 1}, weight_strides[] = {stored, 1}, mask_strides[] = {h / 8 * n, n, 1};
@@ -39,6 +39,7 @@ int main(int count, char** arguments) {
         call.packed_masks = tensor(mask_sizes, mask_strides, 3, mglu::Scalar::uint8);
         if (format.dtype) call.weight_scale.emplace().data = kScaleAddress;
         call.weight_format = format.code;
+        call.rounds_x = std::atol(arguments[5]) != 0;
         call.tokens = tokens;
         call.out_features = d;
         call.in_features = h;

@@ -24,6 +24,7 @@ from mglu_ops.layer_call import LayerCall
 from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import LayerInfo
+from mglu_ops.sizes import round_up
 
 HERE = Path(__file__).parent
 LAYER = LayerInfo(8, 1024, 2048, "float16", "silu", None)
@@ -31,10 +32,16 @@ STORED = {1: "int4_group", 8: "fp8_block"}
 """The format of a second layer, beside a dense one with that number of masks."""
 
 
-def write_table(folder: Path, n_masks: int) -> str:
-    """Compile the kernels of a package with two layers for sm_90; the table."""
+def layers_with(n_masks: int) -> list[LayerInfo]:
+    """A layer with a dense weight, one with a weight in fewer bits, and one that rounds x as well."""
     dense = replace(LAYER, n_masks=n_masks)
-    layers = [dense, replace(dense, weight_format=STORED[n_masks])]
+    rounding = replace(dense, weight_format="fp8_block", activation_format="fp8_token")
+    return [dense, replace(dense, weight_format=STORED[n_masks]), rounding]
+
+
+def write_table(folder: Path, n_masks: int) -> str:
+    """Compile the kernels of a package with the layers of `layers_with` for sm_90; the table."""
+    layers = layers_with(n_masks)
     write_small_package(folder / "model.pt2", device="cuda", backend="cuda", layers=layers, arch=[9, 0])
     device_code.write(folder, ["sm_90"], [folder / "model.pt2"])
     return (folder / device_code.TABLE).read_text()
@@ -58,7 +65,7 @@ def compile_cpp(out: Path, *arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module", params=[1, 8], ids="n_masks={}".format)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerInfo]:
-    """A program that prints the launches of calls, with the table of two layers, and the dense one of them.
+    """A program that prints the launches of calls, with the table of three layers, and the dense one of them.
 
     Its kernels never run.
     """
@@ -76,17 +83,20 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def choose_or_decode(call: LayerCall, gpu: Gpu) -> LaunchChoice:
-    """The usual choice, but 512 tokens of a weight in fewer bits read a decoded copy, whatever is faster."""
+    """The usual choice, but 512 tokens of a weight in fewer bits read copies of W and x, whatever is faster."""
     choice = choose(call, gpu)
     if call.tokens < device_code.MAX_TOKENS or call.weight.format.is_dense:
         return choice
+    if choice.config.rounds_x:
+        choice = choose(call.with_rounded_x(), gpu)
     assert isinstance(choice.config, TileWgmma)
-    return replace(choice, config=replace(choice.config, decoded=True, stages=2))
+    return replace(choice, config=replace(choice.config, decoded=True, permuted=True, sparse=False, stages=2))
 
 
 def printed_launches(program: Path, layer: LayerInfo, tokens: Iterable[int], sms: int) -> tuple[list[str], str]:
     """The lines and the errors that the program prints on a GPU with `sms` SMs."""
     shape = layer.n_masks, layer.out_features, layer.in_features, FORMATS[layer.weight_format].code
+    shape = *shape, int(layer.activation_format != "dense")
     process = run([program, *map(str, (*shape, *tokens))], LD_LIBRARY_PATH=str(program.parent), FAKE_SMS=str(sms))
     assert process.returncode == 0, process.stderr
     return process.stdout.splitlines(), process.stderr
@@ -98,21 +108,28 @@ def launches(layer: LayerInfo, tokens: int, sms: int) -> list[str]:
     gpu = replace(chosen_for, multiprocessors=sms)
     call = device_code._call(layer, tokens)
     config = choose_or_decode(call, chosen_for).config
-    lines, weight = [f"{tokens} tokens"], weight_of(call)
+    copied, lines, weight = 0, [], weight_of(call)
+    if call.activation_format != "dense":
+        row_bytes, rows = 2 * call.in_features, tokens
+        if config.rounds_x:
+            row_bytes, rows = call.in_features + 4, round_up(tokens, config.block_tokens)
+        copied = round_up(rows * row_bytes, 16)
+        lines.append(f"mglu_quantize_x {rows} 1 256 0{weight}")
     if isinstance(config, TileWgmma):
         if config.decoded:
-            lines.append(f"allocate {decode_weight.copy_bytes(call)}")
+            copied += round_up(decode_weight.copy_bytes(call), 16)
             lines.append(f"mglu_decode_weight {decode_weight.blocks(call)} 1 256 0{weight}")
         if config.permuted:
             tile = config.block_tokens, config.sub
-            lines.append(f"allocate {permute_x.copy_bytes(call, *tile)}")
+            copied += permute_x.copy_bytes(call, *tile)
             lines.append(f"mglu_permute_x {permute_x.blocks(call, *tile)} 1 256 0{weight}")
         x, matrix, masks = config.matrices(call)
         for one in filter(None, (matrix, x, masks)):
             lines.append(" ".join(["map", *(str(int(value)) for value in astuple(one)[:7])]))
     x_blocks, y_blocks = config.grid(call, gpu)
     shared = config.requested_shared_bytes(call, gpu)
-    return [*lines, f"mglu_{config.kernel} {x_blocks} {y_blocks} {config.threads} {shared}{weight}"]
+    first = [f"{tokens} tokens", *([f"allocate {copied}"] if copied else [])]
+    return [*first, *lines, f"mglu_{config.kernel} {x_blocks} {y_blocks} {config.threads} {shared}{weight}"]
 
 
 def weight_of(call: LayerCall) -> str:
@@ -126,7 +143,7 @@ def weight_of(call: LayerCall) -> str:
 def test_cpp_launches_what_python_launches_on_gpus_of_any_size(program: tuple[Path, LayerInfo], sms: int) -> None:
     path, dense = program
     tokens = range(1, device_code.MAX_TOKENS + 1) if sms == 132 else (1, 2, 8, 16, 17, 64, 200, 512)
-    for layer in (dense, replace(dense, weight_format=STORED[dense.n_masks])):
+    for layer in layers_with(dense.n_masks):
         printed, errors = printed_launches(path, layer, tokens, sms)
         assert printed == [line for count in tokens for line in launches(layer, count, sms)]
         assert errors == ""
@@ -137,16 +154,20 @@ def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(program: 
     """At most 512 tokens a launch."""
     path, layer = program
     grids = {1: ["256 1"], 5: ["256 2"], 600: ["256 128", "256 22"]}
-    for name in ("dense", STORED[layer.n_masks]):
-        missing = replace(layer, out_features=2048, in_features=64, weight_format=name)
+    for known in layers_with(layer.n_masks):
+        missing = replace(known, out_features=2048, in_features=64)
         printed, errors = printed_launches(path, missing, grids, 132)
         weight = weight_of(device_code._call(missing, 1))
-        assert printed == [
-            line
-            for tokens, launched in grids.items()
-            for line in (f"{tokens} tokens", *(f"mglu_plain {grid} 256 0{weight}" for grid in launched))
-        ]
-        shape = [2048, 64 // FORMATS[name].packed]
+        expected = []
+        for tokens, launched in grids.items():
+            expected.append(f"{tokens} tokens")
+            for first, grid in zip(range(0, tokens, device_code.MAX_TOKENS), launched, strict=True):
+                count = min(tokens - first, device_code.MAX_TOKENS)
+                if missing.activation_format != "dense":
+                    expected += [f"allocate {128 * count}", f"mglu_quantize_x {count} 1 256 0{weight}"]
+                expected.append(f"mglu_plain {grid} 256 0{weight}")
+        assert printed == expected
+        shape = [2048, 64 // FORMATS[missing.weight_format].packed]
         assert errors.count(f"no tuned kernel for a layer with weight {shape}") == 1
 
 
@@ -164,7 +185,7 @@ def compiles_device_code() -> bool:
 @pytest.mark.parametrize("n_masks", [1, 8])
 def test_the_kernels_of_a_package_are_compiled_and_embedded(n_masks: int, tmp_path: Path) -> None:
     table = write_table(tmp_path, n_masks)
-    for kernel in ("mglu_decode_mma", "mglu_plain"):
+    for kernel in ("mglu_decode_mma", "mglu_plain", "mglu_quantize_x"):
         assert table.count(f'kernel = "{kernel}"') >= 2  # of each layer
     embedded = re.findall(r'"(\d+\.cubin)"', table)
     assert len(embedded) == table.count("code = mglu_cubin_")

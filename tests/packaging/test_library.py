@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 import mglu_ops
 from mglu_ops import ops
 from mglu_ops.backends import reference
-from mglu_ops.formats import FORMATS
+from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.layer_call import LayerArguments
 from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import BuildError, build_runtime, source_directory
@@ -99,8 +100,6 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 ops = torch.ops.mglu
 for words, call in {
     "activation: got 'swish'": lambda: ops.forward(x, weight, packed, "swish"),
-    "activation_format: got 'fp8_token', must be 'dense', the only one that this library has":
-        lambda: ops.forward(x, weight, packed, activation_format="fp8_token"),
     "x: got last size 44": lambda: ops.forward(x[..., :-1], weight, packed),
     "n_masks=0": lambda: ops.forward(x, weight, packed[..., :0]),
     "float64": lambda: ops.forward(x.double(), weight.double(), packed),
@@ -152,6 +151,28 @@ torch.save([outcome(arguments) for arguments in torch.load(sys.argv[2])], sys.ar
 """
 
 
+def rounding_calls() -> Iterator[LayerArguments]:
+    """Right and wrong calls that round x, some with numbers that are hard to round."""
+    for name in ACTIVATION_FORMATS["fp8_token"]:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            layer, _ = stored_layer(name, dtype, 7, 70, 137, n_masks=3, activation_format="fp8_token")
+            x, info, integers = layer.x, torch.finfo(dtype), torch.arange(137)
+            x[0], x[1, 5], x[2, 7], x[3, 9] = 0, math.nan, -math.inf, info.max
+            x[4] = integers * max(info.smallest_normal * info.eps, 2**-136)  # the least scale, and ties
+            x[5], x[5, 0] = x[5] / 100, 448  # the largest number for a scale of 1
+            x[6] = integers / 16  # ties
+            yield layer
+            yield layer._replace(weight_scale=layer.weight_scale * 2.0**100)  # so that results of x[4] are not 0
+            yield layer._replace(x=x.repeat(1, 2)[:, 1:138])
+            yield layer._replace(x=x.t().contiguous().t())
+            yield layer._replace(x=x[None], mask_weights=None)
+            yield layer._replace(x=x[:0], mask_weights=None)
+        yield layer._replace(x=x.double())
+        yield layer._replace(activation_format="fp7")
+    yield stored_layer("fp8_row", torch.float32, 1, 3, 0, 3)[0]._replace(activation_format="fp8_token")
+    yield stored_layer("int4_group", torch.float32, 2, 3, 128, 1)[0]._replace(activation_format="fp8_token")
+
+
 def stored_calls() -> Iterator[LayerArguments]:
     """Right and wrong calls with a weight of each format."""
     for name, chosen in FORMATS.items():
@@ -182,7 +203,7 @@ def outcome(call: LayerArguments) -> Tensor | str:
 
 
 def test_stored_weights_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
-    calls = list(stored_calls())
+    calls = [*stored_calls(), *rounding_calls()]
     torch.save([tuple(call) for call in calls], tmp_path / "calls.pt")
     python("-c", STORED, library, tmp_path / "calls.pt", tmp_path / "outcomes.pt")
     for call, found in zip(calls, torch.load(tmp_path / "outcomes.pt"), strict=True):
@@ -190,7 +211,9 @@ def test_stored_weights_give_the_bits_and_the_errors_of_python(library: Path, tm
         if isinstance(found, str) or isinstance(expected, str):
             assert found == expected
         else:
-            assert torch.equal(found, expected), call.weight_format
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=0, equal_nan=True, msg=f"{call.weight_format}, {call.x.dtype}"
+            )
 
 
 TOGETHER = """

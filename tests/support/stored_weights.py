@@ -7,7 +7,7 @@ from budgets import relative_error
 from torch import Tensor, nn
 
 from mglu_ops.backends import reference
-from mglu_ops.formats import FORMATS, quantize_activation
+from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, quantize_activation
 from mglu_ops.layer_call import LayerArguments
 from mglu_ops.masks import pack, unpack
 
@@ -53,11 +53,12 @@ def naive_error(given: LayerArguments) -> tuple[Tensor, float]:
 
 
 class StoredLayers(nn.Module):
-    """The sum of a layer of each format but `dense`, with packed masks."""
+    """The sum of a layer of each format but `dense` that goes with an activation format, with packed masks."""
 
-    def __init__(self, in_features: int, out_features: int, n_masks: int) -> None:
+    def __init__(self, in_features: int, out_features: int, n_masks: int, activation_format: str = "dense") -> None:
         super().__init__()
-        self.formats = [name for name, one in FORMATS.items() if not one.is_dense]
+        self.activation_format = activation_format
+        self.formats = [name for name in ACTIVATION_FORMATS[activation_format] if not FORMATS[name].is_dense]
         for name in self.formats:
             weight, scale = FORMATS[name].quantize(torch.randn(out_features, in_features) / in_features**0.5)
             self.register_buffer(name, weight)
@@ -68,7 +69,8 @@ class StoredLayers(nn.Module):
         results = []
         for name in self.formats:
             weight, scale, masks = (getattr(self, name + suffix) for suffix in ("", "_scale", "_masks"))
-            results.append(torch.ops.mglu.forward(x, weight, masks, "gelu", None, scale, name))
+            layer = x, weight, masks, "gelu", None, scale, name, self.activation_format
+            results.append(torch.ops.mglu.forward(*layer))
         return torch.stack(results).sum(0)
 
 

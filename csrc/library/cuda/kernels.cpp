@@ -1,5 +1,8 @@
 #include "kernels.h"
 
+#include <algorithm>
+#include <utility>
+
 // Defines `symbol` as the bytes of a file and a 0 after them; the assembler finds the file by -Wa,-I.
 #define MGLU_EMBED(symbol, file)                                                                   \
     asm(".section .rodata\n.balign 64\n" #symbol ":\n.incbin \"" file "\"\n.byte 0\n.previous\n"); \
@@ -27,11 +30,13 @@ Kernels kernels() {
     return {rows(kCubins), rows(kTuned), rows(kPlain)};
 }
 
-std::vector<Source> plain_sources() {
-    const auto source = [](const char* name, const unsigned char* text) {
-        return Source{name, reinterpret_cast<const char*>(text)};
+std::vector<Source> sources_of(std::string_view name) {
+    const auto source = [](const char* file, const unsigned char* text) {
+        return Source{file, reinterpret_cast<const char*>(text)};
     };
-    return {MGLU_SOURCES(source)};
+    std::vector<Source> sources{MGLU_SOURCES(source)};
+    std::swap(sources.front(), *std::ranges::find(sources, name, &Source::name));
+    return sources;
 }
 
 }  // namespace mglu::cuda

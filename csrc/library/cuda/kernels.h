@@ -4,6 +4,8 @@
 #include <compare>
 #include <cstdint>
 #include <span>
+#include <string_view>
+#include <vector>
 
 #include "driver.h"
 
@@ -19,6 +21,7 @@ struct Variant {
     int arch;           // 90 for compute capability 9.0
     int element;        // of x
     int weight_format;  // its code in csrc/cuda/weight_formats.cuh
+    bool rounds_x;      // to fp8_token, before or in the kernel
     int n_masks;
     int activation;   // its code in csrc/cpu/activation.h
     int mask_weight;  // element type of mask_weights; -1 without them
@@ -34,12 +37,18 @@ struct CopyLaunch {
     std::int64_t bytes;  // of the copy
 };
 
+// A launch of quantize_x on the same stream before all others, which read the rounded x.
+struct QuantizeLaunch {
+    int cubin;         // -1 for a call that does not round x
+    int block_tokens;  // of a tile of tile_wgmma that multiplies in fp8; 0 for a copy in x's type
+};
+
 // The boxes in which tile_wgmma's producer warps copy x, W and the masks by TMA.
 struct Boxes {
-    std::uint32_t tokens;          // of x, at most the call's; unused where x is permuted
+    std::uint32_t tokens;          // of x, at most the call's; unused where x is permuted or in fp8
     std::uint32_t rows;            // of W and the masks; 0 for a kernel that does not use TMA
     int weight_item_bytes;         // of an element of W as the kernel reads it
-    std::uint32_t weight_columns;  // of such elements, which hold 64 weights
+    std::uint32_t weight_columns;  // of such elements, which hold 64 weights, or 128 in fp8
     std::uint32_t mask_bytes;      // of a row; 0 where rows are not multiples of 16 bytes, which TMA cannot copy
     bool swizzle_masks;
 };
@@ -61,6 +70,7 @@ struct TunedLaunch {
     unsigned shared_bytes;   // of dynamic shared memory that a block needs
     unsigned blocks_per_sm;  // 0, or the most blocks an SM may run, so that none idles while another has more
     bool overlap;            // may be set up while the kernel before it in the stream still runs
+    QuantizeLaunch quantize_x;
     CopyLaunch decode_weight;
     CopyLaunch permute_x;
     Boxes boxes;
@@ -71,6 +81,7 @@ struct PlainKernel {
     Variant variant;
     int tokens;
     int cubin;
+    int quantize_x;  // the cubin that rounds x to a copy in its type; -1 for a call that does not round it
 };
 
 struct Kernels {
@@ -81,7 +92,7 @@ struct Kernels {
 
 Kernels kernels();
 
-// The sources of the plain kernel for NVRTC: plain.cu, then all headers of csrc/cuda.
-std::vector<Source> plain_sources();
+// What NVRTC needs to compile "plain.cu" or "quantize_x.cu": that source first, and all headers of csrc/cuda.
+std::vector<Source> sources_of(std::string_view name);
 
 }  // namespace mglu::cuda

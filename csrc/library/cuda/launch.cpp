@@ -46,17 +46,22 @@ bool serves(const Variant& built, Variant wanted) {
     return built == wanted;
 }
 
+void set_x(Params& p, const void* x, std::int64_t row_stride, std::int64_t column_stride, std::int64_t item) {
+    p.x = x;
+    p.x_row_stride = row_stride;
+    p.x_column_stride = column_stride;
+    p.x_is_vectorizable = column_stride == 1 && reinterpret_cast<std::uintptr_t>(x) % 16 == 0 &&
+                          (p.tokens == 1 || row_stride * item % 16 == 0);
+}
+
 // The parameters of a launch for `tokens` tokens, from token `first` on.
 Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int64_t tokens) {
     const std::int64_t item = item_bytes(call.x.dtype);
     Params p{};
-    p.x = static_cast<const char*>(call.x.data) + first * call.x_row_stride * item;
     p.weight = call.weight.data;
     p.packed_masks = static_cast<const u8*>(call.packed_masks.data);
     if (call.weight_scale) p.weight_scale = call.weight_scale->data;
     p.out = static_cast<char*>(out) + first * call.out_features * item;
-    p.x_row_stride = call.x_row_stride;
-    p.x_column_stride = call.x.last_stride();
     p.weight_row_stride = call.weight.strides[0];
     p.weight_column_stride = call.weight.strides[1];
     p.mask_row_stride = call.packed_masks.strides[0];
@@ -71,8 +76,8 @@ Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int
     p.tokens = static_cast<std::int32_t>(tokens);
     p.out_features = static_cast<std::int32_t>(call.out_features);
     p.in_features = static_cast<std::int32_t>(call.in_features);
-    p.x_is_vectorizable = p.x_column_stride == 1 && reinterpret_cast<std::uintptr_t>(p.x) % 16 == 0 &&
-                          (tokens == 1 || call.x_row_stride * item % 16 == 0);
+    set_x(p, static_cast<const char*>(call.x.data) + first * call.x_row_stride * item, call.x_row_stride,
+          call.x.last_stride(), item);
     return p;
 }
 
@@ -94,17 +99,25 @@ Function load_cubin(const DeviceFacts& device, int index, unsigned shared_bytes)
                   [&] { return load(cubin.code, cubin.kernel, shared_bytes); });
 }
 
+std::string define(const char* name, int value) { return std::string("-D") + name + "=" + std::to_string(value); }
+
 Function compile_plain(const DeviceFacts& device, const Variant& variant, int tokens) {
     return loaded(std::tuple(device.device, variant, tokens), [&] {
-        const auto define = [](const char* name, int value) {
-            return std::string("-D") + name + "=" + std::to_string(value);
-        };
         const std::vector<char> code =
-            compile(plain_sources(), variant.arch,
+            compile(sources_of("plain.cu"), variant.arch,
                     {define("MGLU_ELEMENT", variant.element), define("MGLU_WEIGHT_FORMAT", variant.weight_format),
                      define("MGLU_N_MASKS", variant.n_masks), define("MGLU_ACTIVATION", variant.activation),
                      define("MGLU_MASK_WEIGHTS", variant.mask_weight), define("MGLU_TOKENS", tokens)});
         return load(code.data(), "mglu_plain", 0);
+    });
+}
+
+// The kernel that rounds x to a copy in its type.
+Function compile_quantize_x(const DeviceFacts& device, int arch, int element) {
+    return loaded(std::tuple(device.device, arch, element), [&] {
+        const std::vector<char> code = compile(sources_of("quantize_x.cu"), arch,
+                                               {define("MGLU_ELEMENT", element), define("MGLU_TOKEN_COLUMNS", 0)});
+        return load(code.data(), "mglu_quantize_x", 0);
     });
 }
 
@@ -138,14 +151,32 @@ unsigned reserved_shared_bytes(const TunedLaunch& tuned, const DeviceFacts& devi
     return std::max(tuned.shared_bytes, static_cast<unsigned>(share - device.reserved_shared_bytes_per_block + 128));
 }
 
-// Copies a tensor into the form that `tuned` reads, if it does not read the tensor itself. `pointer` becomes the address
-// of the copy.
-void copy(const void*& pointer, const CopyLaunch& by, const TunedLaunch& tuned, const DeviceFacts& device, Params p,
-          const Executor& executor) {
-    if (by.cubin < 0) return;
-    p.out = executor.allocate(by.bytes);
-    launch(load_cubin(device, by.cubin, 0), {by.blocks, 1, kCopyThreads, 0, tuned.overlap}, executor.stream, &p);
-    pointer = p.out;
+std::int64_t round_up(std::int64_t size, std::int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+// The tokens and the bytes of a rounded x, in fp8 for tiles of `block_tokens` tokens, or in x's type for 0.
+std::int64_t rounded_tokens(const Params& p, int block_tokens) {
+    return block_tokens > 0 ? round_up(p.tokens, block_tokens) : p.tokens;
+}
+std::int64_t rounded_bytes(const Params& p, int block_tokens, std::int64_t item) {
+    return rounded_tokens(p, block_tokens) *
+           (block_tokens > 0 ? round_up(p.in_features, 128) + 4 : p.in_features * item);
+}
+
+// Rounds x to `out`, which the kernels after it read in its place.
+void round_x(Params& p, void* out, int block_tokens, Function kernel, bool overlap, std::int64_t item, void* stream) {
+    Params given = p;
+    given.out = out;
+    const auto blocks = static_cast<unsigned>(rounded_tokens(p, block_tokens));
+    launch(kernel, {blocks, 1, kCopyThreads, 0, overlap}, stream, &given);
+    set_x(p, out, p.in_features, 1, item);
+}
+
+// Copies a tensor to `out`, in the form that the kernel reads in its place. `pointer` becomes the address of the copy.
+void copy(const void*& pointer, void* out, const CopyLaunch& by, bool overlap, const DeviceFacts& device, Params p,
+          void* stream) {
+    p.out = out;
+    launch(load_cubin(device, by.cubin, 0), {by.blocks, 1, kCopyThreads, 0, overlap}, stream, &p);
+    pointer = out;
 }
 
 TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
@@ -153,11 +184,12 @@ TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
     const auto height = static_cast<std::uint64_t>(p.out_features), width = static_cast<std::uint64_t>(p.in_features);
     TileParams tile{};
     static_cast<Params&>(tile) = p;
-    const std::uint64_t stored = width * box.weight_columns / 64;
+    const bool in_fp8 = tuned.quantize_x.block_tokens > 0;
+    const std::uint64_t stored = width * box.weight_columns / (in_fp8 ? 128 : 64);
     tile.weight_map = encode(
         {box.weight_item_bytes, stored, height, box.weight_item_bytes * stored, box.weight_columns, box.rows, true},
         p.weight);
-    if (tuned.permute_x.cubin < 0) {
+    if (tuned.permute_x.cubin < 0 && !in_fp8) {
         const auto tokens = static_cast<std::uint32_t>(p.tokens);
         const auto pitch = static_cast<std::uint64_t>(2 * p.x_row_stride);
         tile.x_map = encode({2, width, tokens, pitch, 64, std::min(box.tokens, tokens), true}, p.x);
@@ -169,10 +201,18 @@ TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
     return tile;
 }
 
-void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p, const Executor& executor) {
-    const Params given = p;
-    copy(p.weight, tuned.decode_weight, tuned, device, given, executor);
-    copy(p.x, tuned.permute_x, tuned, device, given, executor);
+void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p, std::int64_t item,
+                  const Executor& executor) {
+    const auto& [quantize, decode, permute] = std::tie(tuned.quantize_x, tuned.decode_weight, tuned.permute_x);
+    // One allocation for all copies, since a second one may free the first.
+    const std::int64_t rounded = quantize.cubin < 0 ? 0 : round_up(rounded_bytes(p, quantize.block_tokens, item), 16);
+    const std::int64_t decoded = round_up(decode.bytes, 16), bytes = rounded + decoded + permute.bytes;
+    char* const memory = bytes > 0 ? static_cast<char*>(executor.allocate(bytes)) : nullptr;
+    if (quantize.cubin >= 0)
+        round_x(p, memory, quantize.block_tokens, load_cubin(device, quantize.cubin, 0), tuned.overlap, item,
+                executor.stream);
+    if (decode.cubin >= 0) copy(p.weight, memory + rounded, decode, tuned.overlap, device, p, executor.stream);
+    if (permute.cubin >= 0) copy(p.x, memory + rounded + decoded, permute, tuned.overlap, device, p, executor.stream);
     const Geometry geometry{grid_blocks(tuned, device), 1, tuned.threads, reserved_shared_bytes(tuned, device),
                             tuned.overlap};
     const Function kernel = load_cubin(device, tuned.cubin, geometry.shared_bytes);
@@ -193,15 +233,21 @@ void say_that_the_kernel_is_slow(const LayerCall& call) {
     });
 }
 
-void launch_plain(const Variant& variant, const DeviceFacts& device, Params p, void* stream) {
+void launch_plain(const Variant& variant, const DeviceFacts& device, Params p, std::int64_t item,
+                  const Executor& executor) {
     const int tokens = p.tokens == 1 ? 1 : 4;
     const auto ceil_div = [](int a, int b) { return static_cast<unsigned>((a + b - 1) / b); };
     const Geometry geometry{ceil_div(p.out_features, kPlainWarps), ceil_div(p.tokens, tokens), kPlainThreads, 0, false};
     const PlainKernel* found = find(kernels().plain, [&](const PlainKernel& plain) {
         return serves(plain.variant, variant) && plain.tokens == tokens;
     });
+    if (variant.rounds_x) {
+        const Function kernel = found != nullptr ? load_cubin(device, found->quantize_x, 0)
+                                                 : compile_quantize_x(device, variant.arch, variant.element);
+        round_x(p, executor.allocate(rounded_bytes(p, 0, item)), 0, kernel, false, item, executor.stream);
+    }
     launch(found != nullptr ? load_cubin(device, found->cubin, 0) : compile_plain(device, variant, tokens), geometry,
-           stream, &p);
+           executor.stream, &p);
 }
 
 }  // namespace
@@ -215,19 +261,21 @@ void forward(const LayerCall& call, void* out, const Executor& executor) {
     const Variant variant{.arch = device.arch,
                           .element = element("x", call.x.dtype),
                           .weight_format = static_cast<int>(call.weight_format),
+                          .rounds_x = call.rounds_x,
                           .n_masks = static_cast<int>(call.n_masks),
                           .activation = call.activation,
                           .mask_weight = mask_weight ? element("mask_weights", mask_weight->dtype) : -1};
+    const std::int64_t item = item_bytes(call.x.dtype);
     const bool tuned_layout = has_tuned_layout(call);
     for (std::int64_t first = 0; first < call.tokens; first += kMaxTokens) {
         const std::int64_t tokens = std::min(kMaxTokens, call.tokens - first);
         const Params p = parameters(call, out, first, tokens);
         const TunedLaunch* tuned = tuned_layout ? find_tuned(variant, device, call, tokens) : nullptr;
         if (tuned != nullptr) {
-            launch_tuned(*tuned, device, p, executor);
+            launch_tuned(*tuned, device, p, item, executor);
         } else {
             say_that_the_kernel_is_slow(call);
-            launch_plain(variant, device, p, executor.stream);
+            launch_plain(variant, device, p, item, executor);
         }
     }
 }

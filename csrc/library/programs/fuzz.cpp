@@ -171,7 +171,7 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                 const std::optional<mglu::Tensor> given_scale = has_scale ? std::optional(scale->tensor) : std::nullopt;
                 const mglu::LayerCall call =
                     mglu::describe(x->tensor, weight->tensor, masks->tensor, random.pick(activations), given,
-                                   given_scale, format.name, "dense");
+                                   given_scale, format.name, random.chance(70) ? "dense" : "fp8_token");
                 if (mglu::needed_copies(call).any()) continue;
                 mglu::forward(call, result(call.result_sizes(), call.x.dtype)->tensor, executor);
             } else if (random.chance(50)) {
