@@ -31,7 +31,7 @@ from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS, reference
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
 from mglu_ops.backends.cuda.kernels import backward_gemm
-from mglu_ops.formats import FORMATS
+from mglu_ops.formats import ACTIVATION_FORMATS
 from mglu_ops.masks import pack
 
 Shape = tuple[int, int, int, int]
@@ -55,7 +55,7 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
 
 
 def run(
-    config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, mask_weight: bool, kernels: Sequence[str]
+    config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, has_mask_weights: bool, kernels: Sequence[str]
 ) -> bool:
     """Run a call and check its result, or return False without running it if its kernel is not in `kernels`."""
     tokens, d, h, n_masks = shape
@@ -63,26 +63,27 @@ def run(
     weight = (torch.randn(d, h) / h**0.5).to(dtype)
     masks = torch.rand(n_masks, d, h) < 0.5
     used = torch.rand(n_masks) < 0.4  # no token takes the other masks
-    term_weights = torch.rand(tokens, n_masks) * used if mask_weight else None
-    on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), term_weights)]
+    mask_weights = torch.rand(tokens, n_masks) * used if has_mask_weights else None
+    on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), mask_weights)]
     operands = (*on_gpu[:3], "silu", on_gpu[3])
     launched = config or launch_of(*operands).config  # type: ignore[arg-type] # of None or not
     if kernels and launched.kernel not in kernels:
         return False
     result = run_on("cuda", *operands, launch=config)  # type: ignore[arg-type]
-    assert_matches(result.cpu(), reference.forward(x, weight, masks, "silu", term_weights), dtype, f"{config} {shape}")
+    assert_matches(result.cpu(), reference.forward(x, weight, masks, "silu", mask_weights), dtype, f"{config} {shape}")
     return True
 
 
 STORED_SHAPES = ((1, 130, 288, 4), (9, 130, 288, 16), (20, 130, 288, 4), (40, 130, 288, 1), (40, 67, 46, 3))
 
 
-def run_stored(name: str, shape: Shape, kernels: Sequence[str]) -> bool:
-    """Run a call with the weight in a format as `run` does."""
-    given, expected = stored_layer(name, torch.bfloat16, *shape, "cuda")
-    if kernels and launch_of(*given).config.kernel not in kernels:
+def run_stored(activation_format: str, weight_format: str, shape: Shape, kernels: Sequence[str]) -> bool:
+    """Run a call with the weight and x in the formats as `run` does."""
+    given, expected = stored_layer(weight_format, torch.bfloat16, *shape, "cuda", activation_format)
+    launch = launch_of(*given).config
+    if kernels and launch.kernel not in kernels:
         return False
-    assert_matches(dispatch.forward(given, backend="cuda").cpu(), expected, torch.bfloat16, f"{name} {shape}")
+    assert_matches(dispatch.forward(given, backend="cuda").cpu(), expected, torch.bfloat16, f"{launch} {shape}")
     return True
 
 
@@ -160,9 +161,10 @@ def main(kernels: Sequence[str]) -> None:
     "plain" includes packing and training by library GEMMs; "backward_gemm" is training by `tile_wgmma` and it.
     """
     torch.manual_seed(0)
-    calls = sum(run(*case, mask_weights_dtype=index % 3 == 0, kernels=kernels) for index, case in enumerate(CASES))
-    stored = (name for name in FORMATS if name != "dense")
-    calls += sum(run_stored(*case, kernels) for case in product(stored, STORED_SHAPES))
+    calls = sum(run(*case, index % 3 == 0, kernels) for index, case in enumerate(CASES))
+    formats = ((of_x, of_weight) for of_x, all_of in ACTIVATION_FORMATS.items() for of_weight in all_of)
+    stored = (pair for pair in formats if pair != ("dense", "dense"))
+    calls += sum(run_stored(*pair, shape, kernels) for pair, shape in product(stored, STORED_SHAPES))
     if not kernels or "plain" in kernels:
         run_packing()
         run_training(LIBRARY_STEPS)
