@@ -14,7 +14,7 @@ namespace mglu {
 // neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns], or
 // with kRowsFirst [1 + kMasks][kColumns][kRows]; first t = x W^T, then s_i = x (M_i * W)^T of each mask.
 template <int kType_, WeightFormat kFormat_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_,
-          int kParts_, int kRows_, int kColumns_, int kWarpBytes_>
+          int kParts_, int kRows_, int kColumns_, int kWarpBytes_, bool kRowsFirst_>
 struct EpilogueShape {
     static constexpr int kType = kType_;
     static constexpr WeightFormat kFormat = kFormat_;
@@ -29,7 +29,7 @@ struct EpilogueShape {
     static constexpr int kThreads = 32 * kTiles * kParts;  // of the block
 
     // Whether neighbouring threads have neighbouring rows, and write them together.
-    static constexpr bool kRowsFirst = kScalesRows<kFormat>;
+    static constexpr bool kRowsFirst = kRowsFirst_;
 
     // Where a sum lies among those of its product. The threads of a warp write and read different banks.
     static __device__ __forceinline__ int place_of_sum(int token, int row) {

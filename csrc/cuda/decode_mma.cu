@@ -53,7 +53,9 @@ constexpr bool kReadOnce = MGLU_READ_ONCE;  // W is read once: a block has all t
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
-constexpr bool kMatrices = kScalesRows<kFormat>;  // x and W, in 8 bits, leave shared memory as matrices
+// Whether x and W, in 8 bits, leave shared memory as matrices. Sums of groups of columns leave registers for that only
+// with few masks.
+constexpr bool kMatrices = kScalesRows<kFormat> || (kFormat == WeightFormat::fp8_block && kMasks <= 4);
 constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // parts of a stage with scales of their own
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
@@ -76,7 +78,7 @@ constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
 constexpr int kScaleBytes = kScalesRows<kFormat> ? (4 * kTiles * kRows + 127) / 128 * 128 : 0;  // before the rings
 using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows,
-                               kTokenColumns, kSumBytes>;
+                               kTokenColumns, kSumBytes, kMatrices>;
 
 // x of one token as the products take it, in shared memory, where W is in 4 bits and reading does not hide arithmetic:
 // for each half of a chunk the even columns and then the odd ones, each followed by a zero. A lane reads its columns 2q
