@@ -158,7 +158,7 @@ def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
     sixteen = replace(call, leading=(16,))
     preferred = _preferred(sixteen, gpu)
     fits = _fit(preferred, sixteen, gpu) == preferred
-    most_tiles = 2 if call.n_masks > 8 else 8 if call.n_masks <= 2 and _scales_rows(call) else 6
+    most_tiles = 2 if call.n_masks > 8 else 8 if call.n_masks <= 2 and call.weight.bits == 8 else 6
     return 16 if fits and preferred.tiles <= most_tiles else 8
 
 
@@ -178,14 +178,17 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
     It has two or three warps for each of an SM's four schedulers, a power of two of them along k. Up to 8 masks, stages
     are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
     In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them. From 9 tokens
-    on, one mask of rows with scales has up to four warps for a scheduler, and the shortest stages.
+    on, one mask of rows with scales has up to four warps for a scheduler, and the shortest stages; so have one and two
+    masks of blocks with scales for one token.
     Mask bits are held for four masks at a time, which needs the fewest registers, or for all 8 where stages are
     swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
     """
     n_masks = call.n_masks
     tiles = _tiles_of_block(call.out_features, gpu.multiprocessors)
     # Sums of groups of columns take as many registers as all others, which 8 warps have.
-    many_warps = call.tokens > 8 and n_masks == 1 and _scales_rows(call)
+    many_warps = call.weight.bits == 8 and (
+        call.tokens > 8 and n_masks == 1 if _scales_rows(call) else call.tokens == 1 and n_masks <= 2
+    )
     most_warps = 16 if many_warps else 8 if _scales_columns(call) and n_masks >= 8 else 12
     split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= most_warps)
     if n_masks <= 8:
@@ -194,11 +197,12 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
     else:  # 16 tokens in fewer bits would need more registers than there are
         long_stages = split_k == 1 and (call.weight.bits == 16 or call.tokens <= 8)
     long_stages = long_stages or _scales_columns(call)
+    shortest = 2 if _scales_columns(call) else 1
     longest = call.weight.bits <= 8 and n_masks <= 8 and call.in_features >= split_k * 8 * 256
     return DecodeMma(
         tiles=tiles,
         split_k=split_k,
-        sub=1 if many_warps or not long_stages else 4 if longest else 2,
+        sub=shortest if many_warps or not long_stages else 4 if longest else 2,
         mask_group=4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks,
         block_tokens=16 if call.tokens > 8 and not (n_masks > 8 and _scales_columns(call)) else 8,
     )
