@@ -213,7 +213,8 @@ class Backend(ABC):
 
     def can_train_experts(self, call: ExpertCall) -> bool:
         """Whether the backend trains sorted experts. `call` describes the forward pass, or the backward pass as in
-        `prepare_backward`; any backend can read the partials of another."""
+        `prepare_backward`; any backend can read the partials of another.
+        """
         return False
 
     def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
