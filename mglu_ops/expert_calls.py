@@ -62,7 +62,7 @@ class ExpertArguments(NamedTuple):
         return self.packed_masks.shape[1 + N_MASKS_DIM]
 
     @property
-    def index(self) -> Tensor:
+    def routing(self) -> Tensor:
         """What assigns rows to experts: `expert_ids` or `offs`."""
         index = self.offs if self.expert_ids is None else self.expert_ids
         assert index is not None
@@ -102,7 +102,7 @@ class ExpertArguments(NamedTuple):
 
     def key(self) -> Key:
         """All that the checks of a call and its `ExpertCall` depend on. Raises what `metadata_key` raises."""
-        return (*metadata_key(LayerArguments(*self[:8])), self.offs is None, tensor_key(self.index))
+        return (*metadata_key(LayerArguments(*self[:8])), self.offs is None, tensor_key(self.routing))
 
 
 class DownArguments(NamedTuple):
@@ -198,7 +198,7 @@ class ExpertCall:
             experts=experts,
             rows=rows,
             top_k=None if ids is None else ids.shape[1],
-            index_dtype=given.index.dtype,
+            index_dtype=given.routing.dtype,
             weight_stride=given.weight.stride(0),
             masks_stride=given.packed_masks.stride(0),
             scale_stride=0 if given.weight_scale is None else math.prod(given.weight_scale.shape[1:]),

@@ -44,7 +44,7 @@ def layers(prepare: Callable[[LayerCall], P], call: ExpertCall) -> Callable[[int
 def forward(layers: Callable[[int], PreparedCall], call: ExpertCall, given: ExpertArguments) -> Tensor:
     """The result of `experts_forward` or `grouped_forward`."""
     out = given.x.new_zeros(call.rows, call.layer.out_features)
-    for expert, rows in _rows_of_experts(given.index, call):
+    for expert, rows in _rows_of_experts(given.routing, call):
         one = _layer(given, expert, rows, call.top_k or 1)
         out[rows] = layers(len(one.x))(one)
     return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, as in `composite`
@@ -77,7 +77,7 @@ def forward_train(
     entries = (1 if layer.mask_weights_dtype is None else 2) * layer.n_masks + 1
     out = given.x.new_zeros(call.result_shape)
     partials = given.x.new_zeros(call.rows, entries, layer.out_features)
-    for expert, rows in _slices_of_experts(given.index, call.rows):
+    for expert, rows in _slices_of_experts(given.routing, call.rows):
         one = _layer(given, expert, rows, 1)
         out[rows], partials[rows] = layers(len(one.x))(one)
     return out, partials
