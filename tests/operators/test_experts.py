@@ -261,9 +261,8 @@ def test_vmap_over_tokens_and_over_weights() -> None:
         return mglu.experts_forward(x, weight, given.packed_masks, ids, "silu", weights)
 
     found = torch.vmap(run, (0, None, 0, 0))(x, given.weight, both_ids, weights)
-    over_weights = torch.vmap(run, (None, 0, None, None))(
-        given.x, torch.stack((given.weight, -given.weight)), ids, weights[0]
-    )
+    two_weights = torch.stack((given.weight, -given.weight))
+    over_weights = torch.vmap(run, (None, 0, None, None))(given.x, two_weights, ids, weights[0])
     down = make_down(layer)
     y = torch.stack((down.y, down.y.flip(0)))
     over_y = torch.vmap(mglu.experts_down, (0, None, None, None))(y, *down[1:4])
