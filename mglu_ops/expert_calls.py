@@ -127,6 +127,22 @@ class DownArguments(NamedTuple):
         )
 
 
+def sort_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Sort the pairs of a token and one of its experts by expert, stably, without reading a value on the host.
+
+    Args:
+        expert_ids: int32 or int64 `[T, K]`; pair `t K + k` is `[t, k]`.
+        experts: E.
+
+    Returns:
+        The pairs, int64 `[T K]`, those without an expert last, and offs, int32 `[E]`: the end of each expert's pairs.
+    """
+    ids = expert_ids.flatten()
+    ids, pairs = torch.where((ids >= 0) & (ids < experts), ids, experts).sort(stable=True)
+    each = torch.arange(experts, dtype=ids.dtype, device=ids.device)
+    return pairs, torch.searchsorted(ids, each, right=True, out_int32=True)
+
+
 @dataclass(frozen=True)
 class ExpertCall:
     """A call of `experts_forward` or `grouped_forward`, or with `layer.n_masks` 0 of `experts_down`.

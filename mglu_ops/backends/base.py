@@ -211,10 +211,12 @@ class Backend(ABC):
         """Decide everything about a call of `mglu::experts_down` except its tensors; `launch` as in `prepare`."""
         raise NotImplementedError(f"the backend {self.name} has no kernels for experts")
 
-    def can_train_experts(self, call: ExpertCall) -> bool:
-        """Whether the backend trains sorted experts. `call` describes the forward pass, or the backward pass as in
-        `prepare_backward`; any backend can read the partials of another.
-        """
+    def can_train_experts_forward(self, call: ExpertCall) -> bool:
+        """Whether the backend runs `mglu::grouped_forward_train`. Any backend can read what it keeps for backward."""
+        return False
+
+    def can_train_experts_backward(self, call: ExpertCall) -> bool:
+        """Whether the backend runs `mglu::grouped_backward`; see `prepare_backward` for the call."""
         return False
 
     def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
