@@ -128,6 +128,11 @@ class DecodeMma(LaunchConfig):
             yield f"mask_group: got {self.mask_group}, must divide n_masks {call.n_masks} into whole words"
 
 
+def can_run(call: LayerCall, gpu: Gpu) -> bool:
+    """Whether the kernel takes a call, if its blocks fit."""
+    return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= ROWS and gpu.arch >= (8, 0)
+
+
 def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     """The launch of a call, or None where the kernel cannot run it.
 
@@ -135,10 +140,10 @@ def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     call of 8 tokens, and with at most 4 warps per tile, since 8 or more would add up a single token's masks in another
     order (csrc/cuda/decode_mma.md).
     """
-    if not has_aligned_rows(call) or call.dtype == torch.float32 or call.out_features < ROWS or gpu.arch < (8, 0):
+    if not can_run(call, gpu):
         return None
     asked = replace(call, leading=(8,)) if call.batch_invariant else call
-    fitted = _fit(_preferred(asked, gpu), asked, gpu)
+    fitted = fit(_preferred(asked, gpu), asked, gpu)
     if fitted is None:
         return None
     if call.batch_invariant:
@@ -157,7 +162,7 @@ def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
     """
     sixteen = replace(call, leading=(16,))
     preferred = _preferred(sixteen, gpu)
-    fits = _fit(preferred, sixteen, gpu) == preferred
+    fits = fit(preferred, sixteen, gpu) == preferred
     most_tiles = 2 if call.n_masks > 8 else 8 if call.n_masks <= 2 and call.weight.bits == 8 else 6
     return 16 if fits and preferred.tiles <= most_tiles else 8
 
@@ -173,9 +178,14 @@ def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
 
 
 def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
-    """The best launch for 1 to 16 tokens if shared memory were unlimited.
+    """The best launch for 1 to 16 tokens if shared memory were unlimited."""
+    return in_one_wave(call, _tiles_of_block(call.out_features, gpu.multiprocessors))
 
-    It has two or three warps for each of an SM's four schedulers, a power of two of them along k. Up to 8 masks, stages
+
+def in_one_wave(call: LayerCall, tiles: int) -> DecodeMma:
+    """The best launch for 1 to 16 tokens if an SM gets one block, of `tiles`, and shared memory is unlimited.
+
+    An SM has two or three warps for each of its four schedulers, a power of two of them along k. Up to 8 masks, stages
     are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
     In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them. From 9 tokens
     on, one mask of rows with scales has up to four warps for a scheduler, and the shortest stages; so have one and two
@@ -184,7 +194,6 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
     swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
     """
     n_masks = call.n_masks
-    tiles = _tiles_of_block(call.out_features, gpu.multiprocessors)
     # Sums of groups of columns take as many registers as all others, which 8 warps have.
     many_warps = call.weight.bits == 8 and (
         call.tokens > 8 and n_masks == 1 if _scales_rows(call) else call.tokens == 1 and n_masks <= 2
@@ -203,12 +212,40 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
         tiles=tiles,
         split_k=split_k,
         sub=shortest if many_warps or not long_stages else 4 if longest else 2,
-        mask_group=4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks,
-        block_tokens=16 if call.tokens > 8 and not (n_masks > 8 and _scales_columns(call)) else 8,
+        mask_group=_mask_group(n_masks, long_stages),
+        block_tokens=_block_tokens(call),
     )
 
 
-def _fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
+def in_several_waves(call: LayerCall) -> DecodeMma:
+    """The best launch for 1 to 16 tokens if every SM gets many blocks, one after the other.
+
+    Two blocks on an SM, where registers allow it, fill the gaps in which the other one starts or ends. Blocks are small
+    and stages long, so that a block soon has many bytes in flight.
+    """
+    n_masks = call.n_masks
+    many_sums = n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8)
+    long_stages = _scales_columns(call) or (n_masks <= 8 and call.in_features >= 4 * 4 * 128)
+    return DecodeMma(
+        tiles=2,
+        split_k=4,
+        sub=2 if long_stages else 1,
+        mask_group=_mask_group(n_masks, long_stages),
+        block_tokens=_block_tokens(call),
+        blocks_per_sm=1 if many_sums else 2,
+    )
+
+
+def _mask_group(n_masks: int, long_stages: bool) -> int:
+    return 4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks
+
+
+def _block_tokens(call: LayerCall) -> int:
+    """A column tile of the product, or two where registers allow it."""
+    return 16 if call.tokens > 8 and not (call.n_masks > 8 and _scales_columns(call)) else 8
+
+
+def fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     """Return the nearest configuration whose blocks fit into an SM's shared memory, or None."""
     while True:
         need = config.shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
