@@ -85,6 +85,7 @@ from .registering import (
     define,
     fake,
     kernel,
+    last_derivative,
     library,
     needs_gradient,
     no_view_tracking,
@@ -96,15 +97,15 @@ from .registering import (
 from .sizes import same_sizes
 from .tensors import check_dense, check_memory
 
-_LAYER = 'str activation="silu", Tensor? mask_weights=None'
-_STORED = 'Tensor? weight_scale=None, str weight_format="dense", str activation_format="dense"'
+LAYER = 'str activation="silu", Tensor? mask_weights=None'
+STORED = 'Tensor? weight_scale=None, str weight_format="dense", str activation_format="dense"'
 SCHEMAS = (
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
     "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
-    f"forward(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}, {_STORED}) -> Tensor",
-    f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {_LAYER}) -> (Tensor, Tensor)",
-    f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> (Tensor, Tensor)",
+    f"forward(Tensor x, Tensor weight, Tensor packed_masks, {LAYER}, {STORED}) -> Tensor",
+    f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {LAYER}) -> (Tensor, Tensor)",
+    f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {LAYER}) -> (Tensor, Tensor)",
     "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
     "ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -218,28 +219,30 @@ def _forward_train(*args: Any) -> tuple[Tensor, Tensor]:
 @fake("forward_train")
 def _forward_train_fake(*args: Any) -> tuple[Tensor, Tensor]:
     given, result = LayerArguments(*args), _forward_fake(*args)
-    rows = _rows_of_partials(given.n_masks, given.mask_weights is not None)
+    rows = rows_of_partials(given.n_masks, given.mask_weights is not None)
     return result, result.new_empty((*given.x.shape[:-1], rows, given.out_features))
 
 
-def _rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
+def rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
+    """The size of partials before out_features."""
     return 2 * n_masks + 1 if has_mask_weights else n_masks + 1
 
 
-def _check_backward(call: BackwardArguments) -> None:
+def check_backward(call: BackwardArguments) -> None:
+    """Check the arguments of `mglu::backward`."""
     checks.check_inputs(call.x, call.weight)
     checks.check_packed(call.weight, call.packed_masks)
     for name in ("logits_dtype", "mask_weights_dtype"):
         checks.check_floating(name, getattr(call, name))
     leading, out_features, n_masks = call.x.shape[:-1], call.weight.shape[0], n_masks_of(call.packed_masks)
     # Partials of a layer with mask weights are valid even if the gradient of the mask weights is not needed.
-    with_mask_weights = _rows_of_partials(n_masks, has_mask_weights=True)
+    with_mask_weights = rows_of_partials(n_masks, has_mask_weights=True)
     has_mask_weights = call.mask_weights_dtype is not None or same_sizes(
         call.partials.shape[-2:-1], (with_mask_weights,)
     )
     shapes = {
         "grad_output": (*leading, out_features),
-        "partials": (*leading, _rows_of_partials(n_masks, has_mask_weights), out_features),
+        "partials": (*leading, rows_of_partials(n_masks, has_mask_weights), out_features),
     }
     for name, shape in shapes.items():
         tensor = getattr(call, name)
@@ -257,7 +260,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, mask logits and mask_weights; gradients that are not needed are empty."""
     key, call = arguments_key(*args), BackwardArguments(*args)
     if not dispatch.is_known(key):
-        _check_backward(call)
+        check_backward(call)
         check_memory(**call.tensors())
     return dispatch.backward(key, call)
 
@@ -265,7 +268,7 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @fake("backward")
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = BackwardArguments(*args)
-    _check_backward(call)
+    check_backward(call)
     x, weight, needs, n_masks = call.x, call.weight, call.needs, n_masks_of(call.packed_masks)
     return (
         x.new_empty(x.shape if needs[0] else (0,)),
@@ -337,19 +340,6 @@ def _decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str
     return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
 
 
-class _LayerBackward(torch.autograd.Function):
-    """`mglu::backward` with a derivative that raises: under `create_graph=True`, its results depend on its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd(), outer_gradients():
-            return backward(*args)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("mglu::backward: a second derivative of MGLU is not implemented")
-
-
 def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Call `_Layer` with the arguments of `mglu::forward`."""
     given = LayerArguments(*args)
@@ -404,10 +394,13 @@ def _forward_train_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, T
         return _forward_train(*args) if keys.raw_repr() in PLAIN_KEYSETS else forward_train(*args)
 
 
+_LastDerivative = last_derivative(backward)
+
+
 @kernel("backward", "Autograd", with_keyset=True)
 def _backward_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if needs_gradient(*args):
-        return apply_function(_LayerBackward, *args)
+        return apply_function(_LastDerivative, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward(*args) if keys.raw_repr() in PLAIN_KEYSETS else backward(*args)
 
@@ -484,6 +477,3 @@ def register_dtensor_rules() -> None:
     any time, and more than once, is harmless. It imports `torch.distributed.tensor`, which `import mglu_ops` does not.
     """
     from . import sharding  # noqa: F401 (importing it registers the rules)
-
-
-from . import flops  # noqa: E402, F401 (it registers formulas for the operators above)

@@ -167,6 +167,22 @@ def without_autograd(op: Any) -> Callable[..., Any]:
     return kernel
 
 
+def last_derivative(op: Any) -> type[torch.autograd.Function]:
+    """`op` with a derivative that raises: under `create_graph=True`, the results of a backward depend on its inputs."""
+
+    class LastDerivative(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd(), outer_gradients():
+                return op(*args)
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise RuntimeError(f"{op.name()}: a second derivative of MGLU is not implemented")
+
+    return LastDerivative
+
+
 # --- Autocast: x and weight are cast as by F.linear ------------------------------------------------------------------
 
 _AUTOCAST_KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}

@@ -51,10 +51,11 @@ __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
 // The masks' terms of an output are summed in a fixed order: each of kPartialSums partial sums takes every
 // kPartialSums-th mask, and the partial sums are then added pairwise. Where a block has more threads than outputs,
 // kMaskLanes neighbouring lanes share an output, which shortens the kernel's tail. A tile that would run past the last
-// row starts higher (decode_mma.cu), which shifts its rows here as well. `scales`: of the block's rows, where rows have
-// them.
-template <typename Shape>
-__device__ __forceinline__ void decode_epilogue(const Params& p, const float* scales, const u8* sums, int first_row) {
+// row starts higher (decode_mma.cu), which shifts its rows here as well. `rows`: the tokens' rows of the result.
+// `scales`: of the block's rows of W, where these have them.
+template <typename Shape, typename Rows>
+__device__ __forceinline__ void decode_epilogue(const Params& p, const Rows& rows, const float* scales, const u8* sums,
+                                                int first_row) {
     constexpr int kMasks = Shape::kMasks;
     constexpr int kOutputs = Shape::kTiles * Shape::kRows * Shape::kColumns;
     constexpr int kPartialSums = kMasks > 8 && 16 * kOutputs <= Shape::kThreads ? 16
@@ -97,7 +98,7 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const float* sc
                 const float gate = sum_of_parts<Shape>(parts, (1 + i) * kPlane + offset) * scale;
                 const float term = activate<Shape::kActivation, true>(gate) * (t - gate);
                 sum[first / kMaskLanes % kLanePartialSums] +=
-                    load_mask_weight<Shape::kMaskWeightType>(p, token, i) * term;
+                    load_mask_weight<Shape::kMaskWeightType>(p, rows.of_result(token), i) * term;
             }
         }
 #pragma unroll
@@ -108,7 +109,8 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const float* sc
         for (int distance = kMaskLanes / 2; distance > 0; distance /= 2)
             sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], distance);
         if (wanted && mask_lane == 0)
-            static_cast<typename Element<Shape::kType>::Bits*>(p.out)[static_cast<i64>(token) * p.out_features + row] =
+            static_cast<typename Element<Shape::kType>::Bits*>(
+                p.out)[static_cast<i64>(rows.of_result(token)) * p.out_features + row] =
                 from_float<Shape::kType>(sum[0]);
     }
 }

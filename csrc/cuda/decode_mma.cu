@@ -88,8 +88,9 @@ struct ExpandedX {
     static constexpr int kHeld = 3;  // items of a thread that are in registers while W is requested
     u32 held[kHeld][4];              // an item is columns 2q and 2q + 1 of four groups of 8
 
-    static __device__ __forceinline__ void load(u32 (&pair)[4], const Params& p, int item) {
-        const u16* x = static_cast<const u16*>(p.x);
+    template <typename Rows>
+    static __device__ __forceinline__ void load(u32 (&pair)[4], const Params& p, const Rows& rows, int item) {
+        const u16* x = static_cast<const u16*>(p.x) + rows.of_x(0) * p.x_row_stride;
 #pragma unroll
         for (int octet = 0; octet < 4; ++octet) {
             const int column = item / 4 * 32 + octet * 8 + item % 4 * 2;
@@ -110,18 +111,20 @@ struct ExpandedX {
         store_shared_16(to + 64, odd);
     }
 
-    __device__ __forceinline__ void load(const Params& p, int items) {
+    template <typename Rows>
+    __device__ __forceinline__ void load(const Params& p, const Rows& rows, int items) {
 #pragma unroll
         for (int i = 0; i < kHeld; ++i)
-            if (threadIdx.x + i * kThreads < items) load(held[i], p, threadIdx.x + i * kThreads);
+            if (threadIdx.x + i * kThreads < items) load(held[i], p, rows, threadIdx.x + i * kThreads);
     }
     // All threads of the block wait for each other afterwards.
-    __device__ __forceinline__ void store(const Params& p, u32 base, int items) {
+    template <typename Rows>
+    __device__ __forceinline__ void store(const Params& p, const Rows& rows, u32 base, int items) {
 #pragma unroll
         for (int i = 0; i < kHeld; ++i)
             if (threadIdx.x + i * kThreads < items) store(held[i], base, threadIdx.x + i * kThreads);
         for (int item = threadIdx.x + kHeld * kThreads; item < items; item += kThreads) {
-            load(held[0], p, item);
+            load(held[0], p, rows, item);
             store(held[0], base, item);
         }
     }
@@ -148,13 +151,16 @@ struct SharedX {
     __device__ __forceinline__ u32 row_bytes() const { return octets * 16 + 16; }
 
     // All threads write vectors of 8 columns, from number `first` on. The caller waits for the asynchronous copies.
-    __device__ __forceinline__ void store(const Params& p, int first) const {
+    template <typename Rows>
+    __device__ __forceinline__ void store(const Params& p, const Rows& rows, int first) const {
         const u64 policy = cache_policy(false);
         for (int octet = first + threadIdx.x; octet < octets; octet += kThreads) {
             const bool within = octet * 8 < p.in_features;
-            const u16* x = static_cast<const u16*>(p.x) + octet * 8 * p.x_column_stride;
+            const u16* columns = static_cast<const u16*>(p.x) + octet * 8 * p.x_column_stride;
+            const u16* x = columns;
             u32 destination = base + octet * 16;
             for (int token = 0; token < p.tokens; ++token, destination += row_bytes(), x += p.x_row_stride) {
+                if (!Rows::kConsecutive && within) x = columns + rows.of_x(token) * p.x_row_stride;
                 if (p.x_is_vectorizable && within) {
                     copy_async<16>(destination, x, 16, policy);
                     continue;
@@ -171,7 +177,8 @@ struct SharedX {
 
     // Writes x by bulk copies, without the zeros past in_features: lane s of warp w copies segment s of token w and of
     // every kWarps-th token after it. In a cluster, each block copies a share of the tokens to all blocks.
-    __device__ __forceinline__ void copy(const Params& p, int warp, int lane) const {
+    template <typename Rows>
+    __device__ __forceinline__ void copy(const Params& p, const Rows& rows, int warp, int lane) const {
         if (lane >= kXSegments) return;
         const int first = lane * segment_octets;
         const int bytes = max(0, min(segment_octets, p.in_features / 8 - first)) * 16;
@@ -180,7 +187,7 @@ struct SharedX {
         const int rank = kCluster > 1 ? rank_in_cluster() : 0;
         for (int token = warp * kCluster + rank; bytes > 0 && token < p.tokens; token += kWarps * kCluster) {
             const u32 destination = base + token * row_bytes() + first * 16;
-            const u16* x = static_cast<const u16*>(p.x) + token * p.x_row_stride + first * 8;
+            const u16* x = static_cast<const u16*>(p.x) + rows.of_x(token) * p.x_row_stride + first * 8;
             if constexpr (kCluster > 1) bulk_copy_multicast<kCluster>(destination, x, bytes, barrier);
             else bulk_copy(destination, x, bytes, barrier);
         }
@@ -382,6 +389,14 @@ __device__ __forceinline__ void store_partial(float* partial, const Accumulators
     }
 }
 
+// Prefetches a warp's first stage into L2, a share for each lane where `wanted`. It has its own loader: the registers of
+// a shared one would stay alive, and 15 masks cannot spare them.
+__device__ __forceinline__ void prefetch_first_stage(const Params& p, int tile_row, int part, bool wanted) {
+    StageLoader<Stage, kSplitK> early(p, kReadOnce);
+    early.start(p, tile_row, part);
+    if (wanted) early.template load_next<true>(0);
+}
+
 // Narrows the parameters to one block's tokens: up to kBlockTokens from first_token on.
 __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
     p.x = static_cast<const u16*>(p.x) + first_token * p.x_row_stride;
@@ -396,10 +411,28 @@ __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
 }  // namespace mglu
 
 extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
-    mglu_decode_mma(const __grid_constant__ mglu::Params all) {
+    mglu_decode_mma(const __grid_constant__ mglu::Params all MGLU_ITEM_PARAMS) {
     using namespace mglu;
+#if MGLU_ITEMS
+    let_next_kernel_start();
+    wait_for_earlier_kernels();
+    __shared__ int rows_of_item[kBlockTokens];
+    const int row_blocks = (all.out_features + kTiles * kRows * kCluster - 1) / (kTiles * kRows * kCluster) * kCluster;
+    const Item item = item_of_block<kBlockTokens, kCluster>(items, row_blocks, rows_of_item);
+    if (item.count == 0) return;
+    const RowsOfItem rows{rows_of_item, items.top_k};
+    const int first_row = item.row_block * kTiles * kRows;
+    if (item.expert < 0) {
+        __syncthreads();
+        return store_zeros<kTiles * kRows, u16>(all, rows, item.count, first_row);
+    }
+    const Params p = narrow_to_item(all, items, item);
+#else
     const Work<int> work = work_of_neighbours<kTiles * kRows, kBlockTokens>(all);
     const Params p = select_tokens(all, work.token);
+    const RowsInOrder rows;
+    const int first_row = work.row;
+#endif
     extern __shared__ __align__(128) u8 shared[];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -407,7 +440,6 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     const int part = warp % kSplitK;
     const int g = lane / 4;
     const int q = lane % 4;
-    const int first_row = work.row;
     // A last tile that would run past the end starts higher instead, and computes some rows twice.
     const int tile_row = min(first_row + tile * kRows, p.out_features - kRows);
     const int chunks = (p.in_features + 63) / 64;
@@ -418,25 +450,27 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     // A warp of the last block may have no rows, but still takes part in the barriers.
     const int own_stages = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
+    if constexpr (kItems != Items::none)
+        if (own_stages > 0) prefetch_first_stage(p, tile_row, part, true);  // while the rows of the item arrive
+
     // Bulk copies need a tenth of the instructions.
     const bool use_bulk_copy = kHasTma && !kExpandedX && p.x_is_vectorizable;
     if (threadIdx.x < kXSegments) barrier_init(x.ready + 8 * threadIdx.x, 1);
     if constexpr (kHasTma) fence_async_proxy();
-    if (use_bulk_copy) x.store(p, p.in_features / 8);  // the zeros past in_features
+    if (use_bulk_copy) x.store(p, rows, p.in_features / 8);  // the zeros past in_features
     if constexpr (kCluster > 1) arrive_in_cluster();
     __syncthreads();
 
-    let_next_kernel_start();
-    if constexpr (kHasDependentLaunch) {
-        // Prefetch part of the first stage into L2 before the wait. Earlier kernels may still write to W; the copies
-        // after the wait then see what they wrote. One lane's share gains within 1% as much as a whole stage, and
-        // unlike a whole stage does not delay the other kernels of a model (decode_mma.md). The prefetch has its own
-        // loader: the registers of a shared one would stay alive, and 15 masks cannot spare them.
-        StageLoader<Stage, kSplitK> early(p, kReadOnce);
-        early.start(p, tile_row, part);
-        if (lane == 0) early.template load_next<true>(0);
+    if constexpr (kItems == Items::none) {
+        let_next_kernel_start();
+        if constexpr (kHasDependentLaunch) {
+            // Prefetch part of the first stage into L2 before the wait. Earlier kernels may still write to W; the copies
+            // after the wait then see what they wrote. One lane's share gains within 1% as much as a whole stage, and
+            // unlike a whole stage does not delay the other kernels of a model (decode_mma.md).
+            prefetch_first_stage(p, tile_row, part, lane == 0);
+        }
+        wait_for_earlier_kernels();
     }
-    wait_for_earlier_kernels();
     if constexpr (kScalesRows<kFormat>)
         for (int row = threadIdx.x; row < kTiles * kRows; row += kThreads)
             copy_async<4>(shared_address(shared) + 4 * row,
@@ -444,10 +478,10 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
                           cache_policy(false));
     if constexpr (kCluster > 1) wait_for_cluster();
     ExpandedX expanded;
-    const int items = x.octets;
-    if constexpr (kExpandedX) expanded.load(p, items);
-    else if (use_bulk_copy) x.copy(p, warp, lane);
-    else x.store(p, 0);
+    const int x_items = x.octets;
+    if constexpr (kExpandedX) expanded.load(p, rows, x_items);
+    else if (use_bulk_copy) x.copy(p, rows, warp, lane);
+    else x.store(p, rows, 0);
     StageLoader<Stage, kSplitK> loader(p, kReadOnce);
     loader.start(p, tile_row, part);
 #pragma unroll
@@ -456,7 +490,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         copy_async_commit();
     }
     if constexpr (kExpandedX) {
-        expanded.store(p, x.base, items);
+        expanded.store(p, rows, x.base, x_items);
         __syncthreads();
     } else if (!use_bulk_copy) {
         copy_async_commit();
@@ -526,5 +560,5 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     u8* sums = shared + kScaleBytes;
     store_partial(reinterpret_cast<float*>(sums + warp * kSumBytes), acc, g, q);
     __syncthreads();
-    decode_epilogue<Epilogue>(p, reinterpret_cast<const float*>(shared), sums, first_row);
+    decode_epilogue<Epilogue>(p, rows, reinterpret_cast<const float*>(shared), sums, first_row);
 }

@@ -1,6 +1,6 @@
 // The parameters of the kernels plain, decode_mma, tile_wgmma and permute_x.
 //
-// A kernel takes one struct: first its pointers, then strides and sizes, then tensor maps, one field a line. The struct
+// A kernel takes one struct, and where it computes experts a second one, ItemParams: first its pointers, then strides and sizes, then tensor maps, one field a line. The struct
 // is declared in CUDA alone. Python reads the names, types and order of its fields from the source
 // (mglu_ops/backends/cuda/parameters.py), and csrc/library includes this header.
 //
@@ -31,6 +31,21 @@ struct Params {
     int out_features;
     int in_features;
     int x_is_vectorizable;  // whether x allows 16-byte loads: contiguous rows that start at multiples of 16 bytes
+};
+
+// What a kernel of experts takes beside the parameters of one expert's layer, those of expert 0 (work.cuh).
+struct ItemParams {
+    const void* expert_ids;  // int32 or int64 [tokens][top_k]; read only where blocks find their items themselves
+    const int* items;        // what group_tokens wrote: [max_items][4], then the places' rows, [rows]
+    i64 weight_stride;       // bytes from one expert to the next
+    i64 mask_stride;
+    i64 scale_stride;
+    int id_bytes;
+    int experts;
+    int rows;       // of the result, of all experts together
+    int top_k;      // x has a row for every top_k rows of the result
+    int is_sorted;  // place i is row i: the rows are sorted by expert already
+    int max_items;
 };
 
 struct TileParams : Params {

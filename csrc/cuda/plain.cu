@@ -74,10 +74,24 @@ __device__ __forceinline__ bool is_aligned(const void* pointer, i64 row_stride, 
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const __grid_constant__ mglu::Params p) {
+extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps)
+    mglu_plain(const __grid_constant__ mglu::Params all MGLU_ITEM_PARAMS) {
     using namespace mglu;
     const int lane = threadIdx.x % 32;
+#if MGLU_ITEMS
+    __shared__ int rows_of_item[kTokens];
+    const Item item = item_of_block<kTokens, 1>(items, (all.out_features + kWarps - 1) / kWarps, rows_of_item);
+    if (item.count == 0) return;
+    __syncthreads();
+    const RowsOfItem rows{rows_of_item, items.top_k};
+    const Work<i64> work = {static_cast<i64>(item.row_block) * kWarps, 0};
+    if (item.expert < 0) return store_zeros<kWarps, Bits>(all, rows, item.count, work.row);
+    const Params p = narrow_to_item(all, items, item);
+#else
+    const Params& p = all;
+    const RowsInOrder rows;
     const Work<i64> work = work_in_grid<kWarps, kTokens>();
+#endif
     const i64 row = work.row + threadIdx.x / 32;
     if (row >= p.out_features) return;
     const int first_token = work.token;
@@ -99,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
 #pragma unroll
         for (int n = 0; n < kTokens; ++n) {
             float value[8];
-            const i64 token = min(first_token + n, p.tokens - 1);
-            load_octet<X>(value, x + token * p.x_row_stride, p.x_column_stride, k, p.in_features, x_vector);
+            const int token = min(first_token + n, p.tokens - 1);
+            load_octet<X>(value, x + rows.of_x(token) * p.x_row_stride, p.x_column_stride, k, p.in_features, x_vector);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 product[n][j] = value[j] * w[j];
@@ -128,10 +142,11 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps) mglu_plain(const
         for (int i = 0; i < kMasks; ++i) {
             const float gate = warp_sum(s[i][n]);
             if (token < p.tokens)
-                sum += load_mask_weight<MGLU_MASK_WEIGHTS>(p, token, i) *
+                sum += load_mask_weight<MGLU_MASK_WEIGHTS>(p, rows.of_result(token), i) *
                        (activate<kActivation, kType != kFloat32>(gate) * (sum_t - gate));
         }
         if (lane == 0 && token < p.tokens)
-            static_cast<Bits*>(p.out)[static_cast<i64>(token) * p.out_features + row] = from_float<kType>(sum);
+            static_cast<Bits*>(p.out)[static_cast<i64>(rows.of_result(token)) * p.out_features + row] =
+                from_float<kType>(sum);
     }
 }

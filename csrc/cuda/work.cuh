@@ -1,5 +1,5 @@
-// Which rows of W and which tokens a block takes, for each kernel of the forward pass. Nothing else depends on how blocks
-// are numbered.
+// Which rows of W and which tokens a block takes, for each kernel of the forward pass, and of which expert. Nothing else
+// depends on how blocks are numbered.
 #pragma once
 #include "params.cuh"
 #include "ptx.cuh"
@@ -26,6 +26,140 @@ __device__ __forceinline__ Work<int> work_of_neighbours(const Params& p) {
     const int groups = (p.tokens + kTokens - 1) / kTokens;
     return {static_cast<int>(blockIdx.x / groups) * kRows, static_cast<int>(blockIdx.x % groups) * kTokens};
 }
+
+// The tokens of a block are consecutive rows of x, of the mask weights and of the result, from those on that its
+// parameters were narrowed to.
+struct RowsInOrder {
+    static constexpr bool kConsecutive = true;
+    __device__ __forceinline__ int of_x(int token) const { return token; }
+    __device__ __forceinline__ int of_result(int token) const { return token; }
+};
+
+// --- Experts: a block computes an item, up to kTokens rows of one expert's layer -------------------------------------
+//
+// The rows of the result are numbered token * top_k + k. They have places, which are sorted by expert, and an item is a
+// range of places. group_tokens.cu writes the items of a call. Where rows are few, blocks find their items themselves.
+
+enum class Items : int {
+    none = 0,   // a layer without experts
+    table = 1,  // from group_tokens
+    found = 2,  // every row leads an item if an item's rows of its expert, or none, are before it
+};
+
+#ifndef MGLU_ITEMS
+#define MGLU_ITEMS 0
+#endif
+constexpr Items kItems = static_cast<Items>(MGLU_ITEMS);
+#if MGLU_ITEMS
+#define MGLU_ITEM_PARAMS , const __grid_constant__ mglu::ItemParams items
+#else
+#define MGLU_ITEM_PARAMS
+#endif
+
+// An entry of the table of group_tokens.
+struct alignas(16) ItemEntry {
+    int expert;      // -1: these rows belong to no expert, and their result is zeros
+    int first;       // the first place
+    int count;       // places: 0 where there are fewer items than entries
+    u32 neighbours;  // entries of the same expert, and in the upper half how many of them are before this one
+};
+
+struct Item {
+    int expert;     // as in ItemEntry
+    int count;      // rows; 0: the block has nothing to do
+    int row_block;  // which of the `row_blocks` blocks of the item this is
+};
+
+// The expert of a row, or `experts` for an id out of range.
+__device__ __forceinline__ int expert_of(const void* expert_ids, int id_bytes, int row, int experts) {
+    if (id_bytes == 4) {
+        const u32 id = static_cast<const u32*>(expert_ids)[row];
+        return id < experts ? id : experts;
+    }
+    const u64 id = static_cast<const u64*>(expert_ids)[row];
+    return id < experts ? static_cast<int>(id) : experts;
+}
+
+// Blocks with the same rows of W and different items of one expert are neighbours, so that only the first reads W from
+// memory. Entries without rows come last.
+template <int kTokens>
+__device__ __forceinline__ Item item_of_table(const ItemParams& p, int block, int row_blocks, int* rows) {
+    const ItemEntry* entries = reinterpret_cast<const ItemEntry*>(p.items);
+    int index = block / row_blocks;
+    ItemEntry entry = entries[index];
+    if (entry.count == 0) return {-1, 0, 0};
+    const int count = entry.neighbours & 0xffff, first = index - static_cast<int>(entry.neighbours >> 16);
+    const int block_of_expert = block - first * row_blocks;
+    if (count > 1) {
+        index = first + block_of_expert % count;
+        entry = entries[index];
+    }
+    const int place = entry.first + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < entry.count) rows[threadIdx.x] = p.is_sorted ? place : p.items[4 * p.max_items + place];
+    return {entry.expert, entry.count, block_of_expert / count};
+}
+
+// Every warp looks for the rows that have the expert of row `block % rows`; a lane takes every 32nd row.
+template <int kTokens>
+__device__ __forceinline__ Item find_item(const ItemParams& p, int block, int* rows) {
+    const int lane = threadIdx.x % 32, leader = block % p.rows;
+    const int expert = expert_of(p.expert_ids, p.id_bytes, leader, p.experts);
+    int found = 0, earlier = 0;
+#pragma unroll 2
+    for (int first = 0; first < p.rows; first += 32) {
+        const int row = first + lane;
+        const bool same = row < p.rows && expert_of(p.expert_ids, p.id_bytes, row, p.experts) == expert;
+        const u32 lanes = __ballot_sync(~0u, same);
+        if (leader >= first && leader < first + 32) earlier = found + __popc(lanes & ((1u << leader % 32) - 1));
+        const int position = found + __popc(lanes & ((1u << lane) - 1)) - earlier;
+        if (threadIdx.x < 32 && same && row >= leader && position < kTokens) rows[position] = row;
+        found += __popc(lanes);
+    }
+    const int count = earlier % kTokens == 0 ? min(found - earlier, kTokens) : 0;
+    return {expert < p.experts ? expert : -1, count, block / p.rows};
+}
+
+// The item of this block, one of `row_blocks` blocks of the item, a multiple of kCluster; the blocks of a cluster have
+// the same item. All threads of the block call this after they have waited for earlier kernels. After the block's next
+// barrier, `rows` holds the numbers of the item's rows of the result.
+template <int kTokens, int kCluster>
+__device__ __forceinline__ Item item_of_block(const ItemParams& p, int row_blocks, int* rows) {
+    const int block = blockIdx.x / kCluster;
+    Item item = kItems == Items::found ? find_item<kTokens>(p, block, rows)
+                                       : item_of_table<kTokens>(p, block, row_blocks / kCluster, rows);
+    if constexpr (kCluster > 1) item.row_block = item.row_block * kCluster + rank_in_cluster();
+    return item;
+}
+
+// The parameters of one expert's layer, for the rows of an item.
+__device__ __forceinline__ Params narrow_to_item(Params p, const ItemParams& items, const Item& item) {
+    p.weight = static_cast<const u8*>(p.weight) + item.expert * items.weight_stride;
+    p.packed_masks += item.expert * items.mask_stride;
+    p.weight_scale = static_cast<const u8*>(p.weight_scale) + item.expert * items.scale_stride;
+    p.tokens = item.count;
+    return p;
+}
+
+// The rows of an item, from shared memory.
+struct RowsOfItem {
+    static constexpr bool kConsecutive = false;
+    const int* rows;
+    int top_k;
+
+    __device__ __forceinline__ int of_x(int token) const { return rows[token] / top_k; }
+    __device__ __forceinline__ int of_result(int token) const { return rows[token]; }
+};
+
+// Writes zeros to a block's share of the rows of an item without an expert: up to kRows columns of the result.
+template <int kRows, typename Bits>
+__device__ __forceinline__ void store_zeros(const Params& p, const RowsOfItem& rows, int count, i64 first) {
+    for (int i = threadIdx.x; i < count * kRows; i += blockDim.x)
+        if (first + i % kRows < p.out_features)
+            static_cast<Bits*>(
+                p.out)[static_cast<i64>(rows.of_result(i / kRows)) * p.out_features + first + i % kRows] = 0;
+}
+
+// --- tile_wgmma --------------------------------------------------------------------------------------------------------
 
 struct Tile {
     int row;    // first row of the block; lower than `owned` if the tile would run past the end

@@ -131,6 +131,20 @@ class GroupedBackwardArguments(NamedTuple):
         """The tensors by name."""
         return dict(zip(self._fields, self[:6], strict=False))
 
+    def of_expert(self, expert: int, rows: slice) -> BackwardArguments:
+        """The arguments of one expert's layer and its rows."""
+        grad_output, x, weight, packed_masks, _, partials, needs, logits_dtype, mask_weights_dtype = self
+        return BackwardArguments(
+            grad_output[rows],
+            x[rows],
+            weight[expert],
+            packed_masks[expert],
+            partials[rows],
+            needs,
+            logits_dtype,
+            mask_weights_dtype,
+        )
+
 
 class PreparedGroupedBackward(Protocol):
     """A call of `mglu::grouped_backward`; see `PreparedBackward`. Thread-safe."""
@@ -211,10 +225,12 @@ class Backend(ABC):
         """Decide everything about a call of `mglu::experts_down` except its tensors; `launch` as in `prepare`."""
         raise NotImplementedError(f"the backend {self.name} has no kernels for experts")
 
-    def can_train_experts(self, call: ExpertCall) -> bool:
-        """Whether the backend trains sorted experts. `call` describes the forward pass, or the backward pass as in
-        `prepare_backward`; any backend can read the partials of another.
-        """
+    def can_train_experts_forward(self, call: ExpertCall) -> bool:
+        """Whether the backend runs `mglu::grouped_forward_train`. Any backend can read what it keeps for backward."""
+        return False
+
+    def can_train_experts_backward(self, call: ExpertCall) -> bool:
+        """Whether the backend runs `mglu::grouped_backward`; see `prepare_backward` for the call."""
         return False
 
     def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:

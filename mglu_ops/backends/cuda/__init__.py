@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
+from ...expert_calls import ExpertCall
 from ...layer_call import LayerArguments, LayerCall
 from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
 from . import training
 from .choice import LaunchChoice, choose
 from .compiler import has_cuda_core, is_cached
+from .current import current_device, current_stream, empty
 from .device import Gpu, gpu_of
-from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma, quantize_x
+from .experts import CudaExperts
+from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma, experts, group_tokens, quantize_x
 from .kernels import pack as packing
 from .kernels.base import ELEMENTS
+from .kernels.experts import ExpertLaunch
 from .kernels.plain import MOST_TOKENS as MOST_PLAIN_TOKENS
 from .launch import LaunchSequence
 
@@ -32,14 +37,6 @@ __all__ = ["MOST_TOKENS_FOR_REREADING", "Cuda", "DecodeMma", "LaunchConfig", "Pl
 MOST_TOKENS_FOR_REREADING = 512
 """The most tokens for the kernels other than `tile_wgmma`, which read W again, from L2 or memory, for every 4, 8 or 16
 tokens."""
-
-
-def _current_device() -> int:
-    return torch._C._cuda_getDevice()
-
-
-def _current_stream(device: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(device)
 
 
 class Cuda(Backend):
@@ -110,6 +107,34 @@ class Cuda(Backend):
                 sequence = quantize_x.sequence(config, call, gpu, device)
         return CudaCall(sequence, device, call.dtype, call.result_shape)
 
+    def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
+        layer = call.layer
+        problem = self.unsupported_reason(replace(layer, leading=(1,)))
+        if problem is not None or 0 in call.result_shape:
+            return problem
+        if layer.n_masks == 0:
+            return "no kernel for layers without masks"
+        if call.experts > group_tokens.MOST_EXPERTS or call.rows > group_tokens.MOST_ROWS:
+            return (
+                f"{call.experts} experts and {call.rows} rows, above {group_tokens.MOST_EXPERTS} or "
+                f"{group_tokens.MOST_ROWS}"
+            )
+        gpu = gpu_of(layer.device.index)
+        return experts.choose(call, gpu).violation(call, gpu)
+
+    def prepare_experts(self, call: ExpertCall, launch: ExpertLaunch | None = None) -> CudaExperts:
+        """Choose the launch of a supported call of experts, or take `launch`; see `prepare`."""
+        device: int = call.layer.device.index
+        gpu = gpu_of(device)
+        sequence = None
+        if 0 not in call.result_shape:
+            problem = None if launch is None else launch.violation(call, gpu)
+            if problem is not None:
+                raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
+            with torch.cuda.device(device):
+                sequence = (launch or experts.choose(call, gpu)).sequence(call, gpu, device)
+        return CudaExperts(sequence, device, call.layer.dtype, call.result_shape)
+
     def can_pack(self, masks: Tensor) -> bool:
         if masks.device.type != "cuda" or masks.dtype not in packing.KINDS or max(masks.shape[1:]) >= 2**31:
             return False
@@ -118,10 +143,10 @@ class Cuda(Backend):
 
     def pack(self, masks: Tensor) -> Tensor:
         device: int = masks.device.index
-        if device != _current_device():
+        if device != current_device():
             with torch.cuda.device(device):
                 return self.pack(masks)
-        return packing.pack(masks, gpu_of(device).arch, _current_stream(device))
+        return packing.pack(masks, gpu_of(device).arch, current_stream(device))
 
     def can_train_forward(self, call: LayerCall) -> bool:
         return (
@@ -154,24 +179,12 @@ def _on_device(device: int, function: F) -> F:
     """Wrap a function so that `device` is the current device while it runs."""
 
     def run(*arguments: Any) -> Any:
-        if device == _current_device():
+        if device == current_device():
             return function(*arguments)
         with torch.cuda.device(device):
             return function(*arguments)
 
     return cast("F", run)
-
-
-# Inductor's code allocates its buffers with this function. It avoids the dispatcher, which would take longer than the
-# rest of a call.
-_empty_strided: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
-
-def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
-    """Allocate memory on `device`, the current device; torch fills it if results have to be deterministic."""
-    if _empty_strided is None or torch._C._get_deterministic_algorithms():
-        return torch.empty_strided(shape, strides, dtype=dtype, device=torch.device("cuda", device))
-    return _empty_strided(shape, strides, dtype)
 
 
 class CudaCall:
@@ -190,18 +203,18 @@ class CudaCall:
 
     def __call__(self, given: LayerArguments) -> Tensor:
         device = self._device
-        if device != _current_device():
+        if device != current_device():
             with torch.cuda.device(device):
                 return self(given)
-        out = _empty(self._shape, self._strides, self._dtype, device)
+        out = empty(self._shape, self._strides, self._dtype, device)
         sequence = self.sequence
         if sequence is None:
             return out
-        stream = _current_stream(device)
+        stream = current_stream(device)
         pointers = given.addresses(out)
         if sequence.workspace_bytes:
             # Freed on return, after the launches. Whoever gets the memory next runs after the kernels on this stream.
-            workspace = _empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
+            workspace = empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
             sequence(stream, pointers, workspace=workspace.data_ptr())
         elif sequence.maps:
             sequence(stream, pointers)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 from ..parameters import Parameters
@@ -30,6 +31,8 @@ class _LaunchStruct(ctypes.Structure):
         ("n_attributes", ctypes.c_uint),
     )
 
+
+_Fill = Callable[[Mapping[str, int]], None]
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED_SIZE = 8
@@ -92,6 +95,14 @@ class Kernel:
                 self._shared = size
 
 
+@dataclass(frozen=True)
+class KernelStruct:
+    """A struct that a kernel takes, with all its strides and sizes by name. Only its pointers differ by call."""
+
+    parameters: Parameters
+    integers: Mapping[str, int]
+
+
 class Launch:
     """A kernel with its geometry and its parameters, of which only the pointers and tensor maps differ by call.
 
@@ -108,8 +119,12 @@ class Launch:
         overlap: bool,
         parameters: Parameters,
         integers: Mapping[str, int],
+        second: KernelStruct | None = None,
     ) -> None:
-        """Prepare a launch; `integers` are all strides and sizes of the struct `parameters`, by name."""
+        """Prepare a launch; `integers` are all strides and sizes of the struct `parameters`, by name.
+
+        `second` is the kernel's second struct, if it takes two. Only the first has tensor maps.
+        """
         kernel.allow_shared(shared)
         self._kernel = kernel
         self._launch = _library().cuLaunchKernelEx
@@ -120,6 +135,7 @@ class Launch:
         self._overlap = overlap
         self._struct = parameters.with_integers(integers)
         self._in_order, self._pack = parameters.in_order, parameters.pointer_struct.pack_into
+        self._second = second
         self._local = threading.local()
 
     def __call__(self, stream: int, pointers: Mapping[str, int], maps: bytes | None = None) -> None:
@@ -132,11 +148,13 @@ class Launch:
             LaunchError: the driver refused the launch; the context stays usable.
         """
         try:
-            struct, config, function, buffer, arguments = self._local.state
+            struct, config, function, buffer, arguments, second = self._local.state
         except AttributeError:
-            struct, config, function, buffer, arguments = self._local.state = self._new_state()
+            struct, config, function, buffer, arguments, second = self._local.state = self._new_state()
         struct.stream = stream
         self._pack(buffer, 0, *self._in_order(pointers))
+        if second is not None:
+            second(pointers)
         if maps is not None:
             buffer[-len(maps) :] = maps  # one copy; a ctypes array would be copied byte by byte
         result = self._launch(config, function, arguments, None)
@@ -146,10 +164,22 @@ class Launch:
         if result:
             _check(result, f"launching {self._kernel.name}")
 
-    def _new_state(self) -> tuple[_LaunchStruct, object, ctypes.c_void_p, memoryview, object]:
+    def _new_state(self) -> tuple[_LaunchStruct, object, ctypes.c_void_p, memoryview, object, _Fill | None]:
         """Make the buffers that the driver reads in a launch: one set per thread, because ctypes releases the GIL."""
         attributes = ctypes.pointer(self._attribute)
         struct = _LaunchStruct(*self._geometry, None, attributes, 1 if self._overlap else 0)
         buffer = ctypes.create_string_buffer(self._struct, len(self._struct))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        return struct, ctypes.byref(struct), self._kernel.handle, memoryview(buffer).cast("B"), arguments
+        view = memoryview(buffer).cast("B")
+        if self._second is None:
+            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+            return struct, ctypes.byref(struct), self._kernel.handle, view, arguments, None
+        fields = self._second.parameters
+        packed = fields.with_integers(self._second.integers)
+        second = ctypes.create_string_buffer(packed, len(packed))
+        pack, in_order = fields.pointer_struct.pack_into, fields.in_order
+
+        def fill(pointers: Mapping[str, int]) -> None:
+            pack(second, 0, *in_order(pointers))
+
+        arguments = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), ctypes.addressof(second))
+        return struct, ctypes.byref(struct), self._kernel.handle, view, arguments, fill

@@ -128,6 +128,11 @@ class DecodeMma(LaunchConfig):
             yield f"mask_group: got {self.mask_group}, must divide n_masks {call.n_masks} into whole words"
 
 
+def can_run(call: LayerCall, gpu: Gpu) -> bool:
+    """Whether the kernel takes a call, if its blocks fit."""
+    return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= ROWS and gpu.arch >= (8, 0)
+
+
 def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     """The launch of a call, or None where the kernel cannot run it.
 
@@ -135,10 +140,10 @@ def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     call of 8 tokens, and with at most 4 warps per tile, since 8 or more would add up a single token's masks in another
     order (csrc/cuda/decode_mma.md).
     """
-    if not has_aligned_rows(call) or call.dtype == torch.float32 or call.out_features < ROWS or gpu.arch < (8, 0):
+    if not can_run(call, gpu):
         return None
     asked = replace(call, leading=(8,)) if call.batch_invariant else call
-    fitted = _fit(_preferred(asked, gpu), asked, gpu)
+    fitted = fit(_preferred(asked, gpu), asked, gpu)
     if fitted is None:
         return None
     if call.batch_invariant:
@@ -157,7 +162,7 @@ def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
     """
     sixteen = replace(call, leading=(16,))
     preferred = _preferred(sixteen, gpu)
-    fits = _fit(preferred, sixteen, gpu) == preferred
+    fits = fit(preferred, sixteen, gpu) == preferred
     most_tiles = 2 if call.n_masks > 8 else 8 if call.n_masks <= 2 and _scales_rows(call) else 6
     return 16 if fits and preferred.tiles <= most_tiles else 8
 
@@ -173,9 +178,14 @@ def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
 
 
 def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
-    """The best launch for 1 to 16 tokens if shared memory were unlimited.
+    """The best launch for 1 to 16 tokens if shared memory were unlimited."""
+    return with_tiles(call, _tiles_of_block(call.out_features, gpu.multiprocessors))
 
-    It has two or three warps for each of an SM's four schedulers, a power of two of them along k. Up to 8 masks, stages
+
+def with_tiles(call: LayerCall, tiles: int, blocks_per_sm: int = 1) -> DecodeMma:
+    """The best launch for 1 to 16 tokens with blocks of `tiles` if shared memory were unlimited.
+
+    An SM has two or three warps for each of its four schedulers, a power of two of them along k. Up to 8 masks, stages
     are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
     In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them. From 9 tokens
     on, one mask of rows with scales has up to four warps for a scheduler, and the shortest stages.
@@ -183,13 +193,12 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
     swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
     """
     n_masks = call.n_masks
-    tiles = _tiles_of_block(call.out_features, gpu.multiprocessors)
     # Sums of groups of columns take as many registers as all others, which 8 warps have.
     many_warps = call.tokens > 8 and n_masks == 1 and _scales_rows(call)
     most_warps = 16 if many_warps else 8 if _scales_columns(call) and n_masks >= 8 else 12
-    split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= most_warps)
+    split_k = next((split for split in (8, 4, 2, 1) if split * tiles * blocks_per_sm <= most_warps), 1)
     if n_masks <= 8:
-        few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
+        few_warps = tiles * split_k * blocks_per_sm <= (10 if n_masks <= 2 else 8)
         long_stages = few_warps and call.in_features >= split_k * 4 * 128
     else:  # 16 tokens in fewer bits would need more registers than there are
         long_stages = split_k == 1 and (call.weight.bits == 16 or call.tokens <= 8)
@@ -201,10 +210,11 @@ def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
         sub=1 if many_warps or not long_stages else 4 if longest else 2,
         mask_group=4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks,
         block_tokens=16 if call.tokens > 8 and not (n_masks > 8 and _scales_columns(call)) else 8,
+        blocks_per_sm=blocks_per_sm,
     )
 
 
-def _fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
+def fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     """Return the nearest configuration whose blocks fit into an SM's shared memory, or None."""
     while True:
         need = config.shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK

@@ -1,0 +1,129 @@
+// Groups the rows of a call of experts by expert, and divides those of each expert into items (work.cuh), in one block.
+//
+// From ids: a stable counting sort. Each warp counts the experts of a range of rows; the sums of these counts, over warps
+// and then over experts, tell where the first row of each warp and expert goes. From offs the rows are sorted already.
+// Rows without an expert form a last group.
+#include "params.cuh"
+#include "ptx.cuh"
+#include "work.cuh"
+
+namespace mglu {
+
+constexpr bool kSorted = MGLU_SORTED;  // offs instead of ids
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+
+struct GroupParams {
+    const void* expert_ids;  // int32 or int64 [rows], or with kSorted offs, int32 [experts]
+    int* out;                // ItemEntry [max_items], then unless kSorted the rows in the order of their places, [rows]
+    int id_bytes;
+    int experts;
+    int rows;
+    int item_rows;
+    int max_items;
+};
+
+// Replaces each value by that of an operation over all up to there; one warp calls this.
+template <typename Operation>
+__device__ __forceinline__ void scan(int* values, int count, Operation operation) {
+    const int lane = threadIdx.x % 32, each = (count + 31) / 32;
+    const int first = min(lane * each, count), end = min(first + each, count);
+    int total = 0;
+    for (int i = first; i < end; ++i) total = values[i] = operation(total, values[i]);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, total, distance);
+        if (lane >= distance) total = operation(total, other);
+    }
+    const int before = __shfl_up_sync(~0u, total, 1);
+    if (lane > 0)
+        for (int i = first; i < end; ++i) values[i] = operation(before, values[i]);
+}
+
+__device__ __forceinline__ int before(const int* ends, int group) { return group > 0 ? ends[group - 1] : 0; }
+
+}  // namespace mglu
+
+extern "C" __global__ void __launch_bounds__(mglu::kThreads)
+    mglu_group_tokens(const __grid_constant__ mglu::GroupParams p) {
+    using namespace mglu;
+    extern __shared__ int shared[];
+    const auto sum = [](int a, int b) { return a + b; };
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int groups = p.experts + 1;
+    int* ends = shared;                // the places where groups end
+    int* item_ends = ends + groups;    // the entries where those of groups end
+    int* counts = item_ends + groups;  // [kWarps][groups]: rows, and then places after those of the warps before
+    int* own = counts + warp * groups;
+    // The rows of a warp.
+    const int range = ((p.rows + kWarps - 1) / kWarps + 31) / 32 * 32;
+    const int first = min(warp * range, p.rows), end = min(first + range, p.rows);
+    const int warps = (p.rows + range - 1) / max(range, 1);
+
+    const auto group_of = [&](int row) {
+        return row < end ? expert_of(p.expert_ids, p.id_bytes, row, p.experts) : groups;
+    };
+
+    let_next_kernel_start();
+    if constexpr (!kSorted)
+        for (int i = threadIdx.x; i < warps * groups; i += kThreads) counts[i] = 0;
+    wait_for_earlier_kernels();
+    if constexpr (kSorted) {
+        // Ends that are clamped and ascend keep every place in one group.
+        for (int g = threadIdx.x; g < groups; g += kThreads)
+            ends[g] = g < p.experts ? max(0, min(static_cast<const int*>(p.expert_ids)[g], p.rows)) : p.rows;
+        __syncthreads();
+        if (warp == 0) scan(ends, groups, [](int a, int b) { return max(a, b); });
+        __syncthreads();
+        for (int g = threadIdx.x; g < groups; g += kThreads)
+            item_ends[g] = (ends[g] - before(ends, g) + p.item_rows - 1) / p.item_rows;
+    } else {
+        const int group = group_of(first + lane);  // before the barrier: reading takes longest
+        __syncthreads();
+        if (first + lane < end) atomicAdd(own + group, 1);
+        for (int row = first + lane + 32; row < end; row += 32) atomicAdd(own + group_of(row), 1);
+        __syncthreads();
+        for (int g = threadIdx.x; g < groups; g += kThreads) {
+            int total = 0;
+            for (int w = 0; w < warps; ++w) {
+                const int count = counts[w * groups + g];
+                counts[w * groups + g] = total;
+                total += count;
+            }
+            ends[g] = total;
+            item_ends[g] = (total + p.item_rows - 1) / p.item_rows;
+        }
+        __syncthreads();
+        if (warp == 1) scan(ends, groups, sum);
+    }
+    if constexpr (kSorted) __syncthreads();
+    if (warp == 0) scan(item_ends, groups, sum);
+    __syncthreads();
+
+    if constexpr (!kSorted) {
+        int* rows = p.out + 4 * p.max_items;
+        for (int base = first; base < end; base += 32) {
+            const int row = base + lane, group = group_of(row);
+            const u32 same = __match_any_sync(~0u, group);
+            const int earlier = __popc(same & ((1u << lane) - 1));
+            if (row < end) rows[before(ends, group) + own[group] + earlier] = row;
+            __syncwarp();
+            if (row < end && earlier == 0) own[group] += __popc(same);
+            __syncwarp();
+        }
+    }
+    for (int i = threadIdx.x; i < p.max_items; i += kThreads) {
+        ItemEntry entry = {-1, 0, 0, 1};
+        if (i < item_ends[groups - 1]) {
+            int group = 0;  // the first one whose entries end after i
+            for (int step = 1024; step > 0; step /= 2)
+                if (group + step <= groups && item_ends[group + step - 1] <= i) group += step;
+            const int first_entry = before(item_ends, group), count = item_ends[group] - first_entry;
+            entry.expert = group < p.experts ? group : -1;
+            entry.first = before(ends, group) + (i - first_entry) * p.item_rows;
+            entry.count = min(p.item_rows, ends[group] - entry.first);
+            if (count < 65536) entry.neighbours = static_cast<u32>(i - first_entry) << 16 | count;
+        }
+        reinterpret_cast<ItemEntry*>(p.out)[i] = entry;
+    }
+}

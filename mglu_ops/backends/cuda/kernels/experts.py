@@ -1,0 +1,178 @@
+"""The launches of experts: a kernel of one layer runs for items, each up to `item_rows` rows of one expert.
+
+What an item is, csrc/cuda/work.cuh says. Launches depend on the numbers of rows and experts, never on the ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ....expert_calls import ExpertCall
+from ....layer_call import LayerCall
+from ....sizes import ceil_div
+from ..device import Gpu
+from ..driver import KernelStruct, Launch
+from ..launch import LaunchSequence, load_kernel, parameters
+from . import decode_mma, group_tokens, quantize_x
+from .base import integers
+from .decode_mma import DecodeMma
+from .plain import Plain
+
+MOST_ROWS_TO_FIND = 32
+"""The most rows for which blocks find their items, so that a second launch would take longer."""
+
+BLOCK_TILES = 1.0
+"""The time in which nothing else happens when a block starts and ends, in tiles of 16 rows of W."""
+
+_ROWS_BYTES = 128
+"""Static shared memory for the numbers of an item's rows, and what aligning the rest may take."""
+
+
+@dataclass(frozen=True)
+class DecodeItems(DecodeMma):
+    """A launch of `decode_mma` whose blocks take items."""
+
+    def shared_bytes(self, call: LayerCall) -> int:
+        return super().shared_bytes(call) + _ROWS_BYTES
+
+
+@dataclass(frozen=True)
+class ExpertLaunch:
+    """A launch for all items of a call.
+
+    Attributes:
+        config: the launch of one item's layer. Its `block_tokens` are the most rows of an item.
+        grouped: whether `group_tokens` precedes it. Otherwise blocks find their items themselves, and each row of the
+            result has blocks, of which all but those of an item's first row exit at once.
+    """
+
+    config: DecodeItems | Plain
+    grouped: bool
+
+    @property
+    def item_rows(self) -> int:
+        """The most rows of an item."""
+        return self.config.block_tokens
+
+    def __str__(self) -> str:
+        return f"{self.config} for items {'of a table' if self.grouped else 'that blocks find'}"
+
+    def of_item(self, call: ExpertCall) -> LayerCall:
+        """The call of one item."""
+        layer = quantize_x.as_read(self.config, call.layer)
+        return replace(layer, leading=(self.item_rows,))
+
+    def macros(self, call: ExpertCall) -> dict[str, int]:
+        """The macros that the kernel's source is compiled with."""
+        return self.config.macros(self.of_item(call)) | {"MGLU_ITEMS": 1 if self.grouped else 2}
+
+    def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
+        """Blocks in x and in y."""
+        items = group_tokens.max_items(call, self.item_rows) if self.grouped else call.rows
+        return items * self.config.grid(self.of_item(call), gpu)[0], 1
+
+    def sources(self, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+        """Everything that is compiled for a call, as `(kernel, target, macros)`."""
+        target = self.config.target(gpu)
+        found = [(self.config.kernel, target, self.macros(call))]
+        if self.grouped:
+            found.append((group_tokens.NAME, target, group_tokens.macros(call)))
+        if self._rounds_x_before(call):
+            found.append((quantize_x.NAME, target, quantize_x.macros(call.layer, 0)))
+        return found
+
+    def sequence(self, call: ExpertCall, gpu: Gpu, device: int) -> LaunchSequence:
+        """Compile and load the kernels of a call on `device`, the current device."""
+        target = self.config.target(gpu)
+        tokens = replace(call.layer, leading=(_tokens(call),))
+        copies = []
+        if self._rounds_x_before(call):
+            copies.append(quantize_x.copy(tokens, gpu, device, target, 0))
+        if self.grouped:
+            copies.append(group_tokens.copy(call, gpu, device, target, self.item_rows))
+        kernel = Launch(
+            load_kernel(device, self.config.kernel, target, self.macros(call)),
+            self.grid(call, gpu),
+            self.config.threads,
+            self.config.requested_shared_bytes(self.of_item(call), gpu),
+            overlap=self.config.overlaps and gpu.arch >= (9, 0),
+            parameters=parameters("params.cuh"),
+            integers=integers(quantize_x.as_read(self.config, tokens)),
+            second=KernelStruct(parameters("params.cuh", "ItemParams"), self._item_integers(call)),
+        )
+        return LaunchSequence(kernel, tuple(copies))
+
+    def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
+        """Why this launch cannot run a call, or None if it can."""
+        if not self.grouped and call.is_sorted:
+            return "grouped: blocks find items only in ids"
+        if self.grid(call, gpu)[0] >= 2**31:
+            return f"{call} has more blocks than a grid holds"
+        return self.config.violation(self.of_item(call), gpu)
+
+    def _rounds_x_before(self, call: ExpertCall) -> bool:
+        return call.layer.activation_format != "dense" and not self.config.rounds_x
+
+    def _item_integers(self, call: ExpertCall) -> dict[str, int]:
+        """The strides and sizes in `ItemParams` (csrc/cuda/params.cuh)."""
+        scale_dtype = call.layer.weight.format.scale_dtype
+        return {
+            "weight_stride": call.weight_stride * call.layer.weight.dtype.itemsize,
+            "mask_stride": call.masks_stride,
+            "scale_stride": 0 if scale_dtype is None else call.scale_stride * scale_dtype.itemsize,
+            "id_bytes": call.index_dtype.itemsize,
+            "experts": call.experts,
+            "rows": call.rows,
+            "top_k": call.top_k or 1,
+            "is_sorted": int(call.is_sorted),
+            "max_items": group_tokens.max_items(call, self.item_rows),
+        }
+
+
+def choose(call: ExpertCall, gpu: Gpu) -> ExpertLaunch:
+    """Choose the launch of a call."""
+    return _decode(call, gpu) or _plain(call)
+
+
+def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
+    """The launch of `decode_mma`, or None where it cannot run an expert's layer.
+
+    There are many items, of which each has few rows of W, so that several waves of blocks follow each other. Two blocks
+    on an SM then fill each other's gaps.
+    """
+    layer, tokens = call.layer, _tokens(call)
+    if not decode_mma.can_run(layer, gpu):
+        return None
+    item_rows = 8 if layer.batch_invariant or layer.tokens <= 8 else 16
+    if tokens == 1 and not layer.batch_invariant:
+        item_rows = 1
+    item = replace(layer, leading=(item_rows,))
+    items = min(call.rows, call.experts) * ceil_div(layer.tokens, item_rows)
+    _, tiles, blocks = min(
+        (_waves(items, layer.out_features, tiles, blocks, gpu), tiles, blocks)
+        for tiles in range(1, 9)
+        for blocks in (1, 2)
+    )
+    preferred = DecodeItems(**vars(decode_mma.with_tiles(item, tiles, blocks)))
+    config = decode_mma.fit(replace(preferred, block_tokens=min(preferred.block_tokens, item_rows)), item, gpu)
+    if config is None:
+        return None
+    if layer.batch_invariant:
+        config = replace(config, split_k=min(config.split_k, 4))
+    return ExpertLaunch(config, call.is_sorted or call.rows > MOST_ROWS_TO_FIND)
+
+
+def _waves(items: int, out_features: int, tiles: int, blocks: int, gpu: Gpu) -> float:
+    """The time of all blocks, in tiles of 16 rows of W that an SM takes one after the other."""
+    waves = ceil_div(items * ceil_div(out_features, decode_mma.ROWS * tiles), gpu.multiprocessors * blocks)
+    return waves * (tiles * blocks + BLOCK_TILES / blocks)
+
+
+def _plain(call: ExpertCall) -> ExpertLaunch:
+    rows = 1 if _tokens(call) == 1 and not call.layer.batch_invariant else 4
+    return ExpertLaunch(Plain(block_tokens=rows), call.is_sorted or call.rows > MOST_ROWS_TO_FIND)
+
+
+def _tokens(call: ExpertCall) -> int:
+    """The rows of x."""
+    return call.rows // (call.top_k or 1)

@@ -1,0 +1,54 @@
+"""The table of items of a call of experts, which the kernels of experts read (csrc/cuda/group_tokens.cu, work.cuh)."""
+
+from __future__ import annotations
+
+from ....expert_calls import ExpertCall
+from ....sizes import round_up
+from ..device import Gpu
+from ..driver import Launch
+from ..launch import CopyLaunch, load_kernel, parameters
+
+NAME = "group_tokens"
+
+MOST_EXPERTS = 1024
+MOST_ROWS = 1 << 20
+
+_WARPS = 16
+"""Warps of the only block, each of which counts the experts of a part of the rows."""
+_ENTRY_BYTES = 16
+
+
+def macros(call: ExpertCall) -> dict[str, int]:
+    """The macros of the source."""
+    return {"MGLU_SORTED": int(call.is_sorted)}
+
+
+def max_items(call: ExpertCall, item_rows: int) -> int:
+    """The most items of `item_rows` rows that a call can have, for any ids."""
+    return min(call.rows, call.rows // item_rows + call.experts + 1)
+
+
+def table_bytes(call: ExpertCall, item_rows: int) -> int:
+    """The size of the table in bytes: its entries, and unless they are sorted the rows in the order of their places."""
+    return _ENTRY_BYTES * max_items(call, item_rows) + (0 if call.is_sorted else 4 * call.rows)
+
+
+def copy(call: ExpertCall, gpu: Gpu, device: int, target: str, item_rows: int) -> CopyLaunch:
+    """Compile, load and describe the launch that precedes a kernel, and writes its `items`."""
+    groups = call.experts + 1
+    launch = Launch(
+        load_kernel(device, NAME, target, macros(call)),
+        (1, 1),
+        32 * _WARPS,
+        round_up(4 * groups * (2 if call.is_sorted else 2 + _WARPS), 16),
+        overlap=gpu.arch >= (9, 0),
+        parameters=parameters("group_tokens.cu", "GroupParams"),
+        integers={
+            "id_bytes": call.index_dtype.itemsize,
+            "experts": call.experts,
+            "rows": call.rows,
+            "item_rows": item_rows,
+            "max_items": max_items(call, item_rows),
+        },
+    )
+    return CopyLaunch(launch, table_bytes(call, item_rows), "items")
