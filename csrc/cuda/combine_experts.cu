@@ -1,5 +1,5 @@
-// Adds the experts' results of each token with their weights, in the order of k: out[t] = sum_k expert_weights[t, k]
-// sums[t, k], without the pairs whose id is no expert. It follows experts_down.cu.
+// Adds the experts' products of each token with their weights, in the order of k: out[t] = sum_k expert_weights[t, k]
+// products[t, k], without the pairs whose id is no expert. It follows experts_down.cu, or a library's grouped products.
 #include "element.cuh"
 #include "expert_items.cuh"
 #include "ptx.cuh"
@@ -7,20 +7,27 @@
 namespace mglu {
 
 struct CombineParams {
-    const float* sums;           // [tokens, kTopK, out_features]
+    const void* products;        // [tokens, kTopK, out_features], or with `places` in another order
+    const i64* places;           // the row of each pair in products, or null: its own
     const void* expert_ids;      // [tokens, kTopK]
     const void* expert_weights;  // [tokens, kTopK]
     void* out;                   // [tokens, out_features]
+    int id_bytes;
     int experts;
     int out_features;
 };
 
 constexpr int kType = MGLU_ELEMENT;
-constexpr int kIdBytes = MGLU_ID_BYTES;
 constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
+constexpr int kProductType = MGLU_PRODUCTS;  // an ElementType: kFloat32, or kType
 constexpr int kTopK = MGLU_TOP_K;
 constexpr int kVector = MGLU_VECTOR;  // columns of a thread: 4 where they divide out_features, else 1
 constexpr int kThreads = 128;
+
+template <typename Bits>
+struct alignas(sizeof(Bits) * kVector) Vector {
+    Bits bits[kVector];
+};
 
 }  // namespace mglu
 
@@ -29,25 +36,21 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
     using namespace mglu;
     let_next_kernel_start();
     wait_for_earlier_kernels();
-    const int token = blockIdx.y;
-    const int column = (blockIdx.x * kThreads + threadIdx.x) * kVector;
+    const int token = blockIdx.x;
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * kVector;
     if (column >= p.out_features) return;
     float result[kVector] = {};
 #pragma unroll 8
     for (int k = 0; k < kTopK; ++k) {
         const int pair = token * kTopK + k;
-        if (load_expert<kIdBytes>(p.expert_ids, pair, p.experts) < 0) continue;
+        if (expert_of(p.expert_ids, p.id_bytes, pair, p.experts) == p.experts) continue;
         const float weight = load_expert_weight<kExpertWeightType>(p.expert_weights, pair);
-        const float* sums = p.sums + static_cast<i64>(pair) * p.out_features + column;
-        float sum[kVector];
-        if constexpr (kVector == 4) {
-            const float4 four = *reinterpret_cast<const float4*>(sums);
-            sum[0] = four.x, sum[1] = four.y, sum[2] = four.z, sum[3] = four.w;
-        } else {
-            sum[0] = sums[0];
-        }
+        const i64 row = p.places == nullptr ? pair : p.places[pair];
+        using Product = Element<kProductType>::Bits;
+        const Product* products = static_cast<const Product*>(p.products) + row * p.out_features + column;
+        const auto product = *reinterpret_cast<const Vector<Product>*>(products);
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) result[j] += weight * sum[j];
+        for (int j = 0; j < kVector; ++j) result[j] += weight * to_float<kProductType>(product.bits[j]);
     }
     auto* out = static_cast<Element<kType>::Bits*>(p.out) + static_cast<i64>(token) * p.out_features + column;
     if constexpr (kVector == 4)

@@ -2,15 +2,9 @@
 #pragma once
 #include "element.cuh"
 #include "ptx.cuh"
+#include "work.cuh"
 
 namespace mglu {
-
-// The expert of a pair, or -1 if its id is none.
-template <int kIdBytes>
-__device__ __forceinline__ int load_expert(const void* expert_ids, int pair, int experts) {
-    const i64 id = kIdBytes == 8 ? static_cast<const i64*>(expert_ids)[pair] : static_cast<const int*>(expert_ids)[pair];
-    return id >= 0 && id < experts ? static_cast<int>(id) : -1;
-}
 
 template <int kExpertWeightType>
 __device__ __forceinline__ float load_expert_weight(const void* expert_weights, int pair) {
@@ -18,8 +12,8 @@ __device__ __forceinline__ float load_expert_weight(const void* expert_weights, 
     return to_float<kExpertWeightType>(static_cast<const Bits*>(expert_weights)[pair]);
 }
 
-// Up to kTokens pairs of one expert: `count` sorted pairs from `first` on, or for one token the pair `first`.
-struct Item {
+// An item: up to kTokens pairs of one expert, `count` sorted ones from `first` on, or for one token the pair `first`.
+struct PairRange {
     int expert;
     u16 first;
     u16 count;
@@ -33,35 +27,34 @@ class ExpertItems {
 
     int* count_;
     int* next_;    // [kSortingWarps][experts]: pairs of an expert in a warp's share, then the place of the next one
-    Item* items_;  // [min(pairs, pairs / kTokens + experts)]
+    PairRange* items_;  // [min(pairs, pairs / kTokens + experts)]
     u16* sorted_;  // [pairs]
 
   public:
     __device__ __forceinline__ ExpertItems(u8* memory, int pairs, int experts) {
-        items_ = reinterpret_cast<Item*>(memory);
+        items_ = reinterpret_cast<PairRange*>(memory);
         next_ = reinterpret_cast<int*>(items_ + min(pairs, pairs / kTokens + experts));
         count_ = next_ + (kTokens == 1 ? 0 : kSortingWarps * experts);
         sorted_ = reinterpret_cast<u16*>(count_ + 1);
     }
 
     __device__ __forceinline__ int count() const { return *count_; }
-    __device__ __forceinline__ Item operator[](int index) const { return items_[index]; }
-    __device__ __forceinline__ int pair_of(const Item& item, int token) const {
+    __device__ __forceinline__ PairRange operator[](int index) const { return items_[index]; }
+    __device__ __forceinline__ int pair_of(const PairRange& item, int token) const {
         return kTokens == 1 ? item.first : sorted_[item.first + token];
     }
 
     // All threads of the block call this.
-    template <int kIdBytes>
-    __device__ __forceinline__ void find(const void* expert_ids, int pairs, int experts) {
+    __device__ __forceinline__ void find(const void* expert_ids, int id_bytes, int pairs, int experts) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         const u32 before = (1u << lane) - 1;
         if constexpr (kTokens == 1) {
             int found = 0;
             for (int first = 0; warp == 0 && first < pairs; first += 32) {
                 const int pair = first + lane;
-                const int expert = pair < pairs ? load_expert<kIdBytes>(expert_ids, pair, experts) : -1;
-                const u32 with_expert = __ballot_sync(~0u, expert >= 0);
-                if (expert >= 0)
+                const int expert = pair < pairs ? expert_of(expert_ids, id_bytes, pair, experts) : experts;
+                const u32 with_expert = __ballot_sync(~0u, expert < experts);
+                if (expert < experts)
                     items_[found + __popc(with_expert & before)] = {expert, static_cast<u16>(pair), 1};
                 found += __popc(with_expert);
             }
@@ -73,19 +66,19 @@ class ExpertItems {
             const int share = (pairs + 32 * kSortingWarps - 1) / (32 * kSortingWarps) * 32;
             const int begin = warp < kSortingWarps ? warp * share : pairs, end = min(begin + share, pairs);
             for (int pair = begin + lane; pair < end; pair += 32) {
-                const int expert = load_expert<kIdBytes>(expert_ids, pair, experts);
-                if (expert >= 0) atomicAdd(next + expert, 1);
+                const int expert = expert_of(expert_ids, id_bytes, pair, experts);
+                if (expert < experts) atomicAdd(next + expert, 1);
             }
             __syncthreads();
             if (warp == 0) divide(experts, lane);
             __syncthreads();
             for (int first = begin; first < end; first += 32) {
                 const int pair = first + lane;
-                const int expert = pair < end ? load_expert<kIdBytes>(expert_ids, pair, experts) : -1;
+                const int expert = pair < end ? expert_of(expert_ids, id_bytes, pair, experts) : experts;
                 const u32 same = __match_any_sync(~0u, expert);
-                const int place = expert < 0 ? 0 : next[expert];
+                const int place = expert < experts ? next[expert] : 0;
                 __syncwarp();
-                if (expert >= 0) {
+                if (expert < experts) {
                     sorted_[place + __popc(same & before)] = static_cast<u16>(pair);
                     if ((same & before) == 0) next[expert] = place + __popc(same);
                 }
@@ -114,7 +107,7 @@ class ExpertItems {
         for (int expert = begin; expert < end; ++expert) {
             const int pairs = pairs_of(expert, experts);
             int first = place & 0xffff;
-            Item* item = items_ + (place >> 16);
+            PairRange* item = items_ + (place >> 16);
             for (int done = 0; done < pairs; done += kTokens)
                 *item++ = {expert, static_cast<u16>(first + done), static_cast<u16>(min(pairs - done, kTokens))};
             place += both(pairs);

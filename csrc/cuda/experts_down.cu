@@ -33,6 +33,7 @@ struct DownParams {
     i64 weight_stride;           // stored elements from one expert to the next
     i64 weight_row_stride;       // and from one row to the next
     i64 scale_stride;            // scales of an expert
+    int id_bytes;
     int pairs;
     int experts;
     int out_features;
@@ -41,7 +42,6 @@ struct DownParams {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
-constexpr int kIdBytes = MGLU_ID_BYTES;
 constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
 constexpr int kTokens = MGLU_BLOCK_TOKENS;  // pairs of an item: 1, or a multiple of 8
 constexpr int kRowTiles = MGLU_ROW_TILES;   // tiles of 16 rows of a warp
@@ -49,16 +49,17 @@ constexpr int kRowWarps = MGLU_ROW_WARPS;   // warps of a team, each with other 
 constexpr int kTeams = MGLU_TEAMS;          // teams of a block, each with every kTeams-th stage
 constexpr int kStages = MGLU_STAGES;
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
-constexpr bool kReadOnce = MGLU_READ_ONCE;  // an expert seldom has two items
 
 constexpr bool kOneToken = kTokens == 1;
+static_assert(kRowWarps == 1 || kTeams < 16, "a named barrier for each team");
+static_assert((kRowWarps & (kRowWarps - 1)) == 0, "a copy is a power of two of rows");
 static_assert(kOneToken || (kTokens % 8 == 0 && kTeams == 1), "teams divide the stages of one token");
 constexpr int kTokenTiles = (kTokens + 7) / 8;
 constexpr int kTeamThreads = 32 * kRowWarps;
 constexpr int kThreads = kTeamThreads * kTeams;
 constexpr int kRows = 16 * kRowTiles * kRowWarps;
 
-using Items = ExpertItems<kTokens, kThreads / 32>;
+using PairItems = ExpertItems<kTokens, kThreads / 32>;
 using Weight = WeightPairs<kFormat, kType>;
 using Stored = StoredWeight<kFormat, kType>;
 constexpr int kBits = Weight::kBits;
@@ -134,12 +135,12 @@ class Loader {
 
     const DownParams& p_;
     const Units& units_;
-    const Items& items_;
+    const PairItems& items_;
     const u8* weight_;
     i64 weight_step_;
     u32 offset_;
     int team_, thread_, unit_, index_ = 0, stage_, row_;
-    Item item_;
+    PairRange item_;
 
     // Finds the stage if it lies in a later item or unit, and the addresses of that item.
     __device__ __forceinline__ void locate() {
@@ -156,7 +157,7 @@ class Loader {
     }
 
   public:
-    __device__ __forceinline__ Loader(const DownParams& p, const Units& units, const Items& items, int team,
+    __device__ __forceinline__ Loader(const DownParams& p, const Units& units, const PairItems& items, int team,
                                       int thread)
         : p_(p), units_(units), items_(items), team_(team), thread_(thread), stage_(team) {
         unit_ = units.items > 0 ? blockIdx.x : units.count;
@@ -170,7 +171,7 @@ class Loader {
         if (unit_ < units_.count) {
             const int columns_left = p_.in_features - stage_ * kColumns;
             // Columns past the end become zeros.
-            const u64 policy = cache_policy(kReadOnce);
+            const u64 policy = cache_policy(false);
             const u8* weight = weight_;
             const u32 valid = thread_ % kRowVectors * (128 / kBits) < columns_left ? 16 : 0;
 #pragma unroll
@@ -270,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
 
     let_next_kernel_start();
     wait_for_earlier_kernels();
-    Items items(shared + kTeams * kRingBytes + kSumBytes, p.pairs, p.experts);
-    items.find<kIdBytes>(p.expert_ids, p.pairs, p.experts);
+    PairItems items(shared + kTeams * kRingBytes + kSumBytes, p.pairs, p.experts);
+    items.find(p.expert_ids, p.id_bytes, p.pairs, p.experts);
     const Units units(p, items.count());
 
     const u32 ring = shared_address(shared) + team * kRingBytes;
@@ -287,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
         float total[kRowTiles][2] = {};  // of one token
         int stage = team;
         for (int index = 0; index < units.items_of_unit(); ++index) {
-            const Item item = items[units.item(unit, index)];
+            const PairRange item = items[units.item(unit, index)];
             float scale[kRowTiles][2];
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)

@@ -1,11 +1,11 @@
-"""The second half of a layer of experts: each pair's product with its expert's weight, and the sum over a token's pairs.
+"""The second half of a layer of experts: the product of each pair of a token and an expert, and their weighted sum.
 
 The kernels are csrc/cuda/experts_down.cu and csrc/cuda/combine_experts.cu, described in csrc/cuda/experts_down.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -20,10 +20,13 @@ NAME, COMBINE = "experts_down", "combine_experts"
 
 _COLUMNS = 128
 _COMBINE_THREADS = 128
-_MOST_ROWS_OF_EXPERT = 96
+_MOST_STAGES = 12
+_MOST_ROWS_OF_EXPERT = 64
 """The most rows an expert, on average, for which this kernel is faster than library products of sorted rows."""
 _MOST_ROWS = 2**14
-"""Rows whose order fits into shared memory."""
+"""The most rows whose order blocks find."""
+_LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
+"""Where `grouped_mm` reads no offset on the host."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class ExpertsDown:
     """
 
     block_tokens: int
-    """Pairs of one expert that share a read of W: 8 or a multiple, or 1 where the block adds all experts of one token."""
+    """Pairs of one expert that share a read of W, a multiple of 8; or 1 where a block adds all experts of one token."""
     row_tiles: int = 1
     row_warps: int = 4
     teams: int = 1
@@ -42,7 +45,6 @@ class ExpertsDown:
     stages: int = 4
     """Stages of 128 columns in the ring of each team."""
     blocks_per_sm: int = 1
-    read_once: bool = True
 
     def __str__(self) -> str:
         return f"{NAME}({', '.join(f'{field.name}={getattr(self, field.name)}' for field in fields(self))})"
@@ -79,6 +81,17 @@ class ExpertsDown:
     def _most_items(self, call: ExpertCall) -> int:
         return min(call.rows, call.rows // self.block_tokens + call.experts)
 
+    def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
+        """Why a launch with this configuration cannot run a call, or None if it can."""
+        if self.block_tokens == 1 and call.rows != call.top_k:
+            return f"block_tokens: got 1 for {call.rows} rows, must be 8 or a multiple for more than one token"
+        if self.rows > call.layer.out_features:
+            return f"{self.rows} rows a block, more than out_features {call.layer.out_features}"
+        need = self.shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
+        if need > gpu.shared_bytes_per_sm:
+            return f"{need} bytes of shared memory a block, more than {gpu.shared_bytes_per_sm}"
+        return None
+
     def macros(self, call: ExpertCall) -> dict[str, int]:
         """The macros of the source."""
         return _common_macros(call) | {
@@ -89,7 +102,6 @@ class ExpertsDown:
             "MGLU_TEAMS": self.teams,
             "MGLU_STAGES": self.stages,
             "MGLU_BLOCKS_PER_SM": self.blocks_per_sm,
-            "MGLU_READ_ONCE": int(self.read_once),
         }
 
 
@@ -97,31 +109,39 @@ def _common_macros(call: ExpertCall) -> dict[str, int]:
     assert call.expert_weights_dtype is not None
     return {
         "MGLU_ELEMENT": ELEMENTS[call.layer.dtype],
-        "MGLU_ID_BYTES": call.index_dtype.itemsize,
         "MGLU_EXPERT_WEIGHTS": ELEMENTS[call.expert_weights_dtype],
     }
 
 
-def combine_macros(call: ExpertCall) -> dict[str, int]:
+def combine_macros(call: ExpertCall, products: torch.dtype) -> dict[str, int]:
     """The macros of csrc/cuda/combine_experts.cu."""
     assert call.top_k is not None
-    return _common_macros(call) | {"MGLU_TOP_K": call.top_k, "MGLU_VECTOR": _vector(call)}
+    return _common_macros(call) | {
+        "MGLU_PRODUCTS": ELEMENTS[products],
+        "MGLU_TOP_K": call.top_k,
+        "MGLU_VECTOR": _vector(call),
+    }
 
 
 def _vector(call: ExpertCall) -> int:
     return 4 if call.layer.out_features % 4 == 0 else 1
 
 
-def sources(config: ExpertsDown, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-    """Everything that is compiled for a call, as `(kernel, target, macros)`."""
-    target = f"sm_{gpu.arch[0]}{gpu.arch[1]}"
-    found = [(NAME, target, config.macros(call))]
-    return found if config.block_tokens == 1 else [*found, (COMBINE, target, combine_macros(call))]
+def _target(gpu: Gpu) -> str:
+    return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
+
+
+def sources(config: ExpertsDown | None, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+    """Everything that is compiled for a call, as `(kernel, target, macros)`; without `config` for library products."""
+    if config is None:
+        return [(COMBINE, _target(gpu), combine_macros(call, call.layer.dtype))]
+    found = [(NAME, _target(gpu), config.macros(call))]
+    return found if config.block_tokens == 1 else [*found, (COMBINE, _target(gpu), combine_macros(call, torch.float32))]
 
 
 def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
-    """Why the kernel does not take a call, or is slower than library products of sorted rows; None if it takes it."""
-    layer, rows = call.layer, min(call.rows, call.experts)
+    """Why neither these kernels nor grouped library products take a call; None if one of them does."""
+    layer = call.layer
     if layer.dtype not in (torch.float16, torch.bfloat16):
         return f"no kernel for y {layer.dtype}"
     if call.expert_weights_dtype not in ELEMENTS:
@@ -132,58 +152,122 @@ def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
         return "the rows of weight are not whole aligned vectors of 16 bytes"
     if layer.out_features < 16:
         return f"out_features {layer.out_features} is below 16"
-    if call.rows > _MOST_ROWS or call.rows > rows * _MOST_ROWS_OF_EXPERT:
-        return f"{call.rows} rows of {call.experts} experts, for which library products are faster"
-    return None if choose(call, gpu) is not None else "the ids of so many experts do not fit into shared memory"
+    if call.rows == 0 or call.experts == 0:
+        return "there are no products"
+    if uses_library(call, gpu):
+        return None
+    if call.rows > _MOST_ROWS or choose(call, gpu) is None:
+        return f"the order of {call.rows} rows of {call.experts} experts does not fit into shared memory"
+    return None
+
+
+def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
+    """Whether products of sorted rows by `torch.nn.functional.grouped_mm` are faster, and possible."""
+    layer = call.layer
+    many = call.rows > _MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT * call.experts
+    return (
+        many
+        and layer.dtype is torch.bfloat16
+        and layer.weight.format.is_dense
+        and layer.out_features % 8 == 0
+        and not layer.batch_invariant
+        and gpu.arch in _LIBRARY_ARCHITECTURES
+    )
+
+
+def launch_for(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
+    """The launch of a supported call; None for library products."""
+    return None if uses_library(call, gpu) else choose(call, gpu)
 
 
 def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
-    """Choose the launch of a call; None if none fits into shared memory."""
-    tiles = ceil_div(call.layer.out_features, 16)
-    if call.rows == call.top_k:
-        row_warps = next(warps for warps in (1, 2, 4, 8) if warps == 8 or tiles <= 2 * warps * gpu.multiprocessors)
-        return _fit(ExpertsDown(1, 1, min(row_warps, tiles), 8 // row_warps, 6, 1), call, gpu)
+    """Choose the launch of a call; None if none fits into shared memory.
+
+    Blocks that add the experts of the only token sum in another order than blocks of more tokens, so batch-invariant
+    calls do not use them. All other launches sum in the same order.
+    """
+    tiles = call.layer.out_features // 16
+    most_warps = 1 << tiles.bit_length() - 1
+    if call.rows == call.top_k and not call.layer.batch_invariant:
+        row_warps = next(warps for warps in (1, 2, 4) if warps == 4 or tiles <= 2 * warps * gpu.multiprocessors)
+        row_warps = min(row_warps, most_warps)
+        return _fit(ExpertsDown(1, row_warps=row_warps, teams=16 // row_warps), call, gpu)
     rows = call.rows / min(call.rows, call.experts)
-    tokens = 8 if rows <= 4 else 16 if rows <= 10 else 32 if rows <= 24 else 64
-    return _fit(ExpertsDown(tokens, 1 if tokens <= 16 else 2, min(4, tiles), 1, 4, 3 if tokens <= 16 else 2), call, gpu)
+    tokens = next(tokens for tokens in (8, 16, 24, 32, 48, 64, 96) if tokens == 96 or 3 * rows <= 2 * tokens)
+    row_warps = min(4 if tokens <= 16 else 8, most_warps)
+    if tokens <= 16:
+        row_tiles, blocks = 1, 3 if tokens == 8 else 2
+    elif tokens <= 64:
+        row_tiles, blocks = 1, 1 if tokens <= 32 else 2
+    else:
+        row_tiles, blocks = 2 if tiles >= 16 and call.layer.weight.format.columns is None else 1, 1
+    return _fit(ExpertsDown(tokens, row_tiles, row_warps, blocks_per_sm=blocks), call, gpu)
 
 
 def _fit(config: ExpertsDown, call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
-    return config
+    """The nearest configuration that fits into an SM's shared memory, with as many stages as fit, or None."""
+    while True:
+        need = replace(config, stages=0).shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
+        ring = config.teams * config.stage_bytes(call)
+        stages = (gpu.shared_bytes_per_sm // config.blocks_per_sm - need) // ring
+        if stages >= 2:
+            return replace(config, stages=min(stages, _MOST_STAGES))
+        if config.blocks_per_sm > 1:
+            config = replace(config, blocks_per_sm=1)
+        elif config.teams > 1:
+            config = replace(config, teams=config.teams // 2)
+        elif config.row_tiles > 1:
+            config = replace(config, row_tiles=1)
+        elif config.block_tokens > 8:
+            config = replace(config, block_tokens=8)
+        elif config.row_warps > 1:
+            config = replace(config, row_warps=config.row_warps // 2)
+        else:
+            return None
 
 
-def launches(
-    config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int
-) -> tuple[Launch, Launch | None]:
-    """Compile, load and describe the launches of a call on `device`, the current device."""
-    layer, overlap = call.layer, gpu.arch >= (9, 0)
-    (main, *rest) = [load_kernel(device, *source) for source in sources(config, call, gpu)]
-    first = Launch(
-        main,
+def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int) -> Launch:
+    """Compile, load and describe the launch of the products on `device`, the current device."""
+    return Launch(
+        load_kernel(device, NAME, _target(gpu), config.macros(call)),
         config.grid(call, gpu),
         config.threads,
         config.shared_bytes(call),
-        overlap=overlap,
+        overlap=gpu.arch >= (9, 0),
         parameters=parameters(f"{NAME}.cu", "DownParams"),
         integers={
             "weight_stride": call.weight_stride,
-            "weight_row_stride": layer.weight.layout.strides[0],
+            "weight_row_stride": call.layer.weight.layout.strides[0],
             "scale_stride": call.scale_stride,
+            "id_bytes": call.index_dtype.itemsize,
             "pairs": call.rows,
             "experts": call.experts,
-            "out_features": layer.out_features,
-            "in_features": layer.in_features,
+            "out_features": call.layer.out_features,
+            "in_features": call.layer.in_features,
         },
     )
-    if not rest:
-        return first, None
+
+
+def combine_launch(call: ExpertCall, products: torch.dtype, gpu: Gpu, device: int) -> Launch:
+    """Compile, load and describe the launch that adds products of a dtype on `device`, the current device."""
     assert call.top_k is not None
-    return first, Launch(
-        rest[0],
-        (ceil_div(layer.out_features, _COMBINE_THREADS * _vector(call)), call.rows // call.top_k),
+    out_features = call.layer.out_features
+    return Launch(
+        load_kernel(device, COMBINE, _target(gpu), combine_macros(call, products)),
+        (call.rows // call.top_k, ceil_div(out_features, _COMBINE_THREADS * _vector(call))),
         _COMBINE_THREADS,
         0,
-        overlap=overlap,
+        overlap=gpu.arch >= (9, 0),
         parameters=parameters(f"{COMBINE}.cu", "CombineParams"),
-        integers={"experts": call.experts, "out_features": layer.out_features},
+        integers={"id_bytes": call.index_dtype.itemsize, "experts": call.experts, "out_features": out_features},
     )
+
+
+def launches(
+    config: ExpertsDown | None, call: ExpertCall, gpu: Gpu, device: int
+) -> tuple[Launch | None, Launch | None]:
+    """The launches of the products and of their sum, of which one may not be needed; see `CudaDown`."""
+    if config is None:
+        return None, combine_launch(call, call.layer.dtype, gpu, device)
+    products = products_launch(config, call, gpu, device)
+    return products, None if config.block_tokens == 1 else combine_launch(call, torch.float32, gpu, device)
