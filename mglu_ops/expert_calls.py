@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import batch_invariance
 from .formats import FORMATS
 from .layer_call import Key, LayerArguments, LayerCall, Layout, StoredWeight, as_rows, metadata_key, tensor_key
 from .masks import N_MASKS_DIM
@@ -214,7 +215,7 @@ class ExpertCall:
             y.device, y.dtype, 0, _rows_of_one(rows, experts), out_features, y.shape[-1], "identity"
         )
         return ExpertCall(
-            layer=replace(layer, weight=stored),
+            layer=replace(layer, weight=stored, batch_invariant=batch_invariance.enabled),
             experts=experts,
             rows=rows,
             top_k=ids.shape[1],

@@ -295,6 +295,23 @@ __device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)
 #undef MGLU_MMA
 }
 
+// D (16x8, float32) += A (16x16) B (16x8, column major) in float16 or bfloat16. With g and q as above a thread holds
+//
+// - of A: a0 = row g, columns 2q and 2q + 1; a1 = the same columns of row g + 8; a2 and a3 = rows g and g + 8, 8 columns
+//   further;
+// - of B: rows 2q and 2q + 1 of column g, and 8 rows further; of D: as above.
+template <bool kBfloat16>
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#define MGLU_MMA(type)                                                                                               \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                              \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                              \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+    if constexpr (kBfloat16) MGLU_MMA("bf16");
+    else MGLU_MMA("f16");
+#undef MGLU_MMA
+}
+
 // Transposes an 8x8 matrix of 16-bit elements. Lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
 __device__ __forceinline__ u32 transpose(u32 fragment) {
     u32 result;

@@ -116,6 +116,8 @@ __device__ __forceinline__ u32 convert_pair(u32 pair, Scale scale) {
 // - divide: of these, the even ones (columns 0 and 2) and the odd ones
 // - neighbours: two neighbouring weights, from a word of 2 kBits bits
 // - across: of two groups A and B of 8 neighbouring weights, the pairs (A_2s, B_2s) and (A_2s+1, B_2s+1)
+// - octet: four pairs of 8 neighbouring weights
+// - order_octet: 8 neighbouring x, in pairs of the same columns
 template <WeightFormat kFormat, int kType>
 struct WeightPairs;
 
@@ -138,6 +140,11 @@ struct WeightPairs<WeightFormat::dense, kType> {
                                                   Scale scale = {}) {
         first = pick_bytes<0x5410>(a[s], b[s]);
         second = pick_bytes<0x7632>(a[s], b[s]);
+    }
+    static __device__ __forceinline__ void octet(u32 (&pair)[4], const u32 (&word)[4]) { order_octet(pair, word); }
+    static __device__ __forceinline__ void order_octet(u32 (&pair)[4], const u32 (&word)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pair[i] = word[i];
     }
 };
 
@@ -163,6 +170,14 @@ struct BytePairs {
                                                   Scale scale = {}) {
         const u32 word = __byte_perm(a[s / 2], b[s / 2], s % 2 ? 0x7362 : 0x5140);
         Bytes::template decode<0x10, 0x32>(first, second, word, scale);
+    }
+    static __device__ __forceinline__ void octet(u32 (&pair)[4], const u32 (&word)[2]) {
+        Bytes::template decode<0x10, 0x32>(pair[0], pair[1], word[0], Unscaled{});
+        Bytes::template decode<0x10, 0x32>(pair[2], pair[3], word[1], Unscaled{});
+    }
+    static __device__ __forceinline__ void order_octet(u32 (&pair)[4], const u32 (&word)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pair[i] = word[i];
     }
 };
 
@@ -240,6 +255,18 @@ struct WeightPairs<WeightFormat::int4_group, kType> {
     static __device__ __forceinline__ void across(u32& first, u32& second, const u32* a, const u32* b, int s,
                                                   Scale scale = {}) {
         decode(first, second, __byte_perm(*a, *b, 0x4400 + 0x1111 * s), scale);  // byte s of A, and of B
+    }
+    // The pairs are columns 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+    static __device__ __forceinline__ void octet(u32 (&pair)[4], const u32 (&word)[1]) {
+        decode(pair[0], pair[1], word[0], Unscaled{});
+        decode(pair[2], pair[3], word[0] >> 8, Unscaled{});
+    }
+    static __device__ __forceinline__ void order_octet(u32 (&pair)[4], const u32 (&word)[4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            pair[2 * i] = pick_bytes<0x5410>(word[i], word[i + 2]);
+            pair[2 * i + 1] = pick_bytes<0x7632>(word[i], word[i + 2]);
+        }
     }
 
     // The pairs of the four bits from bits 0 and 16 on, and from bits 4 and 20 on. Other bits do not matter.

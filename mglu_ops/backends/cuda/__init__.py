@@ -24,11 +24,12 @@ from .choice import LaunchChoice, choose
 from .compiler import has_cuda_core, is_cached
 from .current import current_device, current_stream, empty
 from .device import Gpu, gpu_of
-from .experts import CudaExperts
-from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma, experts, group_tokens, quantize_x
+from .experts import CudaDown, CudaExperts
+from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma, experts, experts_down, group_tokens, quantize_x
 from .kernels import pack as packing
 from .kernels.base import ELEMENTS
 from .kernels.experts import ExpertLaunch
+from .kernels.experts_down import ExpertsDown
 from .kernels.plain import MOST_TOKENS as MOST_PLAIN_TOKENS
 from .launch import LaunchSequence
 
@@ -109,11 +110,11 @@ class Cuda(Backend):
 
     def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
         layer = call.layer
+        if layer.n_masks == 0:
+            return self._unsupported_down_reason(call)
         problem = self.unsupported_reason(replace(layer, leading=(1,)))
         if problem is not None or 0 in call.result_shape:
             return problem
-        if layer.n_masks == 0:
-            return "no kernel for layers without masks"
         if call.experts > group_tokens.MOST_EXPERTS or call.rows > group_tokens.MOST_ROWS:
             return (
                 f"{call.experts} experts and {call.rows} rows, above {group_tokens.MOST_EXPERTS} or "
@@ -134,6 +135,29 @@ class Cuda(Backend):
             with torch.cuda.device(device):
                 sequence = (launch or experts.choose(call, gpu)).sequence(call, gpu, device)
         return CudaExperts(sequence, device, call.layer.dtype, call.result_shape)
+
+    def _unsupported_down_reason(self, call: ExpertCall) -> str | None:
+        if call.layer.device.type != "cuda":
+            return f"y is on {call.layer.device}, not on a CUDA device"
+        gpu = gpu_of(call.layer.device.index)
+        problem = experts_down.unsupported_reason(call, gpu)
+        if problem is not None or has_cuda_core():
+            return problem
+        if all(is_cached(*source) for source in experts_down.sources(experts_down.launch_for(call, gpu), call, gpu)):
+            return None
+        return "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
+
+    def prepare_down(self, call: ExpertCall, launch: ExpertsDown | None = None) -> CudaDown:
+        """Choose the launch of a supported call of `experts_down`, or take `launch`; see `prepare`."""
+        device: int = call.layer.device.index
+        gpu = gpu_of(device)
+        problem = None if launch is None else launch.violation(call, gpu)
+        if problem is not None:
+            raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
+        with torch.cuda.device(device):
+            return CudaDown(
+                *experts_down.launches(launch or experts_down.launch_for(call, gpu), call, gpu, device), device
+            )
 
     def can_pack(self, masks: Tensor) -> bool:
         if masks.device.type != "cuda" or masks.dtype not in packing.KINDS or max(masks.shape[1:]) >= 2**31:

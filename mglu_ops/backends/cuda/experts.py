@@ -6,9 +6,11 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ...expert_calls import ExpertArguments
+from ...expert_calls import DownArguments, ExpertArguments, sort_pairs
 from .current import current_device, current_stream, empty
+from .driver import Launch
 from .launch import LaunchSequence
 
 
@@ -61,3 +63,55 @@ def addresses(given: ExpertArguments, out: Tensor) -> dict[str, int]:
         "expert_ids": (given.offs if ids is None else ids).data_ptr(),  # type: ignore[union-attr] # it has one of both
         "items": 0,
     }
+
+
+class CudaDown:
+    """A prepared call of `experts_down`. Thread-safe.
+
+    Attributes:
+        products: writes the product of each pair of a token and an expert in float32, or without `combine` the result
+            of the only token. None where the library multiplies rows sorted by expert, in their dtype.
+        combine: adds the products of each token.
+    """
+
+    __slots__ = ("_device", "combine", "products")
+
+    def __init__(self, products: Launch | None, combine: Launch | None, device: int) -> None:
+        self.products = products
+        self.combine = combine
+        self._device = device
+
+    def __call__(self, given: DownArguments) -> Tensor:
+        device = self._device
+        if device != current_device():
+            with torch.cuda.device(device):
+                return self(given)
+        y, weight, expert_ids, expert_weights, scale, _ = given
+        if y.data_ptr() % 16:
+            y = y.clone()
+        (tokens, top_k, _), (experts, out_features, _) = y.shape, weight.shape
+        out = empty((tokens, out_features), (out_features, 1), y.dtype, device)
+        pointers = {
+            "y": y.data_ptr(),
+            "weight": weight.data_ptr(),
+            "weight_scale": 0 if scale is None else scale.data_ptr(),
+            "expert_ids": expert_ids.data_ptr(),
+            "expert_weights": expert_weights.data_ptr(),
+            "out": out.data_ptr(),
+        }
+        stream = current_stream(device)
+        if self.combine is None:
+            assert self.products is not None
+            self.products(stream, pointers)
+            return out
+        # The products are freed on return, after the launches, as the workspace of CudaExperts.
+        if self.products is None:
+            pairs, offs = sort_pairs(expert_ids, experts)
+            places = pairs.argsort()
+            products = functional.grouped_mm(y.flatten(0, 1)[pairs], weight.mT, offs=offs)
+            self.combine(stream, {**pointers, "products": products.data_ptr(), "places": places.data_ptr()})
+        else:
+            products = empty((tokens * top_k, out_features), (out_features, 1), torch.float32, device)
+            self.products(stream, {**pointers, "out": products.data_ptr()})
+            self.combine(stream, {**pointers, "products": products.data_ptr(), "places": 0})
+        return out

@@ -1,0 +1,59 @@
+// Adds the experts' products of each token with their weights, in the order of k: out[t] = sum_k expert_weights[t, k]
+// products[t, k], without the pairs whose id is no expert. It follows experts_down.cu, or a library's grouped products.
+#include "element.cuh"
+#include "expert_items.cuh"
+#include "ptx.cuh"
+
+namespace mglu {
+
+struct CombineParams {
+    const void* products;        // [tokens, kTopK, out_features], or with `places` in another order
+    const i64* places;           // the row of each pair in products, or null: its own
+    const void* expert_ids;      // [tokens, kTopK]
+    const void* expert_weights;  // [tokens, kTopK]
+    void* out;                   // [tokens, out_features]
+    int id_bytes;
+    int experts;
+    int out_features;
+};
+
+constexpr int kType = MGLU_ELEMENT;
+constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
+constexpr int kProductType = MGLU_PRODUCTS;  // an ElementType: kFloat32, or kType
+constexpr int kTopK = MGLU_TOP_K;
+constexpr int kVector = MGLU_VECTOR;  // columns of a thread: 4 where they divide out_features, else 1
+constexpr int kThreads = 128;
+
+template <typename Bits>
+struct alignas(sizeof(Bits) * kVector) Vector {
+    Bits bits[kVector];
+};
+
+}  // namespace mglu
+
+extern "C" __global__ void __launch_bounds__(mglu::kThreads)
+    mglu_combine_experts(const __grid_constant__ mglu::CombineParams p) {
+    using namespace mglu;
+    let_next_kernel_start();
+    wait_for_earlier_kernels();
+    const int token = blockIdx.x;
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * kVector;
+    if (column >= p.out_features) return;
+    float result[kVector] = {};
+#pragma unroll 8
+    for (int k = 0; k < kTopK; ++k) {
+        const int pair = token * kTopK + k;
+        if (expert_of(p.expert_ids, p.id_bytes, pair, p.experts) == p.experts) continue;
+        const float weight = load_expert_weight<kExpertWeightType>(p.expert_weights, pair);
+        const i64 row = p.places == nullptr ? pair : p.places[pair];
+        using Product = Element<kProductType>::Bits;
+        const Product* products = static_cast<const Product*>(p.products) + row * p.out_features + column;
+        const auto product = *reinterpret_cast<const Vector<Product>*>(products);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) result[j] += weight * to_float<kProductType>(product.bits[j]);
+    }
+    auto* out = static_cast<Element<kType>::Bits*>(p.out) + static_cast<i64>(token) * p.out_features + column;
+    if constexpr (kVector == 4)
+        store_global(out, {from_floats<kType>(result[0], result[1]), from_floats<kType>(result[2], result[3])});
+    else out[0] = from_float<kType>(result[0]);
+}

@@ -1,0 +1,370 @@
+// The second half of a layer of experts: weight[expert_ids[t, k]] y[t, k] of each token t and each k of its experts. The
+// page of this kernel is experts_down.md.
+//
+// A row of y is a pair, of a token and one of its experts. An item is up to kTokens pairs of one expert
+// (expert_items.cuh), and a unit of work is an item with a tile of kRows rows of W, all of k. Blocks stay on their SM and
+// take every gridDim.x-th unit; neighbouring units have the same rows, so that items of one expert share reads of W
+// through L2. A ring of kStages stages of 128 columns in shared memory, filled with cp.async, runs on from one unit to
+// the next: while a block writes its sums, the first stages of its next unit arrive.
+//
+// For one token (kTokens == 1) a unit is a tile of rows with all experts of the token, whose sums the block adds with
+// their weights in the order of k, and writes the result. The kTeams teams of a block, each with a ring of its own,
+// divide the stages. For more tokens the block writes the sums of each pair in float32, and combine_experts.cu adds
+// those of a token.
+//
+// The sums of a row depend on in_features and on the launch configuration, not on the other rows of its item.
+//
+// Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight and y 16-byte aligned, out_features at
+// least kRows, fewer than 65536 pairs.
+#include "element.cuh"
+#include "expert_items.cuh"
+#include "ptx.cuh"
+#include "weight_format.cuh"
+
+namespace mglu {
+
+struct DownParams {
+    const void* y;               // [pairs, in_features], contiguous
+    const void* weight;          // [experts, out_features, in_features]
+    const void* weight_scale;    // as the format has it, for each expert; contiguous, or null
+    const void* expert_ids;      // [pairs]
+    const void* expert_weights;  // [pairs]
+    void* out;                   // [out_features] for one token, else float32 [pairs, out_features]
+    i64 weight_stride;           // stored elements from one expert to the next
+    i64 weight_row_stride;       // and from one row to the next
+    i64 scale_stride;            // scales of an expert
+    int id_bytes;
+    int pairs;
+    int experts;
+    int out_features;
+    int in_features;
+};
+
+constexpr int kType = MGLU_ELEMENT;
+constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
+constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
+constexpr int kTokens = MGLU_BLOCK_TOKENS;  // pairs of an item: 1, or a multiple of 8
+constexpr int kRowTiles = MGLU_ROW_TILES;   // tiles of 16 rows of a warp
+constexpr int kRowWarps = MGLU_ROW_WARPS;   // warps of a team, each with other rows
+constexpr int kTeams = MGLU_TEAMS;          // teams of a block, each with every kTeams-th stage
+constexpr int kStages = MGLU_STAGES;
+constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
+
+constexpr bool kOneToken = kTokens == 1;
+static_assert(kRowWarps == 1 || kTeams < 16, "a named barrier for each team");
+static_assert((kRowWarps & (kRowWarps - 1)) == 0, "a copy is a power of two of rows");
+static_assert(kOneToken || (kTokens % 8 == 0 && kTeams == 1), "teams divide the stages of one token");
+constexpr int kTokenTiles = (kTokens + 7) / 8;
+constexpr int kTeamThreads = 32 * kRowWarps;
+constexpr int kThreads = kTeamThreads * kTeams;
+constexpr int kRows = 16 * kRowTiles * kRowWarps;
+
+using PairItems = ExpertItems<kTokens, kThreads / 32>;
+using Weight = WeightPairs<kFormat, kType>;
+using Stored = StoredWeight<kFormat, kType>;
+constexpr int kBits = Weight::kBits;
+constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // of a stored element
+
+// A stage is kRows rows of 128 columns of W, then 128 columns of each token, then the rows' scales of these columns. A
+// warp multiplies 32 columns at a time, a step, of which a lane has 8 neighbouring ones. The steps of a row are permuted
+// so that the rows which a warp reads at once lie in different banks.
+constexpr int kColumns = 128;
+constexpr int kRowBytes = kColumns * kBits / 8;
+constexpr int kStepBytes = kRowBytes / 4;
+constexpr int kTokenBytes = kColumns * 2;
+constexpr int kTokenStepBytes = kTokenBytes / 4;
+constexpr int kScaleBytes = kScalesColumns<kFormat> ? 4 * kRows : 0;
+constexpr int kTokensAt = kRows * kRowBytes;
+constexpr int kScalesAt = kTokensAt + kTokens * kTokenBytes;
+constexpr int kStageBytes = (kScalesAt + kScaleBytes + 255) / 256 * 256;
+constexpr int kRingBytes = kStages * kStageBytes;
+constexpr int kSumBytes = kOneToken ? 4 * kTeams * kRows : 0;  // after the rings; then come the items
+static_assert(kColumns == kScaledTogether, "a stage has one group of columns");
+
+__device__ __forceinline__ constexpr int permuted_step(int row) { return kBits == 4 ? row / 2 % 4 : row % 4; }
+
+// The parameters of the header of formats, narrowed to an expert.
+__device__ __forceinline__ Params scales_of(const DownParams& p, int expert) {
+    Params narrow = {};
+    constexpr int kBytes = kFormat == WeightFormat::int4_group ? 2 : 4;
+    narrow.weight_scale = static_cast<const u8*>(p.weight_scale) + expert * p.scale_stride * kBytes;
+    narrow.in_features = p.in_features;
+    return narrow;
+}
+
+// The scales of columns are copied four bytes at a time: a scale of two bytes with its neighbour, if that comes first.
+__device__ __forceinline__ const u8* scale_address(const DownParams& p, int expert, int row, int stage) {
+    const int groups = (p.in_features + kColumns - 1) / kColumns;
+    const Params narrow = scales_of(p, expert);
+    const u8* scales = static_cast<const u8*>(narrow.weight_scale);
+    if constexpr (kFormat == WeightFormat::int4_group) return scales + (static_cast<i64>(row) * groups + stage) * 2;
+    else return scales + (static_cast<i64>(row / kScaledTogether) * groups + stage) * 4;
+}
+
+__device__ __forceinline__ void wait_for_team(int team) {
+    if constexpr (kTeams == 1) __syncthreads();
+    else if constexpr (kRowWarps == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeamThreads) : "memory");
+}
+
+// The units of a block, in order.
+struct Units {
+    int items;  // of all experts
+    int count;
+    int stages;  // of an item
+
+    __device__ __forceinline__ Units(const DownParams& p, int items)
+        : items(items),
+          count((p.out_features + kRows - 1) / kRows * (kOneToken ? 1 : items)),
+          stages((p.in_features + kColumns - 1) / kColumns) {}
+
+    __device__ __forceinline__ int items_of_unit() const { return kOneToken ? items : 1; }
+    __device__ __forceinline__ int item(int unit, int index) const { return kOneToken ? index : unit % items; }
+    // A last tile that would run past the end starts higher instead, and computes some rows twice.
+    __device__ __forceinline__ int row(const DownParams& p, int unit) const {
+        return min((kOneToken ? unit : unit / items) * kRows, p.out_features - kRows);
+    }
+};
+
+// Copies the stages of a team, unit by unit.
+class Loader {
+    static constexpr int kRowVectors = kRowBytes / 16;
+    static constexpr int kRowsAtOnce = kTeamThreads / kRowVectors;
+    static constexpr int kCopies = kRows / kRowsAtOnce;
+    static constexpr int kTokenVectors = kTokens * (kTokenBytes / 16);
+
+    const DownParams& p_;
+    const Units& units_;
+    const PairItems& items_;
+    const u8* weight_;
+    i64 weight_step_;
+    u32 offset_;
+    int team_, thread_, unit_, index_ = 0, stage_, row_;
+    PairRange item_;
+
+    // Finds the stage if it lies in a later item or unit, and the addresses of that item.
+    __device__ __forceinline__ void locate() {
+        while (unit_ < units_.count && stage_ >= units_.stages) {
+            stage_ -= units_.stages;
+            if (++index_ == units_.items_of_unit()) unit_ += gridDim.x, index_ = 0, stage_ = team_;
+        }
+        if (unit_ >= units_.count) return;
+        item_ = items_[units_.item(unit_, index_)];
+        row_ = units_.row(p_, unit_);
+        weight_ = static_cast<const u8*>(p_.weight) + item_.expert * p_.weight_stride * kElementBytes +
+                  (row_ + thread_ / kRowVectors) * p_.weight_row_stride * kElementBytes +
+                  static_cast<i64>(stage_) * kRowBytes + thread_ % kRowVectors * 16;
+    }
+
+  public:
+    __device__ __forceinline__ Loader(const DownParams& p, const Units& units, const PairItems& items, int team,
+                                      int thread)
+        : p_(p), units_(units), items_(items), team_(team), thread_(thread), stage_(team) {
+        unit_ = units.items > 0 ? blockIdx.x : units.count;
+        weight_step_ = p.weight_row_stride * (kElementBytes * kRowsAtOnce);
+        const int row = thread / kRowVectors;
+        offset_ = row * kRowBytes + (thread % kRowVectors * 16 ^ permuted_step(row) * kStepBytes);
+        locate();
+    }
+
+    __device__ __forceinline__ void load_next(u32 slot) {
+        if (unit_ < units_.count) {
+            const int columns_left = p_.in_features - stage_ * kColumns;
+            // Columns past the end become zeros.
+            const u64 policy = cache_policy(false);
+            const u8* weight = weight_;
+            const u32 valid = thread_ % kRowVectors * (128 / kBits) < columns_left ? 16 : 0;
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i) {
+                const u32 to = ((slot + offset_) ^ permuted_step(i * kRowsAtOnce) * kStepBytes);
+                copy_async<16>(to + i * (kRowsAtOnce * kRowBytes), weight, valid, policy);
+                weight += weight_step_;
+            }
+#pragma unroll
+            for (int first = 0; first < kTokenVectors; first += kTeamThreads) {
+                const int vector = first + thread_;
+                const int token = vector / 16, column = vector % 16 * 8;
+                if (token < item_.count) {
+                    const u8* y = static_cast<const u8*>(p_.y) +
+                                  (static_cast<i64>(items_.pair_of(item_, token)) * p_.in_features +
+                                   stage_ * kColumns + column) *
+                                      2;
+                    copy_async<16>(slot + kTokensAt + token * kTokenBytes +
+                                       (column * 2 ^ token % 4 * kTokenStepBytes),
+                                   y, column < columns_left ? 16 : 0, cache_policy(false));
+                }
+            }
+            if constexpr (kScalesColumns<kFormat>) {
+                if (thread_ < kRows) {
+                    const u64 address =
+                        reinterpret_cast<u64>(scale_address(p_, item_.expert, row_ + thread_, stage_));
+                    copy_async<4>(slot + kScalesAt + 4 * thread_, reinterpret_cast<const void*>(address & ~3ull),
+                                  kFormat == WeightFormat::int4_group && address % 4 == 0 ? 2 : 4,
+                                  cache_policy(false));
+                }
+            }
+            stage_ += kTeams;
+            weight_ += kTeams * kRowBytes;
+            if (stage_ >= units_.stages) locate();
+        }
+        copy_async_commit();
+    }
+};
+
+// A warp's sums of an item: rows g and g + 8 of each tile of 16 rows, tokens 2q and 2q + 1 of each 8.
+struct Accumulators {
+    float sum[kRowTiles][kTokenTiles][4];
+
+    __device__ __forceinline__ void multiply(u32 weights, u32 tokens) {
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            u32 x[kTokenTiles][4];
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n) {
+                u32 word[4];
+                load_shared_words(word, (tokens ^ step * kTokenStepBytes) + n * (8 * kTokenBytes));
+                Weight::order_octet(x[n], word);
+            }
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+                u32 w[2][4];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    u32 word[kBits / 4];
+                    load_shared_words(word, (weights ^ step * kStepBytes) + (16 * r + 8 * half) * kRowBytes);
+                    Weight::octet(w[half], word);
+                }
+#pragma unroll
+                for (int k = 0; k < 4; k += 2)
+#pragma unroll
+                    for (int n = 0; n < kTokenTiles; ++n)
+                        mma_16x8x16<kType == kBfloat16>(sum[r][n], {w[0][k], w[1][k], w[0][k + 1], w[1][k + 1]},
+                                                        {x[n][k], x[n][k + 1]});
+            }
+        }
+    }
+
+    // Adds the sums of a group of columns times the scales of the rows.
+    __device__ __forceinline__ void add(const Accumulators& group, const float (&scale)[kRowTiles][2]) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+            for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum[r][n][j] += group.sum[r][n][j] * scale[r][j / 2];
+    }
+};
+
+}  // namespace mglu
+
+extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
+    mglu_experts_down(const __grid_constant__ mglu::DownParams p) {
+    using namespace mglu;
+    extern __shared__ __align__(256) u8 shared[];
+    const int lane = threadIdx.x % 32;
+    const int team = threadIdx.x / kTeamThreads;
+    const int warp = threadIdx.x % kTeamThreads / 32;  // of the team
+    const int g = lane / 4;
+    const int q = lane % 4;
+    const int warp_row = warp * (16 * kRowTiles) + g;
+    float* sums = reinterpret_cast<float*>(shared + kTeams * kRingBytes);
+
+    let_next_kernel_start();
+    wait_for_earlier_kernels();
+    PairItems items(shared + kTeams * kRingBytes + kSumBytes, p.pairs, p.experts);
+    items.find(p.expert_ids, p.id_bytes, p.pairs, p.experts);
+    const Units units(p, items.count());
+
+    const u32 ring = shared_address(shared) + team * kRingBytes;
+    Loader loader(p, units, items, team, threadIdx.x % kTeamThreads);
+#pragma unroll
+    for (int s = 0; s < kStages - 1; ++s) loader.load_next(ring + s * kStageBytes);
+
+    const u32 weights = warp_row * kRowBytes + permuted_step(g) * kStepBytes + q * kBits;
+    const u32 tokens = kTokensAt + (kOneToken ? 0 : g * kTokenBytes + g % 4 * kTokenStepBytes) + q * 16;
+    u32 slot = ring, free_slot = ring + (kStages - 1) * kStageBytes;
+    for (int unit = blockIdx.x; unit < units.count; unit += gridDim.x) {
+        const int row = units.row(p, unit);
+        float total[kRowTiles][2] = {};  // of one token
+        int stage = team;
+        for (int index = 0; index < units.items_of_unit(); ++index) {
+            const PairRange item = items[units.item(unit, index)];
+            float scale[kRowTiles][2];
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    scale[r][half] = kScalesRows<kFormat> ? Stored::scale(scales_of(p, item.expert),
+                                                                          row + warp_row + 16 * r + 8 * half, 0)
+                                                          : 1.0f;
+            const float expert_weight = kOneToken ? load_expert_weight<kExpertWeightType>(p.expert_weights, item.first) : 1.0f;
+            Accumulators acc = {};
+            for (; stage < units.stages; stage += kTeams) {
+                copy_async_wait<kStages - 2>();  // this thread's copies of the oldest stage have arrived,
+                wait_for_team(team);             // and so have the others', which have read the stage before it
+                loader.load_next(free_slot);
+                if constexpr (kScalesColumns<kFormat>) {
+                    float group_scale[kRowTiles][2];
+#pragma unroll
+                    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const int own = warp_row + 16 * r + 8 * half;
+                            const u32 word = load_shared_4(slot + kScalesAt + 4 * own);
+                            if constexpr (kFormat == WeightFormat::int4_group) {
+                                const u8* from = scale_address(p, item.expert, row + own, stage);
+                                group_scale[r][half] = to_float<kBfloat16>(
+                                    static_cast<u16>(reinterpret_cast<u64>(from) % 4 == 0 ? word : word >> 16));
+                            } else {
+                                group_scale[r][half] = __uint_as_float(word);
+                            }
+                        }
+                    Accumulators group = {};
+                    group.multiply(slot + weights, slot + tokens);
+                    acc.add(group, group_scale);
+                } else {
+                    acc.multiply(slot + weights, slot + tokens);
+                }
+                free_slot = slot;
+                slot += kStageBytes;
+                if (slot == ring + kRingBytes) slot = ring;
+            }
+            stage -= units.stages;
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+                if constexpr (kOneToken) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        total[r][half] += expert_weight * (acc.sum[r][0][2 * half] * scale[r][half]);
+                } else {
+#pragma unroll
+                    for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+                        for (int token = 0; token < 2; ++token) {
+                            if (n * 8 + 2 * q + token >= item.count) continue;
+                            float* out = static_cast<float*>(p.out) + row + warp_row + 16 * r +
+                                         static_cast<i64>(items.pair_of(item, n * 8 + 2 * q + token)) * p.out_features;
+                            out[0] = acc.sum[r][n][token] * scale[r][0];
+                            out[8] = acc.sum[r][n][2 + token] * scale[r][1];
+                        }
+                }
+            }
+        }
+        if constexpr (kOneToken) {
+            __syncthreads();  // the sums of the unit before have been read
+            if (q == 0)
+#pragma unroll
+                for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        sums[team * kRows + warp_row + 16 * r + 8 * half] = total[r][half];
+            __syncthreads();
+            for (int own = threadIdx.x; own < kRows; own += kThreads) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int t = 0; t < kTeams; ++t) sum += sums[t * kRows + own];
+                static_cast<Element<kType>::Bits*>(p.out)[row + own] = from_float<kType>(sum);
+            }
+        }
+    }
+}

@@ -1,0 +1,273 @@
+"""The second half of a layer of experts: the product of each pair of a token and an expert, and their weighted sum.
+
+The kernels are csrc/cuda/experts_down.cu and csrc/cuda/combine_experts.cu, described in csrc/cuda/experts_down.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from ....expert_calls import ExpertCall
+from ....sizes import ceil_div, round_up
+from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
+from ..driver import Launch
+from ..launch import load_kernel, parameters
+from .base import ELEMENTS, weight_is_vectorizable
+
+NAME, COMBINE = "experts_down", "combine_experts"
+
+_COLUMNS = 128
+_COMBINE_THREADS = 128
+_MOST_STAGES = 12
+_MOST_ROWS_OF_EXPERT = 64
+"""The most rows an expert, on average, for which this kernel is faster than library products of sorted rows."""
+_MOST_ROWS = 2**14
+"""The most rows whose order blocks find."""
+_LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
+"""Where `grouped_mm` reads no offset on the host."""
+
+
+@dataclass(frozen=True)
+class ExpertsDown:
+    """The launch of csrc/cuda/experts_down.cu.
+
+    A block has `teams` of `row_warps` warps. Each warp takes `row_tiles` tiles of 16 rows of W.
+    """
+
+    block_tokens: int
+    """Pairs of one expert that share a read of W, a multiple of 8; or 1 where a block adds all experts of one token."""
+    row_tiles: int = 1
+    row_warps: int = 4
+    teams: int = 1
+    """Groups of warps that divide the stages of one token."""
+    stages: int = 4
+    """Stages of 128 columns in the ring of each team."""
+    blocks_per_sm: int = 1
+
+    def __str__(self) -> str:
+        return f"{NAME}({', '.join(f'{field.name}={getattr(self, field.name)}' for field in fields(self))})"
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.teams
+
+    @property
+    def rows(self) -> int:
+        """Rows of W in a unit of work."""
+        return 16 * self.row_tiles * self.row_warps
+
+    def stage_bytes(self, call: ExpertCall) -> int:
+        """Bytes of one stage of a ring."""
+        weight = call.layer.weight
+        scales = 4 * self.rows if weight.format.columns else 0
+        return round_up(_COLUMNS // 8 * self.rows * weight.bits + 2 * _COLUMNS * self.block_tokens + scales, 256)
+
+    def shared_bytes(self, call: ExpertCall) -> int:
+        """Bytes of dynamic shared memory that a block uses."""
+        rings = self.teams * self.stages * self.stage_bytes(call)
+        sums = 4 * self.teams * self.rows if self.block_tokens == 1 else 0
+        counts = 0 if self.block_tokens == 1 else 4 * min(self.threads // 32, 4) * call.experts
+        return rings + sums + 8 * self._most_items(call) + counts + 4 + 2 * call.rows
+
+    def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
+        """Blocks in x and in y: those that are resident, at most."""
+        units = ceil_div(call.layer.out_features, self.rows)
+        if self.block_tokens > 1:
+            units = min(units * self._most_items(call), gpu.multiprocessors * self.blocks_per_sm)
+        return units, 1
+
+    def _most_items(self, call: ExpertCall) -> int:
+        return min(call.rows, call.rows // self.block_tokens + call.experts)
+
+    def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
+        """Why a launch with this configuration cannot run a call, or None if it can."""
+        if self.block_tokens == 1 and call.rows != call.top_k:
+            return f"block_tokens: got 1 for {call.rows} rows, must be 8 or a multiple for more than one token"
+        if self.rows > call.layer.out_features:
+            return f"{self.rows} rows a block, more than out_features {call.layer.out_features}"
+        need = self.shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
+        if need > gpu.shared_bytes_per_sm:
+            return f"{need} bytes of shared memory a block, more than {gpu.shared_bytes_per_sm}"
+        return None
+
+    def macros(self, call: ExpertCall) -> dict[str, int]:
+        """The macros of the source."""
+        return _common_macros(call) | {
+            "MGLU_WEIGHT_FORMAT": call.layer.weight.format.code,
+            "MGLU_BLOCK_TOKENS": self.block_tokens,
+            "MGLU_ROW_TILES": self.row_tiles,
+            "MGLU_ROW_WARPS": self.row_warps,
+            "MGLU_TEAMS": self.teams,
+            "MGLU_STAGES": self.stages,
+            "MGLU_BLOCKS_PER_SM": self.blocks_per_sm,
+        }
+
+
+def _common_macros(call: ExpertCall) -> dict[str, int]:
+    assert call.expert_weights_dtype is not None
+    return {
+        "MGLU_ELEMENT": ELEMENTS[call.layer.dtype],
+        "MGLU_EXPERT_WEIGHTS": ELEMENTS[call.expert_weights_dtype],
+    }
+
+
+def combine_macros(call: ExpertCall, products: torch.dtype) -> dict[str, int]:
+    """The macros of csrc/cuda/combine_experts.cu."""
+    assert call.top_k is not None
+    return _common_macros(call) | {
+        "MGLU_PRODUCTS": ELEMENTS[products],
+        "MGLU_TOP_K": call.top_k,
+        "MGLU_VECTOR": _vector(call),
+    }
+
+
+def _vector(call: ExpertCall) -> int:
+    return 4 if call.layer.out_features % 4 == 0 else 1
+
+
+def _target(gpu: Gpu) -> str:
+    return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
+
+
+def sources(config: ExpertsDown | None, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+    """Everything that is compiled for a call, as `(kernel, target, macros)`; without `config` for library products."""
+    if config is None:
+        return [(COMBINE, _target(gpu), combine_macros(call, call.layer.dtype))]
+    found = [(NAME, _target(gpu), config.macros(call))]
+    return found if config.block_tokens == 1 else [*found, (COMBINE, _target(gpu), combine_macros(call, torch.float32))]
+
+
+def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
+    """Why neither these kernels nor grouped library products take a call; None if one of them does."""
+    layer = call.layer
+    if layer.dtype not in (torch.float16, torch.bfloat16):
+        return f"no kernel for y {layer.dtype}"
+    if call.expert_weights_dtype not in ELEMENTS:
+        return f"no kernel for expert_weights {call.expert_weights_dtype}"
+    if gpu.arch < (8, 0):
+        return f"compute capability {gpu.arch} is below 8.0"
+    if layer.in_features == 0 or not weight_is_vectorizable(layer):
+        return "the rows of weight are not whole aligned vectors of 16 bytes"
+    if layer.out_features < 16:
+        return f"out_features {layer.out_features} is below 16"
+    if call.rows == 0 or call.experts == 0:
+        return "there are no products"
+    if uses_library(call, gpu):
+        return None
+    if call.rows > _MOST_ROWS or choose(call, gpu) is None:
+        return f"the order of {call.rows} rows of {call.experts} experts does not fit into shared memory"
+    return None
+
+
+def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
+    """Whether products of sorted rows by `torch.nn.functional.grouped_mm` are faster, and possible."""
+    layer = call.layer
+    many = call.rows > _MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT * call.experts
+    return (
+        many
+        and layer.dtype is torch.bfloat16
+        and layer.weight.format.is_dense
+        and layer.out_features % 8 == 0
+        and not layer.batch_invariant
+        and gpu.arch in _LIBRARY_ARCHITECTURES
+    )
+
+
+def launch_for(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
+    """The launch of a supported call; None for library products."""
+    return None if uses_library(call, gpu) else choose(call, gpu)
+
+
+def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
+    """Choose the launch of a call; None if none fits into shared memory.
+
+    Blocks that add the experts of the only token sum in another order than blocks of more tokens, so batch-invariant
+    calls do not use them. All other launches sum in the same order.
+    """
+    tiles = call.layer.out_features // 16
+    most_warps = 1 << tiles.bit_length() - 1
+    if call.rows == call.top_k and not call.layer.batch_invariant:
+        row_warps = next(warps for warps in (1, 2, 4) if warps == 4 or tiles <= 2 * warps * gpu.multiprocessors)
+        row_warps = min(row_warps, most_warps)
+        return _fit(ExpertsDown(1, row_warps=row_warps, teams=16 // row_warps), call, gpu)
+    rows = call.rows / min(call.rows, call.experts)
+    tokens = next(tokens for tokens in (8, 16, 24, 32, 48, 64, 96) if tokens == 96 or 3 * rows <= 2 * tokens)
+    row_warps = min(4 if tokens <= 16 else 8, most_warps)
+    if tokens <= 16:
+        row_tiles, blocks = 1, 3 if tokens == 8 else 2
+    elif tokens <= 64:
+        row_tiles, blocks = 1, 1 if tokens <= 32 else 2
+    else:
+        row_tiles, blocks = 2 if tiles >= 16 and call.layer.weight.format.columns is None else 1, 1
+    return _fit(ExpertsDown(tokens, row_tiles, row_warps, blocks_per_sm=blocks), call, gpu)
+
+
+def _fit(config: ExpertsDown, call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
+    """The nearest configuration that fits into an SM's shared memory, with as many stages as fit, or None."""
+    while True:
+        need = replace(config, stages=0).shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
+        ring = config.teams * config.stage_bytes(call)
+        stages = (gpu.shared_bytes_per_sm // config.blocks_per_sm - need) // ring
+        if stages >= 2:
+            return replace(config, stages=min(stages, _MOST_STAGES))
+        if config.blocks_per_sm > 1:
+            config = replace(config, blocks_per_sm=1)
+        elif config.teams > 1:
+            config = replace(config, teams=config.teams // 2)
+        elif config.row_tiles > 1:
+            config = replace(config, row_tiles=1)
+        elif config.block_tokens > 8:
+            config = replace(config, block_tokens=8)
+        elif config.row_warps > 1:
+            config = replace(config, row_warps=config.row_warps // 2)
+        else:
+            return None
+
+
+def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int) -> Launch:
+    """Compile, load and describe the launch of the products on `device`, the current device."""
+    return Launch(
+        load_kernel(device, NAME, _target(gpu), config.macros(call)),
+        config.grid(call, gpu),
+        config.threads,
+        config.shared_bytes(call),
+        overlap=gpu.arch >= (9, 0),
+        parameters=parameters(f"{NAME}.cu", "DownParams"),
+        integers={
+            "weight_stride": call.weight_stride,
+            "weight_row_stride": call.layer.weight.layout.strides[0],
+            "scale_stride": call.scale_stride,
+            "id_bytes": call.index_dtype.itemsize,
+            "pairs": call.rows,
+            "experts": call.experts,
+            "out_features": call.layer.out_features,
+            "in_features": call.layer.in_features,
+        },
+    )
+
+
+def combine_launch(call: ExpertCall, products: torch.dtype, gpu: Gpu, device: int) -> Launch:
+    """Compile, load and describe the launch that adds products of a dtype on `device`, the current device."""
+    assert call.top_k is not None
+    out_features = call.layer.out_features
+    return Launch(
+        load_kernel(device, COMBINE, _target(gpu), combine_macros(call, products)),
+        (call.rows // call.top_k, ceil_div(out_features, _COMBINE_THREADS * _vector(call))),
+        _COMBINE_THREADS,
+        0,
+        overlap=gpu.arch >= (9, 0),
+        parameters=parameters(f"{COMBINE}.cu", "CombineParams"),
+        integers={"id_bytes": call.index_dtype.itemsize, "experts": call.experts, "out_features": out_features},
+    )
+
+
+def launches(
+    config: ExpertsDown | None, call: ExpertCall, gpu: Gpu, device: int
+) -> tuple[Launch | None, Launch | None]:
+    """The launches of the products and of their sum, of which one may not be needed; see `CudaDown`."""
+    if config is None:
+        return None, combine_launch(call, call.layer.dtype, gpu, device)
+    products = products_launch(config, call, gpu, device)
+    return products, None if config.block_tokens == 1 else combine_launch(call, torch.float32, gpu, device)

@@ -1,0 +1,86 @@
+"""The launches of `experts_down`: they compile without spills for every architecture, and fit into every GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from test_cuda_compile import ARCHITECTURES, REGISTERS_PER_SM, compiled
+
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.backends.cuda.kernels import experts_down
+from mglu_ops.expert_calls import ExpertCall
+from mglu_ops.formats import FORMATS
+from mglu_ops.layer_call import LayerCall
+
+MODELS = {"Qwen3-30B-A3B": (128, 2048, 768, 8), "Mixtral": (8, 4096, 14336, 2), "gpt-oss": (32, 2880, 2880, 4)}
+"""Experts, out_features, in_features and experts of a token."""
+
+
+def down_call(
+    tokens: int,
+    model: tuple[int, int, int, int] = MODELS["Qwen3-30B-A3B"],
+    dtype: torch.dtype = torch.bfloat16,
+    weight_format: str = "dense",
+) -> ExpertCall:
+    experts, out_features, in_features, top_k = model
+    layer = LayerCall.contiguous(
+        torch.device("cuda"), dtype, 0, 1, out_features, in_features, "identity", weight_format=weight_format
+    )
+    return replace(ExpertCall.contiguous(layer, experts, tokens, top_k), expert_weights_dtype=torch.float32)
+
+
+def is_quick(name: str, arch: tuple[int, int], tokens: int) -> bool:
+    return arch == (9, 0) and (name == "dense" or (name, tokens) in (("fp8_block", 1), ("int4_group", 700)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "tokens"),
+    [
+        pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.long)
+        for case in itertools.product(FORMATS, ARCHITECTURES, (1, 8, 128, 256, 512, 700))
+    ],
+)
+def test_compiles_without_spills(name: str, arch: tuple[int, int], tokens: int) -> None:
+    gpu = KNOWN_GPUS[arch]
+    for dtype in (torch.float16, torch.bfloat16):
+        call = down_call(tokens, dtype=dtype, weight_format=name)
+        config = experts_down.choose(call, gpu)
+        assert config is not None
+        (products, *combine) = experts_down.sources(config, call, gpu)
+        registers, spills, log = compiled(*products)
+        assert spills == 0, log
+        assert registers * config.threads * config.blocks_per_sm <= REGISTERS_PER_SM, log
+        for source in (*combine, *experts_down.sources(None, call, gpu)):
+            assert compiled(*source)[1] == 0
+        if name == "dense":
+            break
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_launch_fits(name: str) -> None:
+    """Blocks of all sizes of calls fit into an SM, as many at once as the grid counts on."""
+    shapes = (*MODELS.values(), (512, 2048, 512, 10), (4, 16, 64, 1), (3, 40, 32, 2), (256, 7168, 2048, 8))
+    for gpu, shape, tokens in itertools.product(KNOWN_GPUS.values(), shapes, (1, 2, 16, 100, 900)):
+        for invariant in (False, True):
+            call = down_call(tokens, shape, weight_format=name)
+            call = replace(call, layer=replace(call.layer, batch_invariant=invariant))
+            config = experts_down.choose(call, gpu)
+            assert config is not None, (gpu, shape, tokens)
+            assert config.violation(call, gpu) is None
+            assert config.stages >= 2
+            used = config.blocks_per_sm * (config.shared_bytes(call) + 1024)
+            assert used <= gpu.shared_bytes_per_sm
+            assert (config.block_tokens == 1) == (tokens == 1 and not invariant)
+
+
+def test_library_products_take_many_rows_of_an_expert() -> None:
+    hopper = KNOWN_GPUS[9, 0]
+    few, many = down_call(256, MODELS["Mixtral"]), down_call(512, MODELS["Mixtral"])
+    assert [experts_down.uses_library(call, hopper) for call in (few, many)] == [False, True]
+    for name, arch in (("fp8_row", (9, 0)), ("dense", (8, 0))):
+        other = down_call(512, MODELS["Mixtral"], weight_format=name)
+        assert not experts_down.uses_library(other, KNOWN_GPUS[arch])
+        assert experts_down.unsupported_reason(other, KNOWN_GPUS[arch]) is None

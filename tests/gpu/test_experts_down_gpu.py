@@ -1,0 +1,178 @@
+"""`experts_down` on a GPU against float64: formats, loads of experts, sentinels, memory layouts, repeats, graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from budgets import assert_matches
+from torch import Tensor
+
+import mglu_ops
+from mglu_ops import expert_dispatch
+from mglu_ops.backends.cuda.device import gpu_of
+from mglu_ops.backends.cuda.kernels import experts_down
+from mglu_ops.backends.cuda.kernels.experts_down import ExpertsDown
+from mglu_ops.expert_calls import DownArguments, ExpertCall
+from mglu_ops.formats import FORMATS
+
+pytestmark = pytest.mark.gpu
+
+
+def problem(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_format: str = "dense",
+    index_dtype: torch.dtype = torch.int32,
+) -> DownArguments:
+    """Random arguments with ids that repeat, ids out of range, and NaN in their rows of y."""
+    weight = torch.randn(experts, out_features, in_features, device="cuda") / in_features**0.5
+    chosen = FORMATS[weight_format]
+    stored, scales = zip(*(chosen.quantize(one.to(dtype)) for one in weight), strict=True)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k), device="cuda", dtype=index_dtype)
+    y = torch.randn(tokens, top_k, in_features, device="cuda", dtype=dtype)
+    y[(ids < 0) | (ids >= experts)] = float("nan")
+    weights = torch.rand(tokens, top_k, device="cuda")
+    scale = None if chosen.is_dense else torch.stack(scales)
+    return DownArguments(y, torch.stack(stored), ids, weights, scale, weight_format)
+
+
+def run(given: DownArguments, launch: ExpertsDown | None = None) -> Tensor:
+    """The result of the kernels, or of the operator, which must choose them."""
+    if launch is not None:
+        return expert_dispatch.down(None, given, backend="cuda", launch=launch)
+    assert expert_dispatch.choose(ExpertCall.of_down(given.in_rows())).backend == "cuda"
+    return torch.ops.mglu.experts_down(*given)
+
+
+def oracle(given: DownArguments) -> Tensor:
+    y, weight, ids, expert_weights, scale, weight_format = given
+    result = torch.zeros(len(y), weight.shape[1], dtype=torch.float64, device=y.device)
+    for expert, stored in enumerate(weight):
+        decoded = FORMATS[weight_format].dequantize(stored, None if scale is None else scale[expert], torch.float64)
+        tokens, k = (ids == expert).nonzero(as_tuple=True)
+        result.index_add_(0, tokens, expert_weights[tokens, k, None].double() * (y[tokens, k].double() @ decoded.t()))
+    return result
+
+
+SIZES = {
+    "one token": (1, 8, 16, 2048, 768),
+    "one token, few rows": (1, 3, 4, 16, 416),
+    "one token, ragged": (1, 4, 4, 1036, 1440),
+    "few rows an expert": (5, 8, 128, 512, 768),
+    "ragged rows": (9, 2, 3, 83, 352),
+    "some": (50, 4, 19, 272, 1440),
+    "many": (200, 8, 40, 272, 544),
+    "most": (300, 2, 5, 400, 1024),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_every_format(sizes: tuple[int, ...], weight_format: str, dtype: torch.dtype) -> None:
+    given = problem(*sizes, dtype=dtype, weight_format=weight_format)
+    got = run(given)
+    assert_matches(got, oracle(given))
+    assert torch.equal(got, run(given))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 90])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weights_dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes_of_the_router(weights_dtype: torch.dtype, index_dtype: torch.dtype, tokens: int) -> None:
+    given = problem(tokens, 4, 6, 64, 256, index_dtype=index_dtype)
+    given = given._replace(expert_weights=given.expert_weights.to(weights_dtype))
+    assert_matches(run(given), oracle(given))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 33, 250])
+def test_loads_of_experts(tokens: int) -> None:
+    """One expert has all rows, or no pair has an expert."""
+    given = problem(tokens, 4, 64, 96, 384)._replace(y=torch.randn(tokens, 4, 384, device="cuda").bfloat16())
+    for expert in (0, 63):
+        one = given._replace(expert_ids=torch.full_like(given.expert_ids, expert))
+        assert_matches(run(one), oracle(one))
+    none = given._replace(expert_ids=torch.full_like(given.expert_ids, -1))
+    assert not run(none).any()
+
+
+def test_results_do_not_depend_on_the_launch_nor_on_other_rows() -> None:
+    given = problem(60, 4, 5, 272, 1440)
+    call, gpu = ExpertCall.of_down(given), gpu_of(0)
+    expected = run(given)
+    for launch in (
+        ExpertsDown(8, stages=3),
+        ExpertsDown(24, row_warps=2, stages=2),
+        ExpertsDown(32, row_tiles=2, row_warps=8, stages=2),
+        ExpertsDown(48, row_warps=1),
+    ):
+        assert launch.violation(call, gpu) is None
+        assert torch.equal(run(given, launch), expected)
+    with mglu_ops.set_batch_invariant_mode():
+        for token in (0, 17):
+            alone = given._replace(**{n: t[token : token + 1] for n, t in given.tensors().items() if len(t) == 60})
+            assert torch.equal(run(alone)[0], expected[token])
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 70])
+def test_memory_layouts(tokens: int) -> None:
+    """Experts, rows and y that are parts of larger tensors."""
+    given = problem(tokens, 3, 4, 64, 256)
+    weight = torch.full((4, 90, 264), float("nan"), device="cuda", dtype=torch.bfloat16)[:, :64, :256]
+    shifted = torch.full((given.y.numel() + 1,), float("nan"), device="cuda", dtype=torch.bfloat16)[1:]
+    apart = given._replace(weight=weight.copy_(given.weight), y=shifted.view_as(given.y).copy_(given.y))
+    assert torch.equal(run(apart), run(given))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("weight_format", [name for name in FORMATS if name != "dense"])
+def test_every_stored_value(weight_format: str, tokens: int) -> None:
+    """A row of W for each byte."""
+    given = problem(tokens, 1, 1, 256, 64, torch.float16, weight_format)
+    stored = torch.full((1, 256, given.weight.shape[2]), 0x88 if weight_format == "int4_group" else 0).byte()
+    stored[0, :, 5] = torch.arange(256)
+    weight = stored.view(given.weight.dtype).cuda()
+    given = given._replace(weight=weight, y=torch.ones_like(given.y), expert_ids=torch.zeros_like(given.expert_ids))
+    torch.testing.assert_close(run(given).double(), oracle(given), rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 130, 600])
+def test_graph_replay_with_other_ids(tokens: int) -> None:
+    given = problem(tokens, 4, 16, 256, 512)._replace(y=torch.randn(tokens, 4, 512, device="cuda").bfloat16())
+    run(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(given)
+    for _ in range(3):
+        given.expert_ids.random_(-1, 17)
+        given.y.normal_()
+        graph.replay()
+        assert_matches(got, oracle(given))
+
+
+def test_many_experts_and_rows() -> None:
+    """The ids of large calls need more shared memory, and so fewer stages."""
+    for tokens, top_k, experts in ((64, 8, 512), (1500, 8, 256)):
+        given = problem(tokens, top_k, experts, 64, 128)
+        assert_matches(run(given), oracle(given))
+
+
+def test_calls_without_kernels() -> None:
+    call, gpu = ExpertCall.of_down(problem(4, 2, 3, 64, 128)), gpu_of(0)
+    many = replace(call, rows=20_000)
+    assert experts_down.launch_for(many, gpu) is None  # library products
+    for other, reason in (
+        (replace(call, layer=replace(call.layer, dtype=torch.float32)), "float32"),
+        (replace(call, layer=replace(call.layer, in_features=132)), "aligned vectors"),
+        (replace(call, layer=replace(call.layer, out_features=8)), "below 16"),
+        (replace(many, layer=replace(call.layer, dtype=torch.float16)), "20000 rows"),
+        (replace(many, layer=replace(call.layer, batch_invariant=True)), "20000 rows"),
+        (replace(call, expert_weights_dtype=torch.float64), "float64"),
+    ):
+        assert reason in str(experts_down.unsupported_reason(other, gpu))
