@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import expert_ops
+from ..expert_calls import sort_pairs
 from ..layer_call import as_rows
 from .arguments import check_dtype, check_flags, check_int, check_sizes
 from .feed_forward import FeedForwardOptions
@@ -47,9 +48,12 @@ class _Experts(MaskedLinear):
             raise TypeError(f"expert_ids: got dtype {expert_ids.dtype}, must be torch.int32 or torch.int64")
         if expert_ids.device != x.device:
             raise ValueError(f"expert_ids: got device {expert_ids.device}, must be x's device {x.device}")
-        if x.dim() < 1 or expert_ids.dim() != x.dim() or expert_ids.shape[:-1] != x.shape[:-1]:
-            expected = ", ".join([*map(str, x.shape[:-1]), "experts of a token"])
-            raise ValueError(f"expert_ids: got shape {list(expert_ids.shape)}, must be [{expected}]")
+        is_like_x = x.dim() > 0 and expert_ids.dim() == x.dim() and expert_ids.shape[:-1] == x.shape[:-1]
+        if not is_like_x or expert_ids.shape[-1] == 0:
+            expected = ", ".join([*map(str, x.shape[:-1]), "K"])
+            raise ValueError(
+                f"expert_ids: got shape {list(expert_ids.shape)}, must be [{expected}] with K of at least 1"
+            )
         if self.packed_masks is not None:
             check_masks_in_use(self, self.packed_masks)
 
@@ -109,27 +113,26 @@ class MGLUExperts(_Experts, MGLU):
         weights = None if mask_weights is None else as_rows(mask_weights)
         if self.packed_masks is not None and not (torch.is_grad_enabled() and self.weight.requires_grad):
             weights = None if weights is None else weights.unsqueeze(1).expand(-1, ids.shape[1], -1)
-            stored = (self.weight_scale, self.weight_format, self.activation_format)
-            y = expert_ops.experts_forward(rows, self.weight, self.packed_masks, ids, self.activation, weights, *stored)
+            given = (rows, self.weight, self.packed_masks, ids, self.activation, weights)
+            y = expert_ops.experts_forward(*given, self.weight_scale, self.weight_format, self.activation_format)
+        elif self.save_activations or not torch.is_grad_enabled():
+            y = self._sorted(rows, weights, ids)
         else:
-            order, inverse, offs = _sorted_by_expert(ids, self.num_experts)
-            given = (rows, weights, ids.shape[1], order, inverse, offs)
-            if self.save_activations or not torch.is_grad_enabled():
-                y = self._grouped(*given)
-            else:
-                y = checkpoint(self._grouped, *given, use_reentrant=False, preserve_rng_state=False)
+            y = checkpoint(self._sorted, rows, weights, ids, use_reentrant=False, preserve_rng_state=False)
         return y.view(*expert_ids.shape, y.shape[-1])
 
-    def _grouped(
-        self, x: Tensor, mask_weights: Tensor | None, top_k: int, order: Tensor, inverse: Tensor, offs: Tensor
-    ) -> Tensor:
-        """The result as rows in the order of x's, computed in the order of experts."""
+    def _sorted(self, x: Tensor, mask_weights: Tensor | None, expert_ids: Tensor) -> Tensor:
+        """The result `[T K, out_features]`, computed in the order of experts, which has all gradients."""
+        top_k = expert_ids.shape[1]
+        order, offs = sort_pairs(expert_ids, self.num_experts)
+        inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         x = _Gather.apply(x, order, inverse, top_k)
         weights = None if mask_weights is None else _Gather.apply(mask_weights, order, inverse, top_k)
         if self.packed_masks is None:
             y, _ = expert_ops.grouped_forward_ste(x, self.weight, self.mask_logits, offs, self.activation, weights)
         else:
-            y = expert_ops.grouped_forward(x, self.weight, self.packed_masks, offs, self.activation, weights)
+            given = (x, self.weight, self.packed_masks, offs, self.activation, weights)
+            y = expert_ops.grouped_forward(*given, self.weight_scale, self.weight_format, self.activation_format)
         return _Gather.apply(y, inverse, order, 1)
 
 
@@ -260,28 +263,13 @@ class MGLUExpertsFeedForward(nn.Module):
 def route(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """The weights in the logits' dtype, and the ids, `[..., top_k]`, of each token's experts.
 
-    Args:
-        logits: `[..., num_experts]`.
-        top_k, norm_topk_prob: as in `MGLUExpertsFeedForward`.
+    The logits are `[..., num_experts]`; the other arguments are those of `MGLUExpertsFeedForward`.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     weights, ids = F.softmax(logits, dim=-1, dtype=wide).topk(top_k, dim=-1)
     if norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), ids
-
-
-def _sorted_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of pairs by expert, its inverse, and the int32 end of each expert's pairs.
-
-    Pairs are counted as in `expert_ids` `[T, K]` row by row. The sort is stable, and pairs without an expert are last.
-    """
-    ids = expert_ids.flatten()
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    ids, order = ids.sort(stable=True)
-    ends = torch.arange(num_experts, device=ids.device, dtype=ids.dtype)
-    offs = torch.searchsorted(ids, ends, right=True, out_int32=True)
-    return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)), offs
 
 
 class _Gather(torch.autograd.Function):

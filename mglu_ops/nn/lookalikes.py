@@ -36,8 +36,8 @@ class Lookalike(NamedTuple):
 def lookalikes(model: nn.Module) -> list[Lookalike]:
     """Find the modules that look like MGLU layers: with a parameter `[n, d, h]` and a parameter `[d, h]`.
 
-    Both may have the number of experts as one more first size. The second may belong to an `nn.Linear` in the module. Parameters that `torch.nn.utils.parametrize` or `prune` has
-    renamed also count.
+    Both may have the number of experts as one more first size. The second may belong to an `nn.Linear` in the module.
+    Parameters that `torch.nn.utils.parametrize` or `prune` has renamed also count.
     """
     found = []
     for name, module in model.named_modules():

@@ -349,9 +349,8 @@ def _dtype_problem(key: str, tensor: Any) -> str | None:
 def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[int], name: str) -> None:
     """Check that a value can be the packed masks of a module; the message calls it `name`.
 
-    Args:
-        rows: the sizes of the masks before their columns: out_features, with the number of experts before it if there
-            are any. A rank may hold a part of the module's.
+    `rows` are the sizes of the masks before their columns: out_features, after the number of experts if there are any.
+    A rank may hold a part of the module's.
 
     Raises:
         TypeError: it is not a uint8 tensor.

@@ -32,9 +32,9 @@ def quantize(
     which may be float16, bfloat16 or float32, and which `model.to(dtype)` may change without touching the quantized
     weights. Gradients of x are computed, for example for adapters of other layers; the weight has no gradient.
 
-    Only `MGLU` changes, and `MGLUExperts`, each of whose experts is quantized alone. The down projections of
-    `MGLUFeedForward` and `MGLUExpertsFeedForward`, attention and all other layers stay what they are, for a quantizer of
-    linear layers.
+    Only `MGLU` changes, and `MGLUExperts`, whose experts are quantized one by one. The down projections of
+    `MGLUFeedForward` and `MGLUExpertsFeedForward`, attention and all other layers stay what they are, for a quantizer
+    of linear layers.
 
     torchao's `quantize_` takes only linear layers, unless it is told of others. With `Float8WeightOnlyConfig` and
     `Int8WeightOnlyConfig`, it then quantizes an `MGLU` to `fp8_row` and `int8_row`, and with `IntxWeightOnlyConfig` of

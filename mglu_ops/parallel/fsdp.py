@@ -34,8 +34,8 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
         mask_logits: more parameters that are logits, as in `mglu_ops.nn.parameter_groups`.
 
     Returns:
-        A function of a parameter: `Shard(d)` for logits, where d is their last dimension but one, and None for others and
-        for logits of experts.
+        A function of a parameter: `Shard(d)` for logits, where d is their last dimension but one, and None for others
+        and for logits of experts.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `mask_logits` is not as above.
