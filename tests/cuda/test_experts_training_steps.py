@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from emulated_kernels import emulated_kernels, needs_compiler
@@ -20,11 +22,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def products_of_experts(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """The products of `grouped_mm` in float32, by a loop; NaN where it leaves rows as they were."""
-    a, b, ends = a.float(), b.float(), [0, *offs.tolist()]
+    a, b, rows = a.float(), b.float(), list(pairwise([0, *offs.tolist()]))
     if b.dim() == 2:
-        return torch.stack([a[:, start:end] @ b[start:end] for start, end in zip(ends, ends[1:], strict=False)])
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in rows])
     out = torch.full((a.shape[0], b.shape[2]), float("nan"))
-    for matrix, start, end in zip(b, ends, ends[1:], strict=False):
+    for matrix, (start, end) in zip(b, rows, strict=True):
         out[start:end] = a[start:end] @ matrix
     return out
 

@@ -36,7 +36,9 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"no grouped products of {dtype} without waiting for the GPU, only of torch.bfloat16"
     capability = torch.cuda.get_device_capability(device)
     if capability[0] not in ARCHITECTURES:
-        return f"no grouped products without waiting for a GPU of compute capability {capability}, only for 9.x and 10.x"
+        return (
+            f"no grouped products without waiting for a GPU of compute capability {capability}, only for 9.x and 10.x"
+        )
     if not has_cuda_core():
         return "cuda-core is not installed (pip install cuda-core)"
     return None if triton_is_installed() else "triton is not installed"
