@@ -1,6 +1,9 @@
 // Writes F_i * W for every mask, and with MGLU_WITH_WEIGHT W itself before them: the stacked weights of one library
 // GEMM (training.md). F_i is -1 where M_i = 1 and 1 elsewhere, so that a product with it flips sign bits, in float16
-// and bfloat16 alike.
+// and bfloat16 alike. With MGLU_PARTS, for one mask, it writes M * W and (1 - M) * W instead.
+//
+// The rows of W are those of all experts, one expert after the other. Each expert has its own stack of matrices. A
+// layer without experts is one expert.
 //
 // The kernel is bound by its writes; W and the mask bits are read once.
 #include "columns.cuh"
@@ -10,14 +13,18 @@ namespace mglu {
 struct Params {
     const void* weight;      // [rows, columns] with contiguous columns
     const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous
-    void* out;               // [kMasks or kMasks + 1, rows, columns], contiguous
+    void* out;               // [rows / expert_rows, kMatrices, expert_rows, columns], contiguous
     i64 weight_row_stride;
     i64 rows;
+    i64 expert_rows;  // of one expert
     int columns;
 };
 
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr bool kWithWeight = MGLU_WITH_WEIGHT;
+constexpr bool kParts = MGLU_PARTS;
+constexpr int kMatrices = kParts ? 2 : kMasks + kWithWeight;
+static_assert(!kParts || (kMasks == 1 && !kWithWeight), "one mask divides W in two parts");
 constexpr int kType = kFloat16;  // serves bfloat16 as well: the sign bit is in the same place
 
 }  // namespace mglu
@@ -29,8 +36,15 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_flip_signs(con
     const i64 octet = at.row * packed_octets(p.columns) + at.column / kOctet;
     const auto masks = OctetMasks<kMasks>::load(p.packed_masks + octet * kMasks);
     const auto weight = load_group<kType, kOctet>(p.weight, at.row * p.weight_row_stride + at.column, at.count);
-    const i64 matrix = p.rows * p.columns;
-    i64 offset = at.row * p.columns + at.column;
+    const i64 matrix = p.expert_rows * p.columns;
+    const u32 expert = static_cast<u32>(at.row) / static_cast<u32>(p.expert_rows);
+    i64 offset = expert * (kMatrices - 1) * matrix + at.row * p.columns + at.column;
+    if constexpr (kParts) {
+        const auto part = masks.keep(0, weight);
+        store_group(p.out, offset, part, at.count);
+        store_group(p.out, offset + matrix, without(weight, part), at.count);
+        return;
+    }
     if constexpr (kWithWeight) {
         store_group(p.out, offset, weight, at.count);
         offset += matrix;
