@@ -149,9 +149,9 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
     skewed = ROUTINGS[problem.routing]
     layers = ExpertLayers(model, problem.tokens, skewed, problem.weight_format, MASKS, whole)
     ours, reading = our_variants(layers, whole), ceilings(layers, whole)
-    theirs, refused = [], []
-    for variant in (layer_variants if whole else first_half_variants)(layers):
-        (theirs if runs(variant) else refused).append(variant)
+    every = list((layer_variants if whole else first_half_variants)(layers))
+    theirs = [one for one in every if runs(one)]
+    refused = [one for one in every if one not in theirs]
     pairs_of_expert = problem.tokens * model.top_k * layers.count / sum(layers.used)
     settle_seconds = SETTLE_SECONDS if pairs_of_expert > MAX_SEPARATE_GEMM_TOKENS else 0.0
     timings = measure([*reading.values(), *ours.values(), *theirs], torch.bfloat16, rounds, settle_seconds)
