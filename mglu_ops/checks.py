@@ -16,7 +16,7 @@ from .sizes import same_sizes
 from .tensors import check_dense
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FLOATING_NAMES = "float16, bfloat16, float32 or float64"
+FLOATING_NAMES = "float16, bfloat16, float32 or float64"
 
 
 def check_layer(given: LayerArguments) -> None:
@@ -29,38 +29,38 @@ def check_layer(given: LayerArguments) -> None:
             f"x: got dtype {given.x.dtype}, must be float16, bfloat16 or float32 for "
             f"activation_format={given.activation_format!r}"
         )
-    _check_scale(given.weight, given.weight_scale, weight_format)
+    check_scale(given.weight, given.weight_scale, weight_format)
     get_activation(given.activation)
     check_packed(given.weight, given.packed_masks, weight_format)
     check_mask_weights(given.x, given.n_masks, given.mask_weights)
 
 
-def check_inputs(x: Tensor, weight: Tensor, weight_format: WeightFormat = FORMATS["dense"]) -> None:
-    """Check that x `[..., in_features]` and a weight of this format fit together."""
-    check_dense("x", x)
+def check_inputs(x: Tensor, weight: Tensor, weight_format: WeightFormat = FORMATS["dense"], name: str = "x") -> None:
+    """Check that x `[..., in_features]`, the argument called `name`, and a weight of this format fit together."""
+    check_dense(name, x)
     check_dense("weight", weight)
     if x.dtype not in FLOATING:
-        raise TypeError(f"x: got dtype {x.dtype}, must be {_FLOATING_NAMES}")
+        raise TypeError(f"{name}: got dtype {x.dtype}, must be {FLOATING_NAMES}")
     if weight.dtype != (weight_format.dtype or x.dtype):
-        expected = f"x's dtype {x.dtype}" if weight_format.is_dense else str(weight_format.dtype)
+        expected = f"{name}'s dtype {x.dtype}" if weight_format.is_dense else str(weight_format.dtype)
         raise TypeError(
             f"weight: got dtype {weight.dtype}, must be {expected} for weight_format={weight_format.name!r}"
         )
     if x.dim() < 1:
-        raise ValueError("x: got a scalar, must be [..., in_features]")
+        raise ValueError(f"{name}: got a scalar, must be [..., in_features]")
     if weight.dim() != 2:
         shape = "[out_features, in_features / 2]" if weight_format.packed == 2 else "[out_features, in_features]"
         raise ValueError(f"weight: got shape {list(weight.shape)}, must be {shape}")
     in_features = weight_format.packed * weight.shape[1]
     if not same_sizes(x.shape[-1:], (in_features,)):
         raise ValueError(
-            f"x: got last size {x.shape[-1]} (shape {list(x.shape)}), must be weight's in_features {in_features}"
+            f"{name}: got last size {x.shape[-1]} (shape {list(x.shape)}), must be weight's in_features {in_features}"
         )
     if weight.device != x.device:
-        raise ValueError(f"weight: got device {weight.device}, must be x's device {x.device}")
+        raise ValueError(f"weight: got device {weight.device}, must be {name}'s device {x.device}")
 
 
-def _check_scale(weight: Tensor, scale: Tensor | None, weight_format: WeightFormat) -> None:
+def check_scale(weight: Tensor, scale: Tensor | None, weight_format: WeightFormat) -> None:
     """Check that the scales are those of a weight of this format, on its device."""
     where = f"for weight_format={weight_format.name!r}"
     if weight_format.is_dense:
@@ -82,7 +82,7 @@ def _check_scale(weight: Tensor, scale: Tensor | None, weight_format: WeightForm
 def check_floating(name: str, dtype: torch.dtype | None) -> None:
     """Check that the dtype argument called `name` is floating or None."""
     if dtype is not None and dtype not in FLOATING:
-        raise TypeError(f"{name}: got {dtype}, must be {_FLOATING_NAMES}, or None")
+        raise TypeError(f"{name}: got {dtype}, must be {FLOATING_NAMES}, or None")
 
 
 def check_packed(weight: Tensor, packed_masks: Tensor, weight_format: WeightFormat = FORMATS["dense"]) -> None:
@@ -96,7 +96,7 @@ def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> 
     """Check that mask_logits are floating `[n_masks, out_features, in_features]`, and fit `weight` if it is given."""
     check_dense("mask_logits", mask_logits)
     if mask_logits.dtype not in FLOATING:
-        raise TypeError(f"mask_logits: got dtype {mask_logits.dtype}, must be {_FLOATING_NAMES}")
+        raise TypeError(f"mask_logits: got dtype {mask_logits.dtype}, must be {FLOATING_NAMES}")
     shape = mask_logits.shape
     if len(shape) != 3 or (weight is not None and not same_sizes(shape[1:], weight.shape)):
         known = "" if weight is None else f" = [n_masks, {weight.shape[0]}, {weight.shape[1]}]"
@@ -113,7 +113,7 @@ def check_mask_weights(x: Tensor, n_masks: int, mask_weights: Tensor | None) -> 
         return
     check_dense("mask_weights", mask_weights)
     if mask_weights.dtype not in FLOATING:
-        raise TypeError(f"mask_weights: got dtype {mask_weights.dtype}, must be {_FLOATING_NAMES}")
+        raise TypeError(f"mask_weights: got dtype {mask_weights.dtype}, must be {FLOATING_NAMES}")
     expected = [*x.shape[:-1], n_masks]
     if not same_sizes(mask_weights.shape, expected):
         raise ValueError(

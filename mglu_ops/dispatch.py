@@ -71,10 +71,10 @@ class Choice:
         return f"{self.backend}{launch}{stored}: {self.reason}"
 
 
-_NOTICEABLE_WEIGHTS = 1 << 18
+NOTICEABLE_WEIGHTS = 1 << 18
 """Smaller layers take at most a millisecond on any backend, too little to warn users who have no compiler."""
 
-_REFUSED = (
+REFUSED = (
     "mglu: set_batch_invariant_mode(True) asks for results that do not depend on the batch, "
     "which only the CUDA backend's kernels give, and they cannot run this: {}"
 )
@@ -153,14 +153,14 @@ def _on_cuda(launch: LaunchChoice, call: LayerCall) -> Choice:
         reason, is_fallback = f"the masks are applied on chip, for {counted(call.tokens, 'token')}", False
     else:
         reason = f"several times slower than by the kernels for aligned layers: {launch.slow_reason}"
-        is_fallback = call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS
+        is_fallback = call.out_features * call.in_features >= NOTICEABLE_WEIGHTS
     return Choice("cuda", reason, is_fallback, launch.config, launch.origin)
 
 
 def _choose_batch_invariant(call: LayerCall) -> Choice:
     problem = BACKENDS["cuda"].unsupported_reason(call)
     if problem is not None:
-        raise RuntimeError(_REFUSED.format(problem))
+        raise RuntimeError(REFUSED.format(problem))
     return _on_cuda(_cuda().choose(call), call)
 
 
@@ -171,7 +171,7 @@ def _choose_on_cpu(call: LayerCall) -> Choice:
     if problem is None:
         isa = cpu.isa(call.dtype, call.tokens, call.n_masks, call.weight.format.name)
         return Choice("cpu", f"kernels of this package, instruction set {isa}")
-    slow = call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS
+    slow = call.out_features * call.in_features >= NOTICEABLE_WEIGHTS
     return Choice("composite", f"library GEMMs, several times slower here than the CPU backend: {problem}", slow)
 
 
@@ -182,8 +182,9 @@ def _cuda() -> Cuda:
 
 
 @cache
-def _warn_of_fallback(backend: str, reason: str, op: str = "forward") -> None:
-    notices.warn(f"mglu::{op} runs on the backend {backend}: {reason}", stacklevel=5)
+def warn_of_fallback(backend: str, reason: str, op: str = "forward", stacklevel: int = 5) -> None:
+    """Warn once of a call of an operator that runs slowly; `stacklevel` counts the frames up to the user's call."""
+    notices.warn(f"mglu::{op} runs on the backend {backend}: {reason}", stacklevel=stacklevel)
 
 
 # --- Inference -------------------------------------------------------------------------------------------------------
@@ -221,16 +222,16 @@ def forward(given: LayerArguments, *, backend: str | None = None, launch: Any = 
     call = LayerCall.of(given)
     choice = choose(call)
     if choice.is_fallback:
-        _warn_of_fallback(choice.backend, choice.reason)
+        warn_of_fallback(choice.backend, choice.reason)
     prepared = _prepare(BACKENDS[choice.backend], call, given, choice.launch)
-    if _is_kept(call, choice.backend):
+    if is_kept(call, choice.backend):
         if len(_prepared) >= CALLS_KEPT:
             _prepared.clear()
         _prepared[metadata_key(given)] = prepared
     return prepared(given)
 
 
-def _is_kept(call: LayerCall, backend: str) -> bool:
+def is_kept(call: LayerCall, backend: str) -> bool:
     """Whether later calls reuse what was prepared for this one.
 
     They do not if the CPU kernels could not be built, so that they use the kernels once `CXX` is fixed.
@@ -243,7 +244,7 @@ def _is_kept(call: LayerCall, backend: str) -> bool:
 def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
     """A call prepared by the backend of that name."""
     if batch_invariance.enabled and name != "cuda":
-        raise RuntimeError(_REFUSED.format(f"the backend {name!r} was asked for"))
+        raise RuntimeError(REFUSED.format(f"the backend {name!r} was asked for"))
     if name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, must be {', '.join(sorted(BACKENDS))}")
     call = LayerCall.of(given)
@@ -308,7 +309,7 @@ def _packing_backend(masks: Tensor) -> Backend | None:
     """The backend that packs in one pass, or None for torch, also if the masks are too few to build CPU kernels for."""
     if masks.is_cuda:
         backend = BACKENDS["cuda"]
-    elif masks.is_cpu and (masks.numel() >= _NOTICEABLE_WEIGHTS or cpu.is_loaded()):
+    elif masks.is_cpu and (masks.numel() >= NOTICEABLE_WEIGHTS or cpu.is_loaded()):
         backend = BACKENDS["cpu"]
     else:
         return None
@@ -331,9 +332,9 @@ def _forward_backend(call: LayerCall) -> Backend:
     """
     backend = next(backend for backend in BACKENDS.values() if backend.can_train_forward(call))
     is_on_cpu = call.device.type == "cpu" and call.dtype is not torch.float64
-    if backend.name == "composite" and is_on_cpu and call.out_features * call.in_features >= _NOTICEABLE_WEIGHTS:
+    if backend.name == "composite" and is_on_cpu and call.out_features * call.in_features >= NOTICEABLE_WEIGHTS:
         problem = BACKENDS["cpu"].unsupported_reason(call)
-        _warn_of_fallback(backend.name, f"library GEMMs, slower here than the CPU backend: {problem}", "forward_train")
+        warn_of_fallback(backend.name, f"library GEMMs, slower here than the CPU backend: {problem}", "forward_train")
     return backend
 
 
@@ -345,7 +346,7 @@ P = TypeVar("P", PreparedForwardTrain, PreparedBackward)
 
 
 def _keep(key: Key | None, call: LayerCall, backend: Backend, prepared: P) -> P:
-    if key is not None and _is_kept(call, backend.name):
+    if key is not None and is_kept(call, backend.name):
         if len(_training_calls) >= CALLS_KEPT:
             _training_calls.clear()
         _training_calls[key] = prepared
@@ -358,7 +359,7 @@ def forward_train(key: Key | None, given: LayerArguments) -> tuple[Tensor, Tenso
     `key` is the `arguments_key` of the arguments.
     """
     if batch_invariance.enabled:
-        raise RuntimeError(_REFUSED.format("training"))
+        raise RuntimeError(REFUSED.format("training"))
     x, given = given.x, given.in_rows()
     prepared: Any = _training_calls.get(key) if key else None
     if prepared is None:

@@ -96,14 +96,14 @@ class WeightFormat:
         return numbers if self.dtype is None else numbers.to(self.dtype)
 
     def dequantize(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The weight `[out_features, in_features]` of a stored weight and its scales, rounded to `dtype`."""
+        """The weight `[..., out_features, in_features]` of a stored weight and its scales, rounded to `dtype`."""
         if scale is None:
             return weight.to(dtype)
         if self.packed == 2:
             # Not `>> 4`, which returns its argument for a DTensor in torch 2.13 (masks.py).
-            weight = torch.stack((weight & 15, weight // 16), -1).flatten(1).to(torch.int8) - 8
+            weight = torch.stack((weight & 15, weight // 16), -1).flatten(-2).to(torch.int8) - 8
         wide = torch.float64 if dtype is torch.float64 else torch.float32
-        return (weight.to(wide) * self.of_weights(scale.to(wide), *weight.shape)).to(dtype)
+        return (weight.to(wide) * self.of_weights(scale.to(wide), *weight.shape[-2:])).to(dtype)
 
     def _largest_weights(self, weight: Tensor) -> Tensor:
         """The largest absolute weight of each scale, in the shape of the scales."""
@@ -116,9 +116,9 @@ class WeightFormat:
     def of_weights(self, scale: Tensor, out_features: int, in_features: int) -> Tensor:
         """The scale of each weight, for a product with the weights."""
         if self.columns is None:
-            return scale[:, None]
-        repeated = scale.repeat_interleave(self.rows, 0)[:out_features]
-        return repeated.repeat_interleave(self.columns, 1)[:, :in_features]
+            return scale[..., None]
+        repeated = scale.repeat_interleave(self.rows, -2)[..., :out_features, :]
+        return repeated.repeat_interleave(self.columns, -1)[..., :in_features]
 
 
 _FP8, _FP8_LARGEST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max

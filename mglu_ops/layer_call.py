@@ -265,8 +265,8 @@ def metadata_key(given: LayerArguments) -> Key:
     x, weight, masks, activation, mask_weights, scale, weight_format, activation_format = given
     offset, storage, is_contiguous = x.storage_offset(), len(x.untyped_storage()), x.is_contiguous()
     return (
-        batch_invariance.enabled, activation, None if mask_weights is None else _tensor_key(mask_weights),
-        weight_format, activation_format, None if scale is None else _tensor_key(scale),
+        batch_invariance.enabled, activation, None if mask_weights is None else tensor_key(mask_weights),
+        weight_format, activation_format, None if scale is None else tensor_key(scale),
         x.dtype, x.device, x.shape, is_contiguous or x.stride(),
         offset * x.itemsize + x.nbytes <= storage if is_contiguous else (offset, storage), x.data_ptr() & 15,
         weight.dtype, weight.device, weight.shape, weight.is_contiguous() or weight.stride(),
@@ -284,14 +284,15 @@ def arguments_key(*args: object) -> Key | None:
     try:
         return (
             batch_invariance.enabled,
-            *(_tensor_key(arg) if isinstance(arg, Tensor) else tuple(arg) if isinstance(arg, list) else arg
+            *(tensor_key(arg) if isinstance(arg, Tensor) else tuple(arg) if isinstance(arg, list) else arg
               for arg in args),
         )  # fmt: skip
     except RuntimeError:
         return None
 
 
-def _tensor_key(tensor: Tensor) -> Key:
+def tensor_key(tensor: Tensor) -> Key:
+    """The metadata of a tensor. Raises RuntimeError if it is not dense."""
     return (
         tensor.dtype, tensor.device, tensor.shape, tensor.is_contiguous() or tensor.stride(),
         # A storage may be resized under its tensors, so its size is part of what was checked.

@@ -56,17 +56,13 @@ The operators are registered with `torch.library.Library`, because a call then c
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._C import DispatchKeySet
 from torch.autograd import forward_ad
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from . import checks, dispatch, notices
 from .activations import get_activation
@@ -82,141 +78,79 @@ from .masks import (
     unpack,
     unpacked_shape,
 )
+from .registering import (
+    PLAIN_KEYSETS,
+    apply_function,
+    batched,
+    define,
+    fake,
+    kernel,
+    last_derivative,
+    library,
+    needs_gradient,
+    no_view_tracking,
+    outer_gradients,
+    register_autocast,
+    vmap_loop,
+    without_autograd,
+)
 from .sizes import same_sizes
 from .tensors import check_dense, check_memory
 
-_LAYER = 'str activation="silu", Tensor? mask_weights=None'
-_STORED = 'Tensor? weight_scale=None, str weight_format="dense", str activation_format="dense"'
+LAYER = 'str activation="silu", Tensor? mask_weights=None'
+STORED = 'Tensor? weight_scale=None, str weight_format="dense", str activation_format="dense"'
 SCHEMAS = (
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
     "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
-    f"forward(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}, {_STORED}) -> Tensor",
-    f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {_LAYER}) -> (Tensor, Tensor)",
-    f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {_LAYER}) -> (Tensor, Tensor)",
+    f"forward(Tensor x, Tensor weight, Tensor packed_masks, {LAYER}, {STORED}) -> Tensor",
+    f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {LAYER}) -> (Tensor, Tensor)",
+    f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {LAYER}) -> (Tensor, Tensor)",
     "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
     "ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
-# `libmglu_ops.so` (csrc/library) defines the same schemas for processes without Python. If it is loaded after this
-# module, it registers nothing. If it is loaded before, its schemas stay; its kernels are registered for
-# CompositeExplicitAutograd, so that kernels registered here for the keys of the devices take precedence.
-_library_came_first = torch._C._dispatch_has_kernel("mglu::forward")
-_KERNEL_KEYS = (
-    *(("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)),
-    *("NestedTensorCPU", "NestedTensorCUDA"),  # so that the checks refuse nested tensors with a clear error
-)
-
-# Only this module registers a kernel for autograd.
-if _library_came_first and torch._C._dispatch_has_kernel_for_dispatch_key("mglu::forward", "Autograd"):
-    raise ImportError(
-        "mglu_ops was imported before in this process and then removed from sys.modules. Its operators are still "
-        "registered with torch, which takes them once: restart Python, or leave mglu_ops in sys.modules"
-    )
-
-_lib = torch.library.Library("mglu", "FRAGMENT")
-for _schema in SCHEMAS:
-    _name = f"mglu::{_schema[: _schema.index('(')]}"
-    # Even if the library came first, some schemas may be missing: it may be of an older version.
-    if not _library_came_first or not torch._C._jit_get_schemas_for_operator(_name):
-        _lib.define(_schema)
-
-pack_masks = torch.ops.mglu.pack_masks.default
-pack_logits = torch.ops.mglu.pack_logits.default
-unpack_masks = torch.ops.mglu.unpack_masks.default
-forward = torch.ops.mglu.forward.default
-forward_ste = torch.ops.mglu.forward_ste.default
-forward_train = torch.ops.mglu.forward_train.default
-backward = torch.ops.mglu.backward.default
-
-
-def _kernel(name: str, *keys: str, with_keyset: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a kernel of an operator, for the devices or for the given dispatch keys."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for key in keys or _KERNEL_KEYS:
-            _lib.impl(name, function, key, with_keyset=with_keyset)
-        return function
-
-    return register
-
-
-def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the fake kernel of an operator, which computes the shapes and dtypes of its results."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def fake(*args: Any, **kwargs: Any) -> Any:
-            # DTensor calls the fake kernel for the shapes of the results, and then looks for a sharding rule.
-            if "torch.distributed.tensor" in sys.modules:
-                _register_dtensor_rules_once()
-            return function(*args, **kwargs)
-
-        torch.library.register_fake(f"mglu::{name}", fake, lib=_lib)
-        return function
-
-    return register
-
-
-@cache
-def _register_dtensor_rules_once() -> None:
-    """Register the sharding rules. A failure is a notice only, because the caller may not use DTensor at all."""
-    try:
-        register_dtensor_rules()
-    except (ImportError, AttributeError, TypeError) as error:
-        notices.say(f"could not register sharding rules with the DTensor of torch {torch.__version__}: {error}")
-
-
-def _refuse_jagged(cls: type, op: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a jagged tensor by name here, because torch calls its class before any kernel could check it."""
-    names = [argument.name for argument in op._schema.arguments]
-    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-        if isinstance(value, NestedTensor):
-            check_dense(name, value)
-
-
-for _op in (pack_masks, pack_logits, unpack_masks, forward, forward_ste, forward_train, backward):
-    torch.library.register_torch_dispatch(_op._schema.name, NestedTensor, _refuse_jagged, lib=_lib)
+pack_masks, pack_logits, unpack_masks, forward, forward_ste, forward_train, backward = define(SCHEMAS)
 
 
 # --- Packing --------------------------------------------------------------------------------------------------------
 
 
-@_kernel("pack_masks")
+@kernel("pack_masks")
 def _pack_masks(masks: Tensor) -> Tensor:
     check_masks(masks)
     check_memory(masks=masks)
     return dispatch.pack_masks(binary_masks(masks))
 
 
-@_fake("pack_masks")
+@fake("pack_masks")
 def _pack_masks_fake(masks: Tensor) -> Tensor:
     check_masks(masks)
     n_masks, out_features, in_features = masks.shape if masks.dim() == 3 else (1, *masks.shape)
     return masks.new_empty(packed_shape(n_masks, out_features, in_features), dtype=torch.uint8)
 
 
-@_kernel("pack_logits")
+@kernel("pack_logits")
 def _pack_logits(mask_logits: Tensor) -> Tensor:
     checks.check_packable_logits(mask_logits)
     check_memory(mask_logits=mask_logits)
     return dispatch.pack_logits(mask_logits)
 
 
-@_fake("pack_logits")
+@fake("pack_logits")
 def _pack_logits_fake(mask_logits: Tensor) -> Tensor:
     checks.check_packable_logits(mask_logits)
     return _pack_masks_fake(mask_logits)
 
 
-@_kernel("unpack_masks")
+@kernel("unpack_masks")
 def _unpack_masks(packed_masks: Tensor, in_features: int) -> Tensor:
     check_layout(packed_masks, in_features)
     check_memory(packed_masks=packed_masks)
     return unpack(packed_masks, in_features)
 
 
-@_fake("unpack_masks")
+@fake("unpack_masks")
 def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
     check_layout(packed_masks, in_features)
     return packed_masks.new_empty(unpacked_shape(packed_masks, in_features), dtype=torch.bool)
@@ -238,7 +172,7 @@ def _check(given: LayerArguments) -> None:
     check_memory(**given.tensors())
 
 
-@_kernel("forward")
+@kernel("forward")
 def _forward(*args: Any) -> Tensor:
     given = LayerArguments(*args)
     known = dispatch.repeat(given)
@@ -248,14 +182,14 @@ def _forward(*args: Any) -> Tensor:
     return dispatch.forward(given)
 
 
-@_fake("forward")
+@fake("forward")
 def _forward_fake(*args: Any) -> Tensor:
     given = LayerArguments(*args)
     checks.check_layer(given)
     return given.x.new_empty((*given.x.shape[:-1], given.out_features))
 
 
-@_kernel("forward_ste")
+@kernel("forward_ste")
 def _forward_ste(
     x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -265,7 +199,7 @@ def _forward_ste(
     return dispatch.forward(LayerArguments(x, weight, packed_masks, activation, mask_weights)), packed_masks
 
 
-@_fake("forward_ste")
+@fake("forward_ste")
 def _forward_ste_fake(
     x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -273,7 +207,7 @@ def _forward_ste_fake(
     return x.new_empty((*x.shape[:-1], mask_logits.shape[1])), _pack_masks_fake(mask_logits)
 
 
-@_kernel("forward_train")
+@kernel("forward_train")
 def _forward_train(*args: Any) -> tuple[Tensor, Tensor]:
     given = LayerArguments(*args)
     key = arguments_key(*given)
@@ -282,31 +216,33 @@ def _forward_train(*args: Any) -> tuple[Tensor, Tensor]:
     return dispatch.forward_train(key, given)
 
 
-@_fake("forward_train")
+@fake("forward_train")
 def _forward_train_fake(*args: Any) -> tuple[Tensor, Tensor]:
     given, result = LayerArguments(*args), _forward_fake(*args)
-    rows = _rows_of_partials(given.n_masks, given.mask_weights is not None)
+    rows = rows_of_partials(given.n_masks, given.mask_weights is not None)
     return result, result.new_empty((*given.x.shape[:-1], rows, given.out_features))
 
 
-def _rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
+def rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
+    """The size of partials before out_features."""
     return 2 * n_masks + 1 if has_mask_weights else n_masks + 1
 
 
-def _check_backward(call: BackwardArguments) -> None:
+def check_backward(call: BackwardArguments) -> None:
+    """Check the arguments of `mglu::backward`."""
     checks.check_inputs(call.x, call.weight)
     checks.check_packed(call.weight, call.packed_masks)
     for name in ("logits_dtype", "mask_weights_dtype"):
         checks.check_floating(name, getattr(call, name))
     leading, out_features, n_masks = call.x.shape[:-1], call.weight.shape[0], n_masks_of(call.packed_masks)
     # Partials of a layer with mask weights are valid even if the gradient of the mask weights is not needed.
-    with_mask_weights = _rows_of_partials(n_masks, has_mask_weights=True)
+    with_mask_weights = rows_of_partials(n_masks, has_mask_weights=True)
     has_mask_weights = call.mask_weights_dtype is not None or same_sizes(
         call.partials.shape[-2:-1], (with_mask_weights,)
     )
     shapes = {
         "grad_output": (*leading, out_features),
-        "partials": (*leading, _rows_of_partials(n_masks, has_mask_weights), out_features),
+        "partials": (*leading, rows_of_partials(n_masks, has_mask_weights), out_features),
     }
     for name, shape in shapes.items():
         tensor = getattr(call, name)
@@ -319,20 +255,20 @@ def _check_backward(call: BackwardArguments) -> None:
             raise ValueError(f"{name}: got device {tensor.device}, must be x's device {call.x.device}")
 
 
-@_kernel("backward")
+@kernel("backward")
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, mask logits and mask_weights; gradients that are not needed are empty."""
     key, call = arguments_key(*args), BackwardArguments(*args)
     if not dispatch.is_known(key):
-        _check_backward(call)
+        check_backward(call)
         check_memory(**call.tensors())
     return dispatch.backward(key, call)
 
 
-@_fake("backward")
+@fake("backward")
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = BackwardArguments(*args)
-    _check_backward(call)
+    check_backward(call)
     x, weight, needs, n_masks = call.x, call.weight, call.needs, n_masks_of(call.packed_masks)
     return (
         x.new_empty(x.shape if needs[0] else (0,)),
@@ -363,7 +299,7 @@ class _Layer(torch.autograd.Function):
         weight_format: str = "dense",
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         decoded = _decoded(x, weight, weight_scale, weight_format)
-        with torch._C._AutoDispatchBelowAutograd(), _no_view_tracking(), _outer_gradients():
+        with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
             if mask_logits is not None:
                 _check_ste(x, weight, mask_logits, activation, mask_weights)
                 packed_masks = pack_logits(mask_logits)
@@ -404,47 +340,6 @@ def _decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str
     return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
 
 
-class _LayerBackward(torch.autograd.Function):
-    """`mglu::backward` with a derivative that raises: under `create_graph=True`, its results depend on its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd(), _outer_gradients():
-            return backward(*args)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("mglu::backward: a second derivative of MGLU is not implemented")
-
-
-def _outer_gradients() -> torch.set_grad_enabled:
-    """Enable gradients inside `Function.forward`, which disables them, for the functorch levels below this one."""
-    return torch.set_grad_enabled(torch._C._are_functorch_transforms_active())
-
-
-_VIEW_TRACKING = DispatchKeySet(DispatchKey.ADInplaceOrView)
-
-
-def _no_view_tracking() -> torch._C._ExcludeDispatchKeyGuard:
-    """Disable view tracking inside `Function.forward`, where a backend reshapes its result.
-
-    Autograd forbids writing in place to a view that a `Function` returns, and `y = mglu(x); y += residual` is common.
-    """
-    return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call `function.apply`, also under the transforms of functorch.
-
-    The transforms call the Autograd kernel of an operator once for each level, as for the operators of ATen.
-    `Function.apply` does not support that and raises; its base class is what functorch itself calls for one level.
-    """
-    if not torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc] # of the C base class
-
-
 def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Call `_Layer` with the arguments of `mglu::forward`."""
     given = LayerArguments(*args)
@@ -464,114 +359,61 @@ def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
                     f"{name}: got a tensor that requires a gradient, which there is not for "
                     f"weight_format={weight_format!r}: call {name}.requires_grad_(False)"
                 )
-    return _apply(_Layer, x, weight, None, packed_masks, activation, mask_weights, scale, weight_format)
+    return apply_function(_Layer, x, weight, None, packed_masks, activation, mask_weights, scale, weight_format)
 
 
-def _needs_gradient(*args: Any) -> bool:
-    """Return whether autograd must record this call.
-
-    Raises:
-        NotImplementedError: an argument has a tangent of forward-mode AD, which would be lost.
-    """
-    if forward_ad._current_level >= 0:
-        for arg in args:
-            if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg, level=0).tangent is not None:
-                raise NotImplementedError(
-                    "mglu: forward-mode AD (torch.func.jvp, jacfwd, dual_level) is not implemented; "
-                    "use reverse mode (backward, torch.func.grad, vjp, jacrev)"
-                )
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-
-
-# The keys of a call whose next stop in the dispatcher is `_forward`: no mode, tensor subclass or transform is active.
-_PLAIN_KEYSETS = tuple(
-    (DispatchKeySet(device) | DispatchKeySet(autograd)).raw_repr()
-    for device, autograd in (
-        (DispatchKey.CUDA, DispatchKey.AutogradCUDA),
-        (DispatchKey.CPU, DispatchKey.AutogradCPU),
-    )
-)
-
-
-@_kernel("forward", "Autograd", with_keyset=True)
+@kernel("forward", "Autograd", with_keyset=True)
 def _forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
     # Checking here first saves a function call in decoding, where gradients are off.
-    if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and _needs_gradient(*args):
+    if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and needs_gradient(*args):
         return _apply_layer(*args)[0]
-    if keys.raw_repr() in _PLAIN_KEYSETS:
+    if keys.raw_repr() in PLAIN_KEYSETS:
         return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return forward(*args)
 
 
-@_kernel("forward_ste", "Autograd")
+@kernel("forward_ste", "Autograd")
 def _forward_ste_autograd(
     x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    if _needs_gradient(x, weight, mask_logits, mask_weights):
+    if needs_gradient(x, weight, mask_logits, mask_weights):
         check_dense("mask_logits", mask_logits)  # to `_Layer`, None would mean packed masks
-        return _apply(_Layer, x, weight, mask_logits, None, activation, mask_weights)[:2]
+        return apply_function(_Layer, x, weight, mask_logits, None, activation, mask_weights)[:2]
     with torch._C._AutoDispatchBelowAutograd():
         return forward_ste(x, weight, mask_logits, activation, mask_weights)
 
 
-@_kernel("forward_train", "Autograd", with_keyset=True)
+@kernel("forward_train", "Autograd", with_keyset=True)
 def _forward_train_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
     """The result is differentiable, for functorch levels above this one; the partials are constants."""
-    if _needs_gradient(*args):
+    if needs_gradient(*args):
         result, _, partials = _apply_layer(*args)
         return result, partials
     with torch._C._AutoDispatchBelowAutograd():
-        return _forward_train(*args) if keys.raw_repr() in _PLAIN_KEYSETS else forward_train(*args)
+        return _forward_train(*args) if keys.raw_repr() in PLAIN_KEYSETS else forward_train(*args)
 
 
-@_kernel("backward", "Autograd", with_keyset=True)
+_LastDerivative = last_derivative(backward)
+
+
+@kernel("backward", "Autograd", with_keyset=True)
 def _backward_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if _needs_gradient(*args):
-        return _apply(_LayerBackward, *args)
+    if needs_gradient(*args):
+        return apply_function(_LastDerivative, *args)
     with torch._C._AutoDispatchBelowAutograd():
-        return _backward(*args) if keys.raw_repr() in _PLAIN_KEYSETS else backward(*args)
+        return _backward(*args) if keys.raw_repr() in PLAIN_KEYSETS else backward(*args)
 
 
-def _without_autograd(op: Any) -> Callable[..., Any]:
-    """Return the Autograd kernel of an operator whose result has an integer dtype and so no gradient."""
-
-    def kernel(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-
-    return kernel
-
-
-_kernel("pack_masks", "Autograd")(_without_autograd(pack_masks))
-_kernel("pack_logits", "Autograd")(_without_autograd(pack_logits))
-_kernel("unpack_masks", "Autograd")(_without_autograd(unpack_masks))
+kernel("pack_masks", "Autograd")(without_autograd(pack_masks))
+kernel("pack_logits", "Autograd")(without_autograd(pack_logits))
+kernel("unpack_masks", "Autograd")(without_autograd(unpack_masks))
 
 
 # --- Autocast: x and weight are cast as by F.linear; logits are only compared with 0, and keep their dtype ------------
 
-_AUTOCAST_KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
-_AUTOCAST_KEYSET = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-
-
-def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
-    def kernel(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device_type)
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYSET):
-            return op(_cast("x", x, dtype), _cast("weight", weight, dtype), *args, **kwargs)
-
-    return kernel
-
-
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    check_dense(name, tensor)
-    # float64 stays, as in F.linear. So does a quantised weight, whose values mean nothing without their scales.
-    return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor
-
-
-for _device_type, _key in _AUTOCAST_KEYS.items():
-    for _op in (forward, forward_ste):
-        _lib.impl(_op._schema.name.split("::")[1], _autocast(_op, _device_type), _key.name)
+for _op in (forward, forward_ste):
+    register_autocast(_op)
 
 
 # --- vmap: a batch of x becomes more tokens of one call; a batch of weights or masks becomes a loop of calls ----------
@@ -582,55 +424,27 @@ def _vmap_layer(op: Any, out_dims: Any) -> Callable[..., Any]:
         given, names = LayerArguments(*args), LayerArguments._fields
         dims = {name: dim for name, dim in zip(names, in_dims, strict=False) if dim is not None}
         if not dims or dims.keys() - {"x", "mask_weights"}:
-            return _vmap_loop(op)(info, in_dims, *args)
-        batched: dict[str, Any] = {
-            name: _batched(getattr(given, name), dims.get(name), info.batch_size)
+            return vmap_loop(op)(info, in_dims, *args)
+        as_tokens: dict[str, Any] = {
+            name: batched(getattr(given, name), dims.get(name), info.batch_size)
             for name in ("x", "mask_weights")
             if getattr(given, name) is not None
         }
-        return op(*given._replace(**batched)[: len(op._schema.arguments)]), out_dims
-
-    return rule
-
-
-def _batched(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
-    return tensor.unsqueeze(0).expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def _entry(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
-    """Return one entry of a batch. For an empty batch, return zeros, which give the results their shapes."""
-    return tensor.select(dim, index) if size else tensor.new_zeros(tensor.movedim(dim, 0).shape[1:])
-
-
-def _vmap_loop(op: Any) -> Callable[..., Any]:
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        size = info.batch_size
-
-        def pick(i: int) -> list[Any]:
-            batched = [isinstance(arg, Tensor) and dim is not None for arg, dim in zip(args, in_dims, strict=True)]
-            return [
-                _entry(arg, dim, i, size) if has else arg for arg, dim, has in zip(args, in_dims, batched, strict=True)
-            ]
-
-        results = [op(*pick(i)) for i in range(max(size, 1))]
-        if isinstance(results[0], tuple):
-            stacked = tuple(torch.stack(part)[:size] for part in zip(*results, strict=True))
-            return stacked, (0,) * len(stacked)
-        return torch.stack(results)[:size], 0
+        return op(*given._replace(**as_tokens)[: len(op._schema.arguments)]), out_dims
 
     return rule
 
 
 for _op, _rule in (
-    (pack_masks, _vmap_loop(pack_masks)),
-    (pack_logits, _vmap_loop(pack_logits)),
-    (unpack_masks, _vmap_loop(unpack_masks)),
+    (pack_masks, vmap_loop(pack_masks)),
+    (pack_logits, vmap_loop(pack_logits)),
+    (unpack_masks, vmap_loop(unpack_masks)),
     (forward, _vmap_layer(forward, 0)),
     (forward_ste, _vmap_layer(forward_ste, (0, None))),
     (forward_train, _vmap_layer(forward_train, (0, 0))),
-    (backward, _vmap_loop(backward)),
+    (backward, vmap_loop(backward)),
 ):
-    torch.library.register_vmap(_op, _rule, lib=_lib)
+    torch.library.register_vmap(_op, _rule, lib=library)
 
 
 # --- The name that mask_weights had ----------------------------------------------------------------------------------
@@ -649,8 +463,8 @@ def _renamed(op: Any) -> Callable[..., Any]:
 for _op, _masks in ((forward, "packed_masks"), (forward_ste, "mask_logits")):
     _name = f"{_op._schema.name.split('::')[1]}.route_weights"
     _tail, _result = 'str activation="silu", *, Tensor? route_weights', str(_op._schema).rpartition("-> ")[2]
-    _lib.define(f"{_name}(Tensor x, Tensor weight, Tensor {_masks}, {_tail}) -> {_result}")
-    _lib.impl(_name, _renamed(_op), "CompositeImplicitAutograd")
+    library.define(f"{_name}(Tensor x, Tensor weight, Tensor {_masks}, {_tail}) -> {_result}")
+    library.impl(_name, _renamed(_op), "CompositeImplicitAutograd")
 
 
 # --- DTensor --------------------------------------------------------------------------------------------------------
@@ -663,6 +477,3 @@ def register_dtensor_rules() -> None:
     any time, and more than once, is harmless. It imports `torch.distributed.tensor`, which `import mglu_ops` does not.
     """
     from . import sharding  # noqa: F401 (importing it registers the rules)
-
-
-from . import flops  # noqa: E402, F401 (it registers formulas for the operators above)

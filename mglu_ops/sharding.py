@@ -11,7 +11,7 @@ dimension of the mesh, DTensor takes the row that moves the least data. A shard 
 scales (`fp8_block`) must have whole blocks of them.
 
 Importing this module registers the rules. `ops` imports it when DTensor first asks for the shapes of an operator's
-results (`ops._fake`), so that a program without DTensors does not import `torch.distributed.tensor`.
+results (`registering.fake`), so that a program without DTensors does not import `torch.distributed.tensor`.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .base import Backend, PreparedCall
-from .composite import Composite
+from .composite_experts import CompositeExperts
 from .cpu import Cpu
 from .cuda import Cuda
 from .triton import Triton
 
 __all__ = ["BACKENDS", "Backend", "PreparedCall"]
 
-BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (Cuda(), Triton(), Cpu(), Composite())}
+BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (Cuda(), Triton(), Cpu(), CompositeExperts())}
 """All backends by name."""

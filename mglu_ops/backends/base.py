@@ -1,6 +1,6 @@
 """The interface of a backend: an object that says whether it can run a call, and prepares it.
 
-Every backend runs `mglu::forward`. Some also pack masks, and run `mglu::forward_train` or `mglu::backward`.
+Every backend runs `mglu::forward`. Some also pack masks, run `mglu::forward_train` or `mglu::backward`, or run experts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..expert_calls import DownArguments, ExpertArguments, ExpertCall
 from ..layer_call import LayerArguments, LayerCall
 
 
@@ -80,6 +81,78 @@ class PreparedBackward(Protocol):
         """
 
 
+class PreparedExperts(Protocol):
+    """A call of `mglu::experts_forward` or `mglu::grouped_forward`; see `PreparedCall`. Thread-safe.
+
+    It reads no id and no offset on the host of a GPU. Kernels clamp offs, so that no value leads out of bounds.
+    """
+
+    def __call__(self, given: ExpertArguments) -> Tensor:
+        """The contiguous result `[T, K, out_features]`, or `[S, out_features]` with offs; `given` is `in_rows`.
+
+        Rows without an expert are zeros, and their x is not read.
+        """
+
+
+class PreparedDown(Protocol):
+    """A call of `mglu::experts_down`; see `PreparedCall`. Thread-safe."""
+
+    def __call__(self, given: DownArguments) -> Tensor:
+        """The contiguous result `[T, out_features]`; `given` is `in_rows`."""
+
+
+class PreparedGroupedForwardTrain(Protocol):
+    """A call of `mglu::grouped_forward_train`; see `PreparedForwardTrain`. Thread-safe."""
+
+    def __call__(self, given: ExpertArguments) -> tuple[Tensor, Tensor]:
+        """The result `[S, out_features]` and the partials `[S, ..., out_features]`; `given` is `in_rows`."""
+
+
+class GroupedBackwardArguments(NamedTuple):
+    """The arguments of `mglu::grouped_backward`, in the order of its schema: those of `BackwardArguments` and offs."""
+
+    grad_output: Tensor
+    """`[S, out_features]`."""
+    x: Tensor
+    """`[S, in_features]`."""
+    weight: Tensor
+    """`[E, out_features, in_features]`."""
+    packed_masks: Tensor
+    """`[E, out_features, ceil(in_features / 8), n_masks]`."""
+    offs: Tensor
+    """int32 `[E]`; contiguous for a backend."""
+    partials: Tensor
+    """What `grouped_forward_train` of any backend returned; contiguous for a backend."""
+    needs: Sequence[bool]
+    logits_dtype: torch.dtype | None
+    mask_weights_dtype: torch.dtype | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return dict(zip(self._fields, self[:6], strict=False))
+
+    def of_expert(self, expert: int, rows: slice) -> BackwardArguments:
+        """The arguments of one expert's layer and its rows."""
+        grad_output, x, weight, packed_masks, _, partials, needs, logits_dtype, mask_weights_dtype = self
+        return BackwardArguments(
+            grad_output[rows],
+            x[rows],
+            weight[expert],
+            packed_masks[expert],
+            partials[rows],
+            needs,
+            logits_dtype,
+            mask_weights_dtype,
+        )
+
+
+class PreparedGroupedBackward(Protocol):
+    """A call of `mglu::grouped_backward`; see `PreparedBackward`. Thread-safe."""
+
+    def __call__(self, arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of x, weight, mask logits `[E, n_masks, out_features, in_features]` and mask weights."""
+
+
 class Backend(ABC):
     """One implementation of `mglu::forward`, entered in `mglu_ops.backends.BACKENDS`."""
 
@@ -135,3 +208,35 @@ class Backend(ABC):
         argument of that name. The size of the partial derivatives tells whether there were mask weights.
         """
         raise NotImplementedError(f"the backend {self.name} does not train")
+
+    def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
+        """Why `prepare_experts`, or without masks `prepare_down`, cannot take a call; None if it can."""
+        return f"the backend {self.name} has no kernels for experts"
+
+    def can_run_experts(self, call: ExpertCall) -> bool:
+        """Whether `prepare_experts`, or without masks `prepare_down`, can take a call."""
+        return self.unsupported_experts_reason(call) is None
+
+    def prepare_experts(self, call: ExpertCall, launch: Any = None) -> PreparedExperts:
+        """Decide everything about a call of experts except its tensors; `launch` as in `prepare`."""
+        raise NotImplementedError(f"the backend {self.name} has no kernels for experts")
+
+    def prepare_down(self, call: ExpertCall, launch: Any = None) -> PreparedDown:
+        """Decide everything about a call of `mglu::experts_down` except its tensors; `launch` as in `prepare`."""
+        raise NotImplementedError(f"the backend {self.name} has no kernels for experts")
+
+    def can_train_experts_forward(self, call: ExpertCall) -> bool:
+        """Whether the backend runs `mglu::grouped_forward_train`. Any backend can read what it keeps for backward."""
+        return False
+
+    def can_train_experts_backward(self, call: ExpertCall) -> bool:
+        """Whether the backend runs `mglu::grouped_backward`; see `prepare_backward` for the call."""
+        return False
+
+    def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
+        """Decide everything about a forward pass of experts in training except its tensors."""
+        raise NotImplementedError(f"the backend {self.name} does not train experts")
+
+    def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
+        """Decide everything about a backward pass of experts except its tensors; see `prepare_backward`."""
+        raise NotImplementedError(f"the backend {self.name} does not train experts")

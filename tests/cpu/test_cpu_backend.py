@@ -27,7 +27,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library, "_loaded", None)
     for name in ("_prepared", "_training_calls"):
         monkeypatch.setattr(dispatch, name, {})
-    dispatch._warn_of_fallback.cache_clear()
+    dispatch.warn_of_fallback.cache_clear()
 
 
 @pytest.mark.usefixtures("no_compiler")

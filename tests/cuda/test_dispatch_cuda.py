@@ -144,7 +144,7 @@ def test_a_layer_that_misses_the_fast_kernels_is_a_fallback_with_its_cause(chang
 
 
 def test_a_fallback_warns_once_for_all_numbers_of_tokens(launched: list[tuple[int, ...]]) -> None:
-    dispatch._warn_of_fallback.cache_clear()
+    dispatch.warn_of_fallback.cache_clear()
     with pytest.warns(UserWarning, match="in_features 2047 is not a multiple of 8"):
         dispatch.forward(layer(1, d=256, h=2047))
     with warnings.catch_warnings():

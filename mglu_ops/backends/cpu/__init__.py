@@ -8,16 +8,27 @@ with any number of threads. `backward` is the backward pass in training, in bflo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
+from ...expert_calls import ExpertCall
 from ...formats import get_format
 from ...layer_call import LayerArguments, LayerCall
 from ...masks import packed_shape, packed_width
-from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
+from .. import expert_loop
+from ..base import (
+    Backend,
+    PreparedBackward,
+    PreparedCall,
+    PreparedExperts,
+    PreparedForwardTrain,
+    PreparedGroupedBackward,
+    PreparedGroupedForwardTrain,
+)
 from . import backward
 from .build import BuildError
 from .library import (
@@ -109,6 +120,28 @@ class Cpu(Backend):
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
         """Prepare a supported backward pass. Raises what `prepare` raises."""
         return backward.Backward(call, _library())
+
+    def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
+        if not call.layer.n_masks:
+            return "no kernel for experts_down on a CPU"
+        return self.unsupported_reason(call.layer)
+
+    def prepare_experts(self, call: ExpertCall, launch: str | None = None) -> PreparedExperts:
+        """Prepare a supported call; `launch` and errors as in `prepare`."""
+        prepare = partial(self.prepare, launch=launch)
+        return partial(expert_loop.forward, expert_loop.layers(prepare, call), call)
+
+    def can_train_experts_forward(self, call: ExpertCall) -> bool:
+        return self.can_train_forward(call.layer)
+
+    def can_train_experts_backward(self, call: ExpertCall) -> bool:
+        return self.can_train_backward(call.layer)
+
+    def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
+        return partial(expert_loop.forward_train, expert_loop.layers(self.prepare_forward_train, call), call)
+
+    def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
+        return partial(expert_loop.backward, expert_loop.layers(self.prepare_backward, call))
 
 
 def _library() -> Library:

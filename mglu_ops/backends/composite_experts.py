@@ -1,0 +1,216 @@
+"""Experts as library GEMMs: a loop over experts on a CPU, and elsewhere batched GEMMs over blocks of rows.
+
+A block is up to B rows of one expert. Sorting the rows by expert and counting them gives each block its expert and its
+rows on the device, and S and E alone bound the number of blocks, so that the host reads no value and waits for nothing.
+The weights of the experts of some blocks are gathered, masked as in `composite`, and multiplied by `torch.bmm`. A block
+whose expert has fewer rows multiplies rows of other experts too, and these products are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..activations import get_activation
+from ..expert_calls import DownArguments, ExpertArguments, ExpertCall, sort_pairs
+from ..formats import FORMATS
+from ..masks import unpack_one
+from ..sizes import ceil_div
+from . import expert_loop
+from .base import PreparedDown, PreparedExperts, PreparedGroupedBackward, PreparedGroupedForwardTrain
+from .composite import Composite, operand_dtype, sum_dtype
+
+_MOST_GATHERED = 1 << 26
+"""Weights of the experts of blocks that are gathered at once."""
+
+
+@dataclass
+class _Blocks:
+    """Rows in blocks of one expert each.
+
+    Attributes:
+        experts: the expert of each block, int64 `[blocks]`; any for a block that no row needs.
+        pairs: the row of the result at each place, int64 `[blocks, B]`; any for a place that no row needs.
+        places: the place of each row of the result in the blocks, int64 `[S]`.
+        has_expert: whether a row has an expert, bool `[S]`.
+    """
+
+    experts: Tensor
+    pairs: Tensor
+    places: Tensor
+    has_expert: Tensor
+
+    @staticmethod
+    def of(expert_ids: Tensor | None, offs: Tensor | None, experts: int, rows: int) -> _Blocks:
+        pairs: Tensor | None = None
+        if offs is None:
+            assert expert_ids is not None
+            pairs, offs = sort_pairs(expert_ids, experts)
+        size = _rows_of_a_block(rows, experts)
+        blocks = min(rows, rows // size + experts)
+        ends = offs.long().clamp(0, rows).cummax(0).values
+        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        block_ends = ((ends - starts + (size - 1)) // size).cumsum(0)
+        block_starts = torch.cat((block_ends.new_zeros(1), block_ends[:-1]))
+        numbers = torch.arange(blocks, device=offs.device)
+        of_blocks = torch.searchsorted(block_ends, numbers, right=True).clamp_max(experts - 1)
+        first = starts[of_blocks] + (numbers - block_starts[of_blocks]) * size
+        sorted_rows = (first[:, None] + torch.arange(size, device=offs.device)).clamp_max(rows - 1)
+        # The place of each row: that of its block, and its place there.
+        row = torch.arange(rows, device=offs.device)
+        expert = torch.searchsorted(ends, row, right=True)
+        has_expert, expert = expert < experts, expert.clamp_max(experts - 1)
+        places = block_starts[expert] * size + (row - starts[expert])
+        places = torch.where(has_expert, places, 0)
+        if pairs is None:
+            return _Blocks(of_blocks, sorted_rows, places, has_expert)
+        back = pairs.argsort()
+        return _Blocks(of_blocks, pairs[sorted_rows], places[back], has_expert[back])
+
+    def chunks(self, weights_of_one: int) -> Iterator[slice]:
+        """Some blocks at a time, so that the weights of their experts fit in `_MOST_GATHERED`."""
+        step = max(1, _MOST_GATHERED // max(1, weights_of_one))
+        for start in range(0, len(self.experts), step):
+            yield slice(start, start + step)
+
+    def rows(self, results: Sequence[Tensor]) -> Tensor:
+        """The rows `[S, ...]` of results of all blocks `[blocks, B, ...]`; zeros without an expert."""
+        found = torch.cat(list(results)).flatten(0, 1)[self.places]
+        return torch.where(self.has_expert[:, None], found, 0)
+
+
+def _rows_of_a_block(rows: int, experts: int) -> int:
+    """Twice the rows that each expert has if all have as many, as a power of two from 16 to 128."""
+    balanced = ceil_div(rows, max(1, min(rows, experts)))
+    return min(128, max(16, 1 << balanced.bit_length()))
+
+
+def forward(call: ExpertCall, given: ExpertArguments) -> Tensor:
+    """The result of `experts_forward` or `grouped_forward` without reading a value on the host."""
+    x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
+    layer = call.layer
+    if not call.rows or not layer.out_features:
+        return x.new_zeros(call.result_shape)
+    blocks = _Blocks.of(given.expert_ids, given.offs, call.experts, call.rows)
+    act, dtype = get_activation(activation).forward, operand_dtype(x)
+    results = []
+    for chunk in blocks.chunks(layer.out_features * layer.in_features):
+        experts, pairs = blocks.experts[chunk], blocks.pairs[chunk]
+        rows = x[pairs // (call.top_k or 1)].to(dtype)
+        of_experts = _decode(weight[experts], None if scale is None else scale[experts], weight_format, dtype)
+        masks = packed_masks[experts].flatten(0, 1)
+        weights = None if mask_weights is None else mask_weights[pairs].to(sum_dtype(x.dtype))
+        result: Tensor | None = None
+        for i in range(layer.n_masks):
+            masked = of_experts * unpack_one(masks, i, layer.in_features).view(of_experts.shape)
+            term = act(_matmul(rows, masked)) * _matmul(rows, of_experts - masked)
+            if weights is not None:
+                term *= weights[..., i : i + 1]
+            result = term if result is None else result.add_(term)
+        assert result is not None
+        results.append(result.to(x.dtype))
+    return torch.ops.aten._unsafe_view(blocks.rows(results), call.result_shape)
+
+
+def down(given: DownArguments) -> Tensor:
+    """The result of `experts_down` without reading a value on the host."""
+    y, weight, ids, expert_weights, scale, weight_format = given
+    (tokens, top_k, d), (experts, out_features, _) = y.shape, weight.shape
+    if not tokens or not out_features:
+        return y.new_zeros(tokens, out_features)
+    blocks, rows_of_y = _Blocks.of(ids, None, experts, tokens * top_k), y.flatten(0, 1)
+    dtype, results = operand_dtype(y), []
+    for chunk in blocks.chunks(out_features * d):
+        chosen = blocks.experts[chunk]
+        of_experts = _decode(weight[chosen], None if scale is None else scale[chosen], weight_format, dtype)
+        results.append(_matmul(rows_of_y[blocks.pairs[chunk]].to(dtype), of_experts))
+    products = blocks.rows(results).view(tokens, top_k, out_features)
+    return expert_loop.weighted_sum(products, expert_weights).to(y.dtype)
+
+
+def _decode(weight: Tensor, scale: Tensor | None, weight_format: str, dtype: torch.dtype) -> Tensor:
+    return FORMATS[weight_format].dequantize(weight, scale, dtype)
+
+
+def _matmul(rows: Tensor, weight: Tensor) -> Tensor:
+    """`rows @ weight^T` of each block, summed and returned in float32 at least."""
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(rows, weight.mT, out_dtype=torch.float32)
+    return torch.bmm(rows, weight.mT)
+
+
+class CompositeExperts(Composite):
+    """The backend `composite` with the experts of this module."""
+
+    def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
+        return None
+
+    def prepare_experts(self, call: ExpertCall, launch: None = None) -> PreparedExperts:
+        if call.layer.device.type != "cpu":
+            return partial(forward, call)
+        return partial(expert_loop.forward, expert_loop.layers(self.prepare, call), call)
+
+    def prepare_down(self, call: ExpertCall, launch: None = None) -> PreparedDown:
+        return down_on_cpu if call.layer.device.type == "cpu" else down
+
+    def can_train_experts_forward(self, call: ExpertCall) -> bool:
+        return True
+
+    def can_train_experts_backward(self, call: ExpertCall) -> bool:
+        return True
+
+    def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
+        _refuse_training(call)
+        return partial(expert_loop.forward_train, expert_loop.layers(self.prepare_forward_train, call), call)
+
+    def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
+        _refuse_training(call)
+        return partial(expert_loop.backward, expert_loop.layers(self.prepare_backward, call))
+
+
+def _refuse_training(call: ExpertCall) -> None:
+    if call.layer.device.type != "cpu":
+        raise NotImplementedError(f"mglu: got experts on {call.layer.device} in training, must be on a CPU")
+
+
+# --- On a CPU --------------------------------------------------------------------------------------------------------
+
+
+def down_on_cpu(given: DownArguments) -> Tensor:
+    """The result of `experts_down`."""
+    _, weight, _, _, scale, weight_format = given
+    dtype = sum_dtype(given.y.dtype)
+
+    def product(expert: int, rows: Tensor) -> Tensor:
+        scale_of_expert = None if scale is None else scale[expert]
+        return rows.to(dtype) @ _decode(weight[expert], scale_of_expert, weight_format, dtype).t()
+
+    return expert_loop.down(product, given)
+
+
+def down_backward(grad_output: Tensor, given: DownArguments, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of y, weight and expert_weights of `experts_down`; empty where not needed."""
+    y, weight, ids, expert_weights, *_ = given
+    if not y.is_cpu:
+        raise NotImplementedError(f"mglu::experts_down_backward: got tensors on {y.device}, must be on a CPU")
+    (_, top_k, d), wide = y.shape, sum_dtype(y.dtype)
+    rows_of_y, weights = y.flatten(0, 1), expert_weights.flatten().to(wide)
+    of_y, of_weight, of_expert_weights = (
+        tensor.new_zeros(tensor.shape if is_needed else 0)
+        for tensor, is_needed in zip((y, weight, expert_weights), needs, strict=True)
+    )
+    for expert, rows in expert_loop.pairs_of_experts(ids, weight.shape[0]):
+        grad = grad_output[rows // top_k].to(wide)
+        if needs[0] or needs[2]:
+            back = grad @ weight[expert].to(wide)  # the gradient of y before its expert weight
+        if needs[0]:
+            of_y.view(-1, d)[rows] = (back * weights[rows, None]).to(y.dtype)
+        if needs[2]:
+            of_expert_weights.view(-1)[rows] = (back * rows_of_y[rows]).sum(-1).to(expert_weights.dtype)
+        if needs[1]:
+            of_weight[expert] = ((grad * weights[rows, None]).t() @ rows_of_y[rows].to(wide)).to(weight.dtype)
+    return of_y, of_weight, of_expert_weights

@@ -1,0 +1,135 @@
+"""Experts on a CPU: a loop that runs the kernels of one layer for each expert that has rows. The host reads the ids.
+
+Backends give it how they prepare one layer. An expert without rows costs nothing, except in
+`backward`, where its gradients are filled with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..expert_calls import DownArguments, ExpertArguments, ExpertCall, sort_pairs
+from ..layer_call import LayerArguments, LayerCall, Layout
+from .base import (
+    GroupedBackwardArguments,
+    PreparedBackward,
+    PreparedCall,
+    PreparedForwardTrain,
+)
+from .composite import sum_dtype
+
+P = TypeVar("P")
+
+_ROWS_KEPT = 1024
+"""The most numbers of rows for which the kernels of one layer stay prepared."""
+
+
+def layers(prepare: Callable[[LayerCall], P], call: ExpertCall) -> Callable[[int], P]:
+    """A function of an expert's rows that returns what runs its layer; `prepare` is that of a backend for one layer."""
+    layer = call.layer
+    if not call.is_sorted:  # then rows are gathered
+        layer = replace(layer, x=Layout((layer.in_features, 1)))
+        if layer.mask_weights_dtype is not None:
+            layer = replace(layer, mask_weights=Layout((layer.n_masks, 1)))
+    return lru_cache(_ROWS_KEPT)(lambda rows: prepare(replace(layer, leading=(rows,))))
+
+
+def forward(layers: Callable[[int], PreparedCall], call: ExpertCall, given: ExpertArguments) -> Tensor:
+    """The result of `experts_forward` or `grouped_forward`."""
+    out = given.x.new_zeros(call.rows, call.layer.out_features)
+    for expert, rows in _rows_of_experts(given.routing, call):
+        one = _layer(given, expert, rows, call.top_k or 1)
+        out[rows] = layers(len(one.x))(one)
+    return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, as in `composite`
+
+
+def down(product: Callable[[int, Tensor], Tensor], given: DownArguments) -> Tensor:
+    """The result of `experts_down`; `product` multiplies rows of an expert with its transposed weight, in wide sums."""
+    y, weight, ids, expert_weights, *_ = given
+    (tokens, top_k, d), (experts, out_features, _) = y.shape, weight.shape
+    products = y.new_zeros(tokens * top_k, out_features, dtype=sum_dtype(y.dtype))
+    for expert, rows in pairs_of_experts(ids, experts):
+        products[rows] = product(expert, y.view(tokens * top_k, d)[rows])
+    return weighted_sum(products.view(tokens, top_k, out_features), expert_weights).to(y.dtype)
+
+
+def weighted_sum(products: Tensor, expert_weights: Tensor) -> Tensor:
+    """`sum_k expert_weights[t, k] * products[t, k]` in the order of k and in the dtype of the products."""
+    weights = expert_weights.to(products.dtype)
+    total = products[:, 0] * weights[:, :1]
+    for k in range(1, products.shape[1]):
+        total.addcmul_(products[:, k], weights[:, k : k + 1])
+    return total
+
+
+def forward_train(
+    layers: Callable[[int], PreparedForwardTrain], call: ExpertCall, given: ExpertArguments
+) -> tuple[Tensor, Tensor]:
+    """The result and the partials of `grouped_forward_train`."""
+    layer = call.layer
+    entries = (1 if layer.mask_weights_dtype is None else 2) * layer.n_masks + 1
+    out = given.x.new_zeros(call.result_shape)
+    partials = given.x.new_zeros(call.rows, entries, layer.out_features)
+    for expert, rows in _slices_of_experts(given.routing, call.rows):
+        one = _layer(given, expert, rows, 1)
+        out[rows], partials[rows] = layers(len(one.x))(one)
+    return out, partials
+
+
+def backward(
+    layers: Callable[[int], PreparedBackward], arguments: GroupedBackwardArguments
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `grouped_backward`."""
+    _, x, weight, packed_masks, offs, _, needs, logits_dtype, mask_weights_dtype = arguments
+    (experts, d, h), n_masks = weight.shape, packed_masks.shape[-1]
+    of_x = x.new_zeros(x.shape if needs[0] else 0)
+    of_weight = x.new_zeros(weight.shape if needs[1] else 0)
+    of_logits = x.new_zeros((experts, n_masks, d, h) if logits_dtype else 0, dtype=logits_dtype or x.dtype)
+    of_mask_weights = x.new_zeros(
+        (x.shape[0], n_masks) if mask_weights_dtype else 0, dtype=mask_weights_dtype or x.dtype
+    )
+    for expert, rows in _slices_of_experts(offs, x.shape[0]):
+        found = layers(rows.stop - rows.start)(arguments.of_expert(expert, rows))
+        for gradient, of_expert in zip((of_x, of_mask_weights), found[::3], strict=True):
+            if gradient.numel():
+                gradient[rows] = of_expert
+        for gradient, of_expert in zip((of_weight, of_logits), found[1:3], strict=True):
+            if gradient.numel():
+                gradient[expert] = of_expert
+    return of_x, of_weight, of_logits, of_mask_weights
+
+
+def _layer(given: ExpertArguments, expert: int, rows: slice | Tensor, top_k: int) -> LayerArguments:
+    """The arguments of an expert's layer for its rows, of which each token has `top_k`."""
+    x = given.x[rows] if isinstance(rows, slice) else given.x[rows // top_k]
+    return given.of_expert(expert, x, None if given.mask_weights is None else given.mask_weights[rows])
+
+
+def _rows_of_experts(index: Tensor, call: ExpertCall) -> Iterator[tuple[int, slice | Tensor]]:
+    """Yield the experts that have rows, with these rows."""
+    if call.is_sorted:
+        yield from _slices_of_experts(index, call.rows)
+    else:
+        yield from pairs_of_experts(index, call.experts)
+
+
+def pairs_of_experts(expert_ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the experts that have rows, with these rows in ascending order."""
+    pairs, offs = sort_pairs(expert_ids, experts)
+    for expert, rows in _slices_of_experts(offs, expert_ids.numel()):
+        yield expert, pairs[rows]
+
+
+def _slices_of_experts(offs: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield the experts that have rows, with these rows, which are sorted by expert."""
+    ends = offs.clamp(0, rows).cummax(0).values.tolist()
+    for expert, (first, end) in enumerate(pairwise((0, *ends))):
+        if first < end:
+            yield expert, slice(first, end)

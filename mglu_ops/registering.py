@@ -1,0 +1,246 @@
+"""Registering operators with torch: what the modules of operators (`ops`, `expert_ops`) share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from . import notices
+from .tensors import check_dense
+
+# `libmglu_ops.so` (csrc/library) defines the same schemas for processes without Python. If it is loaded after this
+# module, it registers nothing. If it is loaded before, its schemas stay; its kernels are registered for
+# CompositeExplicitAutograd, so that kernels registered here for the keys of the devices take precedence.
+_library_came_first = torch._C._dispatch_has_kernel("mglu::forward")
+_KERNEL_KEYS = (
+    *(("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)),
+    *("NestedTensorCPU", "NestedTensorCUDA"),  # so that the checks refuse nested tensors with a clear error
+)
+
+# Only this package registers a kernel for autograd.
+if _library_came_first and torch._C._dispatch_has_kernel_for_dispatch_key("mglu::forward", "Autograd"):
+    raise ImportError(
+        "mglu_ops was imported before in this process and then removed from sys.modules. Its operators are still "
+        "registered with torch, which takes them once: restart Python, or leave mglu_ops in sys.modules"
+    )
+
+library = torch.library.Library("mglu", "FRAGMENT")
+
+
+def define(schemas: Sequence[str]) -> tuple[Any, ...]:
+    """Define operators, and refuse jagged tensors by name: torch calls their class before any kernel could check them.
+
+    Returns the operators in the order of their schemas.
+    """
+    ops = []
+    for schema in schemas:
+        name = schema[: schema.index("(")]
+        # Even if the library came first, some schemas may be missing: it may be of an older version.
+        if not _library_came_first or not torch._C._jit_get_schemas_for_operator(f"mglu::{name}"):
+            library.define(schema)
+        ops.append(getattr(torch.ops.mglu, name).default)
+        torch.library.register_torch_dispatch(f"mglu::{name}", NestedTensor, _refuse_jagged, lib=library)
+    return tuple(ops)
+
+
+def kernel(name: str, *keys: str, with_keyset: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a kernel of an operator, for the devices or for the given dispatch keys."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for key in keys or _KERNEL_KEYS:
+            library.impl(name, function, key, with_keyset=with_keyset)
+        return function
+
+    return register
+
+
+def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the fake kernel of an operator, which computes the shapes and dtypes of its results."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            # DTensor calls the fake kernel for the shapes of the results, and then looks for a sharding rule.
+            if "torch.distributed.tensor" in sys.modules:
+                _register_dtensor_rules_once()
+            return function(*args, **kwargs)
+
+        torch.library.register_fake(f"mglu::{name}", checked, lib=library)
+        return function
+
+    return register
+
+
+@cache
+def _register_dtensor_rules_once() -> None:
+    """Register the sharding rules. A failure is a notice only, because the caller may not use DTensor at all."""
+    try:
+        from . import sharding  # noqa: F401 (importing it registers the rules)
+    except (ImportError, AttributeError, TypeError) as error:
+        notices.say(f"could not register sharding rules with the DTensor of torch {torch.__version__}: {error}")
+
+
+def names_of(op: Any) -> list[str]:
+    """The names of an operator's arguments."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def _refuse_jagged(cls: type, op: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    for name, value in (*zip(names_of(op), args, strict=False), *kwargs.items()):
+        if isinstance(value, NestedTensor):
+            check_dense(name, value)
+
+
+# --- Gradients ------------------------------------------------------------------------------------------------------
+
+
+def outer_gradients() -> torch.set_grad_enabled:
+    """Enable gradients inside `Function.forward`, which disables them, for the functorch levels below this one."""
+    return torch.set_grad_enabled(torch._C._are_functorch_transforms_active())
+
+
+_VIEW_TRACKING = DispatchKeySet(DispatchKey.ADInplaceOrView)
+
+
+def no_view_tracking() -> torch._C._ExcludeDispatchKeyGuard:
+    """Disable view tracking inside `Function.forward`, where a backend reshapes its result.
+
+    Autograd forbids writing in place to a view that a `Function` returns, and `y = mglu(x); y += residual` is common.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call `function.apply`, also under the transforms of functorch.
+
+    The transforms call the Autograd kernel of an operator once for each level, as for the operators of ATen.
+    `Function.apply` does not support that and raises; its base class is what functorch itself calls for one level.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc] # of the C base class
+
+
+def needs_gradient(*args: Any) -> bool:
+    """Return whether autograd must record this call.
+
+    Raises:
+        NotImplementedError: an argument has a tangent of forward-mode AD, which would be lost.
+    """
+    if forward_ad._current_level >= 0:
+        for arg in args:
+            if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg, level=0).tangent is not None:
+                raise NotImplementedError(
+                    "mglu: forward-mode AD (torch.func.jvp, jacfwd, dual_level) is not implemented; "
+                    "use reverse mode (backward, torch.func.grad, vjp, jacrev)"
+                )
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+
+
+# The keys of a call whose next stop in the dispatcher is `_forward`: no mode, tensor subclass or transform is active.
+PLAIN_KEYSETS = tuple(
+    (DispatchKeySet(device) | DispatchKeySet(autograd)).raw_repr()
+    for device, autograd in (
+        (DispatchKey.CUDA, DispatchKey.AutogradCUDA),
+        (DispatchKey.CPU, DispatchKey.AutogradCPU),
+    )
+)
+
+
+def without_autograd(op: Any) -> Callable[..., Any]:
+    """Return the Autograd kernel of an operator whose result has an integer dtype and so no gradient."""
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return kernel
+
+
+def last_derivative(op: Any) -> type[torch.autograd.Function]:
+    """`op` with a derivative that raises: under `create_graph=True`, the results of a backward depend on its inputs."""
+
+    class LastDerivative(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd(), outer_gradients():
+                return op(*args)
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise RuntimeError(f"{op.name()}: a second derivative of MGLU is not implemented")
+
+    return LastDerivative
+
+
+# --- Autocast: x and weight are cast as by F.linear ------------------------------------------------------------------
+
+_AUTOCAST_KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+_AUTOCAST_KEYSET = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+
+def register_autocast(op: Any) -> None:
+    """Let autocast cast the first two arguments of an operator, x and weight."""
+    for device_type, key in _AUTOCAST_KEYS.items():
+        library.impl(op._schema.name.split("::")[1], _autocast(op, device_type), key.name)
+
+
+def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
+    x_name, weight_name = names_of(op)[:2]
+
+    def kernel(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYSET):
+            return op(_cast(x_name, x, dtype), _cast(weight_name, weight, dtype), *args, **kwargs)
+
+    return kernel
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    check_dense(name, tensor)
+    # float64 stays, as in F.linear. So does a quantised weight, whose values mean nothing without their scales.
+    return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor
+
+
+# --- vmap ------------------------------------------------------------------------------------------------------------
+
+
+def batched(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
+    """Return a tensor with its batch first; without a batch, the same tensor for each entry."""
+    return tensor.unsqueeze(0).expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _entry(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
+    """Return one entry of a batch. For an empty batch, return zeros, which give the results their shapes."""
+    return tensor.select(dim, index) if size else tensor.new_zeros(tensor.movedim(dim, 0).shape[1:])
+
+
+def vmap_loop(op: Any) -> Callable[..., Any]:
+    """Return the vmap rule that calls an operator once for each entry of the batch."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        size = info.batch_size
+
+        def pick(i: int) -> list[Any]:
+            batched = [isinstance(arg, Tensor) and dim is not None for arg, dim in zip(args, in_dims, strict=True)]
+            return [
+                _entry(arg, dim, i, size) if has else arg for arg, dim, has in zip(args, in_dims, batched, strict=True)
+            ]
+
+        results = [op(*pick(i)) for i in range(max(size, 1))]
+        if isinstance(results[0], tuple):
+            stacked = tuple(torch.stack(part)[:size] for part in zip(*results, strict=True))
+            return stacked, (0,) * len(stacked)
+        return torch.stack(results)[:size], 0
+
+    return rule
