@@ -78,8 +78,8 @@ def scaled_grouped_mm(x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor,
 
 @pytest.mark.parametrize("tokens", [1, 5, 23])
 @pytest.mark.parametrize("weight_format", ["dense", "fp8_row"])
-def test_forms_of_swiglu_compute_their_layers(monkeypatch: Any, weight_format: str, tokens: int) -> None:
-    """Those of torch; the next test runs the Triton kernels."""
+def test_operators_and_forms_of_swiglu_compute_their_layers(monkeypatch: Any, weight_format: str, tokens: int) -> None:
+    """Of SwiGLU, the forms of torch; the next test runs the Triton kernels."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     expert_baselines._compiled.cache_clear()
@@ -88,7 +88,9 @@ def test_forms_of_swiglu_compute_their_layers(monkeypatch: Any, weight_format: s
     found = [*first_half_variants(layers), *(layer_variants(layers) if whole else ())]
     found = [one for one in found if "Triton" not in one.name]
     assert len(found) == (1 + (tokens <= 8)) * (1 + whole)
-    check(found)
+    ours = [one for halves in {False, whole} for one in experts.our_variants(layers, halves).values()]
+    assert len(ours) == 2 * (1 + whole)
+    check([*found, *ours])
     expert_baselines._compiled.cache_clear()
 
 
