@@ -85,9 +85,9 @@ def unpack(packed_masks: Tensor, in_features: int) -> Tensor:
 
 
 def clear_padding_(packed_masks: Tensor, in_features: int) -> None:
-    """Set the padding bits of a packed tensor to 0, in place."""
+    """Set the padding bits of a packed tensor, or of a stack of them, to 0, in place."""
     if used := in_features % 8:
-        packed_masks[:, -1, :] &= (1 << used) - 1
+        packed_masks[..., -1, :] &= (1 << used) - 1
 
 
 # Bytes of masks that are counted at once. The intermediate tensors of 1 MiB stay in the cache of a CPU core, where the

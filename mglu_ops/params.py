@@ -38,12 +38,16 @@ class ModelSizes:
     head_width: int  # features of a head
     vocabulary: int  # number of tokens
     tied: bool = True  # whether embedding and head are one matrix
+    experts: int | None = None  # experts of a feed-forward layer; None for a layer without a router
+    top_k: int = 1  # experts that compute a token
 
     @property
     def shared_weights(self) -> int:
         """The weights that do not depend on the kind of feed-forward layer."""
         attention = self.hidden * self.head_width * 2 * (self.heads + self.kv_heads)
-        return self.layers * (attention + 2 * self.hidden) + self.hidden + self.embedding * (1 if self.tied else 2)
+        router = self.hidden * (self.experts or 0)
+        layer = attention + router + 2 * self.hidden
+        return self.layers * layer + self.hidden + self.embedding * (1 if self.tied else 2)
 
     @property
     def embedding(self) -> int:
@@ -52,8 +56,8 @@ class ModelSizes:
 
     @property
     def projection(self) -> int:
-        """The weights of one matrix `[d, h]` in every layer."""
-        return self.layers * self.hidden * self.intermediate
+        """The weights of one matrix `[d, h]` in every layer and expert."""
+        return self.layers * (self.experts or 1) * self.hidden * self.intermediate
 
 
 # The paper gives h, d, heads and layers. Its numbers of weights imply a quarter as many key and value heads, and a tied
@@ -73,6 +77,18 @@ KEYS = {
 """The names of sizes that a `config.json` of Transformers must have."""
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The names of the number of experts."""
+_UNLIKE_EXPERTS = {
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 0,
+    "shared_expert_intermediate_size": 0,
+}
+"""Names of other feed-forward layers beside the experts, each with its value where there are none."""
+
+
 @dataclass(frozen=True)
 class Count:
     """The parameters, storage and reads of a model with one kind of feed-forward layer.
@@ -85,8 +101,8 @@ class Count:
     weights: int  # number of weights
     mask_bits: int  # number of mask bits
     storage: int  # bytes of a checkpoint with packed masks
-    load: int  # bytes that decoding one token reads: every weight once, but only one row of an untied embedding
-    projection_load: int  # bytes of the first projection of one feed-forward layer
+    load: int  # bytes that decoding one token reads: each weight once, of an untied embedding one row, of experts top_k
+    projection_load: int  # bytes that it reads of the first projection of one feed-forward layer
 
 
 def counts(
@@ -100,17 +116,20 @@ def counts(
     matrix = _matrix_bits(sizes, bits, weight_format)
     others = sizes.shared_weights + sizes.projection
     row_only = 0 if sizes.tied else sizes.embedding - sizes.hidden
+    idle = (sizes.experts or 1) - sizes.top_k  # experts of a layer that a token does not read
+    one = sizes.hidden * sizes.intermediate
     found = []
     for name, matrices, n_masks in (("GELU", 1, 0), ("SwiGLU", 2, 0), *(("SwiMGLU", 1, n_masks) for n_masks in masks)):
-        first, mask_bits = sizes.layers * matrices * matrix, n_masks * sizes.projection
+        first = matrices * matrix + n_masks * one  # of one expert
+        storage = others * bits + sizes.layers * (sizes.experts or 1) * first
         count = Count(
             name,
             n_masks,
             others + matrices * sizes.projection,
-            mask_bits,
-            storage=(others * bits + first + mask_bits) // 8,
-            load=((others - row_only) * bits + first + mask_bits) // 8,
-            projection_load=(matrices * matrix + n_masks * sizes.hidden * sizes.intermediate) // 8,
+            n_masks * sizes.projection,
+            storage=storage // 8,
+            load=(storage - row_only * bits - sizes.layers * idle * (one * bits + first)) // 8,
+            projection_load=sizes.top_k * first // 8,
         )
         found.append(count)
     return found
@@ -133,9 +152,22 @@ def sizes_of_config(config: Mapping[str, Any]) -> ModelSizes:
     """The sizes in a `config.json` of Transformers.
 
     Raises:
-        ValueError: a size is missing, or is not a positive int.
+        ValueError: a size is missing, or is not a positive int; or layers with experts have other layers beside them.
     """
     found = {name: _size(config, key) for name, key in KEYS.items()}
+    if (key := next((key for key in _EXPERTS if config.get(key) is not None), None)) is not None:
+        for other, plain in _UNLIKE_EXPERTS.items():
+            if config.get(other) not in (None, plain):
+                raise ValueError(
+                    f"{other}: got {config[other]!r}, must be {plain!r} or missing: every layer must have the same "
+                    "experts, and no others"
+                )
+        found["intermediate"] = _size(config, "moe_intermediate_size", found["intermediate"])
+        found |= {"experts": _size(config, key), "top_k": _size(config, "num_experts_per_tok")}
+        if found["top_k"] > found["experts"]:
+            raise ValueError(
+                f"num_experts_per_tok: got {found['top_k']}, must be at most the number of experts, {found['experts']}"
+            )
     kv_heads = _size(config, "num_key_value_heads", found["heads"])
     head_width = _size(config, "head_dim", found["hidden"] // found["heads"])
     return ModelSizes(**found, kv_heads=kv_heads, head_width=head_width, tied=bool(config.get("tie_word_embeddings")))
@@ -227,6 +259,8 @@ def _table(name: str, sizes: ModelSizes, rows: Sequence[Count]) -> str:
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in (head, *lines)
     )
     layers = f"{sizes.layers} layers, h = {sizes.hidden}, d = {sizes.intermediate}"
+    if sizes.experts:
+        layers += f", {sizes.experts} experts, {sizes.top_k} a token"
     return "\n".join([f"{name}: {layers}, vocabulary of {sizes.vocabulary}", *text])
 
 

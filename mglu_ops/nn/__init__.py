@@ -1,10 +1,11 @@
-"""Modules: the MGLU projection and feed-forward blocks, the paper's naive layer, baselines, `freeze` and `quantize`.
+"""Modules: MGLU, feed-forward blocks, mixtures of experts, the naive layers, baselines, `freeze` and `quantize`.
 
 For training: `parameter_groups` for the optimizer, and statistics about masks for the log. For ONNX: `decompose`.
 """
 
 from .baselines import GLU, LU
 from .decomposing import decompose
+from .experts import MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts
 from .feed_forward import GeMGLU, MGLUFeedForward, ReMGLU, SwiMGLU
 from .freezing import freeze
 from .mask_statistics import MaskStatistics, flip_ratio, gate_ratio, mask_agreement
@@ -19,9 +20,12 @@ __all__ = [
     "LU",
     "MGLU",
     "GeMGLU",
+    "MGLUExperts",
+    "MGLUExpertsFeedForward",
     "MGLUFeedForward",
     "MaskStatistics",
     "NaiveMGLU",
+    "NaiveMGLUExperts",
     "ReMGLU",
     "SwiMGLU",
     "check_masks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +76,22 @@ def check_model(model: object) -> None:
         raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
 
 
-def check_weight_and_masks(weight: Tensor, masks: Tensor) -> None:
-    """Check a weight `[out_features, in_features]`, and logits or bool masks `[n_masks, out_features, in_features]`."""
+def check_weight_and_masks(weight: Tensor, masks: Tensor, leading: Sequence[str] = ()) -> None:
+    """Check a weight `[out_features, in_features]`, and logits or bool masks `[n_masks, out_features, in_features]`.
+
+    Both have the sizes called `leading` before these. Masks without them may lack n_masks.
+    """
+    before = "".join(f"{name}, " for name in leading)
+    rank = len(leading) + 2
     for name, tensor, ranks, also, form in (
-        ("weight", weight, (2,), (), "[out_features, in_features]"),
-        ("masks", masks, (2, 3), (torch.bool,), "[n_masks, out_features, in_features]"),
+        ("weight", weight, (rank,), (), f"[{before}out_features, in_features]"),
+        (
+            "masks",
+            masks,
+            (rank + 1,) if leading else (rank, rank + 1),
+            (torch.bool,),
+            f"[{before}n_masks, out_features, in_features]",
+        ),
     ):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, must be a tensor")
@@ -88,10 +100,11 @@ def check_weight_and_masks(weight: Tensor, masks: Tensor) -> None:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, must be one of {allowed}")
         if tensor.dim() not in ranks:
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {form}")
-    if masks.shape[-2:] != weight.shape:
+    experts, sizes = weight.shape[:-2], weight.shape[-2:]
+    if masks.shape[: len(experts)] != experts or masks.shape[-2:] != sizes:
+        expected = ", ".join(map(str, (*experts, "n_masks", *sizes)))
         raise ValueError(
-            f"masks: got shape {list(masks.shape)}, must be [n_masks, {weight.shape[0]}, {weight.shape[1]}] beside a "
-            f"weight of shape {list(weight.shape)}"
+            f"masks: got shape {list(masks.shape)}, must be [{expected}] beside a weight of shape {list(weight.shape)}"
         )
     if masks.device != weight.device:
         raise ValueError(f"masks: got device {masks.device}, must be weight's device {weight.device}")

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .. import notices
 from ..accuracy import ERROR_BUDGET
+from .experts import MGLUExperts
 from .masked_linear import MaskedLinear
 
 _FACTOR = 4
@@ -22,7 +23,8 @@ _ADVICE = (
 def check_same_results(old: nn.Module, new: nn.Module, name: str, stacklevel: int) -> None:
     """Check that a module and its replacement compute the same in evaluation mode. Warn if they cannot be compared.
 
-    x is `[batch, sequence, in_features]` or `[tokens, in_features]`, in the dtype of the first MGLU layer in `new`.
+    x is `[batch, sequence, in_features]` or `[tokens, in_features]`, in the dtype of the first MGLU layer in `new`. If
+    `new` is an `MGLUExperts`, both modules also get random ids of experts.
     Modules on the meta device compute no values, and are not compared. Messages call the module `name`; `stacklevel`
     counts from the caller of this function.
 
@@ -52,19 +54,24 @@ def _warn(name: str, reason: str, stacklevel: int) -> None:
 @torch.no_grad()
 def _results(old: nn.Module, new: nn.Module, layer: MaskedLinear) -> tuple[Tensor, Tensor]:
     """The results of both modules for a random x of three dimensions, or of two if a module does not accept three."""
-    x = torch.randn(2, 4, layer.in_features, generator=torch.Generator().manual_seed(0)).to(layer.weight)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 4, layer.in_features, generator=generator).to(layer.weight)]
+    if isinstance(new, MGLUExperts):
+        ids = torch.randint(new.num_experts, (2, 4, 2), generator=generator)
+        inputs.append(ids.to(layer.weight.device))
     try:
-        return _evaluated(old, x), _evaluated(new, x)
+        return _evaluated(old, *inputs), _evaluated(new, *inputs)
     except Exception:
-        return _evaluated(old, x.flatten(0, 1)), _evaluated(new, x.flatten(0, 1))
+        inputs = [one.flatten(0, 1) for one in inputs]
+        return _evaluated(old, *inputs), _evaluated(new, *inputs)
 
 
-def _evaluated(module: nn.Module, x: Tensor) -> Tensor:
+def _evaluated(module: nn.Module, *inputs: Tensor) -> Tensor:
     """The result in evaluation mode; each part of the module keeps its own mode."""
     modes = {part: part.training for part in module.modules()}
     try:
         module.eval()
-        result = module(x)
+        result = module(*inputs)
     finally:
         for part, mode in modes.items():
             part.training = mode

@@ -32,14 +32,22 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
     Raises:
         TypeError: `program` is not an `ExportedProgram`.
-        ValueError: the masks of a layer are learned.
+        ValueError: the masks of a layer are learned, or there are experts.
     """
     from torch.export import ExportedProgram, default_decompositions  # takes long to import
 
     if not isinstance(program, ExportedProgram):
         raise TypeError(f"program: got {type(program).__name__}, must be what torch.export.export returns")
-    if any(node.target is torch.ops.mglu.forward_ste.default for node in program.graph.nodes):
+    used = {node.target for node in program.graph.nodes}
+    if used & {torch.ops.mglu.forward_ste.default, torch.ops.mglu.grouped_forward_ste.default}:
         raise ValueError("program: it has layers with learned masks; call mglu_ops.freeze(model) before torch.export")
+    if used & {
+        getattr(torch.ops.mglu, name).default for name in ("experts_forward", "grouped_forward", "experts_down")
+    }:
+        raise ValueError(
+            "program: it has experts, must have other MGLU layers only: an expert's rows are found from values, and "
+            "would be a loop over all experts in torch's operators"
+        )
     return program.run_decompositions({**default_decompositions(), torch.ops.mglu.forward.default: _forward})
 
 

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Collection
 from typing import TypeVar, overload
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from .. import notices
 from .arguments import check_model
+from .experts import MGLUExperts, NaiveMGLUExperts
 from .lookalikes import Lookalike, lookalikes, warn_of_lookalikes
-from .masked_linear import LOGITS, MaskedLinear
+from .masked_linear import LOGITS, MaskedLinear, packed_logits
 from .mglu import MGLU
 from .naive import NaiveMGLU
 from .replacing import Replacements, replace_modules
@@ -33,9 +33,9 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
     """Turn the learned masks of every `MGLU` and `NaiveMGLU` in `model` into packed bits, in place.
 
     The buffer `packed_masks` with `M = logits > 0` replaces `mask_logits`, which becomes None, and every `NaiveMGLU`
-    becomes an `MGLU`. On the CPU, the results of an `MGLU` stay the same bit for bit. The results of a former
-    `NaiveMGLU` stay the same up to the rounding of its dtype, because it now runs the fused operator. A model without
-    such modules is returned with a warning.
+    becomes an `MGLU`. The same holds for `MGLUExperts` and `NaiveMGLUExperts`. On the CPU, the results of an `MGLU` stay
+    the same bit for bit. The results of a former `NaiveMGLU` stay the same up to the rounding of its dtype, because it
+    now runs the fused operator. A model without such modules is returned with a warning.
 
     Modules are changed in place. Each keeps its identity, and therefore its position in the model (also as the root, or
     in several positions), its hooks, training flag and router, its `weight` Parameter (tied weights stay tied) and the
@@ -60,7 +60,8 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
     `sigmoid(logits) > 0.5`, which is False where the sigmoid rounds to 0.5.
 
     Without `replace`, a warning names the modules that look like MGLU layers: those that hold a parameter `[n, d, h]`
-    with n from 1 to 16, and a parameter `[d, h]`, of their own or of an `nn.Linear` in them.
+    with n from 1 to 16, and a parameter `[d, h]`, of their own or of an `nn.Linear` in them; or `[E, n, d, h]` and
+    `[E, d, h]`.
 
     Tensor-parallel modules (`mglu_ops.parallel.ColwiseMGLU`) keep their rows: each rank packs its own. All ranks must
     call `freeze`.
@@ -111,9 +112,10 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
 
 def _advice(found: Lookalike) -> str:
     arguments = f"module.{found.weight}, module.{found.logits}"
+    own = MGLUExperts if found.is_of_experts else MGLU
     return (
         f"its masks were not packed; if it is one, call freeze(model, replace={{{found.cls.__name__}: lambda module: "
-        f"mglu_ops.nn.MGLU.from_parameters({arguments})}}) with its activation; if its masks are not "
+        f"mglu_ops.nn.{own.__name__}.from_parameters({arguments})}}) with its activation; if its masks are not "
         f"`{found.logits} > 0`, pass bool masks as it makes them, such as module.{found.logits}.sigmoid() > 0.5"
     )
 
@@ -157,20 +159,23 @@ def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
     logits = module.mask_logits
     assert logits is not None
     if logits not in packed:
-        packed[logits] = torch.ops.mglu.pack_logits(logits)
+        packed[logits] = packed_logits(logits)
     module.mask_logits = None
     module.packed_masks = packed[logits]
 
 
+_FUSED: dict[type[nn.Module], type[MGLU]] = {NaiveMGLU: MGLU, NaiveMGLUExperts: MGLUExperts}
+
+
 def _become_fused(module: NaiveMGLU, name: str) -> None:
     """Change the class of a `NaiveMGLU` to `MGLU`, which computes the same but has no biases or other variants."""
-    cls = type(module)
+    cls, own = type(module), parametrize.type_before_parametrizations(module)
     if not module.is_mglu:
         return
-    if cls is NaiveMGLU:
-        module.__class__ = MGLU  # type: ignore[assignment]
-    elif parametrize.is_parametrized(module) and cls.__bases__ == (NaiveMGLU,):
-        _parametrized_class(module, (MGLU,))
+    if cls in _FUSED:
+        module.__class__ = _FUSED[cls]  # type: ignore[assignment]
+    elif own in _FUSED:
+        _parametrized_class(module, (_FUSED[own],))
     else:
         notices.warn(
             f"freeze: {name or 'the model'} is a {cls.__qualname__}, a subclass of NaiveMGLU: its masks are packed, "

@@ -16,7 +16,10 @@ from .masked_linear import MaskedLinear
 
 
 class Lookalike(NamedTuple):
-    """A module with a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16, of a class outside of this package."""
+    """A module with a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16, of a class outside of this package.
+
+    Or with those of E experts, `[E, d, h]` and `[E, n, d, h]`.
+    """
 
     name: str  # of the module in the model, without wrappers; empty for the model itself
     cls: type[nn.Module]
@@ -25,12 +28,16 @@ class Lookalike(NamedTuple):
     parameter_name: str  # of the parameter in the module that holds the logits, or from which they are computed
     parameter: nn.Parameter
 
+    @property
+    def is_of_experts(self) -> bool:
+        return self.parameter.dim() == 4
+
 
 def lookalikes(model: nn.Module) -> list[Lookalike]:
     """Find the modules that look like MGLU layers: with a parameter `[n, d, h]` and a parameter `[d, h]`.
 
-    The second may belong to an `nn.Linear` in the module. Parameters that `torch.nn.utils.parametrize` or `prune` has
-    renamed also count.
+    Both may have the number of experts as one more first size. The second may belong to an `nn.Linear` in the module.
+    Parameters that `torch.nn.utils.parametrize` or `prune` has renamed also count.
     """
     found = []
     for name, module in model.named_modules():
@@ -42,9 +49,11 @@ def lookalikes(model: nn.Module) -> list[Lookalike]:
         pairs = [
             Lookalike(without_wrappers(name), cls, weight, logits, parameter_name, parameter)
             for logits, (parameter_name, parameter) in own.items()
-            if parameter.dim() == 3 and parameter.shape[0] <= MAX_MASKS and parameter.is_floating_point()
+            if (at := parameter.dim() - 3) in (0, 1)  # the dimension of masks
+            and parameter.shape[at] <= MAX_MASKS
+            and parameter.is_floating_point()
             for weight, other in weights.items()
-            if not is_lazy(other) and other.shape == parameter.shape[1:]
+            if not is_lazy(other) and other.shape == parameter.shape[:at] + parameter.shape[at + 1 :]
         ]
         found += pairs[:1]
     return found
@@ -81,9 +90,10 @@ def warn_of_lookalikes(
     for cls, all_of_it in of_class.items():
         first, names = all_of_it[0], [one.name or "the model" for one in all_of_it]
         where = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        experts = "E, " if first.is_of_experts else ""
         notices.warn(
-            f"{caller}: {where}: a {cls.__qualname__} looks like an MGLU layer ({first.weight} [d, h], "
-            f"{first.logits} [n, d, h]) but is not a module of mglu_ops, so {consequence(first)}",
+            f"{caller}: {where}: a {cls.__qualname__} looks like an MGLU layer ({first.weight} [{experts}d, h], "
+            f"{first.logits} [{experts}n, d, h]) but is not a module of mglu_ops, so {consequence(first)}",
             stacklevel=stacklevel + 1,
         )
 

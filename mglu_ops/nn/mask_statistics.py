@@ -14,7 +14,7 @@ from ..tensors import whole
 from .arguments import check_model
 from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, selected, value_now, without_wrappers
-from .masked_linear import MaskedLinear
+from .masked_linear import MaskedLinear, packed_logits
 
 
 def gate_ratio(packed_masks: Tensor, in_features: int) -> Tensor:
@@ -110,7 +110,8 @@ class MaskStatistics:
     Args:
         model: a module that has an `MGLU` or a `NaiveMGLU` anywhere inside, or is one.
         mask_logits: parameters of your own modules that are logits, `[n_masks, out_features, in_features]` or
-            `[out_features, in_features]` with `M = logits > 0`; see `parameter_groups`.
+            `[out_features, in_features]` with `M = logits > 0`, or a stack of the former along dimension 0; see
+            `parameter_groups`.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `mask_logits` is not as in `parameter_groups`.
@@ -170,10 +171,10 @@ def _layers(model: nn.Module, mask_logits: Selection) -> dict[str, Callable[[], 
         logits = getattr(owner, name.rpartition(".")[2])
         if logits in known:
             continue
-        if logits.dim() not in (2, 3):
+        if logits.dim() not in (2, 3, 4):
             raise ValueError(
-                f"mask_logits: {name} has shape {list(logits.shape)}, must be [n_masks, out_features, in_features] "
-                "or [out_features, in_features]"
+                f"mask_logits: {name} has shape {list(logits.shape)}, must be [n_masks, out_features, in_features], "
+                "[out_features, in_features] or [num_experts, n_masks, out_features, in_features]"
             )
         layers[name] = partial(_masks_of_logits, owner, name.rpartition(".")[2])
     return layers
@@ -182,11 +183,16 @@ def _layers(model: nn.Module, mask_logits: Selection) -> dict[str, Callable[[], 
 def _masks_of_module(module: MaskedLinear) -> _Masks:
     if module.packed_masks is None:
         return _masks_of_logits(module, "mask_logits")
-    packed_masks = whole(module.packed_masks).clone()
+    packed_masks = _as_one(whole(module.packed_masks).clone())
     return _Masks(packed_masks, module.in_features, packed_masks.new_zeros((), dtype=torch.float32))
 
 
 def _masks_of_logits(owner: nn.Module, name: str) -> _Masks:
     logits = value_now(owner, name).detach()
-    packed_masks = torch.ops.mglu.pack_logits(logits if logits.dim() == 3 else logits.unsqueeze(0))
-    return _Masks(whole(packed_masks), logits.shape[-1], whole(logits.isnan().sum()) / logits.numel())
+    packed_masks = packed_logits(logits.unsqueeze(0) if logits.dim() == 2 else logits)
+    return _Masks(_as_one(whole(packed_masks)), logits.shape[-1], whole(logits.isnan().sum()) / logits.numel())
+
+
+def _as_one(packed_masks: Tensor) -> Tensor:
+    """The masks of all experts as those of one layer with as many rows."""
+    return packed_masks.flatten(0, -3)

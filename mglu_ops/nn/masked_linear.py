@@ -1,9 +1,9 @@
-"""The base class of `MGLU` and `NaiveMGLU`: parameters, masks, router and checkpoints, but no forward."""
+"""The base class of `MGLU`, `NaiveMGLU` and their experts: parameters, masks, router, checkpoints, but no forward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..activations import get_activation
 from ..checks import FLOATING
-from ..formats import check_activation_format, get_format
+from ..formats import WeightFormat, check_activation_format, get_format
 from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
 from .arguments import WEIGHT_INITS, check_columns, check_dtype, check_masks, check_sizes, check_weight_init
 from .leveling import level_gain
@@ -29,13 +29,12 @@ _REGISTERED = "_mglu_registered"
 """The attribute of the weight and the scales that a module had when one of the two was registered. Copies lack it."""
 
 
-class MaskedOptions(TypedDict, total=False):
-    """The options of every layer with masks; see `MGLU`."""
+class UnroutedOptions(TypedDict, total=False):
+    """The options of every layer with masks but `top_k`; see `MGLU`."""
 
     n_masks: int
     activation: str
     learnable_masks: bool
-    top_k: int | None
     weight_init: str
     weight_format: str
     activation_format: str
@@ -43,9 +42,21 @@ class MaskedOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class MaskedLinear(nn.Module):
-    """One weight and `n_masks` masks, either learned as logits or fixed and packed; see `MGLU` for the arguments."""
+class MaskedOptions(UnroutedOptions, total=False):
+    """The options of every layer with masks; see `MGLU`."""
 
+    top_k: int | None
+
+
+class MaskedLinear(nn.Module):
+    """One weight and `n_masks` masks, either learned as logits or fixed and packed; see `MGLU` for the arguments.
+
+    A subclass that sets `num_experts` has as many weights, stacked along a first dimension that its scales, logits and
+    packed masks have too.
+    """
+
+    num_experts: int | None = None
+    """The number of stacked layers; None for one layer, whose tensors have no dimension of experts."""
     in_features: int
     out_features: int
     n_masks: int
@@ -97,19 +108,20 @@ class MaskedLinear(nn.Module):
         self.activation, self.weight_init = activation, weight_init
         self.weight_format, self.activation_format = weight_format, activation_format
         columns = in_features // stored.packed
-        weight = torch.empty(out_features, columns, device=device, dtype=stored.dtype or dtype)
+        weight = torch.empty(*self.leading, out_features, columns, device=device, dtype=stored.dtype or dtype)
         self.weight = nn.Parameter(weight, requires_grad=stored.is_dense)
         self.register_parameter(SCALE, None)
         if not stored.is_dense:
-            scale = torch.empty(stored.scale_shape(out_features, in_features), device=device, dtype=stored.scale_dtype)
+            shape = (*self.leading, *stored.scale_shape(out_features, in_features))
+            scale = torch.empty(shape, device=device, dtype=stored.scale_dtype)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.register_parameter(LOGITS, None)
         self.register_buffer(PACKED, None)
         if learnable_masks:
-            logits = torch.empty(n_masks, out_features, in_features, device=device, dtype=dtype)
+            logits = torch.empty(*self.leading, n_masks, out_features, in_features, device=device, dtype=dtype)
             self.mask_logits = nn.Parameter(logits)
         else:
-            shape = packed_shape(n_masks, out_features, in_features)
+            shape = (*self.leading, *packed_shape(n_masks, out_features, in_features))
             self.packed_masks = torch.empty(shape, device=device, dtype=torch.uint8)
         self.router = None
         if top_k is not None:
@@ -139,6 +151,11 @@ class MaskedLinear(nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     @property
+    def leading(self) -> tuple[int, ...]:
+        """The sizes before those of one layer in the shapes of tensors: none, or `num_experts`."""
+        return () if self.num_experts is None else (self.num_experts,)
+
+    @property
     def learnable_masks(self) -> bool:
         """Whether the masks are logits that training updates; False for fixed and for frozen masks."""
         return self.packed_masks is None
@@ -155,11 +172,12 @@ class MaskedLinear(nn.Module):
         """
         weight: Tensor = self.weight
         if self.weight_scale is not None:
-            weight = self.weight.new_empty(self.out_features, self.in_features, dtype=torch.float32)
-        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            shape = (*self.leading, self.out_features, self.in_features)
+            weight = self.weight.new_empty(shape, dtype=torch.float32)
+        nn.init.kaiming_uniform_(weight.flatten(0, -2), a=math.sqrt(5))
         weight.mul_(self.weight_gain)
         if self.weight_scale is not None:
-            stored, scale = get_format(self.weight_format).quantize(weight)
+            stored, scale = quantized(get_format(self.weight_format), weight)
             assert scale is not None
             self.weight.copy_(stored)
             self.weight_scale.copy_(scale)
@@ -232,8 +250,9 @@ class MaskedLinear(nn.Module):
     def extra_repr(self) -> str:
         formats = {"weight_format": self.weight_format, "activation_format": self.activation_format}
         stored = "".join(f", {name}={value!r}" for name, value in formats.items() if value != "dense")
+        experts = "" if self.num_experts is None else f"num_experts={self.num_experts}, "
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, n_masks={self.n_masks}, "
+            f"{experts}in_features={self.in_features}, out_features={self.out_features}, n_masks={self.n_masks}, "
             f"activation={self.activation!r}, learnable_masks={self.learnable_masks}, top_k={self.top_k}{stored}"
         )
 
@@ -289,7 +308,8 @@ class MaskedLinear(nn.Module):
             key: (weight, stored.dtype, (self.out_features, self.in_features // stored.packed)),
             scale_key: (scale, stored.scale_dtype, stored.scale_shape(self.out_features, self.in_features)),
         }
-        for name, (tensor, dtype, shape) in shapes.items():
+        for name, (tensor, dtype, sizes) in shapes.items():
+            shape = (*self.leading, *sizes)
             found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
             if found != (expected := f"{dtype} {list(shape)}"):
                 is_dense = name == key and isinstance(tensor, Tensor) and tensor.dtype in FLOATING
@@ -313,7 +333,7 @@ class MaskedLinear(nn.Module):
             )
         if not self.learnable_masks and packed is not None:
             try:
-                check_masks_of(self, packed, self.out_features, key)
+                check_masks_of(self, packed, (*self.leading, self.out_features), key)
             except (TypeError, ValueError) as error:
                 return str(error)
         return None
@@ -326,8 +346,11 @@ def _dtype_problem(key: str, tensor: Any) -> str | None:
     return f"{key}: got dtype {tensor.dtype}, must be one of {', '.join(map(str, FLOATING))}"
 
 
-def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int, name: str) -> None:
-    """Check that a value can be the packed masks of a module with that many rows; the message calls it `name`.
+def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[int], name: str) -> None:
+    """Check that a value can be the packed masks of a module; the message calls it `name`.
+
+    `rows` are the sizes of the masks before their columns: out_features, after the number of experts if there are any.
+    A rank may hold a part of the module's.
 
     Raises:
         TypeError: it is not a uint8 tensor.
@@ -335,14 +358,48 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, out_features: int
     """
     if not isinstance(packed_masks, Tensor):
         raise TypeError(f"{name}: got {type(packed_masks).__name__}, must be a torch.uint8 tensor")
+    shape = list(packed_masks.shape)
+    if len(rows) > 1:
+        expected = [*rows[:-1], *packed_shape(module.n_masks, rows[-1], module.in_features)]
+        if shape != expected:
+            raise ValueError(
+                f"{name}: got shape {shape}, must be [num_experts, out_features, ceil(in_features / 8), n_masks] = "
+                f"{expected}"
+            )
+        packed_masks = packed_masks.flatten(0, 1)
     try:
-        check_layout(packed_masks, module.in_features, out_features)
+        check_layout(packed_masks, module.in_features, math.prod(rows))
         if n_masks_of(packed_masks) != module.n_masks:
-            shape = list(packed_masks.shape)
             raise ValueError(f"got n_masks={n_masks_of(packed_masks)} (shape {shape}), must be {module.n_masks}")
-        check_packed_masks(packed_masks, module.in_features, out_features)
+        check_packed_masks(packed_masks, module.in_features)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {str(error).removeprefix('packed_masks: ')}") from None
+
+
+def packed_logits(mask_logits: Tensor) -> Tensor:
+    """The packed masks of logits `[n_masks, out_features, in_features]`, or of a stack of such along dimension 0."""
+    return _of_each(torch.ops.mglu.pack_logits, mask_logits)
+
+
+def packed_bools(masks: Tensor) -> Tensor:
+    """The packed masks of bools, in the shapes that `packed_logits` takes."""
+    return _of_each(torch.ops.mglu.pack_masks, masks)
+
+
+def _of_each(pack: Callable[[Tensor], Tensor], masks: Tensor) -> Tensor:
+    # Packing a stack at once would first copy it, so that the masks of all experts follow each other.
+    return pack(masks) if masks.dim() == 3 else torch.stack([pack(of_one) for of_one in masks])
+
+
+def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The stored weight and the scales of a weight `[out_features, in_features]`, or of a stack along dimension 0.
+
+    Only one weight at a time is copied to float32.
+    """
+    if weight.dim() == 2 or chosen.is_dense:
+        return chosen.quantize(weight)
+    stored, scales = zip(*map(chosen.quantize, weight), strict=True)
+    return torch.stack(stored), torch.stack(scales)
 
 
 def top_k_mask_weights(logits: Tensor, top_k: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from .arguments import as_parameter, check_flags, check_router, check_weight_and_masks
-from .masked_linear import MaskedLinear, MaskedOptions
+from .masked_linear import MaskedLinear, MaskedOptions, packed_bools
 from .packed_buffers import check_masks_in_use
 from .torchao_weights import is_of_torchao, unpacked
 
@@ -76,6 +76,7 @@ class MGLU(MaskedLinear):
         ValueError: an argument is out of range or of another type.
     """
 
+    _leading_names: ClassVar[tuple[str, ...]] = ()  # of the sizes before those of one layer
     save_activations: bool = True  # also for a NaiveMGLU that `freeze` turned into an MGLU
 
     def __init__(
@@ -121,17 +122,19 @@ class MGLU(MaskedLinear):
             ValueError: a tensor or `router` has another shape, only one of `top_k` and `router` is given, or another
                 argument is out of range.
         """
-        check_weight_and_masks(weight, masks)
+        check_weight_and_masks(weight, masks, cls._leading_names)
         if (router is None) != (top_k is None):
             raise ValueError(f"router: got {router!r} with top_k={top_k!r}, must both be given or both be None")
-        masks = masks if masks.dim() == 3 else masks.unsqueeze(0)
-        out_features, in_features = weight.shape
+        masks = masks.unsqueeze(0) if masks.dim() == 2 else masks
+        *experts, out_features, in_features = weight.shape
+        n_masks = masks.shape[-3]
         if router is not None:
-            check_router(router, in_features, masks.shape[0])
-        layer = cls(
-            in_features,
+            check_router(router, in_features, n_masks)
+        layer = cls(  # type: ignore[misc] # experts take their number first
+            *experts,
+            in_features,  # type: ignore[arg-type]
             out_features,
-            n_masks=masks.shape[0],
+            n_masks=n_masks,
             activation=activation,
             learnable_masks=masks.is_floating_point(),
             top_k=top_k,
@@ -144,7 +147,7 @@ class MGLU(MaskedLinear):
         if masks.is_floating_point():
             layer.mask_logits = as_parameter(masks)
         else:
-            layer.packed_masks = ops.pack_masks(masks)
+            layer.packed_masks = packed_bools(masks)
         return layer
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -66,7 +66,7 @@ class NaiveMGLU(MaskedLinear):
         super().__init__(in_features, out_features, **options)
         self.mask_gate, self.mask_value = mask_gate, mask_value
         for name in ("gate_bias", "value_bias"):
-            zeros = self.weight.new_zeros(out_features) if bias else None
+            zeros = self.weight.new_zeros(*self.leading, out_features) if bias else None
             self.register_parameter(name, None if zeros is None else nn.Parameter(zeros))
 
     @property
@@ -90,25 +90,32 @@ class NaiveMGLU(MaskedLinear):
         """
         if not isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
             self.check_input(x)
-        act = get_activation(self.activation).forward
-        mask_weights = self.mask_weights(x)
-        fixed = None
         if self.packed_masks is not None:
             check_masks_in_use(self, self.packed_masks)
-            fixed = torch.ops.mglu.unpack_masks(self.packed_masks, self.in_features)
+        return self._project(x, self.mask_weights(x))
+
+    def _project(self, x: Tensor, mask_weights: Tensor | None, expert: int | None = None) -> Tensor:
+        """The result of the layer, or of one of a stack of layers."""
+        tensors = (self.weight, self.packed_masks, self.gate_bias, self.value_bias)
+        weight, packed_masks, gate_bias, value_bias = (
+            tensor if tensor is None or expert is None else tensor[expert] for tensor in tensors
+        )
+        assert weight is not None
+        fixed = None if packed_masks is None else torch.ops.mglu.unpack_masks(packed_masks, self.in_features)
+        act = get_activation(self.activation).forward
         y: Any = 0
         for i in range(self.n_masks):
-            m = self._straight_through(i) if fixed is None else fixed[i].to(self.weight.dtype)
-            gate = F.linear(x, self.weight * m if self.mask_gate else self.weight, self.gate_bias)
-            value = F.linear(x, self.weight * (1 - m) if self.mask_value else self.weight, self.value_bias)
+            m = self._straight_through(i, expert) if fixed is None else fixed[i].to(weight.dtype)
+            gate = F.linear(x, weight * m if self.mask_gate else weight, gate_bias)
+            value = F.linear(x, weight * (1 - m) if self.mask_value else weight, value_bias)
             term = act(gate) * value
             y = y + (term if mask_weights is None else mask_weights[..., i : i + 1] * term)
         return y
 
-    def _straight_through(self, i: int) -> Tensor:
+    def _straight_through(self, i: int, expert: int | None = None) -> Tensor:
         """Return mask i: 0 or 1 in the forward pass, the identity of its logits in the backward pass."""
         assert self.mask_logits is not None
-        soft = self.mask_logits[i]
+        soft = self.mask_logits[i] if expert is None else self.mask_logits[expert, i]
         hard = (soft > 0).to(soft.dtype)
         return (hard - soft).detach() + soft
 

@@ -39,7 +39,8 @@ def check_masks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, MaskedLinear) and module.packed_masks is not None:
             path = f"{name}.packed_masks" if name else "packed_masks"
-            check_masks_of(module, module.packed_masks, module.out_features, f"model: {path}")
+            rows = (*module.leading, module.out_features)
+            check_masks_of(module, module.packed_masks, rows, f"model: {path}")
             if module.weight_format != "dense":
                 module.check_pair(f"model: {path.removesuffix(PACKED)}")
 
@@ -62,7 +63,7 @@ def check_masks_in_use(module: MaskedLinear, packed_masks: Tensor) -> None:
         if _checked.get(key) is packed_masks:
             return
         if _is_readable(packed_masks):
-            rows = module.weight.shape[0]  # a rank may hold a part of the module's rows
+            rows = module.weight.shape[:-1]  # a rank may hold a part of the module's rows
             check_masks_of(module, packed_masks, rows, "packed_masks")
             _checked[key] = packed_masks
             return

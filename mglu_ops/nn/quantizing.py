@@ -13,7 +13,7 @@ from ..formats import FORMATS, WeightFormat, check_activation_format, get_format
 from .arguments import check_columns, check_model
 from .freezing import refuse_managed
 from .mask_logits import without_wrappers
-from .masked_linear import MaskedLinear
+from .masked_linear import MaskedLinear, quantized
 from .mglu import MGLU
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -32,8 +32,9 @@ def quantize(
     which may be float16, bfloat16 or float32, and which `model.to(dtype)` may change without touching the quantized
     weights. Gradients of x are computed, for example for adapters of other layers; the weight has no gradient.
 
-    Only `MGLU` changes. The down projection of `MGLUFeedForward`, attention and all other layers stay what they are,
-    for a quantizer of linear layers.
+    Only `MGLU` changes, and `MGLUExperts`, whose experts are quantized one by one. The down projections of
+    `MGLUFeedForward` and `MGLUExpertsFeedForward`, attention and all other layers stay what they are, for a quantizer
+    of linear layers.
 
     torchao's `quantize_` takes only linear layers, unless it is told of others. With `Float8WeightOnlyConfig` and
     `Int8WeightOnlyConfig`, it then quantizes an `MGLU` to `fp8_row` and `int8_row`, and with `IntxWeightOnlyConfig` of
@@ -147,7 +148,7 @@ def _check_layer(name: str, layer: MaskedLinear, chosen: WeightFormat) -> None:
 def _store(weight: nn.Parameter, layers: list[MaskedLinear], chosen: WeightFormat) -> None:
     """Give layers that share a weight the same stored weight and scales."""
     stored, scale = (
-        None if tensor is None else nn.Parameter(tensor, requires_grad=False) for tensor in chosen.quantize(weight)
+        None if tensor is None else nn.Parameter(tensor, requires_grad=False) for tensor in quantized(chosen, weight)
     )
     assert stored is not None
     for layer in layers:

@@ -21,9 +21,15 @@ def unpacked(tensor: Any) -> tuple[WeightFormat, Tensor, Tensor]:
     The values stay the same. A weight in 8 bits is not copied.
 
     Raises:
-        ValueError: no format has such values and scales, or torchao would quantize the activations too.
+        ValueError: no format has such values and scales, torchao would quantize the activations too, or it is a stack.
     """
-    name, (out_features, in_features) = type(tensor).__name__, tensor.shape
+    name, shape = type(tensor).__name__, list(tensor.shape)
+    if len(shape) != 2:
+        raise ValueError(
+            f"weight: got torchao's {name} of shape {shape}, must be [out_features, in_features]; for experts, call "
+            "mglu_ops.quantize(model, weight_format)"
+        )
+    out_features, in_features = shape
     block, more = list(getattr(tensor, "block_size", ())), _more_than_scales(tensor)
     for chosen in FORMATS.values() if name in _PLAIN and not more else ():
         if block != [chosen.rows, chosen.columns or in_features] or (stored := _stored(tensor, chosen)) is None:

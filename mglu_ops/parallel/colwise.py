@@ -43,7 +43,7 @@ class ColwiseMGLU(ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, MaskedLinear):
+        if not isinstance(module, MaskedLinear) or module.num_experts is not None:
             raise TypeError(f"module: got {type(module).__name__}, must be an MGLU or a NaiveMGLU for ColwiseMGLU")
         if self.use_local_output and not self.output_layouts[0].is_replicate():
             check_rows_of_ranks("out_features", module.out_features, device_mesh.size(), module.weight_format)

@@ -22,7 +22,8 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
 
     `fully_shard` divides every parameter along its first dimension. For logits `[n_masks, out_features, in_features]`,
     this is the dimension of masks: with one mask, the first rank holds all logits and their optimizer state. With this
-    function, logits are divided along out_features, as the weight is.
+    function, logits are divided along out_features, as the weight is. The logits of experts,
+    `[num_experts, n_masks, out_features, in_features]`, are divided along the experts, as their weight is.
 
     FSDP divides a dimension other than the first only into equal parts: if the number of ranks does not divide
     out_features, FSDP raises an error that names the sizes.
@@ -33,7 +34,8 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
         mask_logits: more parameters that are logits, as in `mglu_ops.nn.parameter_groups`.
 
     Returns:
-        A function of a parameter: `Shard(d)` for logits, where d is their last dimension but one, and None for others.
+        A function of a parameter: `Shard(d)` for logits, where d is their last dimension but one, and None for others
+        and for logits of experts.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `mask_logits` is not as above.
@@ -48,6 +50,6 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
         # The logits are looked up now: `fully_shard` replaces the parameters of one module after the other.
         logits = {other for name, _, other in parameters_with_owners(model) if name in names}
         logits.update(logits_of_modules(model))
-        return Shard(parameter.dim() - 2) if parameter in logits else None
+        return Shard(parameter.dim() - 2) if parameter in logits and parameter.dim() < 4 else None
 
     return placement

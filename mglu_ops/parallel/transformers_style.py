@@ -28,7 +28,7 @@ class TransformersColwiseMGLU(ColwiseParallel):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Place the packed masks and the router, and let the module run on DTensors."""
-        if not isinstance(module, MaskedLinear):
+        if not isinstance(module, MaskedLinear) or module.num_experts is not None:
             raise TypeError(
                 f'tp_plan: got the style "{NAME}" for a {type(module).__name__}, must be for an MGLU or a NaiveMGLU'
             )

@@ -12,7 +12,7 @@ from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel, count
 from mglu_ops.__main__ import main
 from mglu_ops.formats import FORMATS
-from mglu_ops.nn import GLU, LU, MGLU, quantize
+from mglu_ops.nn import GLU, LU, MGLU, MGLUExpertsFeedForward, quantize
 from mglu_ops.params import PAPER, ModelSizes, counts
 
 # Table 6 of arXiv 2506.23225: scale, model, n_masks, weights and masks in millions, MB.
@@ -128,3 +128,52 @@ def test_the_table_and_its_options(capsys):
     assert lines[0] == "small: 12 layers, h = 768, d = 3072, vocabulary of 50257"
     assert lines[-1].split()[:4] == ["SwiMGLU", "3", "112.9", "M"]
     assert len(lines) == 5
+
+
+MIXTRAL = LLAMA | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_a_mixture_is_stored_whole_and_a_token_reads_its_experts(tmp_path, capsys):
+    """Mixtral 8x7B has 46702792704 parameters."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTRAL))
+    arguments = ["params", str(path), "--n-masks", "4"]
+    assert main([*arguments, "--json"]) == 0
+    (rows,) = json.loads(capsys.readouterr().out).values()
+    swiglu, mglu = rows[1:]
+    one = 4096 * 14336
+    assert swiglu["weights"] == 46702792704
+    unread = 32 * 6 * 3 * one + 31999 * 4096  # six experts of a layer, and the embedding but for one row
+    assert swiglu["load"] == 2 * (46702792704 - unread)
+    with torch.device("meta"):
+        experts = MGLUExpertsFeedForward(8, 4096, 14336, 2, n_masks=4, learnable_masks=False, dtype=torch.bfloat16)
+    layer = sum(tensor.nbytes for tensor in experts.state_dict().values())
+    rest = 2 * (46702792704 - 32 * (3 * 8 * one + 8 * 4096))
+    assert mglu["storage"] == rest + 32 * layer
+    assert mglu["projection_load"] == 2 * (2 * one + 4 * one // 8)
+    assert main(arguments) == 0
+    head = "32 layers, h = 4096, d = 14336, 8 experts, 2 a token, vocabulary of 32000"
+    assert capsys.readouterr().out.startswith(f"{path}: {head}\n")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"mlp_only_layers": [0]}, "mlp_only_layers: got [0], must be [] or missing"),
+        ({"n_shared_experts": 1}, "n_shared_experts: got 1, must be 0 or missing"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok: got None, must be an int of at least 1"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: got 9, must be at most the number of experts, 8"),
+    ],
+)
+def test_mixtures_of_other_kinds_are_refused(tmp_path, capsys, more, message):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | more))
+    assert main(["params", str(tmp_path / "config.json")]) == 2
+    assert message in capsys.readouterr().err
