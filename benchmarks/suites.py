@@ -18,6 +18,7 @@ from benchmarks import (
     activations,
     decode,
     decode_model,
+    experts,
     masks_at_inference,
     overheads,
     train,
@@ -68,6 +69,12 @@ def _sweep(name: str, about: str, sweep: Sweep) -> dict[str, Suite]:
     """The suite that measures a sweep into `<name>.csv`."""
     quick = partial(decode.run, sweep.quick(), name=name, rounds=QUICK_ROUNDS)
     return {name: Suite(about, partial(decode.run, sweep, name=name), quick)}
+
+
+def _experts(name: str, about: str) -> dict[str, Suite]:
+    """The suite that measures a table of experts into `<name>.csv`."""
+    quick = partial(experts.run, experts.quick(name), name=name, rounds=QUICK_ROUNDS)
+    return {name: Suite(about, partial(experts.run, experts.PROBLEMS[name], name=name), quick)}
 
 
 def _tables(out: Path) -> Sequence[Row]:
@@ -125,6 +132,11 @@ SUITES = {
         activations.run,
         partial(activations.run, rounds=QUICK_ROUNDS, only=slice(1)),
     ),
+    **_experts(
+        "experts", "1 to 1024 tokens through experts, first half, bfloat16: our operator, and SwiGLU in its forms"
+    ),
+    **_experts("experts_fp8", "the same with weights in fp8"),
+    **_experts("experts_layer", "the same in bfloat16 with the second half: time and launches"),
     "decode_model": Suite(
         "tokens a second of a whole model, with SwiGLU and with SwiMGLU",
         partial(decode_model.run, decode_model.IN_BFLOAT16),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +136,24 @@ def activations(rows: pd.DataFrame) -> Iterator[str]:
     cells += ", " + (times["mglu, dense"].reindex(ours.index) / ours.microseconds).map(speedup)
     for layer, here in cells.reset_index(name="cell").groupby("layer", sort=False):
         yield grid(f"tokens, {layer}", in_order(here, ["tokens", "case"], "n_masks", here.cell))
+
+
+@table("experts", "experts_fp8", "experts_layer")
+def experts(rows: pd.DataFrame) -> Iterator[str]:
+    """Layers of experts, with a line for each number of tokens: us, over reading, launches if they were counted, and
+    how many times as fast as the fastest SwiGLU.
+    """
+    rows["launches"] = rows.get("launches", pd.Series(math.nan, rows.index))
+    calls = rows.launches.map(form(", {:.0f} launches"))
+    rows["cell"] = shown(rows) + (1 / rows.fraction_of_ceiling).map(form(", {:.2f}x of reading")) + calls
+    for case, here in rows.groupby("case", sort=False):
+        swiglu = fastest(here, "SwiGLU", "tokens")
+        ours = here[here.variant == "mglu"].join(swiglu.microseconds.rename("swiglu"), on="tokens")
+        ours["cell"] += ", " + (ours.swiglu / ours.microseconds).map(speedup)
+        cells = in_order(ours, "tokens", "n_masks", ours.cell)
+        cells.insert(0, "fastest SwiGLU", swiglu.variant.str.removeprefix("SwiGLU ") + ": " + swiglu.cell)
+        cells.insert(0, "experts in use", ours.groupby("tokens").experts_in_use.first().map(form("{:.0f}")))
+        yield grid(f"tokens, {case}", cells)
 
 
 @table("models")
