@@ -15,7 +15,7 @@ import pytest
 import torch
 from bench_rows import row
 
-from benchmarks import decode, pages, suites, summary, tables
+from benchmarks import decode, pages, suites
 from benchmarks.ceiling import GEMM_TOKENS, floor
 from benchmarks.harness import relative_error
 from benchmarks.records import Row, read, read_table, write, write_table
@@ -161,49 +161,6 @@ def test_measuring_does_not_import_pandas() -> None:
         importlib.import_module(f"benchmarks.learning.{name}")
 
 
-MGLU_RATIOS = {
-    "RTX 5090": "3.54 1.39 6.47 2.55 12.51 4.48 19.66 6.25 2.82 2.45 5.13 4.35 9.63 7.86 18.04 11.14",
-    "H100": "3.28 2.03 5.41 3.26 9.62 5.08 16.38 6.11 3.73 3.27 6.64 5.71 12.12 8.37 21.68 8.23",
-}
-"""The columns Torch/CUDA and Torch/Triton as the paper prints them, row by row."""
-GLU_RATIOS = {"RTX 5090": "1.51 1.46 1.41 1.15 1.31 1.31 1.29 1.24", "H100": "1.23 1.19 1.13 1.00 1.16 1.14 1.09 1.00"}
-"""The column GLU/CUDA."""
-
-
-@pytest.mark.parametrize("gpu", MGLU_RATIOS)
-def test_the_papers_times_give_the_papers_ratios(gpu: str) -> None:
-    pd = pytest.importorskip("pandas", reason="the tables need pandas")
-    printed = pd.read_csv(tables.PAPER, comment="#")
-    rows = printed[printed["GPU"] == gpu]
-    problems = [(layer, n_masks) for layer in ("8192 x 2048", "14336 x 4096") for n_masks in (1, 2, 4, 8)]
-    assert list(zip(rows.layer, rows.n_m, strict=True)) == problems
-    ratios = [ratio for row in rows.itertuples() for ratio in (row.Torch / row.CUDA, row.Torch / row.Triton)]
-    assert ratios == pytest.approx([float(one) for one in MGLU_RATIOS[gpu].split()], abs=0.0151)
-    assert list(rows.GLU / rows.CUDA) == pytest.approx([float(one) for one in GLU_RATIOS[gpu].split()], abs=0.0051)
-
-
-def test_paper_table_has_our_gpu_beside_the_papers(tmp_path: Path) -> None:
-    measured = [
-        row("SwiGLU eager", 25.0),
-        *(
-            row(variant, time, n_masks)
-            for n_masks in (1, 16)
-            for variant, time in (("mglu cuda", 10.0), ("mglu triton", 12.5), ("naive eager", 90.0))
-        ),
-    ]
-    write(measured, tmp_path, "one_token", {"device": "Some GPU", "torch": "2", "commit": "0"})
-    assert pages.TABLES["paper"](tmp_path).splitlines()[2:] == [
-        "8192 x 2048, us",
-        "",
-        "| n_m | GPU | CUDA | Triton | Torch | Torch/CUDA | Torch/Triton | GLU | GLU/CUDA |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| 1 | H100, paper | 39.5 | 63.9 | 129.6 | 3.28x | 2.03x | 48.5 | 1.23x |",
-        "| 1 | RTX 5090, paper | 20.2 | 51.6 | 71.5 | 3.54x | 1.39x | 30.6 | 1.51x |",
-        "| 1 | **Some GPU** | 10.0 | 12.5 | 90.0 | 9.00x | 7.20x | 25.0 | 2.50x |",
-        "| 16 | **Some GPU** | 10.0 | 12.5 | 90.0 | 9.00x | 7.20x | 25.0 | 2.50x |",
-    ]
-
-
 def test_routes_show_where_we_lose(tmp_path: Path) -> None:
     problem = [
         row("floor", 80.0),
@@ -224,41 +181,6 @@ def test_routes_show_where_we_lose(tmp_path: Path) -> None:
     assert lost.endswith("| naive compiled, bool masks | 90.0 | **0.90x, slower** | 50.0 | **0.50x, slower** |")
     (wrong,) = [line for line in lines(row("mglu cuda", NAN, tokens=2, extra={"chosen": True})) if "| 2 |" in line]
     assert wrong == "| 2 |  | wrong (cuda) |  |  |  |  |  |  |"
-
-
-def test_tables_of_models(tmp_path: Path) -> None:
-    measured = [
-        row("SwiGLU eager", 25.0, case="A 1B, B 1B"),
-        row("SwiGLU compiled", 20.0),
-        row("mglu cuda", 10.0, extra={"chosen": True}),
-        row("mglu cuda", 12.5, n_masks=4, extra={"chosen": True}),
-    ]
-    write(measured, tmp_path, "models", "by the clock")
-    assert pages.TABLES["models"](tmp_path).splitlines()[4:] == [
-        "| A 1B, B 1B | 8192 x 2048 | 20.0 | 10.0, 2.00x | 12.5, 1.60x |"
-    ]
-    decoded = [
-        row("SwiGLU", 1000.0, n_masks=0, extra={"weight_mb": 2471.6}),
-        row("SwiMGLU", 800.0, n_masks=4, extra={"weight_mb": 2000.0}),
-        row("SwiMGLU", 850.0, n_masks=4, extra={"weight_mb": 2000.0}),
-    ]
-    write(decoded, tmp_path, "decode_model", "by the clock")
-    lines = pages.TABLES["decode_model"](tmp_path).splitlines()
-    assert lines[2] == "Llama-3.2 1B, one sequence:"
-    assert lines[6:] == [
-        "| SwiGLU | 2471.6 | 1.000 | 1000 | 1.00x | 0.50 |",
-        "| SwiMGLU, n_m = 4 | 2000.0 | 0.800 | 1250 | 1.25x | 0.50 |",
-    ]
-    write([*decoded, *(replace(one, tokens=8) for one in decoded)], tmp_path, "decode_model", "by the clock")
-    lines = pages.TABLES["decode_model"](tmp_path).splitlines()
-    assert lines[9] == "Llama-3.2 1B, 8 sequences:"
-    assert lines[14] == "| SwiMGLU, n_m = 4 | 2000.0 | 0.800 | 10000 | 1.25x | 0.50 |"
-
-
-def test_summary_shows_losses_in_bold() -> None:
-    assert summary.cell(10.0, swiglu=17.5, naive=160.0) == "10.0 us (1.75x, 16x)"
-    assert summary.cell(2000.0, swiglu=1000.0, naive=NAN) == "2.00 ms (**0.50x**)"
-    assert summary.cell(NAN, swiglu=1000.0, naive=1000.0) == ""
 
 
 def test_marked_tables_are_replaced_and_the_rest_of_a_page_stays(tmp_path: Path) -> None:

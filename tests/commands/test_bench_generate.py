@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_rows import row
 
 import mglu_ops
-from benchmarks import generate, pages
+from benchmarks import generate
 from benchmarks.generate import Form, Problem
-from benchmarks.records import write
 
 LlamaConfig = pytest.importorskip("transformers", reason="transformers is not installed").LlamaConfig
 
@@ -86,15 +83,6 @@ def test_every_form_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     for one in processes:
         with pytest.raises(RuntimeError, match="shutdown"):
             one.submit(generate.time_served)
-
-
-def test_the_table_has_a_line_for_each_form(tmp_path: Path) -> None:
-    rows = [row("SwiGLU", 2000.0, n_masks=0, tokens=8), row("naive", 4000.0, 1, 8), row("naive", 8000.0, 4, 8)]
-    write(rows, tmp_path, "generate", generate.PROTOCOL)
-    lines = pages.TABLES["generate"](tmp_path).splitlines()
-    assert lines[0].startswith("`generate.csv`: ")
-    assert lines[2] == "| Llama-3.2 1B, 8 sequences, tokens a second | without masks | n_m = 1 | n_m = 4 |"
-    assert lines[4:] == ["| SwiGLU | 4000 |  |  |", "| naive |  | 2000 | 1000 |"]
 
 
 @pytest.mark.usefixtures("inline")

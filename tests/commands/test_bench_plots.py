@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bench_rows import frame_of, row
 
-from benchmarks import suites, tables
+from benchmarks import suites
 from benchmarks.frames import load
 from benchmarks.records import read_table
 
@@ -43,39 +43,6 @@ def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
         for line in axes.get_lines()
         if not line.get_label().startswith("_")
     }
-
-
-def panels(plots: Any, name: str) -> list[tuple[dict[str, int], dict[str, list[tuple[float, float]]]]]:
-    """The shape and the lines of each panel of a plot of the committed results."""
-    (table,), picture = plots.PLOTS[name]
-    found = load(suites.RESULTS, table)
-    shapes = found[["out_features", "in_features"]].drop_duplicates().to_dict("records")
-    return [(shape, drawn(axes)) for shape, axes in zip(shapes, picture(found).axes, strict=False)]
-
-
-def test_latency_is_that_of_the_results(plots: Any) -> None:
-    lines = committed("one_token")
-    for shape, found in panels(plots, "latency_by_masks"):
-        assert {"only reading the bytes", "CUDA backend", "naive, eager", "SwiGLU, fastest"} <= set(found)
-        for label, variant in tables.ONE_TOKEN.items():
-            for n_masks, time in found.get(label, []):
-                assert time == least(lines, variant, n_masks=int(n_masks), **shape), (label, n_masks)
-        assert {time for _, time in found["SwiGLU, fastest"]} == {least(lines, "SwiGLU", **shape)}
-        assert [n_masks for n_masks, _ in found["CUDA backend"]] == [1, 2, 4, 8, 16]
-
-
-def test_fractions_are_those_of_the_results(plots: Any) -> None:
-    lines = committed("one_token")
-    _, picture = plots.PLOTS["fraction_of_ceiling"]
-    found = drawn(*picture(load(suites.RESULTS, "one_token")).axes)
-    assert found
-    for label, points in found.items():
-        backend, shape = label.split(", ")
-        d, h = shape.split(" x ")
-        for n_masks, fraction in points:
-            problem = {"n_masks": int(n_masks), "out_features": d, "in_features": h}
-            ours = least(lines, f"mglu {backend.lower()}", **problem)
-            assert fraction == pytest.approx(least(lines, "read ceiling", **problem) / ours, rel=1e-5)
 
 
 def bars(axes: Any) -> dict[str, list[float]]:

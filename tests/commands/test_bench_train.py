@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from bench_rows import frame_of, row
+from bench_rows import row
 from families import quick_only_for
 from torch import Tensor
 
-from benchmarks import memory, pages, records, suites, summary, timing, train, train_layers
-from benchmarks.records import Row, read, read_table, write
+from benchmarks import memory, pages, records, train, train_layers
+from benchmarks.records import Row, read, read_table
 from benchmarks.train_layers import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
 from mglu_ops.accuracy import ERROR_BUDGET
 
@@ -159,24 +159,6 @@ def test_peak_is_the_most_of_a_call_with_what_was_there_before(monkeypatch: pyte
     assert math.isnan(memory.allocated("cpu"))
 
 
-def test_the_suite_measures_all_problems_of_the_issue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measured: list[train.Problem] = []
-
-    def one_row(problem: train.Problem, *_: Any) -> list[Row]:
-        measured.append(problem)
-        return [step(problem, FUSED, 1.0)]
-
-    monkeypatch.setattr(train, "bench", one_row)
-    rows = suites.SUITES["train"].run(tmp_path)
-    assert len(measured) == len(rows) == len(read(tmp_path, "train")) == 2 * 3 * 5
-    assert {problem.n_masks for problem in measured} == {1, 2, 4, 8, 16}
-    assert "60 ms" in read_table(tmp_path / "train.csv")[0]["protocol"]
-    assert timing.LOAD_SECONDS == 0.06
-    measured.clear()
-    suites.SUITES["train"].quick(tmp_path)
-    assert measured == [train.Problem((8192, 2048), 64, 1)]
-
-
 def step(problem: train.Problem, variant: str, milliseconds: float, **extra: object) -> Row:
     changes = {"out_features": problem.shape[0], "in_features": problem.shape[1], "case": "training step"}
     return row(variant, 1000 * milliseconds, problem.n_masks, problem.tokens, **changes, extra=extra)
@@ -218,50 +200,3 @@ def test_a_row_that_is_measured_again_replaces_the_earlier_one(tmp_path: Path) -
     )
     found = [(one.variant, one.n_masks, one.microseconds) for one in read(tmp_path, "train")]
     assert found == [(FUSED, 2, 5000.0), (NAIVE, 2, 7000.0), (NAIVE, 4, 8000.0)]
-
-
-def measured(n_masks: int, **changes: Any) -> list[Row]:
-    """Rows of a problem; `changes` are `name=(milliseconds, megabytes)`."""
-    found = {"naive": (20.0, 1000.0), "trick": (12.0, 800.0), "fused": (10.0, 500.0), "again": (12.0, 300.0)} | changes
-    problem = train.Problem((8192, 2048), 8192, n_masks)
-    errors = {"y": 2e-3, "dx": 3e-3, "dweight": 3e-3, "dlogits": 4e-3}
-    names = {"naive": NAIVE, "trick": TRICK, "fused": FUSED, "again": RECOMPUTING}
-    rows = [
-        step(problem, names[name], time, peak_mb=peak, errors=errors, bits_repeat=True)
-        for name, (time, peak) in found.items()
-    ]
-    rows += [step(problem, name, found["fused"][0]) for name in (OPERATOR, MODULE)]
-    rows.append(step(problem, GEMMS, 9.5))
-    return [*rows, step(problem, SWIGLU, 4.0, peak_mb=450.0)] if n_masks == 1 else rows
-
-
-def test_tables_of_a_step_show_where_it_loses(tmp_path: Path) -> None:
-    write([*measured(1), *measured(4, fused=(13.0, 1200.0))], tmp_path, "train", "by the clock")
-    lines = pages.TABLES["train"](tmp_path).splitlines()
-    ratios = "2.00x | 1.20x | **0.40x, slower** | 1.05x"
-    assert f"| 8192 | 1 | 20.0 | 12.0 | 10.0 | 10.0 | 10.0 | 9.50 | {ratios} |" in lines
-    ratios = "1.54x | **0.92x, slower** | **0.31x, slower** | 1.37x"
-    assert f"| 8192 | 4 | 20.0 | 12.0 | 13.0 | 13.0 | 13.0 | 9.50 | {ratios} |" in lines
-    assert "| 8192 | 1 | 1000 | 800 | 450 | 500 | 50% | 62% | 300 | 60% | 1.20x |" in lines
-    assert "| 8192 | 4 | 1000 | 800 | 450 | 1200 | **120%, more** | **150%, more** | 300 | 25% | 0.92x |" in lines
-    assert "| 1 | 2.0, 2.0 (1.00x) | 3.0, 3.0 (1.00x) | 3.0, 3.0 (1.00x) | 4.0, 4.0 (1.00x) | 1 of 1 |" in lines
-
-
-def test_summary_of_training_has_time_and_memory(tmp_path: Path) -> None:
-    rows = frame_of([*measured(1), *measured(4, fused=(13.0, 1200.0))], tmp_path)
-    assert summary.gpu_line("step", rows, FUSED) == [
-        "step",
-        "4.00 ms",
-        "10.0 ms (**0.40x**, 2.00x)",
-        "13.0 ms (**0.31x**, 1.54x)",
-        "",
-        "",
-    ]
-    assert summary.gpu_line("memory", rows, FUSED, column="peak_mb") == [
-        "memory",
-        "450 MB",
-        "500 MB (**0.90x**, 2.00x)",
-        "1200 MB (**0.38x**, **0.83x**)",
-        "",
-        "",
-    ]

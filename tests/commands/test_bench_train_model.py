@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_rows import row
 from torch import nn
 
-from benchmarks import decoder, pages, suites, train_model
+from benchmarks import decoder, train_model
 from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel, count, share_tensors
-from benchmarks.records import Row, read, write
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
 SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabulary=50, context=16)
@@ -110,35 +105,3 @@ def test_models_have_the_sizes_of_their_names() -> None:
             ]
     assert millions["Llama-3.2 1B"] == [pytest.approx(1236, abs=1)] * 2  # one mask has as many logits as a weight
     assert millions["350M"] == [pytest.approx(341, abs=1)] * 2
-
-
-def test_the_suite_measures_both_models_in_both_precisions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measured: list[train_model.Problem] = []
-
-    def one_row(problem: train_model.Problem, *_: Any, **__: Any) -> list[Row]:
-        measured.append(problem)
-        return [row("fused", 1.0, problem.n_masks, case=problem.case)]
-
-    monkeypatch.setattr(train_model, "bench", one_row)
-    suites.SUITES["train_model"].run(tmp_path)
-    assert len(measured) == len(read(tmp_path, "train_model")) == 2 * 2 * 3
-    assert {problem.case for problem in measured} == {
-        f"{name}, {precision}" for name in ("Llama-3.2 1B", "350M") for precision in ("autocast", "bfloat16")
-    }
-    assert {problem.n_masks for problem in measured} == {1, 2, 4}
-    measured.clear()
-    more = [replace(problem, n_masks=8) for problem in train_model.PROBLEMS[::3]]
-    train_model.run([*train_model.PROBLEMS, *more], tmp_path, resume=True)
-    assert measured == more
-
-
-def test_table_of_models(tmp_path: Path) -> None:
-    def model(variant: str, milliseconds: float, peak: float) -> Row:
-        return row(variant, 1000 * milliseconds, 4, tokens=8192, case="Llama-3.2 1B, autocast", extra={"peak_mb": peak})
-
-    rows = [model("SwiGLU", 128.0, 30_000.0), model("naive", 256.0, 64_000.0), model("fused", 160.0, 40_000.0)]
-    write(rows, tmp_path, "train_model", "by the clock")
-    text = pages.TABLES["train_model"](tmp_path)
-    assert "Llama-3.2 1B, autocast, 8192 tokens a step, 8192 x 2048" in text
-    ratios = "1.60x | **0.50x, slower** | **0.80x, slower**"
-    assert f"| 4 | 64000 | 30.0 | 32000 | 64.0 | 51200 | 40.0 | {ratios} |" in text

@@ -41,9 +41,10 @@ def test_forward_agrees_with_the_oracle(dtype, n_masks, tokens, d, h):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_cuda_graph_replay_is_bit_equal_to_eager(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tokens", [1, 4, 100])
+def test_cuda_graph_replay_is_bit_equal_to_eager(tokens: int, dtype: torch.dtype) -> None:
     """Capture the first call of a new shape, and replay it with changed inputs, including masks."""
-    x, weight, logits, _ = problem((4,), 264, 520, 4, dtype)
+    x, weight, logits, _ = problem((tokens,), 264, 520, 4, dtype)
     packed = torch.ops.mglu.pack_masks(logits > 0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

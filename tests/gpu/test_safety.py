@@ -31,7 +31,6 @@ pytestmark = pytest.mark.gpu
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 KERNELS = {"decode_mma": (6, torch.float16), "tile_wgmma": (40, torch.bfloat16), "plain": (5, torch.float32)}
 """A number of tokens and a dtype that run each kernel."""
-needs_wgmma = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
 if torch.cuda.is_available() and not HOPPER:
     del KERNELS["tile_wgmma"]
 

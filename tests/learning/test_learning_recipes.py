@@ -100,19 +100,3 @@ def test_layers_that_are_compared_begin_with_the_same_size(recipe, monkeypatch):
                 nn.init.zeros_(module.router.weight)  # so that all masks that it keeps have the same weight
         found.append(projection(x).std().item())
     assert 0.75 < found[0] / found[1] < 1.25  # not 1, since silu is curved; without the gains, up to 3
-
-
-def test_rivals_with_other_gates_read_as_many_bytes():
-    """An element of the width takes 32 bits in two matrices, 48 in GLU's three, and one more for each mask."""
-    squared, *_ = experiments.RELU_SQUARED
-    bits = {"lu": 32, "glu": 48, "mglu": 32}
-    found = [one.width * (bits[one.layer] + one.has_masks * one.n_masks) for one in experiments.OTHER_GATES]
-    assert sorted({round(of, 1) for of in found}) == [32, 33, 36, 48]
-    assert experiments.RELU_SQUARED[1] == replace(squared, width=48 / 32)
-
-
-def test_widths_of_equal_budgets():
-    """SwiGLU has three matrices and products; SwiMGLU has two matrices and the masks, and n_masks + 2 products."""
-    for n_masks in (1, 4, 16):
-        assert 3 * 16 * experiments.same_load(n_masks) == pytest.approx(2 * 16 + n_masks)
-        assert 3 * experiments.same_training(n_masks) == pytest.approx(n_masks + 2)
