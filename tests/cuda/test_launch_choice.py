@@ -74,18 +74,20 @@ def test_warps_of_few_tokens_fill_the_schedulers(out_features: int, arch: tuple[
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_and_two_masks_whose_rows_have_scales_stay_in_decode_mma(name: str) -> None:
+def test_one_and_two_masks_in_8_bits_stay_in_decode_mma(name: str) -> None:
     def chosen(n_masks: int, tokens: int, shape: tuple[int, int]) -> Any:
         call = contiguous(n_masks, tokens, *shape, torch.bfloat16, weight_format=name)
         return without_tables(call, HOPPER)
 
-    wide, rows = (14336, 4096), name in ("fp8_row", "int8_row")
-    assert [isinstance(chosen(n, 16, wide), DecodeMma) for n in (1, 2, 4, 8)] == [rows, rows, False, False]
+    wide, rows, in_8_bits = (14336, 4096), name in ("fp8_row", "int8_row"), name in ("fp8_row", "int8_row", "fp8_block")
+    assert [isinstance(chosen(n, 16, wide), DecodeMma) for n in (1, 2, 4, 8)] == [in_8_bits, in_8_bits, False, False]
     for shape, parts in ((wide, 2), ((8192, 2048), 4)):
         one, two = chosen(1, 9, shape), chosen(2, 9, shape)
         if rows:
             assert (one.split_k, one.sub) == (parts, 1)
             assert two.tiles * two.split_k < one.tiles * one.split_k
+        if name == "fp8_block":
+            assert [(chosen(n, 1, shape).split_k, chosen(n, 1, shape).sub) for n in (1, 2)] == [(parts, 2)] * 2
         assert chosen(1, 8, shape).sub > 1
 
 
