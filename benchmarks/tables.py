@@ -140,15 +140,15 @@ def activations(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("experts", "experts_fp8", "experts_layer")
 def experts(rows: pd.DataFrame) -> Iterator[str]:
-    """Layers of experts, with a line for each number of tokens: us, over reading, launches if they were counted, and
-    how many times as fast as the fastest SwiGLU.
+    """Layers of experts, with a line for each number of tokens: us, launches if they were counted, how many times the
+    read ceiling that is, and how many times as fast as the fastest SwiGLU.
     """
     rows["launches"] = rows.get("launches", pd.Series(math.nan, rows.index))
-    calls = rows.launches.map(form(", {:.0f} launches"))
-    rows["cell"] = shown(rows) + (1 / rows.fraction_of_ceiling).map(form(", {:.2f}x of reading")) + calls
+    rows["cell"] = shown(rows) + rows.launches.map(form(", {:.0f} launches"))
     for case, here in rows.groupby("case", sort=False):
         swiglu = fastest(here, "SwiGLU", "tokens")
         ours = here[here.variant == "mglu"].join(swiglu.microseconds.rename("swiglu"), on="tokens")
+        ours["cell"] += ", " + (1 / ours.fraction_of_ceiling).map(ratio)
         ours["cell"] += ", " + (ours.swiglu / ours.microseconds).map(speedup)
         cells = in_order(ours, "tokens", "n_masks", ours.cell)
         cells.insert(0, "fastest SwiGLU", swiglu.variant.str.removeprefix("SwiGLU ") + ": " + swiglu.cell)

@@ -146,6 +146,20 @@ EQUAL_FP8_BYTES = (
     *(leveled_glu(gate, round(same_fp8_load(n_masks), 4)) for gate in ("relu", "silu") for n_masks in (1, 4)),
     *(best_with("relu", n_masks, round(1 / same_fp8_load(n_masks), 4)) for n_masks in (1, 4)),
 )
+MIXTURE = tuple(
+    replace(one, experts=8, active=2)
+    for one in (
+        # Equal width.
+        SWIGLU,
+        RELU_SQUARED[0],
+        BEST[1],
+        BEST[4],
+        # As many bytes of experts as SwiGLU.
+        RELU_SQUARED[1],
+        *(replace(BEST[n_masks], width=round(1 / same_load(n_masks), 4)) for n_masks in (1, 4)),
+    )
+)
+"""Mixtures of experts. A token's experts are together as wide as the layer of the dense model."""
 FROZEN = tuple(replace(best_with(gate, n), learned=False) for gate in ("relu", "silu") for n in (1, 4))
 """Random masks that are not learned."""
 
@@ -275,6 +289,8 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds(replace(one, size="90M") for one in FROZEN[:2]),
         *seeds(EQUAL_FP8_BYTES),
     ],
+    # Mixtures of 8 experts, 2 of them active, at equal width and at equal bytes of experts.
+    "mixture": seeds(MIXTURE),
 }
 """Name to runs. A run in several experiments is trained once."""
 

@@ -14,12 +14,15 @@ from torch.nn.utils import parametrize
 
 from benchmarks.decoder import Block, Projection, Sizes
 from benchmarks.language_model import LanguageModel
+from benchmarks.learning.mixture import Mixture
 from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
 from mglu_ops.nn.conversion import WEIGHTS, take_over_glu
 
 Layer = Literal["lu", "glu", "glu_shared", "mglu", "no_gate_mask", "no_value_mask"]
 LAYERS: tuple[Layer, ...] = get_args(Layer)
 """The first half of a feed-forward layer. With `silu`, `glu` is SwiGLU and `mglu` is SwiMGLU."""
+EXPERT_LAYERS = ("lu", "glu", "mglu")
+"""The layers of which mixtures consist."""
 StraightThrough = Literal["identity", "clipped", "tanh"]
 SLOPE = 0.05
 """The width of `clipped` and `tanh`."""
@@ -49,6 +52,8 @@ class Recipe:
         learned: whether the masks are learned; if not, they are random and fixed.
         size: the model, a key of SIZES.
         width: the intermediate size as a multiple of the model's own.
+        experts: the number of experts; 1 for a layer that is not a mixture.
+        active: the experts of a token, which have the intermediate size together.
         megabytes: training text, in 10^6 bytes. Text that is read twice counts twice.
         lr: the largest learning rate of the weights.
         mask_lr: the learning rate of mask logits, as a fraction of `lr`.
@@ -75,6 +80,8 @@ class Recipe:
     learned: bool = True
     size: str = "25M"
     width: float = 1.0
+    experts: int = 1
+    active: int = 1
     megabytes: float = 60.0
     lr: float = 1e-3
     mask_lr: float = 1.0
@@ -100,12 +107,23 @@ class Recipe:
             raise ValueError(
                 f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for mglu"
             )
+        if not 1 <= self.active <= self.experts:
+            raise ValueError(f"active: got {self.active}, must be from 1 to experts, {self.experts}")
+        if self.is_mixture and (self.layer not in EXPERT_LAYERS or self.start is not None or self.down_gain != 1):
+            raise ValueError(
+                f"experts: got {self.experts} for {self.layer}, must be 1 for layers other than "
+                f"{', '.join(EXPERT_LAYERS)}, for converted models and with a down_gain"
+            )
         if self.distilled and self.start is None:
             raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
 
     @property
     def has_masks(self) -> bool:
         return self.layer in ("mglu", "no_gate_mask", "no_value_mask")
+
+    @property
+    def is_mixture(self) -> bool:
+        return self.experts > 1
 
     @property
     def teacher(self) -> Recipe:
@@ -126,9 +144,9 @@ class Recipe:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the model."""
+        """The sizes of the model, with the intermediate size of one expert."""
         sizes = SIZES[self.size]
-        return replace(sizes, intermediate=round(sizes.intermediate * self.width / 8) * 8)
+        return replace(sizes, intermediate=round(sizes.intermediate * self.width / self.active / 8) * 8)
 
     @property
     def flops_of_token(self) -> float:
@@ -142,7 +160,7 @@ class Recipe:
         matrices = {"lu": 1, "glu": 2, "glu_shared": 1, "mglu": masks + 1}.get(self.layer, 2 * masks)
         width = sizes.heads * sizes.head_width
         block = sizes.hidden * 2 * (width + sizes.kv_heads * sizes.head_width)
-        block += (matrices + 1) * sizes.hidden * sizes.intermediate + sizes.context * width
+        block += (matrices + 1) * sizes.hidden * sizes.intermediate * self.active + sizes.context * width
         teacher = self.teacher.flops_of_token / 3 if self.distilled else 0
         return 6 * (sizes.layers * block + sizes.vocabulary * sizes.hidden) + teacher
 
@@ -156,7 +174,10 @@ class Recipe:
                 self._start_logits(module, module.mask_logits)
         for block in model.blocks:
             assert isinstance(block, Block)
-            block.down.weight.mul_(self.down_gain)
+            if self.is_mixture:
+                block.down = nn.Identity()  # type: ignore[assignment] # the experts have their own
+            else:
+                block.down.weight.mul_(self.down_gain)
         for weight in projection_weights(model):
             weight.mul_(self.weight_gain)
         return model
@@ -177,6 +198,10 @@ class Recipe:
             "no_value_mask": partial(NaiveMGLU, mask_value=False, **masked),
         }
         make = makers[self.layer]
+        if self.is_mixture:
+            only_masked = {name: value for name, value in masked.items() if name != "activation" and self.has_masks}
+            options = {"layer": self.layer, "activation": self.activation, **only_masked}
+            make = partial(Mixture, self.experts, self.active, **options)
         factor = self.scale * (self.n_masks**-0.5 if self.scaled_sum and self.has_masks else 1.0)
         return make if factor == 1 else lambda hidden, intermediate: Scaled(make(hidden, intermediate), factor)
 
@@ -195,13 +220,13 @@ KINDS: dict[str, type] = {
 
 
 def projection_weights(model: LanguageModel) -> list[nn.Parameter]:
-    """The weights of the first halves of all feed-forward layers, without those of routers."""
+    """The weights of the first halves of all feed-forward layers, without those of routers and of experts' second."""
     return [
         parameter
         for block in model.blocks
         if isinstance(block, Block)
         for name, parameter in block.projection.named_parameters()
-        if name.endswith("weight") and "router" not in name
+        if name.endswith("weight") and "router" not in name and "down" not in name
     ]
 
 

@@ -41,8 +41,10 @@ class Finished:
 
     @property
     def load(self) -> float:
-        """Megabytes that decoding reads for a token: all weights in 16 bits, and the masks."""
-        return (2 * float(self.facts["weights"]) + float(self.facts["mask_bits"]) / 8) / 1e6
+        """Megabytes that decoding reads for a token: all weights in 16 bits, and the masks; of its experts only."""
+        weights = float(self.facts["weights"]) - float(self.facts.get("idle_weights", 0))
+        bits = float(self.facts["mask_bits"]) * self.recipe.active / self.recipe.experts
+        return (2 * weights + bits / 8) / 1e6
 
     @property
     def bytes_of_token(self) -> float:
@@ -185,7 +187,8 @@ def baseline(recipe: Recipe) -> Recipe:
     """The SwiGLU run with the same seed, size, learning rate and text, which a run is compared with."""
     megabytes = recipe.skip + recipe.megabytes
     lr = Recipe.lr if recipe.start is not None else recipe.lr
-    return Recipe("glu", size=recipe.size, megabytes=megabytes, lr=lr, seed=recipe.seed)
+    dense = Recipe("glu", size=recipe.size, megabytes=megabytes, lr=lr, seed=recipe.seed)
+    return replace(dense, experts=recipe.experts, active=recipe.active)
 
 
 def label(recipe: Recipe) -> str:
@@ -206,6 +209,8 @@ def label(recipe: Recipe) -> str:
         "learned": "fixed masks",
         "size": f"{recipe.size} model",
         "width": f"{recipe.width:.3g} times as wide",
+        "experts": f"{recipe.experts} experts",
+        "active": f"{recipe.active} active",
         "megabytes": f"{recipe.megabytes:g} MB",
         "lr": f"learning rate {recipe.lr:g}",
         "mask_lr": f"masks at {recipe.mask_lr:g} times the rate",

@@ -23,6 +23,7 @@ from filelock import FileLock
 
 from benchmarks.language_model import count
 from benchmarks.learning.corpus import Corpus, load
+from benchmarks.learning.mixture import expert_weights
 from benchmarks.learning.recipe import KINDS, Recipe
 from benchmarks.learning.schedule import points
 from benchmarks.learning.training import Training, keep_all_graphs, masked_layers
@@ -118,10 +119,11 @@ def _run(training: Training, out: Path, end: float, keeps_weights: bool = False)
 def head(training: Training) -> dict[str, str]:
     """The head of a result: what it depends on, and what the run cost."""
     logits = sum(p.numel() for n, p in training.model.named_parameters() if "mask_logits" in n)
-    fixed = sum(layer.weight.numel() * layer.n_masks for layer in masked_layers(training.model))
+    bits = sum(layer.weight.numel() * layer.n_masks for layer in masked_layers(training.model))
     cost = {
         "weights": count(training.model) - logits,
-        "mask_bits": fixed,
+        "mask_bits": bits,
+        "idle_weights": round((1 - training.recipe.active / training.recipe.experts) * expert_weights(training.model)),
         "steps": training.steps,
         "tflop": round(training.recipe.flops_of_token * training.steps * training.windows.tokens_of_step / 1e12),
         "seconds": round(training.progress.seconds, 1),

@@ -21,6 +21,7 @@ from benchmarks.learning.schedule import Windows, held_out_batches, rate, steps_
 from benchmarks.memory import release
 from benchmarks.records import write_whole
 from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_groups
+from mglu_ops.nn.masked_linear import packed_logits
 
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
@@ -227,11 +228,11 @@ def masked_layers(model: nn.Module) -> list[MGLU | NaiveMGLU]:
 
 
 def packed_masks(layer: MGLU | NaiveMGLU) -> Tensor:
-    """A packed copy of a layer's masks."""
+    """A packed copy of a layer's masks; those of all experts as one layer with as many rows."""
     if layer.packed_masks is not None:
-        return layer.packed_masks.clone()
+        return layer.packed_masks.clone().flatten(0, -3)
     assert layer.mask_logits is not None
-    return torch.ops.mglu.pack_logits(layer.mask_logits.detach())
+    return packed_logits(layer.mask_logits.detach()).flatten(0, -3)
 
 
 def _mean(values: list[float]) -> float:

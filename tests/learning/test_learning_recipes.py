@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from benchmarks.decoder import Sizes
+from benchmarks.language_model import count as count_of
 from benchmarks.learning import experiments, training
+from benchmarks.learning.mixture import expert_weights
 from benchmarks.learning.recipe import SIZES, Recipe
 from mglu_ops.nn import MGLU
 
@@ -34,6 +36,9 @@ def test_names_of_runs_are_unique_and_survive_a_file_system():
         {"start": "half"},
         {"distilled": True},
         {"start": "gate", "layer": "lu"},
+        {"active": 2},
+        {"experts": 4, "layer": "glu_shared"},
+        {"experts": 4, "down_gain": 0.5},
     ],
 )
 def test_a_wrong_recipe_is_named(wrong):
@@ -100,3 +105,15 @@ def test_layers_that_are_compared_begin_with_the_same_size(recipe, monkeypatch):
                 nn.init.zeros_(module.router.weight)  # so that all masks that it keeps have the same weight
         found.append(projection(x).std().item())
     assert 0.75 < found[0] / found[1] < 1.25  # not 1, since silu is curved; without the gains, up to 3
+
+
+def test_mixtures_have_active_weights_and_operations_of_the_dense_model(monkeypatch):
+    monkeypatch.undo()  # sizes that eight experts can have
+    bits = {"lu": 32, "glu": 48, "mglu": 32}
+    budgets = [one.width * (bits[one.layer] + one.has_masks * one.n_masks) for one in experiments.MIXTURE]
+    assert budgets == pytest.approx([48, 32, 33, 36, 48, 48, 48], rel=1e-3)
+    assert Recipe("glu", experts=8, active=2).flops_of_token == Recipe("glu").flops_of_token
+    with torch.device("meta"):
+        dense, mixture = (Recipe("glu", experts=count, active=min(count, 2)).model() for count in (1, 8))
+    routers = 8 * SIZES["25M"].hidden * SIZES["25M"].layers
+    assert count_of(mixture) - expert_weights(mixture) * 6 // 8 == count_of(dense) + routers

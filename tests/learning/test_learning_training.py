@@ -11,10 +11,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from learning_fixtures import VOCABULARY, rows_of, tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.learning import schedule, train, training
+from benchmarks.learning.mixture import BALANCE, Mixture
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table
 
@@ -44,7 +46,7 @@ def test_every_window_is_read_once_in_an_epoch():
         schedule.Windows(tokens[:60], "cpu")
 
 
-ALL_LAYERS = [
+DENSE_LAYERS = [
     {"layer": "lu"},
     {"layer": "glu"},
     {"layer": "glu_shared"},
@@ -55,9 +57,15 @@ ALL_LAYERS = [
     {"layer": "no_gate_mask", "n_masks": 1},
     {"layer": "no_value_mask", "n_masks": 1},
 ]
+MIXTURES = [
+    {"layer": "lu", "experts": 4, "active": 2},
+    {"layer": "glu", "experts": 4, "active": 2},
+    {"layer": "mglu", "n_masks": 2, "experts": 4, "active": 2},
+    {"layer": "mglu", "n_masks": 3, "experts": 4, "active": 3, "learned": False},
+]
 
 
-@pytest.mark.parametrize("options", ALL_LAYERS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("options", DENSE_LAYERS + MIXTURES, ids=lambda one: "-".join(map(str, one.values())))
 def test_every_layer_learns_and_writes_its_curve(options, text, tmp_path):
     one = tiny_run(text, 20, **options)
     assert train.run(one, text, tmp_path, "cpu", compiled=False)
@@ -76,10 +84,42 @@ def test_every_layer_learns_and_writes_its_curve(options, text, tmp_path):
     assert not list(tmp_path.glob("*.pt"))
 
 
+@pytest.mark.parametrize("layer", ["lu", "glu", "mglu"])
+def test_a_mixture_is_a_loop_over_experts_with_a_loss_that_balances_them(layer):
+    masked = {"n_masks": 2} if layer == "mglu" else {}
+    mixture = Mixture(5, 2, 16, 24, layer, "silu", **masked)
+    x = torch.randn(3, 4, 16, requires_grad=True)
+    grad = torch.randn(3, 4, 16)
+    given = [x, *mixture.parameters()]
+    result = mixture(x)
+    found = torch.autograd.grad(result, given, grad)
+
+    probabilities = F.softmax(mixture.router(x), -1)
+    weights, ids = probabilities.topk(2)
+    weights = weights / weights.sum(-1, keepdim=True)
+    expected = torch.zeros_like(x)
+    for e in range(5):
+        gate, *up = (one[e] for name, one in mixture.projection.named_parameters() if name.endswith("weight"))
+        if layer == "mglu":
+            masks = mixture.projection.mask_logits[e]
+            hard = ((masks > 0).float() - masks).detach() + masks  # straight through
+            y = sum(F.silu(F.linear(x, gate * mask)) * F.linear(x, gate * (1 - mask)) for mask in hard)
+        else:
+            y = F.silu(F.linear(x, gate)) * (F.linear(x, up[0]) if up else 1)
+        share = (weights * (ids == e)).sum(-1, keepdim=True)
+        expected = expected + share * F.linear(y, mixture.down.weight[e])
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    load = torch.stack([(ids == e).float().mean() for e in range(5)])
+    balance = 5 * (load * probabilities.mean((0, 1))).sum()
+    total = (expected * grad).sum() + BALANCE * balance
+    for one, other in zip(found, torch.autograd.grad(total, given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("layer", ["mglu", "no_gate_mask"])
-def test_a_compiled_run_follows_the_eager_one(layer, text, tmp_path):
-    one = tiny_run(text, 40, layer=layer, n_masks=2)
+@pytest.mark.parametrize("options", [{}, {"layer": "no_gate_mask"}, MIXTURES[1], MIXTURES[2]], ids=str)
+def test_a_compiled_run_follows_the_eager_one(options, text, tmp_path):
+    one = tiny_run(text, 40, **{"n_masks": 2, **options})
     for compiled in (False, True):
         assert train.run(one, text, tmp_path / str(compiled), "cpu", compiled=compiled)
     for first, second in zip(rows_of(tmp_path / "False", one), rows_of(tmp_path / "True", one), strict=True):
@@ -212,7 +252,7 @@ def test_flips_are_those_of_one_step(text):
     assert run.progress.rows[-1]["agreement"] == pytest.approx(sum(agreement) / 2, rel=1e-4)
 
 
-@pytest.mark.parametrize("options", ALL_LAYERS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("options", DENSE_LAYERS, ids=lambda options: "-".join(map(str, options.values())))
 def test_operations_are_those_that_torch_counts(options, text):
     run = training.Training(tiny_run(text, 4, **options), text, "cpu", compiled=False)
     with FlopCounterMode(display=False) as counter:

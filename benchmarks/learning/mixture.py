@@ -1,0 +1,123 @@
+"""A feed-forward layer that is a mixture of experts: a router, the experts, and a loss that balances their load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mglu_ops.activations import get_activation
+from mglu_ops.expert_calls import sort_pairs
+from mglu_ops.nn import MGLUExperts
+from mglu_ops.nn.experts import route
+
+BALANCE = 0.01
+"""The weight of the loss that balances the load, as in Switch Transformers (arXiv 2101.03961)."""
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer of each expert, by one grouped product; each is initialised as `nn.Linear` is."""
+
+    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+        nn.init.uniform_(self.weight, -(in_features**-0.5), in_features**-0.5)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Map rows `[S, in_features]` that are sorted by expert; `ends` as `grouped_mm` takes them."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return F.grouped_mm(x.to(dtype), self.weight.to(dtype).mT, offs=ends)
+
+
+class GLUExperts(nn.Module):
+    """The first halves of experts without masks: GLU, or with one matrix the activation of a product."""
+
+    def __init__(self, experts: int, hidden: int, intermediate: int, activation: str, gated: bool) -> None:
+        super().__init__()
+        self.activate = get_activation(activation).forward
+        self.gate_proj = ExpertLinear(experts, hidden, intermediate)
+        self.up_proj = ExpertLinear(experts, hidden, intermediate) if gated else None
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        gate = self.activate(self.gate_proj(x, ends))
+        return gate if self.up_proj is None else gate * self.up_proj(x, ends)
+
+
+class Mixture(nn.Module):
+    """A mixture in which each token has `active` experts: softmax, then top-k, whose weights add to 1.
+
+    Gradients are those of the model's loss plus, for each mixture, `BALANCE * E * sum_e load_e * probability_e`: the
+    share of the tokens' experts that e is, and its mean probability. The value of the loss does not contain this part.
+
+    Args:
+        experts: E.
+        active: the experts of a token.
+        hidden: size of x and of the result.
+        intermediate: size of an expert's hidden layer.
+        layer: the first half of an expert, "lu", "glu" or "mglu" as in `recipe.Layer`.
+        activation: as in `mglu_ops.nn.MGLU`.
+        masked: the other options of `mglu_ops.nn.MGLUExperts`, for "mglu".
+    """
+
+    def __init__(
+        self, experts: int, active: int, hidden: int, intermediate: int, layer: str, activation: str, **masked: Any
+    ) -> None:
+        super().__init__()
+        self.experts, self.active = experts, active
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.projection: MGLUExperts | GLUExperts
+        if layer == "mglu":
+            self.projection = MGLUExperts(experts, hidden, intermediate, activation=activation, **masked)
+        else:
+            self.projection = GLUExperts(experts, hidden, intermediate, activation, gated=layer == "glu")
+        self.down = ExpertLinear(experts, intermediate, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[..., hidden]` to the same shape."""
+        rows = x.flatten(0, -2)
+        logits = self.router(rows)
+        weights, ids = route(logits, self.active, norm_topk_prob=True)
+        if torch.is_grad_enabled():
+            weights = _WithLoss.apply(weights, BALANCE * balance(logits, ids))
+        order, ends = sort_pairs(ids, self.experts)
+        tokens = order // self.active
+        given = rows[tokens]
+        if isinstance(self.projection, MGLUExperts):
+            hidden = self.projection(given, ids.flatten()[order, None])[:, 0]
+        else:
+            hidden = self.projection(given, ends)
+        outputs = self.down(hidden, ends) * weights.flatten()[order, None]
+        return outputs.new_zeros(rows.shape).index_add(0, tokens, outputs).view(x.shape)
+
+
+def balance(logits: Tensor, ids: Tensor) -> Tensor:
+    """`E * sum_e load_e * probability_e`, from logits `[T, E]` and ids `[T, K]`: 1 if balanced, E at most."""
+    experts = logits.shape[-1]
+    load = F.one_hot(ids, experts).float().mean((0, 1))
+    return experts * (load * F.softmax(logits, dim=-1, dtype=torch.float32).mean(0)).sum()
+
+
+class _WithLoss(torch.autograd.Function):
+    """Returns x; in backward, a loss gets the gradient that it has as a summand of the whole loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones((), dtype=torch.float32)
+
+
+def expert_weights(model: nn.Module) -> int:
+    """The number of weights of all experts of a model, without mask logits and routers."""
+    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
+    return sum(
+        parameter.numel()
+        for mixture in mixtures
+        for name, parameter in mixture.named_parameters()
+        if name.endswith("weight") and "router" not in name
+    )
