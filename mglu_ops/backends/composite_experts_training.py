@@ -78,7 +78,10 @@ def backward(
 
     Args:
         grad_output: `[S, out_features]` in x's dtype.
-        x, weight, packed_masks, offs: as in `forward_train`.
+        x: as in `forward_train`.
+        weight: likewise.
+        packed_masks: likewise.
+        offs: likewise.
         partials: what `forward_train` returned.
         needs: whether the gradients of x and weight are needed.
         logits_dtype: the dtype of the gradient of the mask logits; None if it is not needed.

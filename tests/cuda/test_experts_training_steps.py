@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from emulated_kernels import emulated_kernels, needs_compiler
@@ -20,11 +22,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def products_of_experts(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """The products of `grouped_mm` in float32, by a loop; NaN where it leaves rows as they were."""
-    a, b, ends = a.float(), b.float(), [0, *offs.tolist()]
+    a, b, rows = a.float(), b.float(), list(pairwise([0, *offs.tolist()]))
     if b.dim() == 2:
-        return torch.stack([a[:, start:end] @ b[start:end] for start, end in zip(ends, ends[1:], strict=False)])
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in rows])
     out = torch.full((a.shape[0], b.shape[2]), float("nan"))
-    for matrix, start, end in zip(b, ends, ends[1:], strict=False):
+    for matrix, (start, end) in zip(b, rows, strict=True):
         out[start:end] = a[start:end] @ matrix
     return out
 
@@ -44,23 +46,24 @@ def backward(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("n_masks", "density", "sizes", "mask_weights_dtype", "logits_dtype"),
+    ("n_masks", "density", "sizes", "mask_weights_dtype", "logits_dtype", "activation"),
     family(
         [1, 4, 2, 8, 16],
         [0.5, 0.25, 0.9],
         [([40, 0, 17, 39], 0, 136, 200), ([31, 33, 0], 5, 72, 104), ([64], 0, 50, 77)],
         [None, BF16, F32],
         [BF16, F32],
+        ["silu", "relu"],
         one_in=2,
     ),
 )
-def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weights_dtype, logits_dtype):
-    """Sizes that are whole vectors, rows without an expert, and sizes that are padded."""
+def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weights_dtype, logits_dtype, activation):
+    """Sizes that are whole vectors, rows without an expert, and sizes that are padded; relu has other products."""
     torch.manual_seed(0)
     loads, unowned, d, h = sizes
     layer = ExpertLayer.random(
         "cpu", BF16, loads, d, h, n_masks, unowned=unowned, density=density, mask_weights_dtype=mask_weights_dtype,
-        logits_dtype=logits_dtype,
+        logits_dtype=logits_dtype, activation=activation,
     )  # fmt: skip
     found = layer.step(training.forward_train, backward)
     assert_as_good_as_naive(found, layer, 2.5 if density == 0.9 else 1.5)

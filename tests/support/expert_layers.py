@@ -77,7 +77,9 @@ class ExpertLayer:
         operands = self.x, self.weight, self.packed_masks, self.offs
         needed = [*needs[:3], needs[3] and self.mask_weights is not None]
         dtypes = [tensor.dtype if tensor is not None else None for tensor in (self.logits, self.mask_weights)]
-        logits_dtype, weights_dtype = (dtype if is_needed else None for dtype, is_needed in zip(dtypes, needed[2:]))
+        logits_dtype, weights_dtype = (
+            dtype if is_needed else None for dtype, is_needed in zip(dtypes, needed[2:], strict=True)
+        )
         y, partials = forward(*operands, self.activation, self.mask_weights)
         grads = backward(self.grad_output, *operands, partials, needed[:2], logits_dtype, weights_dtype)
         assert all(tensor.is_contiguous() for tensor in (y, partials, *grads))
@@ -101,7 +103,8 @@ class ExpertLayer:
                 x[rows], weight[expert], masks[expert], self.activation, *(tensor[rows] for tensor in mask_weights)
             )
             y[rows] = of_rows.detach()
-            for name, grad in zip(leaves, torch.autograd.grad(of_rows, tuple(leaves.values()), grad_output[rows])):
+            of_expert = torch.autograd.grad(of_rows, tuple(leaves.values()), grad_output[rows])
+            for name, grad in zip(leaves, of_expert, strict=True):
                 grads[name] += grad
         return {"y": y, **grads}
 
