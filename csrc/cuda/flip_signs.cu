@@ -1,6 +1,6 @@
 // Writes F_i * W for every mask, and with MGLU_WITH_WEIGHT W itself before them: the stacked weights of one library
 // GEMM (training.md). F_i is -1 where M_i = 1 and 1 elsewhere, so that a product with it flips sign bits, in float16
-// and bfloat16 alike. With MGLU_PARTS, for one mask, it writes M * W and (1 - M) * W instead.
+// and bfloat16 alike. With MGLU_PARTS it writes M_i * W and (1 - M_i) * W for every mask instead.
 //
 // The rows of W are those of all experts, one expert after the other. Each expert has its own stack of matrices. A
 // layer without experts is one expert.
@@ -23,8 +23,8 @@ struct Params {
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr bool kWithWeight = MGLU_WITH_WEIGHT;
 constexpr bool kParts = MGLU_PARTS;
-constexpr int kMatrices = kParts ? 2 : kMasks + kWithWeight;
-static_assert(!kParts || (kMasks == 1 && !kWithWeight), "one mask divides W in two parts");
+constexpr int kMatrices = kParts ? 2 * kMasks : kMasks + kWithWeight;
+static_assert(!kParts || !kWithWeight, "the parts have no W beside them");
 constexpr int kType = kFloat16;  // serves bfloat16 as well: the sign bit is in the same place
 
 }  // namespace mglu
@@ -39,16 +39,18 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_flip_signs(con
     const i64 matrix = p.expert_rows * p.columns;
     const u32 expert = static_cast<u32>(at.row) / static_cast<u32>(p.expert_rows);
     i64 offset = expert * (kMatrices - 1) * matrix + at.row * p.columns + at.column;
-    if constexpr (kParts) {
-        const auto part = masks.keep(0, weight);
-        store_group(p.out, offset, part, at.count);
-        store_group(p.out, offset + matrix, without(weight, part), at.count);
-        return;
-    }
     if constexpr (kWithWeight) {
         store_group(p.out, offset, weight, at.count);
         offset += matrix;
     }
 #pragma unroll
-    for (int i = 0; i < kMasks; ++i) store_group(p.out, offset + i * matrix, masks.flip(i, weight), at.count);
+    for (int i = 0; i < kMasks; ++i) {
+        if constexpr (kParts) {
+            const auto part = masks.keep(i, weight);
+            store_group(p.out, offset + 2 * i * matrix, part, at.count);
+            store_group(p.out, offset + (2 * i + 1) * matrix, without(weight, part), at.count);
+        } else {
+            store_group(p.out, offset + i * matrix, masks.flip(i, weight), at.count);
+        }
+    }
 }

@@ -10,7 +10,7 @@
 // written once.
 //
 // The library's GEMMs of experts round products to 16 bits. There t comes alone, in float32 (MGLU_TOTAL), since its
-// error is in every gate and value; or, with one mask, the products are g and v (MGLU_PARTS).
+// error is in every gate and value; or the products are g_i and v_i, one after the other (MGLU_PARTS).
 #include "activation.cuh"
 #include "columns.cuh"
 
@@ -18,7 +18,7 @@ namespace mglu {
 
 struct Params {
     const void* total;         // t [tokens, columns], contiguous, if it is not the first product; or null
-    const void* products;      // [tokens, kMasks + 1, columns] with contiguous columns; kMasks with a total
+    const void* products;      // [tokens, 1 (t) + kMasks, columns] with contiguous columns; 2 kMasks in parts
     void* partials;            // [tokens, kMasks + 1 or 2 kMasks + 1, columns] with contiguous columns
     const void* mask_weights;  // [tokens, kMasks], or null
     void* result;              // [tokens, columns] with contiguous columns
@@ -38,7 +38,7 @@ constexpr int kProductsType = MGLU_PRODUCTS;
 constexpr int kTotalType = MGLU_TOTAL;  // -1 if t is the first product
 constexpr bool kParts = MGLU_PARTS;
 constexpr int kMasks = MGLU_N_MASKS;
-static_assert(!kParts || (kMasks == 1 && kTotalType < 0), "the products are the gate and the value of one mask");
+static_assert(!kParts || kTotalType < 0, "gates and values need no t");
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1 without mask weights
 constexpr bool kWeighted = kMaskWeightType >= 0;
@@ -58,7 +58,7 @@ __device__ __forceinline__ float load_mask_weight(const Params& p, i64 token, in
 // The sums of a thread's columns, and the offsets of its next mask.
 struct Sums {
     i64 product, partial;
-    float half_total[kColumns];     // t / 2; with MGLU_PARTS, g
+    float half_total[kColumns];     // t / 2; unused with MGLU_PARTS
     float result[kColumns] = {};    // y
     float by_total[kColumns] = {};  // 2 P
 };
@@ -66,10 +66,14 @@ struct Sums {
 // Adds kCount masks from `mask` on. All their products are loaded before the first is used.
 template <int kCount>
 __device__ __forceinline__ void add_masks(Sums& sums, const Params& p, const Position<kColumns>& at, int mask) {
-    Group<kProductsType, kColumns> flipped[kCount];
+    Group<kProductsType, kColumns> gates[kCount], flipped[kCount];  // in parts, g_i and v_i
     float mask_weight[kCount];
 #pragma unroll
     for (int j = 0; j < kCount; ++j, sums.product += p.products_entry_stride) {
+        if constexpr (kParts) {
+            gates[j] = load_group<kProductsType, kColumns>(p.products, sums.product, at.count);
+            sums.product += p.products_entry_stride;
+        }
         flipped[j] = load_group<kProductsType, kColumns>(p.products, sums.product, at.count);
         mask_weight[j] = load_mask_weight(p, at.row, mask + j);
     }
@@ -78,7 +82,7 @@ __device__ __forceinline__ void add_masks(Sums& sums, const Params& p, const Pos
         float by_flipped[kColumns], by_mask_weight[kColumns];
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
-            const float gate = kParts ? sums.half_total[k] : fmaf(-0.5f, flipped[j][k], sums.half_total[k]);
+            const float gate = kParts ? gates[j][k] : fmaf(-0.5f, flipped[j][k], sums.half_total[k]);
             const float value = kParts ? flipped[j][k] : fmaf(0.5f, flipped[j][k], sums.half_total[k]);
             const ValueAndDerivative act = activate_with_derivative<kActivation, true>(gate);
             float activated = act.value, slope = act.derivative;
@@ -109,11 +113,11 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
         const auto total = load_group<kTotalType, kColumns>(p.total, at.row * p.columns + at.column, at.count);
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) sums.half_total[k] = 0.5f * total[k];
-    } else {
-        const auto first = load_group<kProductsType, kColumns>(p.products, product, at.count);
+    } else if constexpr (!kParts) {
+        const auto total = load_group<kProductsType, kColumns>(p.products, product, at.count);
         sums.product += p.products_entry_stride;
 #pragma unroll
-        for (int k = 0; k < kColumns; ++k) sums.half_total[k] = kParts ? first[k] : 0.5f * first[k];
+        for (int k = 0; k < kColumns; ++k) sums.half_total[k] = 0.5f * total[k];
     }
 
     int mask = 0;

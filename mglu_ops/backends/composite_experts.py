@@ -158,23 +158,16 @@ class CompositeExperts(Composite):
         return down_on_cpu if call.layer.device.type == "cpu" else down
 
     def can_train_experts_forward(self, call: ExpertCall) -> bool:
-        return True
+        return call.layer.device.type == "cpu"
 
     def can_train_experts_backward(self, call: ExpertCall) -> bool:
-        return True
+        return call.layer.device.type == "cpu"
 
     def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
-        _refuse_training(call)
         return partial(expert_loop.forward_train, expert_loop.layers(self.prepare_forward_train, call), call)
 
     def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
-        _refuse_training(call)
         return partial(expert_loop.backward, expert_loop.layers(self.prepare_backward, call))
-
-
-def _refuse_training(call: ExpertCall) -> None:
-    if call.layer.device.type != "cpu":
-        raise NotImplementedError(f"mglu: got experts on {call.layer.device} in training, must be on a CPU")
 
 
 # --- On a CPU --------------------------------------------------------------------------------------------------------

@@ -273,14 +273,13 @@ def _training_step_variants(
         yield "weight_gradients", steps.weight_gradients_macros(dtype, wide, n_masks, *dtypes, vector)
     yield "mask_weight_gradients", steps.mask_weight_gradients_macros(dtype, n_masks, wide, vector)
     yield "clear_rows", {"MGLU_VECTOR": int(vector)}
-    if n_masks == 1:
-        yield "flip_signs", steps.flip_signs_macros(n_masks, False, vector, parts=True)
+    yield "flip_signs", steps.flip_signs_macros(n_masks, False, vector, parts=True)
     for mask_weights_dtype in (None, wide):
         common = n_masks, activation, mask_weights_dtype, vector
         yield "partials", steps.partials_macros(dtype, wide, *common)
         if dtype is torch.bfloat16:
-            of_experts = (None, True) if n_masks == 1 else (wide, False)
-            yield "partials", steps.partials_macros(dtype, dtype, *common, *of_experts)
+            for of_experts in ((wide, False), (None, True)):
+                yield "partials", steps.partials_macros(dtype, dtype, *common, *of_experts)
 
 
 @pytest.mark.parametrize("vector", [True, False])

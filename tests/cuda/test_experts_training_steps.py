@@ -11,7 +11,9 @@ from expert_training import ExpertLayer, assert_as_good_as_naive
 from families import family
 from torch import Tensor
 
+from mglu_ops.backends.base import GroupedBackwardArguments
 from mglu_ops.backends.cuda import experts_training as training
+from mglu_ops.expert_calls import ExpertArguments
 
 __all__ = ["emulated_kernels"]  # a fixture
 
@@ -40,38 +42,42 @@ def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def forward_train(*operands):
+    return training.forward_train(ExpertArguments.of_offs(*operands))
+
+
 def backward(*arguments):
-    grads = training.backward(*arguments)
-    return tuple(torch.empty(0) if grad is None else grad for grad in grads)
+    return training.backward(GroupedBackwardArguments(*arguments))
 
 
 @pytest.mark.parametrize(
-    ("n_masks", "density", "sizes", "mask_weights_dtype", "logits_dtype"),
+    ("n_masks", "density", "sizes", "mask_weights_dtype", "logits_dtype", "activation"),
     family(
         [1, 4, 2, 8, 16],
         [0.5, 0.25, 0.9],
         [([40, 0, 17, 39], 0, 136, 200), ([31, 33, 0], 5, 72, 104), ([64], 0, 50, 77)],
         [None, BF16, F32],
         [BF16, F32],
+        ["silu", "relu"],
         one_in=2,
     ),
 )
-def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weights_dtype, logits_dtype):
-    """Sizes that are whole vectors, rows without an expert, and sizes that are padded."""
+def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weights_dtype, logits_dtype, activation):
+    """Sizes that are whole vectors, rows without an expert, and sizes that are padded; relu has other products."""
     torch.manual_seed(0)
     loads, unowned, d, h = sizes
     layer = ExpertLayer.random(
         "cpu", BF16, loads, d, h, n_masks, unowned=unowned, density=density, mask_weights_dtype=mask_weights_dtype,
-        logits_dtype=logits_dtype,
+        logits_dtype=logits_dtype, activation=activation,
     )  # fmt: skip
-    found = layer.step(training.forward_train, backward)
+    found = layer.step(forward_train, backward)
     assert_as_good_as_naive(found, layer, 2.5 if density == 0.9 else 1.5)
 
 
 @pytest.mark.parametrize("needed", range(4))
 def test_computes_only_what_is_needed(needed: int) -> None:
     layer = ExpertLayer.random("cpu", BF16, [20, 12], 16, 24, 2, mask_weights_dtype=F32)
-    every = layer.step(training.forward_train, backward)
+    every = layer.step(forward_train, backward)
     needs = [i == needed for i in range(4)]
-    for name, tensor in layer.step(training.forward_train, backward, needs).items():
+    for name, tensor in layer.step(forward_train, backward, needs).items():
         assert torch.equal(tensor, every[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -12,21 +13,22 @@ from memory_layouts import rows_apart, transposed, unaligned
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends import composite_experts_training as training
+from mglu_ops.backends.cuda import experts_training
 
 pytestmark = pytest.mark.gpu
 
 BF16, F32 = torch.bfloat16, torch.float32
+mglu = torch.ops.mglu
 
 
 @pytest.fixture(autouse=True)
 def _needs_grouped_products() -> None:
-    if reason := training.unsupported_reason(torch.device("cuda", 0), BF16):
+    if reason := experts_training.unsupported_reason(torch.device("cuda", 0), BF16):
         pytest.skip(reason)
 
 
 def step(layer: ExpertLayer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
-    return layer.step(training.forward_train, training.backward, needs)
+    return layer.step(mglu.grouped_forward_train, mglu.grouped_backward, needs)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +89,10 @@ def test_a_graph_serves_other_loads() -> None:
         expected = [_plain_step(layer) for layer in layers]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    static, graph = layers[0], torch.cuda.CUDAGraph()
+    static, graph = copy.deepcopy(layers[0]), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = _plain_step(static)
-    for layer, exact in list(zip(layers, expected, strict=True))[::-1]:
+    for layer, exact in zip(layers, expected, strict=True):
         for name in ("x", "weight", "packed_masks", "offs", "grad_output"):
             getattr(static, name).copy_(getattr(layer, name))
         graph.replay()
@@ -100,8 +102,8 @@ def test_a_graph_serves_other_loads() -> None:
 
 def _plain_step(layer: ExpertLayer) -> dict[str, Tensor]:
     operands = layer.x, layer.weight, layer.packed_masks, layer.offs
-    y, partials = training.forward_train(*operands, layer.activation)
-    grads = training.backward(layer.grad_output, *operands, partials, (True, True), BF16, None)
+    y, partials = mglu.grouped_forward_train(*operands, layer.activation)
+    grads = mglu.grouped_backward(layer.grad_output, *operands, partials, (True, True), BF16, None)
     return {"y": y, **dict(zip(("x", "weight", "logits"), grads[:3], strict=True))}
 
 

@@ -7,7 +7,8 @@ n_masks + 1 products of forward are columns of one product, and dx is one produc
 
 `grouped_mm` rounds its results to 16 bits. If t and f_i were rounded, y would have up to 2.5 times the error of the
 naive layer, mostly because the error of t is in every gate and value. Therefore t is computed in float32, by a kernel
-in Triton. With one mask the gate and the value are the two products instead, and neither is a difference.
+in Triton. With one mask the gate and the value are the two products instead, and neither is a difference. The same
+holds for relu, at the cost of 2 n_masks products: a gate near 0 needs the right sign, since relu's derivative jumps.
 
 Nothing waits for the GPU, and no shape depends on `offs`. The same inputs give the same bits.
 """
@@ -15,10 +16,12 @@ Nothing waits for the GPU, and no shape depends on `offs`. The same inputs give 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
+from ...expert_calls import ExpertArguments
 from ...sizes import round_up
+from ..base import GroupedBackwardArguments
 from ..triton import is_installed as triton_is_installed
 from .compiler import has_cuda_core
 from .kernels import training_steps as steps
@@ -44,10 +47,10 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if triton_is_installed() else "triton is not installed"
 
 
-def forward_train(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, activation: str, mask_weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
     """`mglu::grouped_forward_train` on the current device, for arguments in any strides."""
+    x, weight, packed_masks, activation, mask_weights, *_ = given
+    offs = given.routing
     (rows, h), d, n_masks = x.shape, weight.shape[1], packed_masks.shape[3]
     entries = 1 + (1 if mask_weights is None else 2) * n_masks
     if 0 in (rows, d, h, weight.shape[0]):
@@ -55,31 +58,29 @@ def forward_train(
     x, weight, packed_masks = _padded(x, weight, packed_masks)
     padded, offs, total = weight.shape[1], offs.contiguous(), None
     y, partials = x.new_empty(rows, padded), x.new_empty(rows, entries, padded)
-    if n_masks == 1:
-        operands = steps.flip_signs(weight, packed_masks, with_weight=False, parts=True)
-    else:
+    parts = n_masks == 1 or activation == "relu"
+    if not parts:
         total = _wide_product(x, weight, offs)
-        operands = steps.flip_signs(weight, packed_masks, with_weight=False)
+    operands = steps.flip_signs(weight, packed_masks, with_weight=False, parts=parts)
     products = _product(x, operands.flatten(1, 2).transpose(1, 2), offs).view(rows, operands.shape[1], padded)
     del operands
-    steps.partials(products, activation, mask_weights, partials, y, total=total, parts=n_masks == 1)
+    steps.partials(products, activation, mask_weights, partials, y, total=total, parts=parts)
     steps.clear_rows(y, offs)
     steps.clear_rows(partials, offs)
     return (y, partials) if padded == d else (y[:, :d].contiguous(), partials[:, :, :d].contiguous())
 
 
-def backward(
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    offs: Tensor,
-    partials: Tensor,
-    needs: tuple[bool, bool],
-    logits_dtype: torch.dtype | None,
-    mask_weights_dtype: torch.dtype | None,
+def backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`mglu::grouped_backward` on the current device, for arguments in any strides."""
+    found = _gradients(arguments)
+    return tuple(arguments.x.new_empty(0) if grad is None else grad for grad in found)  # type: ignore[return-value]
+
+
+def _gradients(
+    arguments: GroupedBackwardArguments,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """`mglu::grouped_backward` on the current device, for arguments in any strides; None for what is not needed."""
+    """All gradients; None for what is not needed."""
+    grad_output, x, weight, packed_masks, offs, partials, needs, logits_dtype, mask_weights_dtype = arguments
     (rows, h), (experts, d, _), n_masks = x.shape, weight.shape, packed_masks.shape[3]
     (needs_x, needs_weight), needs_products = needs, needs[1] or logits_dtype is not None
     grad_x, grad_weight, grad_logits, grad_mask_weights = None, None, None, None
@@ -130,7 +131,7 @@ def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """t of each row in float32."""
+    """Return t of each row in float32."""
     from ..triton.grouped import grouped_products  # it imports Triton
 
     return grouped_products(x, weight, offs)

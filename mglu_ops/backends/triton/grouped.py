@@ -1,7 +1,7 @@
 """Products of rows that are sorted by expert, `x W_e^T`, in float32.
 
-`torch.nn.functional.grouped_mm` rounds its result to 16 bits. Training needs one product wider: the total t, whose error
-is in every gate and value (`mglu_ops.backends.cuda.experts_training`).
+`torch.nn.functional.grouped_mm` rounds its result to 16 bits. Training needs one product wider: the total t, whose
+error is in every gate and value (`mglu_ops.backends.cuda.experts_training`).
 
 Importing this module imports Triton.
 """
@@ -14,11 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...sizes import ceil_div
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from .matmul import dot
 
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_K = 128, 256, 64
-WARPS, STAGES = 8, 3
+WARPS, STAGES = 8, 4
 TILES_TOGETHER = 8
 """Tiles of rows whose blocks run one after another for the same columns of W, so that these come from L2."""
 
@@ -81,10 +80,7 @@ def grouped_products_kernel(
             inside = k < depth - start
             x = tl.load(xs, mask=inside[None, :], other=0.0)
             w = tl.load(ws, mask=inside[:, None], other=0.0)
-        if INTERPRETED:  # it holds bfloat16 as integers, and its products of them are wrong
-            total = tl.dot(x.to(tl.float32), w.to(tl.float32), total)
-        else:
-            total = tl.dot(x, w, total)
+        total = dot(x, w, total)
         xs += BLOCK_K
         ws += BLOCK_K
     out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]

@@ -42,10 +42,10 @@ def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True
             which the result and the masks then have too.
         packed_masks: `[out_features, ceil(in_features / 8), n_masks]`, contiguous, at a multiple of 4 bytes.
         with_weight: whether the weight itself comes first; without it the first size is n_masks.
-        parts: return `M * weight` and `(1 - M) * weight` of a single mask instead, without the weight.
+        parts: return `M_i * weight` and `(1 - M_i) * weight` for each mask instead, `2 n_masks` matrices.
     """
     n_masks = packed_masks.shape[-1]
-    matrices = 2 if parts else n_masks + with_weight
+    matrices = 2 * n_masks if parts else n_masks + with_weight
     out = weight.new_empty(*weight.shape[:-2], matrices, *weight.shape[-2:])
     launch = prepare_flip_signs(weight, n_masks, with_weight=with_weight, parts=parts)
     _run(launch, out, weight=weight, packed_masks=packed_masks, out=out)
@@ -97,10 +97,11 @@ def partials(
             `[tokens, 2 n_masks + 1, columns]`, with contiguous columns.
         result: receives y, `[tokens, columns]` with contiguous columns, in the dtype of `partials`.
         total: t, contiguous `[tokens, columns]` in float32, if it is not the first of the products.
-        parts: whether the products are the gate and the value of a single mask instead, without `total`.
+        parts: whether the products are the gate and the value of each mask instead, `[tokens, 2 n_masks, columns]`.
     """
     tokens, n_products, columns = products.shape
-    n_masks, totals = (n_products - 1, ()) if total is None else (n_products, (total,))
+    n_masks = n_products // 2 if parts else n_products - (total is None)
+    totals = () if total is None else (total,)
     vector = _is_vector(products, partials, result, *totals)
     mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
     macros = partials_macros(
