@@ -3,7 +3,7 @@
 It measures a stack of MGLU layers, and models without one, to which the pass must add next to nothing: chains of four
 kinds of elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
 
-python -m benchmarks.compile_time --out benchmarks/results [--only "padded MLP"]
+python -m benchmarks.compile_time --out benchmarks/results
 """
 
 from __future__ import annotations
@@ -194,12 +194,5 @@ def bench(case: Case) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", default="", help="measure models whose names contain this")
-    options = parser.parse_args()
-    measure([case for case in CASES if options.only in case.name], bench, options.out, "compile_time", PROTOCOL)
-
-
 if __name__ == "__main__":
-    main()
+    measure(CASES, bench, parser_of(__doc__).parse_args().out, "compile_time", PROTOCOL)

@@ -1,7 +1,4 @@
-"""Times a naive layer at inference on a GPU, by how it is fused and when its masks are packed.
-
-python -m benchmarks.masks_at_inference --out benchmarks/results
-"""
+"""Times a naive layer at inference on a GPU, by how it is fused and when its masks are packed."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.harness import relative_error
-from benchmarks.records import Row, measure, parser_of
+from benchmarks.records import Row, measure
 from benchmarks.timing import gpu_microseconds
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
@@ -88,7 +85,3 @@ def bench(n_masks: int, rounds: int) -> list[Row]:
 def run(out: Path, masks: Sequence[int] = (1, 4, 8), rounds: int = 30) -> list[Row]:
     """Measure several numbers of masks into `masks_at_inference_cuda.csv` of a folder."""
     return measure(masks, partial(bench, rounds=rounds), out, "masks_at_inference_cuda", PROTOCOL)
-
-
-if __name__ == "__main__":
-    run(parser_of(__doc__).parse_args().out)

@@ -1,7 +1,5 @@
 """Times the overhead of a call besides the GPU's work: host time of each call, and the first use of a kernel.
 
-python -m benchmarks.overheads --out benchmarks/results
-
 Host time: a round times 100 calls of a small layer, and waits for the GPU only afterwards, so that no call waits for
 it. First use: a new process imports everything and puts its tensors on the GPU. Its first call is timed with an empty
 kernel cache (cold), and again in another process with the cache that the first process left (warm).
@@ -26,7 +24,7 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.baselines import swiglu
-from benchmarks.records import Row, measure, parser_of
+from benchmarks.records import Row, measure
 from benchmarks.timing import wall_microseconds
 
 PROTOCOL = (
@@ -133,7 +131,3 @@ def run(out: Path, rounds: int = 200, processes: int = 2, at_once: int = 4) -> l
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
     parts = {"host time": partial(host_rows, rounds), "first use": partial(first_use_rows, processes, at_once)}
     return measure(list(parts), lambda name: parts[name](), out, "overheads", protocol)
-
-
-if __name__ == "__main__":
-    run(parser_of(__doc__).parse_args().out)

@@ -1,6 +1,6 @@
 """Measures the time of a training step of each layer on a GPU: the sum of the times of its kernels.
 
-python -m benchmarks.learning.cost --out DIR [--only layers sizes]
+python -m benchmarks.learning.cost --out DIR
 
 The seconds of a run say little about its layer: several runs may share a GPU, and with models this small a GPU may wait
 for Python. The sum of the times of a step's kernels avoids both, as long as nothing else runs on the GPU. The text is
@@ -71,12 +71,6 @@ def measure(recipes: Sequence[Recipe], out: Path) -> None:
         write_table(rows, environment(PROTOCOL), out, NAME)
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
-    options = parser.parse_args()
-    measure(list(dict.fromkeys(map(layer_of, chosen(options.only)))), options.out)
-
-
 if __name__ == "__main__":
-    main()
+    recipes = map(layer_of, chosen(list(EXPERIMENTS)))
+    measure(list(dict.fromkeys(recipes)), parser_of(__doc__).parse_args().out)

@@ -17,11 +17,9 @@ from graphs import Capture
 from layers import LAYERS, hard, tensors
 from spellings import gated
 from torch import Tensor
-from torch.fx import Graph
 
 from compile_passes import rules
 from compile_passes.rules import LAYER_RULES, PRECEDENCE, WEIGHT_RULES, Rule
-from compile_passes.symbols import as_call, calls_read_once
 
 MODULES: list[ModuleType] = [value for value in vars(rules).values() if isinstance(value, ModuleType)]
 
@@ -77,15 +75,3 @@ def test_rules_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conflicts, "PRECEDENCE", {})
     with pytest.raises(Exception, match="rules `pointwise` and `comparison` know different values of `%eq"):
         Capture().compile(_compared_mask)(**tensors(1))
-
-
-def test_a_call_is_read_again_once_its_arguments_change() -> None:
-    graph = Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    node = graph.call_function(torch.relu, (x,))
-    with calls_read_once():
-        assert as_call(node).args == (x,)
-        node.args = (y,)
-        assert as_call(node).args == (y,)
-        node.target = torch.sigmoid
-        assert as_call(node).symbol == "sigmoid"

@@ -81,6 +81,10 @@ def test_a_call_is_read_once_as_long_as_nothing_changes() -> None:
         assert as_call(node) is first
         node.kwargs = {"alpha": 2}
         assert as_call(node) == Call("scaled_add", (X, Y, 2), is_whole=True)
+        node.args = (Y, X)
+        assert as_call(node) == Call("scaled_add", (Y, X, 2), is_whole=True)
+        node.target = torch.sub
+        assert as_call(node) == Call("scaled_sub", (Y, X, 2), is_whole=True)
         assert as_call(node) is as_call(node)
     assert as_call(node) is not as_call(node)
 
