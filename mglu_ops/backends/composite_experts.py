@@ -176,7 +176,6 @@ def down_backward_in_blocks(
     dtype, weights = operand_dtype(y), expert_weights.view(-1, 1).to(wide)
     of_y, of_expert_weights = [], []  # of every block
     of_weight = y.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
-    none = expert_weights.new_empty(0)
     for chunk in blocks.chunks(out_features * d):
         chosen, pairs, is_used = blocks.experts[chunk], blocks.pairs[chunk], blocks.is_used[chunk, :, None]
         grad = torch.where(is_used, grad_output[pairs // top_k], 0).to(dtype)

@@ -21,7 +21,7 @@ from expert_layers import (
 from families import family
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import DTYPES, examples
+from strategies import DTYPES, examples, laid_out
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -140,6 +140,14 @@ def test_a_prepared_call_takes_other_loads() -> None:
         layer = make_experts(routing=routing, seed=3)
         assert_matches(of_experts(layer.forward(), layer), of_experts(layer.oracle(), layer), what=routing)
     assert len(expert_dispatch._prepared) == 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed", "offset"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packing_of_experts_packs_each(dtype: torch.dtype, layout: str) -> None:
+    logits = laid_out(torch.randn(4, 3, 10, 21).to(dtype), layout)
+    expected = torch.stack([mglu.pack_logits(one) for one in logits])
+    assert torch.equal(mglu.pack_expert_logits(logits), expected)
 
 
 # --- Gradients -------------------------------------------------------------------------------------------------------
