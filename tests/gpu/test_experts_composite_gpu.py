@@ -1,4 +1,4 @@
-"""What library products and packing do for experts on a GPU: against a float64 loop, and without waiting for the GPU."""
+"""Experts by library products on a GPU, and packing of their logits: against a float64 loop, and without waiting."""
 
 from __future__ import annotations
 

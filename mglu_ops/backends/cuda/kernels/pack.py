@@ -26,8 +26,8 @@ def source(arch: tuple[int, int], dtype: torch.dtype, n_masks: int) -> tuple[str
 def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
     """Pack bool masks or logits (`M = logits > 0`) `[n_masks, out_features, in_features]`.
 
-    They are float16, bfloat16, float32 or bool, in any strides, on the current device. Those of up to 65,535 experts are
-    `[E, n_masks, out_features, in_features]`; E is the first size of their result, too.
+    They are float16, bfloat16, float32 or bool, in any strides, on the current device. Masks or logits of up to 65,535
+    experts are `[E, n_masks, out_features, in_features]`; E is the first size of their result, too.
 
     Raises:
         CompileError: NVRTC refused the kernel.
