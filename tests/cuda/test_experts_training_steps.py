@@ -12,6 +12,7 @@ from families import family
 from torch import Tensor
 
 from mglu_ops.backends.cuda import experts_training as training
+from mglu_ops.masks import unpack
 
 __all__ = ["emulated_kernels"]  # a fixture
 
@@ -31,9 +32,20 @@ def products_of_experts(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
+def gradients_of_one_mask(scaled, x, weight, packed_masks, offs, grad_weight, grad_logits):
+    left = scaled.flatten(1).t()
+    total, product = products_of_experts(left, x, offs).unflatten(1, (2, -1)).unbind(1)
+    mask = torch.stack([unpack(one, x.shape[1])[0] for one in packed_masks])
+    if grad_weight is not None:
+        grad_weight.copy_(total + torch.where(mask, -product, product))
+    if grad_logits is not None:
+        grad_logits.copy_((-2 * weight * product)[:, None])
+
+
 @pytest.fixture
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for the library's products and the Triton kernel."""
+    """Stand-ins for the library's products and the kernels in Triton."""
+    monkeypatch.setattr(training, "_weight_gradients", gradients_of_one_mask)
     monkeypatch.setattr(training, "_product", lambda a, b, offs: products_of_experts(a, b, offs).to(a.dtype))
     monkeypatch.setattr(
         training, "_wide_product", lambda x, weight, offs: products_of_experts(x, weight.transpose(1, 2), offs)

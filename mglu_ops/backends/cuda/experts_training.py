@@ -9,6 +9,7 @@ n_masks + 1 products of forward are columns of one product, and dx is one produc
 naive layer, mostly because the error of t is in every gate and value. Therefore t is computed in float32, by a kernel
 in Triton. With one mask the gate and the value are the two products instead, and neither is a difference. The same
 holds for relu, at the cost of 2 n_masks products: a gate near 0 needs the right sign, since relu's derivative jumps.
+Also with one mask, a kernel in Triton computes dW and dlogits from both products while they are in registers.
 
 Nothing waits for the GPU, and no shape depends on `offs`. The same inputs give the same bits.
 """
@@ -26,6 +27,9 @@ from .kernels import training_steps as steps
 
 ARCHITECTURES = (9, 10)
 """Major compute capabilities for which `grouped_mm` has a kernel. Elsewhere torch reads `offs` on the host."""
+
+FUSED_MASKS = 1
+"""The most masks for which one kernel computes dW and dlogits, without D_0 and D_1 in memory."""
 
 _MULTIPLE = 8
 """out_features and in_features are multiples of this, since `grouped_mm` takes rows at multiples of 16 bytes."""
@@ -106,15 +110,18 @@ def backward(
         grad_x = _product(scaled.flatten(1), flipped.flatten(1, 2), offs)
         del flipped
         steps.clear_rows(grad_x, offs)
-    if needs_products:
+    written = logits_dtype if logits_dtype is None or logits_dtype in steps.ELEMENTS else torch.float32
+    if needs_products and n_masks <= FUSED_MASKS:
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_logits = None if written is None else weight.new_empty(experts, n_masks, columns, depth, dtype=written)
+        _weight_gradients(scaled, x, weight, packed_masks, offs, grad_weight, grad_logits)
+    elif needs_products:
         # D_i and D_0, which become the gradients in place where the dtypes agree.
         products = _product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
         total = _product(scaled[:, 0].t(), x, offs) if needs_weight else None
         del scaled
-        if logits_dtype is not None:
-            same = logits_dtype is products.dtype
-            written = logits_dtype if logits_dtype in steps.ELEMENTS else torch.float32
-            grad_logits = products if same else torch.empty_like(products, dtype=written)
+        if written is not None:
+            grad_logits = products if written is products.dtype else torch.empty_like(products, dtype=written)
         steps.weight_gradients(total, products, weight, packed_masks, total, grad_logits)
         grad_weight = total
     if (columns, depth) != (d, h):
@@ -134,6 +141,21 @@ def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     from ..triton.grouped import grouped_products  # it imports Triton
 
     return grouped_products(x, weight, offs)
+
+
+def _weight_gradients(
+    scaled: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    packed_masks: Tensor,
+    offs: Tensor,
+    grad_weight: Tensor | None,
+    grad_logits: Tensor | None,
+) -> None:
+    """Write dW and dlogits of experts with one mask."""
+    from ..triton.grouped import weight_gradients  # it imports Triton
+
+    weight_gradients(scaled, x, weight, packed_masks, offs, grad_weight, grad_logits)
 
 
 def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
