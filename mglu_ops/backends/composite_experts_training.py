@@ -11,6 +11,7 @@ device (`mglu_ops.backends.cuda.experts_training`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -123,9 +124,7 @@ def _check_supported(x: Tensor) -> None:
 
 
 def _rows_of_experts(offs: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and its rows. Reads offs; ends outside of 0 to `rows` count as the nearest."""
-    start = 0
-    for expert, end in enumerate(offs.clamp(0, rows).tolist()):
+    """Each expert that has rows, and its rows. Reads offs; ends that are not valid count as the nearest valid ones."""
+    for expert, (start, end) in enumerate(pairwise([0, *offs.clamp(0, rows).cummax(0).values.tolist()])):
         if end > start:
             yield expert, slice(start, end)
-        start = end

@@ -12,7 +12,6 @@ from families import family
 from torch import Tensor
 
 from mglu_ops.backends.cuda import experts_training as training
-from mglu_ops.masks import unpack
 
 __all__ = ["emulated_kernels"]  # a fixture
 
@@ -32,20 +31,9 @@ def products_of_experts(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-def gradients_of_one_mask(scaled, x, weight, packed_masks, offs, grad_weight, grad_logits):
-    left = scaled.flatten(1).t()
-    total, product = products_of_experts(left, x, offs).unflatten(1, (2, -1)).unbind(1)
-    mask = torch.stack([unpack(one, x.shape[1])[0] for one in packed_masks])
-    if grad_weight is not None:
-        grad_weight.copy_(total + torch.where(mask, -product, product))
-    if grad_logits is not None:
-        grad_logits.copy_((-2 * weight * product)[:, None])
-
-
 @pytest.fixture
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for the library's products and the kernels in Triton."""
-    monkeypatch.setattr(training, "_weight_gradients", gradients_of_one_mask)
+    """Stand-ins for the library's products and the Triton kernel."""
     monkeypatch.setattr(training, "_product", lambda a, b, offs: products_of_experts(a, b, offs).to(a.dtype))
     monkeypatch.setattr(
         training, "_wide_product", lambda x, weight, offs: products_of_experts(x, weight.transpose(1, 2), offs)
@@ -79,6 +67,14 @@ def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weigh
     )  # fmt: skip
     found = layer.step(training.forward_train, backward)
     assert_as_good_as_naive(found, layer, 2.5 if density == 0.9 else 1.5)
+
+
+def test_ends_that_are_not_valid_count_as_the_nearest_valid_ones() -> None:
+    layer = ExpertLayer.random("cpu", BF16, [20, 0, 12], 16, 24, 2)
+    expected = layer.step(training.forward_train, backward)
+    layer.offs = torch.tensor([20, 7, 99], dtype=torch.int32)
+    for name, tensor in layer.step(training.forward_train, backward).items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("needed", range(4))

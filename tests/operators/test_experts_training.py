@@ -49,7 +49,7 @@ def test_computes_only_what_is_needed(needed: int) -> None:
     ("dtype", "capability", "reason"),
     [
         (torch.float16, (9, 0), "no grouped products of torch.float16 without waiting for the GPU"),
-        (BF16, (8, 0), "no grouped products without waiting for a GPU of capability (8, 0)"),
+        (BF16, (8, 0), "no grouped products without waiting for a GPU of compute capability (8, 0)"),
     ],
     ids=["dtype", "GPU"],
 )

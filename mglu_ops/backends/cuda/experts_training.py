@@ -9,7 +9,6 @@ n_masks + 1 products of forward are columns of one product, and dx is one produc
 naive layer, mostly because the error of t is in every gate and value. Therefore t is computed in float32, by a kernel
 in Triton. With one mask the gate and the value are the two products instead, and neither is a difference. The same
 holds for relu, at the cost of 2 n_masks products: a gate near 0 needs the right sign, since relu's derivative jumps.
-Also with one mask, a kernel in Triton computes dW and dlogits from both products while they are in registers.
 
 Nothing waits for the GPU, and no shape depends on `offs`. The same inputs give the same bits.
 """
@@ -27,9 +26,6 @@ from .kernels import training_steps as steps
 
 ARCHITECTURES = (9, 10)
 """Major compute capabilities for which `grouped_mm` has a kernel. Elsewhere torch reads `offs` on the host."""
-
-FUSED_MASKS = 1
-"""The most masks for which one kernel computes dW and dlogits, without D_0 and D_1 in memory."""
 
 _MULTIPLE = 8
 """out_features and in_features are multiples of this, since `grouped_mm` takes rows at multiples of 16 bytes."""
@@ -58,7 +54,7 @@ def forward_train(
     if 0 in (rows, d, h, weight.shape[0]):
         return x.new_zeros(rows, d), x.new_zeros(rows, entries, d)
     x, weight, packed_masks = _padded(x, weight, packed_masks)
-    padded, offs, total = weight.shape[1], offs.contiguous(), None
+    padded, offs, total = weight.shape[1], _ascending(offs, rows), None
     y, partials = x.new_empty(rows, padded), x.new_empty(rows, entries, padded)
     parts = n_masks == 1 or activation == "relu"
     if not parts:
@@ -96,7 +92,7 @@ def backward(
         )
     x, weight, packed_masks = _padded(x, weight, packed_masks)
     columns, depth = weight.shape[1:]
-    offs, grad_output, partials = offs.contiguous(), _padded_last(grad_output), _padded_last(partials)
+    offs, grad_output, partials = _ascending(offs, rows), _padded_last(grad_output), _padded_last(partials)
     if mask_weights_dtype is not None:
         grad_mask_weights = steps.mask_weight_gradients(grad_output, partials[:, n_masks + 1 :], torch.float32)
         steps.clear_rows(grad_mask_weights, offs)
@@ -110,18 +106,15 @@ def backward(
         grad_x = _product(scaled.flatten(1), flipped.flatten(1, 2), offs)
         del flipped
         steps.clear_rows(grad_x, offs)
-    written = logits_dtype if logits_dtype is None or logits_dtype in steps.ELEMENTS else torch.float32
-    if needs_products and n_masks <= FUSED_MASKS:
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        grad_logits = None if written is None else weight.new_empty(experts, n_masks, columns, depth, dtype=written)
-        _weight_gradients(scaled, x, weight, packed_masks, offs, grad_weight, grad_logits)
-    elif needs_products:
+    if needs_products:
         # D_i and D_0, which become the gradients in place where the dtypes agree.
         products = _product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
         total = _product(scaled[:, 0].t(), x, offs) if needs_weight else None
         del scaled
-        if written is not None:
-            grad_logits = products if written is products.dtype else torch.empty_like(products, dtype=written)
+        if logits_dtype is not None:
+            same = logits_dtype is products.dtype
+            written = logits_dtype if logits_dtype in steps.ELEMENTS else torch.float32
+            grad_logits = products if same else torch.empty_like(products, dtype=written)
         steps.weight_gradients(total, products, weight, packed_masks, total, grad_logits)
         grad_weight = total
     if (columns, depth) != (d, h):
@@ -143,19 +136,9 @@ def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return grouped_products(x, weight, offs)
 
 
-def _weight_gradients(
-    scaled: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    offs: Tensor,
-    grad_weight: Tensor | None,
-    grad_logits: Tensor | None,
-) -> None:
-    """Write dW and dlogits of experts with one mask."""
-    from ..triton.grouped import weight_gradients  # it imports Triton
-
-    weight_gradients(scaled, x, weight, packed_masks, offs, grad_weight, grad_logits)
+def _ascending(offs: Tensor, rows: int) -> Tensor:
+    """The same ends if they are valid. Others would let `grouped_mm` stop the GPU, or read outside of the rows."""
+    return offs.clamp(0, rows).cummax(0).values
 
 
 def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
