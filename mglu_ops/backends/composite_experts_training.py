@@ -112,7 +112,8 @@ def backward(
     for expert, rows in _rows_of_experts(offs, x.shape[0]):
         of_layer = grad_output[rows], x[rows], weight[expert], packed_masks[expert], partials[rows]
         found = torch.ops.mglu.backward(*of_layer, list(needs), logits_dtype, mask_weights_dtype)
-        for grad, part, of_expert, needed in zip(grads, (rows, expert, expert, rows), found, is_needed, strict=True):
+        parts: tuple[slice | int, ...] = (rows, expert, expert, rows)
+        for grad, part, of_expert, needed in zip(grads, parts, found, is_needed, strict=True):
             if needed:
                 grad[part] = of_expert
     return grads
