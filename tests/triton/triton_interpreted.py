@@ -149,7 +149,7 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("loads", "unowned", "d", "h"),
-    [([140, 0, 129, 1], 7, 72, 136), ([20], 0, 300, 64), ([0, 0], 3, 8, 8)],
+    [([140, 0, 129, 1], 7, 72, 136), ([20], 0, 304, 64), ([0, 0], 3, 8, 8)],
     ids=["several tiles", "one expert", "no rows"],
 )
 def test_products_of_experts(loads: list[int], unowned: int, d: int, h: int, dtype: torch.dtype) -> None:
