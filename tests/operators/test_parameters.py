@@ -75,5 +75,5 @@ def test_a_struct_that_cannot_be_packed_is_refused(text: str, problem: str, tmp_
 
 def test_strides_and_sizes_are_given_by_name() -> None:
     fields = read_parameters(cuda_sources() / "flip_signs.cu", "Params")
-    with pytest.raises(TypeError, match="got rows, column, must be weight_row_stride, rows, columns"):
+    with pytest.raises(TypeError, match="got rows, column, must be weight_row_stride, rows, expert_rows, columns"):
         fields.with_integers({"rows": 1, "column": 2})
