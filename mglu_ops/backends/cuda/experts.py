@@ -107,7 +107,7 @@ class CudaDown:
         # The products are freed on return, after the launches, as the workspace of CudaExperts.
         if self.products is None:
             pairs, offs = sort_pairs(expert_ids, experts)
-            places = pairs.argsort()
+            places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
             products = functional.grouped_mm(y.flatten(0, 1)[pairs], weight.mT, offs=offs)
             self.combine(stream, {**pointers, "products": products.data_ptr(), "places": places.data_ptr()})
         else:

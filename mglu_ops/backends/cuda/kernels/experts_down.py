@@ -196,7 +196,7 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
     tokens = next(tokens for tokens in (8, 16, 24, 32, 48, 64, 96) if tokens == 96 or 3 * rows <= 2 * tokens)
     row_warps = min(4 if tokens <= 16 else 8, most_warps)
     if tokens <= 16:
-        row_tiles, blocks = 1, 3 if tokens == 8 else 2
+        row_tiles, blocks = 1, 2
     elif tokens <= 64:
         row_tiles, blocks = 1, 1 if tokens <= 32 else 2
     else:
