@@ -91,12 +91,19 @@ SCHEMAS = (
 # --- Inference ------------------------------------------------------------------------------------------------------
 
 
+def _check_real(tensors: dict[str, Tensor]) -> None:
+    """Check that the arguments of a kernel have memory, before checks take the part of one expert."""
+    for name, tensor in tensors.items():
+        check_dense(name, tensor)
+    check_memory(**tensors)
+
+
 def _run(given: ExpertArguments) -> Tensor:
     known = expert_dispatch.repeat(given)
     if known is not None:
         return known
+    _check_real(given.tensors())
     expert_checks.check_experts(given)
-    check_memory(**given.tensors())
     return expert_dispatch.forward(given)
 
 
@@ -129,8 +136,8 @@ def _grouped_forward_fake(*args: Any) -> Tensor:
 def _experts_down(*args: Any) -> Tensor:
     given, key = DownArguments(*args), arguments_key("experts_down", *args)
     if not expert_dispatch.is_known(key):
+        _check_real(given.tensors())
         expert_checks.check_down(given)
-        check_memory(**given.tensors())
     return expert_dispatch.down(key, given)
 
 
@@ -160,8 +167,8 @@ def _grouped_forward_ste(
     activation: str = "silu",
     mask_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    _check_real({"weight": weight, "mask_logits": mask_logits})  # `_run` checks the others
     expert_checks.check_grouped_ste(x, weight, mask_logits, offs, activation, mask_weights)
-    check_memory(x=x, weight=weight, mask_logits=mask_logits, offs=offs, mask_weights=mask_weights)
     packed_masks = pack_expert_logits(mask_logits)
     return _run(ExpertArguments.of_offs(x, weight, packed_masks, offs, activation, mask_weights)), packed_masks
 
@@ -185,8 +192,8 @@ def _grouped_forward_ste_fake(
 def _grouped_forward_train(*args: Any) -> tuple[Tensor, Tensor]:
     given, key = ExpertArguments.of_offs(*args), arguments_key("grouped_forward_train", *args)
     if not expert_dispatch.is_known(key):
+        _check_real(given.tensors())
         expert_checks.check_experts(given)
-        check_memory(**given.tensors())
     return expert_dispatch.forward_train(key, given)
 
 
@@ -209,8 +216,8 @@ def _grouped_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, mask logits and mask_weights; gradients that are not needed are empty."""
     key, call = arguments_key("grouped_backward", *args), GroupedBackwardArguments(*args)
     if not expert_dispatch.is_known(key):
+        _check_real(call.tensors())
         _check_grouped_backward(call)
-        check_memory(**call.tensors())
     return expert_dispatch.backward(key, call)
 
 
@@ -242,8 +249,8 @@ def _experts_down_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of y, weight and expert_weights; gradients that are not needed are empty."""
     given = DownArguments(y, weight, expert_ids, expert_weights)
+    _check_real({"grad_output": grad_output, **given.tensors()})
     _check_down_backward(grad_output, given)
-    check_memory(grad_output=grad_output, **given.tensors())
     return expert_dispatch.down_backward(grad_output, given, needs)
 
 
