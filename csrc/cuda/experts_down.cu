@@ -87,7 +87,7 @@ __device__ __forceinline__ constexpr int permuted_step(int row) { return kBits =
 // The scale of a row of an expert's weight in the first stage. Where columns have scales, that of the next stage follows.
 __device__ __forceinline__ const u8* first_scale(const DownParams& p, int expert, int row) {
     const int groups = (p.in_features + kColumns - 1) / kColumns;
-    const i64 place = kScalesRows<kFormat>                ? row
+    const i64 place = kScalesRows<kFormat>                 ? row
                       : kFormat == WeightFormat::fp8_block ? static_cast<i64>(row / kScaledTogether) * groups
                                                            : static_cast<i64>(row) * groups;
     return static_cast<const u8*>(p.weight_scale) + (expert * p.scale_stride + place) * kScaleElementBytes;
@@ -149,14 +149,15 @@ class Loader {
         const PairRange item = items_[units_.item(unit_, index_)];
         const int row = units_.row(p_, unit_);
         count_ = item.count;
-        weight_ = static_cast<const u8*>(p_.weight) +
-                  (item.expert * p_.weight_stride + (row + thread_ / kRowVectors) * p_.weight_row_stride) *
-                      kElementBytes +
-                  static_cast<i64>(stage_) * kRowBytes + thread_ % kRowVectors * 16;
+        weight_ =
+            static_cast<const u8*>(p_.weight) +
+            (item.expert * p_.weight_stride + (row + thread_ / kRowVectors) * p_.weight_row_stride) * kElementBytes +
+            static_cast<i64>(stage_) * kRowBytes + thread_ % kRowVectors * 16;
 #pragma unroll
         for (int i = 0; i < kTokenCopies; ++i) {
             const int token = min(i * kTokensAtOnce + thread_ / 16, item.count - 1);
-            y_[i] = static_cast<const u8*>(p_.y) + static_cast<i64>(items_.pair_of(item, token)) * (2 * p_.in_features) +
+            y_[i] = static_cast<const u8*>(p_.y) +
+                    static_cast<i64>(items_.pair_of(item, token)) * (2 * p_.in_features) +
                     static_cast<i64>(stage_) * kTokenBytes + thread_ % 16 * 16;
         }
         if constexpr (kHasScales)
