@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 from backend_calls import launch_of, run_on
 from budgets import assert_matches
-from expert_layers import make_experts, sorted_rows
+from expert_layers import down_oracle, make_down, make_experts, sorted_rows
 from stored_weights import stored_layer
 from torch import Tensor
 from training_checks import Layer, take_step
@@ -35,7 +35,7 @@ from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.backends.cuda.kernels.experts import choose as choose_experts
 from mglu_ops.expert_calls import ExpertCall
-from mglu_ops.formats import ACTIVATION_FORMATS
+from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.masks import pack
 
 Shape = tuple[int, int, int, int]
@@ -110,6 +110,15 @@ def run_experts(sizes: tuple[int, ...], kernels: Sequence[str]) -> bool:
         found = expert_dispatch.forward(on_gpu, backend="cuda")
         assert_matches(found.cpu(), expected, torch.bfloat16, f"{launch} {sizes}")
     return True
+
+
+def run_down(weight_format: str, tokens: int) -> None:
+    """Run a call of `experts_down` as `run` does."""
+    layer = make_experts(tokens, 2, 3, 130, 288, 1, routing="some out of range", dtype=torch.bfloat16)
+    given = make_down(layer, weight_format)
+    on_gpu = given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
+    found = expert_dispatch.down(None, on_gpu, backend="cuda")
+    assert_matches(found.cpu(), down_oracle(given), torch.bfloat16, f"{weight_format}, {tokens} tokens")
 
 
 def run_packing() -> None:
@@ -191,6 +200,9 @@ def main(kernels: Sequence[str]) -> None:
     stored = (pair for pair in formats if pair != ("dense", "dense"))
     calls += sum(run_stored(*pair, shape, kernels) for pair, shape in product(stored, STORED_SHAPES))
     calls += sum(run_experts(sizes, kernels) for sizes in EXPERTS)
+    if not kernels or "experts_down" in kernels:
+        for weight_format, tokens in product(FORMATS, (1, 5, 40)):
+            run_down(weight_format, tokens)
     if not kernels or "plain" in kernels:
         run_packing()
         run_training(LIBRARY_STEPS)
