@@ -200,6 +200,25 @@ def test_gradients_of_experts_down(routing: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "needs", [[True, True, True], [True, False, False], [False, True, False], [False, False, True]]
+)
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [("down_backward_in_blocks", torch.float64), ("down_backward_by_grouped_products", torch.bfloat16)],
+)
+def test_gradients_of_experts_down_on_other_devices(how: str, dtype: torch.dtype, needs: list[bool]) -> None:
+    for routing in ROUTINGS:
+        layer = make_experts(70, experts=5, out_features=16, routing=routing, dtype=dtype)
+        down = make_down(layer)
+        grad = torch.randn(70, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
+        found = getattr(composite_experts, how)(grad, down.in_rows(), needs)
+        expected = mglu.experts_down_backward(grad, *down[:4], needs)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert relative_error(one, other) <= BUDGET[dtype]
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("experts_forward", {"weight": 1}, "weight: .* sort the tokens by expert and call mglu::grouped_forward"),
