@@ -26,9 +26,9 @@ class ExpertItems {
     static constexpr int kSortingWarps = kWarps < 4 ? kWarps : 4;
 
     int* count_;
-    int* next_;    // [kSortingWarps][experts]: pairs of an expert in a warp's share, then the place of the next one
+    int* next_;  // [kSortingWarps][experts]: pairs of an expert in a warp's share, then the place of the next one
     PairRange* items_;  // [min(pairs, pairs / kTokens + experts)]
-    u16* sorted_;  // [pairs]
+    u16* sorted_;       // [pairs]
 
   public:
     __device__ __forceinline__ ExpertItems(u8* memory, int pairs, int experts) {

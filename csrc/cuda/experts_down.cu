@@ -53,6 +53,7 @@ constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kOneToken = kTokens == 1;
 static_assert(kRowWarps == 1 || kTeams < 16, "a named barrier for each team");
 static_assert((kRowWarps & (kRowWarps - 1)) == 0, "a copy is a power of two of rows");
+static_assert(kRowTiles <= 2, "a team has a thread for each row");
 static_assert(kOneToken || (kTokens % 8 == 0 && kTeams == 1), "teams divide the stages of one token");
 constexpr int kTokenTiles = (kTokens + 7) / 8;
 constexpr int kTeamThreads = 32 * kRowWarps;
@@ -61,9 +62,9 @@ constexpr int kRows = 16 * kRowTiles * kRowWarps;
 
 using PairItems = ExpertItems<kTokens, kThreads / 32>;
 using Weight = WeightPairs<kFormat, kType>;
-using Stored = StoredWeight<kFormat, kType>;
 constexpr int kBits = Weight::kBits;
 constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // of a stored element
+constexpr int kScaleElementBytes = kFormat == WeightFormat::int4_group ? 2 : 4;
 
 // A stage is kRows rows of 128 columns of W, then 128 columns of each token, then the rows' scales of these columns. A
 // warp multiplies 32 columns at a time, a step, of which a lane has 8 neighbouring ones. The steps of a row are permuted
@@ -73,32 +74,23 @@ constexpr int kRowBytes = kColumns * kBits / 8;
 constexpr int kStepBytes = kRowBytes / 4;
 constexpr int kTokenBytes = kColumns * 2;
 constexpr int kTokenStepBytes = kTokenBytes / 4;
-constexpr int kScaleBytes = kScalesColumns<kFormat> ? 4 * kRows : 0;
+constexpr bool kHasScales = kFormat != WeightFormat::dense;
 constexpr int kTokensAt = kRows * kRowBytes;
 constexpr int kScalesAt = kTokensAt + kTokens * kTokenBytes;
-constexpr int kStageBytes = (kScalesAt + kScaleBytes + 255) / 256 * 256;
+constexpr int kStageBytes = (kScalesAt + (kHasScales ? 4 * kRows : 0) + 255) / 256 * 256;
 constexpr int kRingBytes = kStages * kStageBytes;
 constexpr int kSumBytes = kOneToken ? 4 * kTeams * kRows : 0;  // after the rings; then come the items
 static_assert(kColumns == kScaledTogether, "a stage has one group of columns");
 
 __device__ __forceinline__ constexpr int permuted_step(int row) { return kBits == 4 ? row / 2 % 4 : row % 4; }
 
-// The parameters of the header of formats, narrowed to an expert.
-__device__ __forceinline__ Params scales_of(const DownParams& p, int expert) {
-    Params narrow = {};
-    constexpr int kBytes = kFormat == WeightFormat::int4_group ? 2 : 4;
-    narrow.weight_scale = static_cast<const u8*>(p.weight_scale) + expert * p.scale_stride * kBytes;
-    narrow.in_features = p.in_features;
-    return narrow;
-}
-
-// The scales of columns are copied four bytes at a time: a scale of two bytes with its neighbour, if that comes first.
-__device__ __forceinline__ const u8* scale_address(const DownParams& p, int expert, int row, int stage) {
+// The scale of a row of an expert's weight in the first stage. Where columns have scales, that of the next stage follows.
+__device__ __forceinline__ const u8* first_scale(const DownParams& p, int expert, int row) {
     const int groups = (p.in_features + kColumns - 1) / kColumns;
-    const Params narrow = scales_of(p, expert);
-    const u8* scales = static_cast<const u8*>(narrow.weight_scale);
-    if constexpr (kFormat == WeightFormat::int4_group) return scales + (static_cast<i64>(row) * groups + stage) * 2;
-    else return scales + (static_cast<i64>(row / kScaledTogether) * groups + stage) * 4;
+    const i64 place = kScalesRows<kFormat>                 ? row
+                      : kFormat == WeightFormat::fp8_block ? static_cast<i64>(row / kScaledTogether) * groups
+                                                           : static_cast<i64>(row) * groups;
+    return static_cast<const u8*>(p.weight_scale) + (expert * p.scale_stride + place) * kScaleElementBytes;
 }
 
 __device__ __forceinline__ void wait_for_team(int team) {
@@ -131,16 +123,21 @@ class Loader {
     static constexpr int kRowVectors = kRowBytes / 16;
     static constexpr int kRowsAtOnce = kTeamThreads / kRowVectors;
     static constexpr int kCopies = kRows / kRowsAtOnce;
-    static constexpr int kTokenVectors = kTokens * (kTokenBytes / 16);
+    static constexpr int kTokensAtOnce = kTeamThreads / 16;  // a token's columns are 16 vectors
+    static constexpr int kTokenCopies = (kTokens + kTokensAtOnce - 1) / kTokensAtOnce;
+    static constexpr int kScaleStep = kScalesColumns<kFormat> ? kScaleElementBytes : 0;  // from stage to stage
 
     const DownParams& p_;
     const Units& units_;
     const PairItems& items_;
-    const u8* weight_;
+    int team_, thread_;
     i64 weight_step_;
-    u32 offset_;
-    int team_, thread_, unit_, index_ = 0, stage_, row_;
-    PairRange item_;
+    u32 weight_offset_, token_offset_;  // in a stage
+    int unit_, index_ = 0, stage_;      // of the next stage
+    int count_;                         // tokens of its item
+    const u8* weight_;
+    const u8* y_[kTokenCopies];
+    const u8* scale_;
 
     // Finds the stage if it lies in a later item or unit, and the addresses of that item.
     __device__ __forceinline__ void locate() {
@@ -149,11 +146,22 @@ class Loader {
             if (++index_ == units_.items_of_unit()) unit_ += gridDim.x, index_ = 0, stage_ = team_;
         }
         if (unit_ >= units_.count) return;
-        item_ = items_[units_.item(unit_, index_)];
-        row_ = units_.row(p_, unit_);
-        weight_ = static_cast<const u8*>(p_.weight) + item_.expert * p_.weight_stride * kElementBytes +
-                  (row_ + thread_ / kRowVectors) * p_.weight_row_stride * kElementBytes +
-                  static_cast<i64>(stage_) * kRowBytes + thread_ % kRowVectors * 16;
+        const PairRange item = items_[units_.item(unit_, index_)];
+        const int row = units_.row(p_, unit_);
+        count_ = item.count;
+        weight_ =
+            static_cast<const u8*>(p_.weight) +
+            (item.expert * p_.weight_stride + (row + thread_ / kRowVectors) * p_.weight_row_stride) * kElementBytes +
+            static_cast<i64>(stage_) * kRowBytes + thread_ % kRowVectors * 16;
+#pragma unroll
+        for (int i = 0; i < kTokenCopies; ++i) {
+            const int token = min(i * kTokensAtOnce + thread_ / 16, item.count - 1);
+            y_[i] = static_cast<const u8*>(p_.y) +
+                    static_cast<i64>(items_.pair_of(item, token)) * (2 * p_.in_features) +
+                    static_cast<i64>(stage_) * kTokenBytes + thread_ % 16 * 16;
+        }
+        if constexpr (kHasScales)
+            scale_ = first_scale(p_, item.expert, row + min(thread_, kRows - 1)) + stage_ * kScaleStep;
     }
 
   public:
@@ -162,52 +170,74 @@ class Loader {
         : p_(p), units_(units), items_(items), team_(team), thread_(thread), stage_(team) {
         unit_ = units.items > 0 ? blockIdx.x : units.count;
         weight_step_ = p.weight_row_stride * (kElementBytes * kRowsAtOnce);
-        const int row = thread / kRowVectors;
-        offset_ = row * kRowBytes + (thread % kRowVectors * 16 ^ permuted_step(row) * kStepBytes);
+        const int row = thread / kRowVectors, token = thread / 16;
+        weight_offset_ = row * kRowBytes + (thread % kRowVectors * 16 ^ permuted_step(row) * kStepBytes);
+        token_offset_ = kTokensAt + token * kTokenBytes + (thread % 16 * 16 ^ token % 4 * kTokenStepBytes);
         locate();
     }
 
     __device__ __forceinline__ void load_next(u32 slot) {
         if (unit_ < units_.count) {
-            const int columns_left = p_.in_features - stage_ * kColumns;
             // Columns past the end become zeros.
-            const u64 policy = cache_policy(false);
+            const int columns_left = p_.in_features - stage_ * kColumns;
             const u8* weight = weight_;
-            const u32 valid = thread_ % kRowVectors * (128 / kBits) < columns_left ? 16 : 0;
 #pragma unroll
             for (int i = 0; i < kCopies; ++i) {
-                const u32 to = ((slot + offset_) ^ permuted_step(i * kRowsAtOnce) * kStepBytes);
-                copy_async<16>(to + i * (kRowsAtOnce * kRowBytes), weight, valid, policy);
+                const u32 to = (slot + weight_offset_) ^ permuted_step(i * kRowsAtOnce) * kStepBytes;
+                copy_async<16>(to + i * (kRowsAtOnce * kRowBytes), weight,
+                               thread_ % kRowVectors * (128 / kBits) < columns_left ? 16 : 0, cache_policy(true));
                 weight += weight_step_;
             }
+            weight_ += kTeams * kRowBytes;
 #pragma unroll
-            for (int first = 0; first < kTokenVectors; first += kTeamThreads) {
-                const int vector = first + thread_;
-                const int token = vector / 16, column = vector % 16 * 8;
-                if (token < item_.count) {
-                    const u8* y = static_cast<const u8*>(p_.y) +
-                                  (static_cast<i64>(items_.pair_of(item_, token)) * p_.in_features +
-                                   stage_ * kColumns + column) *
-                                      2;
-                    copy_async<16>(slot + kTokensAt + token * kTokenBytes +
-                                       (column * 2 ^ token % 4 * kTokenStepBytes),
-                                   y, column < columns_left ? 16 : 0, cache_policy(false));
-                }
+            for (int i = 0; i < kTokenCopies; ++i) {
+                const u32 to = (slot + token_offset_) ^ i * kTokensAtOnce % 4 * kTokenStepBytes;
+                if (i * kTokensAtOnce + thread_ / 16 < count_)
+                    copy_async<16>(to + i * (kTokensAtOnce * kTokenBytes), y_[i],
+                                   thread_ % 16 * 8 < columns_left ? 16 : 0, cache_policy(false));
+                y_[i] += kTeams * kTokenBytes;
             }
-            if constexpr (kScalesColumns<kFormat>) {
-                if (thread_ < kRows) {
-                    const u64 address =
-                        reinterpret_cast<u64>(scale_address(p_, item_.expert, row_ + thread_, stage_));
+            if constexpr (kHasScales) {
+                // Four bytes: a scale of two bytes comes with its neighbour if that is first.
+                const u64 address = reinterpret_cast<u64>(scale_);
+                if (thread_ < kRows)
                     copy_async<4>(slot + kScalesAt + 4 * thread_, reinterpret_cast<const void*>(address & ~3ull),
-                                  kFormat == WeightFormat::int4_group && address % 4 == 0 ? 2 : 4,
-                                  cache_policy(false));
-                }
+                                  kScaleElementBytes == 2 && address % 4 == 0 ? 2 : 4, cache_policy(false));
+                scale_ += kTeams * kScaleStep;
             }
             stage_ += kTeams;
-            weight_ += kTeams * kRowBytes;
             if (stage_ >= units_.stages) locate();
         }
         copy_async_commit();
+    }
+};
+
+// The scales of a warp's rows g and g + 8 of each tile, for the columns of a stage.
+struct RowScales {
+    float scale[kRowTiles][2];
+    u32 place_[kRowTiles][2];  // in the first stage, in scales of two bytes
+
+    __device__ __forceinline__ RowScales(const DownParams& p, int expert, int row) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                scale[r][half] = 1.0f;
+                if constexpr (kScaleElementBytes == 2)
+                    place_[r][half] =
+                        static_cast<u32>(reinterpret_cast<u64>(first_scale(p, expert, row + 16 * r + 8 * half)) / 2);
+            }
+    }
+
+    __device__ __forceinline__ void load(u32 address, int stage) {
+#pragma unroll
+        for (int r = 0; r < (kHasScales ? kRowTiles : 0); ++r)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u32 word = load_shared_4(address + 4 * (16 * r + 8 * half));
+                if constexpr (kScaleElementBytes == 4) scale[r][half] = __uint_as_float(word);
+                else scale[r][half] = __uint_as_float((place_[r][half] + stage) % 2 ? word & 0xffff0000u : word << 16);
+            }
     }
 };
 
@@ -245,13 +275,13 @@ struct Accumulators {
     }
 
     // Adds the sums of a group of columns times the scales of the rows.
-    __device__ __forceinline__ void add(const Accumulators& group, const float (&scale)[kRowTiles][2]) {
+    __device__ __forceinline__ void add(const Accumulators& group, const RowScales& scales) {
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
             for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) sum[r][n][j] += group.sum[r][n][j] * scale[r][j / 2];
+                for (int j = 0; j < 4; ++j) sum[r][n][j] += group.sum[r][n][j] * scales.scale[r][j / 2];
     }
 };
 
@@ -287,41 +317,22 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
         const int row = units.row(p, unit);
         float total[kRowTiles][2] = {};  // of one token
         int stage = team;
-        for (int index = 0; index < units.items_of_unit(); ++index) {
+        for (int index = 0; index < units.items_of_unit(); ++index, stage -= units.stages) {
+            if (kTeams > 1 && stage >= units.stages) continue;  // other teams have all stages of this item
             const PairRange item = items[units.item(unit, index)];
-            float scale[kRowTiles][2];
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    scale[r][half] = kScalesRows<kFormat> ? Stored::scale(scales_of(p, item.expert),
-                                                                          row + warp_row + 16 * r + 8 * half, 0)
-                                                          : 1.0f;
-            const float expert_weight = kOneToken ? load_expert_weight<kExpertWeightType>(p.expert_weights, item.first) : 1.0f;
+            const float expert_weight =
+                kOneToken ? load_expert_weight<kExpertWeightType>(p.expert_weights, item.first) : 1.0f;
+            RowScales scales(p, item.expert, row + warp_row);
             Accumulators acc = {};
             for (; stage < units.stages; stage += kTeams) {
                 copy_async_wait<kStages - 2>();  // this thread's copies of the oldest stage have arrived,
                 wait_for_team(team);             // and so have the others', which have read the stage before it
                 loader.load_next(free_slot);
+                scales.load(slot + kScalesAt + 4 * warp_row, stage);
                 if constexpr (kScalesColumns<kFormat>) {
-                    float group_scale[kRowTiles][2];
-#pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            const int own = warp_row + 16 * r + 8 * half;
-                            const u32 word = load_shared_4(slot + kScalesAt + 4 * own);
-                            if constexpr (kFormat == WeightFormat::int4_group) {
-                                const u8* from = scale_address(p, item.expert, row + own, stage);
-                                group_scale[r][half] = to_float<kBfloat16>(
-                                    static_cast<u16>(reinterpret_cast<u64>(from) % 4 == 0 ? word : word >> 16));
-                            } else {
-                                group_scale[r][half] = __uint_as_float(word);
-                            }
-                        }
                     Accumulators group = {};
                     group.multiply(slot + weights, slot + tokens);
-                    acc.add(group, group_scale);
+                    acc.add(group, scales);
                 } else {
                     acc.multiply(slot + weights, slot + tokens);
                 }
@@ -329,26 +340,21 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
                 slot += kStageBytes;
                 if (slot == ring + kRingBytes) slot = ring;
             }
-            stage -= units.stages;
 #pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) {
-                if constexpr (kOneToken) {
+            for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-                    for (int half = 0; half < 2; ++half)
-                        total[r][half] += expert_weight * (acc.sum[r][0][2 * half] * scale[r][half]);
-                } else {
+                for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
-                    for (int n = 0; n < kTokenTiles; ++n)
-#pragma unroll
-                        for (int token = 0; token < 2; ++token) {
-                            if (n * 8 + 2 * q + token >= item.count) continue;
-                            float* out = static_cast<float*>(p.out) + row + warp_row + 16 * r +
-                                         static_cast<i64>(items.pair_of(item, n * 8 + 2 * q + token)) * p.out_features;
-                            out[0] = acc.sum[r][n][token] * scale[r][0];
-                            out[8] = acc.sum[r][n][2 + token] * scale[r][1];
+                    for (int j = 0; j < 4; ++j) {
+                        const int token = n * 8 + 2 * q + j % 2, own_row = row + warp_row + 16 * r + j / 2 * 8;
+                        const float sum = acc.sum[r][n][j] * (kScalesRows<kFormat> ? scales.scale[r][j / 2] : 1.0f);
+                        if constexpr (kOneToken) {  // all columns have the same sum
+                            if (j % 2 == 0) total[r][j / 2] += expert_weight * sum;
+                        } else if (token < item.count) {
+                            const i64 pair = items.pair_of(item, token);
+                            static_cast<float*>(p.out)[pair * p.out_features + own_row] = sum;
                         }
-                }
-            }
+                    }
         }
         if constexpr (kOneToken) {
             __syncthreads();  // the sums of the unit before have been read

@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from budgets import assert_matches
+from memory_layouts import bands_of, between
 from torch import Tensor
 
 import mglu_ops
 from mglu_ops import expert_dispatch
+from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda.device import gpu_of
+from mglu_ops.backends.cuda.experts import CudaDown
 from mglu_ops.backends.cuda.kernels import experts_down
 from mglu_ops.backends.cuda.kernels.experts_down import ExpertsDown
 from mglu_ops.expert_calls import DownArguments, ExpertCall
@@ -154,6 +157,52 @@ def test_graph_replay_with_other_ids(tokens: int) -> None:
         given.y.normal_()
         graph.replay()
         assert_matches(got, oracle(given))
+
+
+@pytest.mark.parametrize("last", ["y", "weight", "expert_ids", "expert_weights"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
+    """Earlier kernels write all inputs just before the launch, whose early start must not read old values."""
+    given = problem(tokens, 4, 16, 1024, 2048)
+    expected = run(given)
+    kept = {name: tensor.clone() for name, tensor in given.tensors().items()}
+    kept[last] = kept.pop(last)
+    for _ in range(30):
+        for name in kept:
+            getattr(given, name).zero_()
+        run(given)
+        for name, tensor in kept.items():
+            getattr(given, name).copy_(tensor)
+        assert torch.equal(run(given), expected)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 5, 44])
+def test_guard_bands(tokens: int, weight_format: str) -> None:
+    """Bands around the inputs must not be used, and bands around the products and the result must not change."""
+    given = problem(tokens, 3, 5, 100, 416, weight_format=weight_format)
+    expected = run(given)
+    floating = {"y": float("nan"), "expert_weights": float("nan"), "weight_scale": float("nan")}
+    others = {name: tensor for name, tensor in given.tensors().items() if name != "weight"}
+    filled = {name: between(tensor, floating.get(name, 0)) for name, tensor in others.items()}
+    weight = between(given.weight.view(torch.uint8), 255).view(given.weight.dtype)
+    given = given._replace(**filled | {"weight": weight})
+    prepared = BACKENDS["cuda"].prepare_down(ExpertCall.of_down(given))
+    assert isinstance(prepared, CudaDown)
+    assert prepared.products is not None
+    out = between(torch.full_like(expected, float("nan")), 7.0)
+    products = between(torch.full((3 * tokens, 100), float("nan"), device="cuda"), 7.0)
+    names = ("y", "weight", "weight_scale", "expert_ids", "expert_weights")
+    pointers = {name: 0 if getattr(given, name) is None else getattr(given, name).data_ptr() for name in names}
+    stream = torch.cuda.current_stream().cuda_stream
+    first = out if prepared.combine is None else products
+    prepared.products(stream, {**pointers, "out": first.data_ptr()})
+    if prepared.combine is not None:
+        rest = {"products": products.data_ptr(), "places": 0, "out": out.data_ptr()}
+        prepared.combine(stream, {**pointers, **rest})
+    assert torch.equal(out, expected)
+    assert bool((bands_of(out) == 7.0).all())
+    assert bool((bands_of(products) == 7.0).all())
 
 
 def test_many_experts_and_rows() -> None:

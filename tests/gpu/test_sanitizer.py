@@ -28,11 +28,11 @@ pytestmark = [
     [
         ("memcheck", ()),
         # In training, tile_wgmma writes by the tensor memory accelerator, which initcheck does not see.
-        ("initcheck", ("plain", "decode_mma", "tile_wgmma")),
+        ("initcheck", ("plain", "decode_mma", "tile_wgmma", "experts_down")),
         ("synccheck", ()),
         # Two parts of about the same duration. Each watches all of our kernels that it runs, because racecheck breaks
         # kernels in clusters if it is told to ignore them.
-        ("racecheck", ("plain", "decode_mma")),
+        ("racecheck", ("plain", "decode_mma", "experts_down")),
         ("racecheck", ("tile_wgmma", "backward_gemm")),
     ],
 )

@@ -52,7 +52,7 @@ class CudaExperts:
 
 def addresses(given: ExpertArguments, out: Tensor) -> dict[str, int]:
     """The addresses of the tensors and of the result by the names that kernels have for them, 0 for None."""
-    mask_weights, scale, ids = given.mask_weights, given.weight_scale, given.expert_ids
+    mask_weights, scale = given.mask_weights, given.weight_scale
     return {
         "x": given.x.data_ptr(),
         "weight": given.weight.data_ptr(),
@@ -60,7 +60,7 @@ def addresses(given: ExpertArguments, out: Tensor) -> dict[str, int]:
         "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
         "weight_scale": 0 if scale is None else scale.data_ptr(),
         "out": out.data_ptr(),
-        "expert_ids": (given.offs if ids is None else ids).data_ptr(),  # type: ignore[union-attr] # it has one of both
+        "expert_ids": given.routing.data_ptr(),
         "items": 0,
     }
 
@@ -107,7 +107,7 @@ class CudaDown:
         # The products are freed on return, after the launches, as the workspace of CudaExperts.
         if self.products is None:
             pairs, offs = sort_pairs(expert_ids, experts)
-            places = pairs.argsort()
+            places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
             products = functional.grouped_mm(y.flatten(0, 1)[pairs], weight.mT, offs=offs)
             self.combine(stream, {**pointers, "products": products.data_ptr(), "places": places.data_ptr()})
         else:

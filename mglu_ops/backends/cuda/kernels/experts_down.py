@@ -20,7 +20,6 @@ NAME, COMBINE = "experts_down", "combine_experts"
 
 _COLUMNS = 128
 _COMBINE_THREADS = 128
-_MOST_STAGES = 12
 _MOST_ROWS_OF_EXPERT = 64
 """The most rows an expert, on average, for which this kernel is faster than library products of sorted rows."""
 _MOST_ROWS = 2**14
@@ -61,7 +60,7 @@ class ExpertsDown:
     def stage_bytes(self, call: ExpertCall) -> int:
         """Bytes of one stage of a ring."""
         weight = call.layer.weight
-        scales = 4 * self.rows if weight.format.columns else 0
+        scales = 0 if weight.format.is_dense else 4 * self.rows
         return round_up(_COLUMNS // 8 * self.rows * weight.bits + 2 * _COLUMNS * self.block_tokens + scales, 256)
 
     def shared_bytes(self, call: ExpertCall) -> int:
@@ -196,7 +195,7 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
     tokens = next(tokens for tokens in (8, 16, 24, 32, 48, 64, 96) if tokens == 96 or 3 * rows <= 2 * tokens)
     row_warps = min(4 if tokens <= 16 else 8, most_warps)
     if tokens <= 16:
-        row_tiles, blocks = 1, 3 if tokens == 8 else 2
+        row_tiles, blocks = 1, 2
     elif tokens <= 64:
         row_tiles, blocks = 1, 1 if tokens <= 32 else 2
     else:
@@ -211,7 +210,7 @@ def _fit(config: ExpertsDown, call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
         ring = config.teams * config.stage_bytes(call)
         stages = (gpu.shared_bytes_per_sm // config.blocks_per_sm - need) // ring
         if stages >= 2:
-            return replace(config, stages=min(stages, _MOST_STAGES))
+            return replace(config, stages=min(stages, 4 if config.block_tokens == 1 else 12))
         if config.blocks_per_sm > 1:
             config = replace(config, blocks_per_sm=1)
         elif config.teams > 1:
