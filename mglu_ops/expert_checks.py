@@ -88,9 +88,7 @@ def _check_offs(offs: Tensor, experts: int, device: torch.device) -> None:
     if offs.dtype is not torch.int32:
         raise TypeError(f"offs: got dtype {offs.dtype}, must be torch.int32, as for torch.nn.functional.grouped_mm")
     if not same_sizes(offs.shape, (experts,)):
-        raise ValueError(
-            f"offs: got shape {list(offs.shape)}, must be [E] = [{experts}], the end of each expert's rows"
-        )
+        raise ValueError(f"offs: got shape {list(offs.shape)}, must be [{experts}], the end of each expert's rows")
     if offs.device != device:
         raise ValueError(f"offs: got device {offs.device}, must be x's device {device}")
 

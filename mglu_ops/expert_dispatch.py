@@ -15,7 +15,7 @@ from torch import Tensor
 from . import batch_invariance
 from .backends import BACKENDS, Backend, composite_experts
 from .backends.base import GroupedBackwardArguments, PreparedExperts
-from .dispatch import CALLS_KEPT, NOTICEABLE_WEIGHTS, REFUSED, Choice, is_kept, warn_of_fallback
+from .dispatch import CALLS_KEPT, NOTICEABLE_WEIGHTS, REFUSED, Choice, cuda_backend, is_kept, warn_of_fallback
 from .expert_calls import DownArguments, ExpertArguments, ExpertCall
 from .expert_checks import check_experts
 from .formats import round_activation
@@ -56,15 +56,15 @@ def explain_experts_dispatch(
 def choose(call: ExpertCall) -> Choice:
     """The backend for a call of `experts_forward`, `grouped_forward` or, without masks, of `experts_down`."""
     layer = call.layer
-    stored = {"weight_format": layer.weight.format.name, "activation_format": layer.activation_format}
+    formats = layer.weight.format.name, layer.activation_format
     fast = {"cuda": "cuda", "cpu": "cpu"}.get(layer.device.type)
     problem = BACKENDS[fast].unsupported_experts_reason(call) if fast else f"the only backend for {layer.device.type}"
     if fast and problem is None:
-        return Choice(fast, f"kernels of this package, for {call}", **stored)
+        return Choice(fast, f"kernels of this package, for {call}", False, None, "", *formats)
     if layer.batch_invariant:
         raise RuntimeError(REFUSED.format(problem))
     is_fallback = bool(fast) and layer.dtype is not torch.float64 and _is_noticeable(call)
-    return Choice("composite", f"library GEMMs: {problem}", is_fallback, **stored)
+    return Choice("composite", f"library GEMMs: {problem}", is_fallback, None, "", *formats)
 
 
 def _is_noticeable(call: ExpertCall) -> bool:
@@ -190,7 +190,9 @@ def forward_train(key: Key | None, given: ExpertArguments) -> tuple[Tensor, Tens
     prepared = _other_calls.get(key) if key else None
     if prepared is None:
         call = ExpertCall.of(given)
-        backend = next(one for one in BACKENDS.values() if one.can_train_experts_forward(call))
+        backend = next((one for one in BACKENDS.values() if one.can_train_experts_forward(call)), None)
+        if backend is None:
+            raise _untrainable(call)
         prepared = backend.prepare_grouped_forward_train(call)
         _keep(key, call, backend.name, prepared)
     return prepared(given)
@@ -204,7 +206,15 @@ def backward(key: Key | None, arguments: GroupedBackwardArguments) -> tuple[Tens
         _, x, weight, packed_masks, offs, *_ = arguments
         call = ExpertCall.of(ExpertArguments.of_offs(x, weight, packed_masks, offs))
         call = replace(call, layer=replace(call.layer, mask_weights_dtype=arguments.mask_weights_dtype))
-        backend = next(one for one in BACKENDS.values() if one.can_train_experts_backward(call))
+        backend = next((one for one in BACKENDS.values() if one.can_train_experts_backward(call)), None)
+        if backend is None:
+            raise _untrainable(call)
         prepared = backend.prepare_grouped_backward(call)
         _keep(key, call, backend.name, prepared)
     return prepared(arguments)
+
+
+def _untrainable(call: ExpertCall) -> NotImplementedError:
+    device, dtype = call.layer.device, call.layer.dtype
+    reason = cuda_backend().unsupported_experts_training_reason(call)
+    return NotImplementedError(f"x: got {dtype} on {device}, which cannot train experts: {reason}")

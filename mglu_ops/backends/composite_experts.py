@@ -128,8 +128,8 @@ def down(given: DownArguments) -> Tensor:
         chosen = blocks.experts[chunk]
         of_experts = _decode(weight[chosen], None if scale is None else scale[chosen], weight_format, dtype)
         results.append(_matmul(rows_of_y[blocks.pairs[chunk]].to(dtype), of_experts))
-    products = blocks.rows(results).view(tokens, top_k, out_features)
-    return expert_loop.weighted_sum(products, expert_weights).to(y.dtype)
+    terms = blocks.rows(results).mul_(expert_weights.view(-1, 1)).view(tokens, top_k, out_features)
+    return expert_loop.sum_in_order(terms).to(y.dtype)
 
 
 def _decode(weight: Tensor, scale: Tensor | None, weight_format: str, dtype: torch.dtype) -> Tensor:
@@ -158,23 +158,16 @@ class CompositeExperts(Composite):
         return down_on_cpu if call.layer.device.type == "cpu" else down
 
     def can_train_experts_forward(self, call: ExpertCall) -> bool:
-        return True
+        return call.layer.device.type == "cpu"
 
     def can_train_experts_backward(self, call: ExpertCall) -> bool:
-        return True
+        return call.layer.device.type == "cpu"
 
     def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
-        _refuse_training(call)
         return partial(expert_loop.forward_train, expert_loop.layers(self.prepare_forward_train, call), call)
 
     def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
-        _refuse_training(call)
         return partial(expert_loop.backward, expert_loop.layers(self.prepare_backward, call))
-
-
-def _refuse_training(call: ExpertCall) -> None:
-    if call.layer.device.type != "cpu":
-        raise NotImplementedError(f"mglu: got experts on {call.layer.device} in training, must be on a CPU")
 
 
 # --- On a CPU --------------------------------------------------------------------------------------------------------
@@ -185,9 +178,9 @@ def down_on_cpu(given: DownArguments) -> Tensor:
     _, weight, _, _, scale, weight_format = given
     dtype = sum_dtype(given.y.dtype)
 
-    def product(expert: int, rows: Tensor) -> Tensor:
-        scale_of_expert = None if scale is None else scale[expert]
-        return rows.to(dtype) @ _decode(weight[expert], scale_of_expert, weight_format, dtype).t()
+    def product(expert: int, rows: Tensor, weights: Tensor) -> Tensor:
+        of_expert = None if scale is None else scale[expert]
+        return rows.to(dtype) @ _decode(weight[expert], of_expert, weight_format, dtype).t() * weights
 
     return expert_loop.down(product, given)
 
@@ -197,13 +190,13 @@ def down_backward(grad_output: Tensor, given: DownArguments, needs: Sequence[boo
     y, weight, ids, expert_weights, *_ = given
     if not y.is_cpu:
         raise NotImplementedError(f"mglu::experts_down_backward: got tensors on {y.device}, must be on a CPU")
-    (tokens, top_k, d), wide = y.shape, sum_dtype(y.dtype)
+    (_, top_k, d), wide = y.shape, sum_dtype(y.dtype)
     rows_of_y, weights = y.flatten(0, 1), expert_weights.flatten().to(wide)
     of_y, of_weight, of_expert_weights = (
         tensor.new_zeros(tensor.shape if is_needed else 0)
         for tensor, is_needed in zip((y, weight, expert_weights), needs, strict=True)
     )
-    for expert, rows in expert_loop.rows_of_experts(ids, None, weight.shape[0], tokens * top_k):
+    for expert, rows in expert_loop.pairs_of_experts(ids, weight.shape[0]):
         grad = grad_output[rows // top_k].to(wide)
         if needs[0] or needs[2]:
             back = grad @ weight[expert].to(wide)  # the gradient of y before its expert weight

@@ -15,9 +15,17 @@ import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
+from ...expert_calls import ExpertCall
 from ...layer_call import LayerArguments, LayerCall
-from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
-from . import training
+from ..base import (
+    Backend,
+    PreparedBackward,
+    PreparedCall,
+    PreparedForwardTrain,
+    PreparedGroupedBackward,
+    PreparedGroupedForwardTrain,
+)
+from . import experts_training, training
 from .choice import LaunchChoice, choose
 from .compiler import has_cuda_core, is_cached
 from .device import Gpu, gpu_of
@@ -145,6 +153,29 @@ class Cuda(Backend):
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
         """Prepare a backward pass. Its first call compiles and loads the kernels, and raises what `prepare` raises."""
         return _on_device(call.device.index, training.Backward(call))
+
+    def unsupported_experts_training_reason(self, call: ExpertCall) -> str | None:
+        """Why the backend cannot train experts; None if it can."""
+        layer = call.layer
+        if layer.device.type != "cuda":
+            return f"x is on {layer.device}, not on a CUDA device"
+        if layer.mask_weights_dtype is not None and layer.mask_weights_dtype not in ELEMENTS:
+            return f"no kernel for mask_weights {layer.mask_weights_dtype}"
+        return experts_training.unsupported_reason(layer.device, layer.dtype)
+
+    def can_train_experts_forward(self, call: ExpertCall) -> bool:
+        return self.unsupported_experts_training_reason(call) is None
+
+    def can_train_experts_backward(self, call: ExpertCall) -> bool:
+        return self.unsupported_experts_training_reason(call) is None
+
+    def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
+        """Prepare a forward pass. Its first call compiles and loads the kernels, and raises what `prepare` raises."""
+        return _on_device(call.layer.device.index, experts_training.forward_train)
+
+    def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
+        """Prepare a backward pass; as `prepare_grouped_forward_train`."""
+        return _on_device(call.layer.device.index, experts_training.backward)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
