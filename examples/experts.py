@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor, nn
 
 import mglu_ops
@@ -114,7 +114,9 @@ def main() -> None:
     frozen, same = evaluate(mglu_ops.freeze(model), held_out)
     error = ((same - logits).norm() / logits.norm()).item()
     size = size_of(experts)
-    print(f"frozen: {frozen:.3f} nats a byte, logits differ by {error:.1e}; writes {write_on(model, 'def __init__(')!r}")
+    print(
+        f"frozen: {frozen:.3f} nats a byte, logits differ by {error:.1e}; writes {write_on(model, 'def __init__(')!r}"
+    )
     quantized, _ = evaluate(mglu_ops.quantize(model, options.weight_format), held_out)
     print(f"{options.weight_format}: {quantized:.3f} nats a byte; writes {write_on(model, 'def __init__(')!r}")
     print(f"the experts of a layer: {size} -> {size_of(experts)} bytes, with their masks")

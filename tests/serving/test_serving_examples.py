@@ -1,4 +1,4 @@
-"""The examples that quantize a model, train experts, evaluate a model and export one run at a small size, or fail clearly."""
+"""The examples that quantize a model, train experts, evaluate a model or export one run at a small size, or fail."""
 
 from __future__ import annotations
 
