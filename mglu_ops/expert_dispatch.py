@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import batch_invariance
+from . import batch_invariance, dispatch
 from .backends import BACKENDS, Backend, composite_experts
 from .backends.base import GroupedBackwardArguments, PreparedExperts
 from .dispatch import CALLS_KEPT, NOTICEABLE_WEIGHTS, REFUSED, Choice, cuda_backend, is_kept, warn_of_fallback
@@ -150,6 +150,13 @@ class _OfRoundedX:
 
 
 # --- The second half, and training -----------------------------------------------------------------------------------
+
+
+def pack_logits(mask_logits: Tensor) -> Tensor:
+    """The packed masks `[E, ...]` of logits `[E, n_masks, out_features, in_features]`, without a copy of the logits."""
+    if mask_logits.is_cuda and cuda_backend().can_pack_experts(mask_logits):
+        return cuda_backend().pack(mask_logits)
+    return torch.stack([dispatch.pack_logits(one) for one in mask_logits])
 
 
 def is_known(key: Key | None) -> bool:

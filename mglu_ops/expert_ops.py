@@ -8,6 +8,7 @@
 | `mglu::grouped_forward_ste(x, weight, mask_logits, offs, ...)` | the same with learned masks; packs them |
 | `mglu::grouped_forward_train(...)`, `mglu::grouped_backward(...)` | what autograd calls, as in `ops` |
 | `mglu::experts_down_backward(...)` | all gradients of `experts_down` |
+| `mglu::pack_expert_logits(mask_logits)` | the masks `logits > 0` of all experts in the packed format |
 
 An expert is a layer as in `mglu_ops.ops`. Every tensor of a layer has a leading dimension of E experts. There are T
 tokens, K experts a token, S = T K rows of the result, d = out_features and h = in_features:
@@ -46,7 +47,7 @@ from .expert_calls import DownArguments, ExpertArguments, sort_pairs
 from .formats import FORMATS
 from .layer_call import arguments_key
 from .masks import packed_shape
-from .ops import LAYER, STORED, check_backward, pack_logits, rows_of_partials
+from .ops import LAYER, STORED, check_backward, rows_of_partials
 from .registering import (
     apply_function,
     batched,
@@ -61,11 +62,13 @@ from .registering import (
     outer_gradients,
     register_autocast,
     vmap_loop,
+    without_autograd,
 )
 from .tensors import check_dense, check_memory
 
 _DOWN = "Tensor expert_ids, Tensor expert_weights"
 SCHEMAS = (
+    "pack_expert_logits(Tensor mask_logits) -> Tensor",
     f"experts_forward(Tensor x, Tensor weight, Tensor packed_masks, Tensor expert_ids, {LAYER}, {STORED}) -> Tensor",
     f'experts_down(Tensor y, Tensor weight, {_DOWN}, Tensor? weight_scale=None, str weight_format="dense") -> Tensor',
     f"experts_down_backward(Tensor grad_output, Tensor y, Tensor weight, {_DOWN}, bool[3] needs) "
@@ -78,6 +81,7 @@ SCHEMAS = (
 )
 
 (
+    pack_expert_logits,
     experts_forward,
     experts_down,
     experts_down_backward,
@@ -151,11 +155,18 @@ def _experts_down_fake(*args: Any) -> Tensor:
 # --- Training -------------------------------------------------------------------------------------------------------
 
 
-def pack_expert_logits(mask_logits: Tensor) -> Tensor:
-    """The packed masks `[E, d, ceil(h / 8), n_masks]` of logits `[E, n_masks, d, h]`."""
-    experts, n_masks, d, h = mask_logits.shape
-    packed = pack_logits(mask_logits.movedim(1, 0).reshape(n_masks, experts * d, h))
-    return packed.view(experts, d, *packed.shape[1:])
+@kernel("pack_expert_logits")
+def _pack_expert_logits(mask_logits: Tensor) -> Tensor:
+    _check_real({"mask_logits": mask_logits})
+    expert_checks.check_packable_logits(mask_logits)
+    return expert_dispatch.pack_logits(mask_logits)
+
+
+@fake("pack_expert_logits")
+def _pack_expert_logits_fake(mask_logits: Tensor) -> Tensor:
+    expert_checks.check_packable_logits(mask_logits)
+    experts, *sizes = mask_logits.shape
+    return mask_logits.new_empty((experts, *packed_shape(*sizes)), dtype=torch.uint8)
 
 
 @kernel("grouped_forward_ste")
@@ -169,7 +180,7 @@ def _grouped_forward_ste(
 ) -> tuple[Tensor, Tensor]:
     _check_real({"weight": weight, "mask_logits": mask_logits})  # `_run` checks the others
     expert_checks.check_grouped_ste(x, weight, mask_logits, offs, activation, mask_weights)
-    packed_masks = pack_expert_logits(mask_logits)
+    packed_masks = expert_dispatch.pack_logits(mask_logits)
     return _run(ExpertArguments.of_offs(x, weight, packed_masks, offs, activation, mask_weights)), packed_masks
 
 
@@ -183,9 +194,7 @@ def _grouped_forward_ste_fake(
     mask_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     expert_checks.check_grouped_ste(x, weight, mask_logits, offs, activation, mask_weights)
-    experts, *sizes = mask_logits.shape
-    packed = mask_logits.new_empty((experts, *packed_shape(*sizes)), dtype=torch.uint8)
-    return x.new_empty((x.shape[0], sizes[1])), packed
+    return x.new_empty((x.shape[0], mask_logits.shape[2])), _pack_expert_logits_fake(mask_logits)
 
 
 @kernel("grouped_forward_train")
@@ -464,6 +473,7 @@ def _differentiable_once(op: Any) -> Callable[..., Any]:
     return autograd
 
 
+kernel("pack_expert_logits", "Autograd")(without_autograd(pack_expert_logits))
 kernel("grouped_backward", "Autograd")(_differentiable_once(grouped_backward))
 kernel("experts_down_backward", "Autograd")(_differentiable_once(experts_down_backward))
 
@@ -502,7 +512,9 @@ def _vmap_tokens(op: Any) -> Callable[..., Any]:
 
 for _op in (experts_forward, experts_down):
     torch.library.register_vmap(_op, _vmap_tokens(_op), lib=library)
-for _op in (grouped_forward, grouped_forward_ste, grouped_forward_train, grouped_backward, experts_down_backward):
+for _op in (pack_expert_logits, experts_down_backward, grouped_forward, grouped_forward_ste):
+    torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
+for _op in (grouped_forward_train, grouped_backward):
     torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
 
 

@@ -19,6 +19,8 @@ def good(op: str) -> dict[str, object]:
     if op == "experts_down_backward":
         down = {key: value for key, value in make_down(layer)._asdict().items() if "weight_" not in key}
         return {"grad_output": torch.ones(6, 24), **down, "needs": [True, True, True]}
+    if op == "pack_expert_logits":
+        return {"mask_logits": torch.where(layer.masks, 0.5, -0.5)}
     if op == "experts_forward":
         return {key: value for key, value in given._asdict().items() if key != "offs"}
     shared = {"x": rows.x, "weight": rows.weight, "offs": rows.offs}
@@ -80,6 +82,11 @@ _BACKWARD = [
     ("logits_dtype", torch.int64, TypeError, "logits_dtype: got torch.int64, must be float16"),
 ]
 _CASES_BY_OP = {
+    "pack_expert_logits": [
+        ("mask_logits", L[0], ValueError, r"mask_logits: got shape \[3, 10, 24\], must be \[E, n_masks"),
+        ("mask_logits", L[:0], ValueError, r"mask_logits: got shape \[0, 3, 10, 24\], .* at least 1 expert"),
+        ("mask_logits", L > 0, TypeError, "mask_logits: got dtype torch.bool, must be float16"),
+    ],
     "experts_forward": _WEIGHT + _PACKED + _LAYER + _IDS + _STORED,
     "experts_down": _IDS + _STORED + _DOWN,
     "experts_down_backward": [
@@ -127,7 +134,7 @@ def test_an_error_names_the_wrong_argument(
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors_are_refused_by_name(op: str, layout: torch.layout) -> None:
     args = good(op)
-    name = "y" if "down" in op else "x"
+    name = "y" if "down" in op else "mask_logits" if "pack" in op else "x"
     nested = torch.nested.nested_tensor([torch.ones(2, 24), torch.ones(3, 24)], layout=layout)
     with pytest.raises(TypeError, match=f"{name}: got a tensor of layout (jagged|nested), must be a dense tensor"):
         getattr(mglu, op)(**args | {name: nested})

@@ -44,6 +44,7 @@ def test_opcheck(dtype: torch.dtype, weighted: bool, routing: str, index_dtype: 
     x, weight, weights = leaf(rows.x), leaf(given.weight), leaf(rows.mask_weights)
     opcheck("grouped_forward", x, weight, masks, rows.offs, "gelu", weights)
     opcheck("grouped_forward_ste", x, weight, logits, rows.offs, "gelu", weights)
+    opcheck("pack_expert_logits", logits)
     y, down, ids, expert_weights, *_ = make_down(layer)
     opcheck("experts_down", leaf(y), leaf(down), ids, leaf(expert_weights))
 

@@ -124,6 +124,10 @@ class Cuda(Backend):
         arch = gpu_of(masks.device.index).arch
         return arch >= (8, 0) and (has_cuda_core() or is_cached(*packing.source(arch, masks.dtype, masks.shape[0])))
 
+    def can_pack_experts(self, mask_logits: Tensor) -> bool:
+        """Whether `pack` takes the logits of experts, `[E, n_masks, out_features, in_features]`."""
+        return len(mask_logits) < 2**16 and self.can_pack(mask_logits[0])
+
     def pack(self, masks: Tensor) -> Tensor:
         device: int = masks.device.index
         if device != _current_device():
