@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 DESCRIPTION = (
     "Prints, for a decoder like Llama with each kind of feed-forward layer, the number of weights and of mask bits, "
     "the size of a checkpoint with packed masks, and what decoding one token reads. Norms and embeddings count, "
-    "biases do not. The models 'small' and 'large' are those of the paper (arXiv 2506.23225, Tables 5 and 6)."
+    "biases do not. Of a mixture of experts, a token reads its own experts only. The models 'small' and 'large' are "
+    "those of the paper (arXiv 2506.23225, Tables 5 and 6)."
 )
 MEGABYTE = 1 << 20
 

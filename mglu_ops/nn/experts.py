@@ -106,8 +106,7 @@ class MGLUExperts(_Experts, MGLU):
             TypeError: as in `MGLU`, or `expert_ids` is not an int32 or int64 tensor.
             ValueError: as in `MGLU`, or `expert_ids` is on another device or has other leading sizes than x.
         """
-        if not isinstance(x, torch.fx.Proxy):
-            self.check_inputs(x, expert_ids)
+        self.check_inputs(x, expert_ids)
         mask_weights = self.mask_weights(x)
         rows, ids = as_rows(x), as_rows(expert_ids)
         weights = None if mask_weights is None else as_rows(mask_weights)

@@ -33,9 +33,9 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
     """Turn the learned masks of every `MGLU` and `NaiveMGLU` in `model` into packed bits, in place.
 
     The buffer `packed_masks` with `M = logits > 0` replaces `mask_logits`, which becomes None, and every `NaiveMGLU`
-    becomes an `MGLU`. The same holds for `MGLUExperts` and `NaiveMGLUExperts`. On the CPU, the results of an `MGLU` stay
-    the same bit for bit. The results of a former `NaiveMGLU` stay the same up to the rounding of its dtype, because it
-    now runs the fused operator. A model without such modules is returned with a warning.
+    becomes an `MGLU`. The same holds for `MGLUExperts` and `NaiveMGLUExperts`. On the CPU, the results of an `MGLU`
+    stay the same bit for bit. The results of a former `NaiveMGLU` stay the same up to the rounding of its dtype,
+    because it now runs the fused operator. A model without such modules is returned with a warning.
 
     Modules are changed in place. Each keeps its identity, and therefore its position in the model (also as the root, or
     in several positions), its hooks, training flag and router, its `weight` Parameter (tied weights stay tied) and the

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from .. import expert_ops, ops
 from ..activations import get_activation
 from ..checks import FLOATING
 from ..formats import WeightFormat, check_activation_format, get_format
@@ -378,17 +379,7 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
 
 def packed_logits(mask_logits: Tensor) -> Tensor:
     """The packed masks of logits `[n_masks, out_features, in_features]`, or of a stack of such along dimension 0."""
-    return _of_each(torch.ops.mglu.pack_logits, mask_logits)
-
-
-def packed_bools(masks: Tensor) -> Tensor:
-    """The packed masks of bools, in the shapes that `packed_logits` takes."""
-    return _of_each(torch.ops.mglu.pack_masks, masks)
-
-
-def _of_each(pack: Callable[[Tensor], Tensor], masks: Tensor) -> Tensor:
-    # Packing a stack at once would first copy it, so that the masks of all experts follow each other.
-    return pack(masks) if masks.dim() == 3 else torch.stack([pack(of_one) for of_one in masks])
+    return (ops.pack_logits if mask_logits.dim() == 3 else expert_ops.pack_expert_logits)(mask_logits)
 
 
 def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from .arguments import as_parameter, check_flags, check_router, check_weight_and_masks
-from .masked_linear import MaskedLinear, MaskedOptions, packed_bools
+from .masked_linear import MaskedLinear, MaskedOptions
 from .packed_buffers import check_masks_in_use
 from .torchao_weights import is_of_torchao, unpacked
 
@@ -147,7 +147,7 @@ class MGLU(MaskedLinear):
         if masks.is_floating_point():
             layer.mask_logits = as_parameter(masks)
         else:
-            layer.packed_masks = packed_bools(masks)
+            layer.packed_masks = torch.stack([*map(ops.pack_masks, masks)]) if experts else ops.pack_masks(masks)
         return layer
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ACTIVATION_NAMES, examples
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from mglu_ops.formats import FORMATS
 from mglu_ops.masks import check_packed_masks
@@ -32,6 +33,7 @@ from mglu_ops.nn import (
     parameter_groups,
     quantize,
 )
+from mglu_ops.parallel import ColwiseMGLU, shard_placement_fn
 
 KINDS = [MGLUExperts, NaiveMGLUExperts]
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -549,6 +551,26 @@ def test_x_of_another_size_is_named():
 def test_bad_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@each_kind
+def test_what_shards_or_quantizes_one_layer_leaves_experts_alone(kind):
+    layer = freeze(kind(3, 8, 8))
+    with pytest.raises(TypeError, match="module: got MGLUExperts, must be an MGLU or a NaiveMGLU for ColwiseMGLU"):
+        ColwiseMGLU()._apply(layer, None)
+    of_torchao = type("Int8Tensor", (Tensor,), {"__module__": "torchao.quantization"})
+    with pytest.raises(
+        ValueError, match=r"weight: got torchao's Int8Tensor of shape \[3, 8, 8\], must be \[out_features"
+    ):
+        layer.weight = nn.Parameter(Tensor._make_subclass(of_torchao, layer.weight.detach()))
+    assert layer(torch.randn(2, 8), torch.zeros(2, 1, dtype=torch.int64)).shape == (2, 1, 8)
+
+
+def test_fsdp_divides_logits_of_experts_as_their_weight():
+    model = nn.ModuleList([MGLU(8, 8), MGLUExperts(3, 8, 8)])
+    placement = shard_placement_fn(model)
+    found = {name: placement(parameter) for name, parameter in model.named_parameters()}
+    assert found == {"0.weight": None, "0.mask_logits": Shard(1), "1.weight": None, "1.mask_logits": None}
 
 
 @each_kind

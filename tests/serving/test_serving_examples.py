@@ -1,8 +1,9 @@
-"""The examples that quantize a model, evaluate one and export one to C++ run at a small size, or fail clearly."""
+"""The examples that quantize a model, train experts, evaluate a model or export one run at a small size, or fail."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,16 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     process = run_example("evaluate.py", tmp_path)
     assert process.returncode == 2
     assert "must be a folder with a config.json" in process.stderr
+
+
+def test_a_mixture_is_trained_frozen_and_quantized() -> None:
+    process = run_example("experts.py", "--steps", "4", "--experts", "3", "--weight-format", "int4_group")
+    assert process.returncode == 0, process.stderr
+    printed = process.stdout
+    before, trained, frozen, quantized = map(float, re.findall(r"(\d\.\d{3}) (?:->|nats)", printed))
+    assert trained < before - 0.5
+    assert frozen == trained
+    assert quantized == pytest.approx(trained, abs=0.1)
+    assert float(re.search(r"logits differ by (\S+);", printed)[1]) < 1e-5
+    one, masks = 128 * 64, 128 * 8 * 2
+    assert f"{3 * (4 * one + masks)} -> {3 * (one // 2 + 2 * 128 + masks)} bytes" in printed

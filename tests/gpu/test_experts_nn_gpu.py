@@ -1,0 +1,71 @@
+"""Modules of experts on a GPU: no call waits for it, graphs replay with other loads, and bits of gradients repeat."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from budgets import assert_matches
+from torch import Tensor
+
+from mglu_ops.nn import MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts, freeze, quantize
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("weight_format", ["dense", "fp8_row", "int4_group"])
+@pytest.mark.parametrize("tokens", [1, 8, 200])
+@torch.no_grad()
+def test_a_frozen_layer_replays_in_a_graph_with_other_loads(tokens: int, weight_format: str) -> None:
+    options = {"n_masks": 2, "dtype": torch.bfloat16, "device": "cuda"}
+    block = freeze(MGLUExpertsFeedForward(16, 256, 512, 4, **options))
+    if weight_format != "dense":
+        quantize(block, weight_format)
+    inputs = [torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    inputs.append(inputs[0][:1].repeat(tokens, 1))  # four experts have all rows
+    expected = [block(x) for x in inputs]
+    x = inputs[0].clone()
+    with no_synchronisation():
+        block(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = block(x)
+    for of_graph, want in zip(inputs, expected, strict=True):
+        x.copy_(of_graph)
+        graph.replay()
+        assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("save_activations", [True, False])
+def test_a_step_matches_the_loop_over_experts_and_its_bits_repeat(save_activations: bool, dtype: torch.dtype) -> None:
+    layer = MGLUExperts(8, 256, 128, n_masks=2, save_activations=save_activations, dtype=dtype, device="cuda")
+    exact = NaiveMGLUExperts(8, 256, 128, n_masks=2, dtype=torch.float64, device="cuda")
+    exact.load_state_dict(copy.deepcopy(layer).double().state_dict())
+    x, grad = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((300, 256), (300, 3, 128)))
+    ids = torch.randint(-1, 9, (300, 3), device="cuda")
+
+    def step(layer: MGLUExperts | NaiveMGLUExperts, dtype: torch.dtype) -> list[Tensor]:
+        wanted = [x.to(dtype).requires_grad_(), layer.weight, layer.mask_logits]
+        return list(torch.autograd.grad(layer(wanted[0], ids), wanted, grad.to(dtype)))
+
+    first = step(layer, dtype)
+    with no_synchronisation():
+        second = step(layer, dtype)
+    for name, got, again, want in zip(
+        ("x", "weight", "logits"), first, second, step(exact, torch.float64), strict=True
+    ):
+        assert torch.equal(got, again), name
+        assert_matches(got, want, what=name)
