@@ -4,7 +4,6 @@
 program and the options that repeat it, and at the end how many programs of each family were fused, refused with a
 reason, silent (neither), skipped or failed. It exits with 1 if there was a failure.
 
-    --inductor             also compile each program that is fused with Inductor (seconds for each)
     --every 7              run all perturbed programs of seed 7 instead of samples (thousands)
     --seed 7 --index 1234  print and run one program
 """
@@ -12,7 +11,6 @@ reason, silent (neither), skipped or failed. It exits with 1 if there was a fail
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import multiprocessing
 import sys
@@ -38,16 +36,13 @@ def start_process() -> None:
     warnings.simplefilter("ignore")
 
 
-def judge(key: tuple[int, int], inductor: bool) -> tuple[str, str]:
+def judge(key: tuple[int, int]) -> tuple[str, str]:
     """The outcome of the program of a seed and an index, and why it failed."""
-    from perturbed_programs import perturbation, place, program, through_inductor, through_the_pass
+    from perturbed_programs import perturbation, place, program, through_the_pass
 
     changed = program(*key)
     try:
-        outcome = through_the_pass(changed)
-        if inductor and outcome == "fused" and (outcome := through_inductor(changed)) != "fused":
-            outcome = f"skipped: by Inductor {outcome}"
-        return outcome, ""
+        return through_the_pass(changed), ""
     except Exception as error:  # any error is a failure of the pass
         lines = "\n".join(str(error).strip().splitlines()[:3])
         what = f"--seed {key[0]} --index {key[1]}: {perturbation(key[1])}, {place(*key)}"
@@ -60,7 +55,6 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="the number of the first sample (0)")
     parser.add_argument("--every", type=int, metavar="SEED", help="all programs of a seed instead of samples")
     parser.add_argument("--processes", type=int, default=1, help="how many run side by side (1)")
-    parser.add_argument("--inductor", action="store_true", help="compile fused programs with Inductor too")
     parser.add_argument("--seed", type=int, help="of one program, with --index")
     parser.add_argument("--index", type=int, help="of one program, with --seed")
     options = parser.parse_args()
@@ -76,9 +70,7 @@ def main() -> int:
     families: dict[str, Counter[str]] = {}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, spawn, initializer=start_process) as pool:
-        for key, (outcome, why) in zip(
-            keys, pool.map(functools.partial(judge, inductor=options.inductor), keys, chunksize=10), strict=True
-        ):
+        for key, (outcome, why) in zip(keys, pool.map(judge, keys, chunksize=10), strict=True):
             families.setdefault(perturbation(key[1]).family, Counter())[outcome.partition(":")[0]] += 1
             if why:
                 print(why, flush=True)

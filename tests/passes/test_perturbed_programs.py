@@ -23,7 +23,6 @@ from perturbed_programs import (
     program,
     right_program,
     sample,
-    through_inductor,
     through_the_pass,
 )
 from processes import python
@@ -139,11 +138,6 @@ def test_what_cannot_be_compared_is_skipped() -> None:
     assert outcome("W.mul_(2)") == "skipped: eager raises an error"
     assert outcome("y = y / 0") == "skipped: not finite"
     assert outcome("torch._dynamo.graph_break()") == "skipped: Dynamo raises an error"
-
-
-@pytest.mark.long
-def test_program_through_inductor() -> None:
-    assert through_inductor(PLAIN) == "fused"
 
 
 @pytest.mark.long

@@ -14,15 +14,11 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from perturbations import PERTURBATIONS, Perturbation, Place, Scopes, perturbed, places
 from right_programs import Program, draw
-from source_programs import Both, attempt, difference, judged, outcomes, tolerance, verdict
+from source_programs import Both, judged, outcomes
 from torch import Tensor
-
-import mglu_ops
 
 SAMPLES_PER_SEED = 20
 FAMILIES = {
@@ -103,24 +99,3 @@ def through_the_pass(program: Program) -> str:
     if not all(bool(value.isfinite().all()) for value in wanted.values() if isinstance(value, Tensor)):
         return "skipped: not finite"
     return judged(program, wanted, Both(assume_binary=program.assume_binary))
-
-
-def through_inductor(program: Program) -> str:
-    """Compare a program compiled by Inductor with fusion with eager; if they differ, also compile it without fusion.
-
-    Returns and raises what `judged` does.
-    """
-    wanted = outcomes(program, program.function())
-
-    def compiled() -> Any:
-        torch._dynamo.reset()
-        with program.configuration(), torch._inductor.config.patch(fallback_random=True, fx_graph_cache=False):
-            return attempt(program, torch.compile(program.function(), fullgraph=True))
-
-    with mglu_ops.fusion(assume_binary=program.assume_binary) as report:
-        found = compiled()
-    if not report.fused:
-        return "refused" if report.missed else "silent"
-    if not isinstance(found, Exception) and difference(found, wanted, tolerance(program)) is None:
-        return "fused"
-    return verdict(program, found, compiled(), wanted)
