@@ -74,6 +74,14 @@ def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weigh
     assert_as_good_as_naive(found, layer, 2.5 if density == 0.9 else 1.5)
 
 
+def test_ends_that_are_not_valid_count_as_the_nearest_valid_ones() -> None:
+    layer = ExpertLayer.random("cpu", BF16, [20, 0, 12], 16, 24, 2)
+    expected = layer.step(forward_train, backward)
+    layer.offs = torch.tensor([20, 7, 99], dtype=torch.int32)
+    for name, tensor in layer.step(forward_train, backward).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 @pytest.mark.parametrize("needed", range(4))
 def test_computes_only_what_is_needed(needed: int) -> None:
     layer = ExpertLayer.random("cpu", BF16, [20, 12], 16, 24, 2, mask_weights_dtype=F32)

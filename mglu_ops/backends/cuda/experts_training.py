@@ -56,7 +56,7 @@ def forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
     if 0 in (rows, d, h, weight.shape[0]):
         return x.new_zeros(rows, d), x.new_zeros(rows, entries, d)
     x, weight, packed_masks = _padded(x, weight, packed_masks)
-    padded, offs, total = weight.shape[1], offs.contiguous(), None
+    padded, offs, total = weight.shape[1], _ascending(offs, rows), None
     y, partials = x.new_empty(rows, padded), x.new_empty(rows, entries, padded)
     parts = n_masks == 1 or activation == "relu"
     if not parts:
@@ -93,7 +93,7 @@ def _gradients(
         )
     x, weight, packed_masks = _padded(x, weight, packed_masks)
     columns, depth = weight.shape[1:]
-    offs, grad_output, partials = offs.contiguous(), _padded_last(grad_output), _padded_last(partials)
+    offs, grad_output, partials = _ascending(offs, rows), _padded_last(grad_output), _padded_last(partials)
     if mask_weights_dtype is not None:
         grad_mask_weights = steps.mask_weight_gradients(grad_output, partials[:, n_masks + 1 :], torch.float32)
         steps.clear_rows(grad_mask_weights, offs)
@@ -135,6 +135,11 @@ def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     from ..triton.grouped import grouped_products  # it imports Triton
 
     return grouped_products(x, weight, offs)
+
+
+def _ascending(offs: Tensor, rows: int) -> Tensor:
+    """The same ends if they are valid. Others would let `grouped_mm` stop the GPU, or read outside of the rows."""
+    return offs.clamp(0, rows).cummax(0).values
 
 
 def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

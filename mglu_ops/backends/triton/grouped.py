@@ -29,8 +29,8 @@ def grouped_products_kernel(
     ends_ptr,
     out_ptr,
     rows,
-    columns,
-    depth,
+    column_octets,  # in units of 8, so that the compiler knows that 16-byte loads are aligned
+    depth_octets,
     experts,
     row_tiles,
     BLOCK_EXPERTS: tl.constexpr,  # experts, rounded up to a power of two
@@ -45,6 +45,7 @@ def grouped_products_kernel(
     Every expert has its own tiles of rows. The grid holds the most tiles that any loads can need, `row_tiles`, and
     blocks past the last one exit at once.
     """
+    columns, depth = column_octets * 8, depth_octets * 8
     column_tiles = tl.cdiv(columns, BLOCK_COLUMNS)
     together = TILES_TOGETHER * column_tiles
     first_tile = tl.program_id(0) // together * TILES_TOGETHER
@@ -94,8 +95,8 @@ def grouped_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     unspecified rows and no access outside of the tensors.
 
     Args:
-        x: `[rows, in_features]`, contiguous, in float16 or bfloat16.
-        weight: `[experts, out_features, in_features]`, contiguous, in x's dtype.
+        x: `[rows, in_features]`, contiguous, in float16 or bfloat16; in_features are a multiple of 8.
+        weight: `[experts, out_features, in_features]`, contiguous, in x's dtype; out_features are a multiple of 8.
         ends: int32 `[experts]`, contiguous: the end of each expert's rows, at least one expert.
     """
     (rows, depth), (experts, columns, _) = x.shape, weight.shape
@@ -109,8 +110,8 @@ def grouped_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
             ends,
             out,
             rows,
-            columns,
-            depth,
+            columns // 8,
+            depth // 8,
             experts,
             row_tiles,
             BLOCK_EXPERTS=1 << (experts - 1).bit_length(),
