@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKeySet
 
 from . import expert_checks, expert_dispatch
 from .backends.base import GroupedBackwardArguments
@@ -51,6 +52,7 @@ from .ops import LAYER, STORED, check_backward, rows_of_partials
 from .registering import (
     apply_function,
     batched,
+    below_autograd,
     define,
     fake,
     kernel,
@@ -378,11 +380,10 @@ def _refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation
             )
 
 
-@kernel("experts_forward", "Autograd")
-def _experts_forward_autograd(*args: Any) -> Tensor:
+@kernel("experts_forward", "Autograd", with_keyset=True)
+def _experts_forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
     if not needs_gradient(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return experts_forward(*args)
+        return below_autograd(experts_forward, _experts_forward, keys, *args)
     given = ExpertArguments.of_ids(*args)
     expert_checks.check_experts(given)
     _refuse_gradients(given.tensors(), given.weight_format, given.activation_format)
@@ -406,11 +407,10 @@ def _by_sorted_rows(given: ExpertArguments) -> Tensor:
     return sorted_result[pairs.argsort()].view(*expert_ids.shape, given.out_features)
 
 
-@kernel("grouped_forward", "Autograd")
-def _grouped_forward_autograd(*args: Any) -> Tensor:
+@kernel("grouped_forward", "Autograd", with_keyset=True)
+def _grouped_forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
     if not needs_gradient(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return grouped_forward(*args)
+        return below_autograd(grouped_forward, _grouped_forward, keys, *args)
     return _apply_grouped(*args)[0]
 
 
@@ -449,16 +449,15 @@ def _grouped_forward_train_autograd(*args: Any) -> tuple[Tensor, Tensor]:
         return grouped_forward_train(*args)
 
 
-@kernel("experts_down", "Autograd")
-def _experts_down_autograd(*args: Any) -> Tensor:
-    if needs_gradient(*args):
-        given = DownArguments(*args)
-        if given.weight_format != "dense" or given.weight_scale is not None:
-            expert_checks.check_down(given)
-            _refuse_gradients(given.tensors(), given.weight_format)
-        return apply_function(_Down, *given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return experts_down(*args)
+@kernel("experts_down", "Autograd", with_keyset=True)
+def _experts_down_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
+    if not needs_gradient(*args):
+        return below_autograd(experts_down, _experts_down, keys, *args)
+    given = DownArguments(*args)
+    if given.weight_format != "dense" or given.weight_scale is not None:
+        expert_checks.check_down(given)
+        _refuse_gradients(given.tensors(), given.weight_format)
+    return apply_function(_Down, *given)
 
 
 def _differentiable_once(op: Any) -> Callable[..., Any]:

@@ -52,6 +52,11 @@ def _pack(masks: Any) -> list[Option]:
     return [([_replicate], [_replicate]), ([Shard(0)], [Shard(masks.ndim - 2)])]
 
 
+def _pack_expert_logits(mask_logits: Any) -> list[Option]:
+    """Along the experts, or along the rows of each."""
+    return [([_replicate], [_replicate]), ([Shard(0)], [Shard(0)]), ([Shard(1)], [Shard(2)])]
+
+
 def _unpack_masks(packed_masks: Any, in_features: int) -> list[Option]:
     return [([_replicate], [_replicate]), ([Shard(1)], [Shard(0)])]
 
@@ -159,6 +164,7 @@ def _position(op: Any, name: str) -> int:
 
 _register(_mglu.pack_masks.default, _pack)
 _register(_mglu.pack_logits.default, _pack)
+_register(_mglu.pack_expert_logits.default, _pack_expert_logits)
 _register(_mglu.unpack_masks.default, _unpack_masks)
 _register(_mglu.forward.default, _forward, _position(_mglu.forward.default, "weight_format"))
 _register(_mglu.forward_ste.default, _forward_ste)

@@ -76,9 +76,9 @@ def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weigh
 
 def test_ends_that_are_not_valid_count_as_the_nearest_valid_ones() -> None:
     layer = ExpertLayer.random("cpu", BF16, [20, 0, 12], 16, 24, 2)
-    expected = layer.step(training.forward_train, backward)
+    expected = layer.step(forward_train, backward)
     layer.offs = torch.tensor([20, 7, 99], dtype=torch.int32)
-    for name, tensor in layer.step(training.forward_train, backward).items():
+    for name, tensor in layer.step(forward_train, backward).items():
         assert torch.equal(tensor, expected[name]), name
 
 

@@ -69,3 +69,21 @@ def test_a_step_matches_the_loop_over_experts_and_its_bits_repeat(save_activatio
     ):
         assert torch.equal(got, again), name
         assert_matches(got, want, what=name)
+
+
+def test_a_compiled_layer_trains_as_the_eager_one_and_waits_for_nothing() -> None:
+    block = MGLUExpertsFeedForward(8, 256, 128, 2, n_masks=2, mask_top_k=1, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(4, 75, 256, device="cuda", dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True)
+
+    def step(layer: torch.nn.Module) -> list[Tensor]:
+        y, router_logits = layer(x, output_router_logits=True)
+        loss = y.float().square().mean() + 0.01 * router_logits.float().square().mean()
+        return list(torch.autograd.grad(loss, list(block.parameters())))
+
+    expected, _ = step(block), step(compiled)
+    with no_synchronisation():
+        got = step(compiled)
+    for (name, _), grad, want in zip(block.named_parameters(), got, expected, strict=True):
+        assert_matches(grad, want, what=name)

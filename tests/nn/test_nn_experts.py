@@ -1,80 +1,29 @@
-"""Experts of a mixture: against the loop over experts, MGLU layers of their slices, and PyTorch's operations."""
+"""Experts of a mixture: results and gradients against the loop over experts, routing, compiling, and errors."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from budgets import NAIVE_FACTOR, assert_matches, relative_error
+from expert_modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ACTIVATION_NAMES, examples
-from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
-from mglu_ops.formats import FORMATS
-from mglu_ops.masks import check_packed_masks
 from mglu_ops.nn import (
-    MGLU,
-    MaskStatistics,
     MGLUExperts,
     MGLUExpertsFeedForward,
     NaiveMGLUExperts,
-    check_masks,
     decompose,
-    flip_ratio,
     freeze,
-    gate_ratio,
     parameter_groups,
     quantize,
 )
-from mglu_ops.parallel import ColwiseMGLU, shard_placement_fn
 
-KINDS = [MGLUExperts, NaiveMGLUExperts]
-each_kind = pytest.mark.parametrize("kind", KINDS)
-learned_or_fixed = pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
-STORED = [name for name in FORMATS if name != "dense"]
 F64 = torch.float64
-
-
-def pair(*args: Any, seed: int = 0, **options: Any) -> list[nn.Module]:
-    """An MGLUExperts and a NaiveMGLUExperts whose parameters are drawn from the same seed, and so are equal."""
-    layers = []
-    for kind in KINDS:
-        torch.manual_seed(seed)
-        layers.append(kind(*args, **options))
-    return layers
-
-
-def results(layer: nn.Module, x: Tensor, ids: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    x = x.detach().clone().requires_grad_()
-    y = layer(x, ids)
-    named = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
-    grads = torch.autograd.grad(y, [x, *named.values()], grad)
-    return {"y": y.detach(), "x": grads[0]} | dict(zip(named, grads[1:], strict=True))
-
-
-def layer_of(layer: nn.Module, expert: int, kind: type[nn.Module] = MGLU) -> nn.Module:
-    """One expert as a layer of its own."""
-    options = {"weight_format": layer.weight_format, "top_k": layer.top_k, "activation": layer.activation}
-    sizes = {"n_masks": layer.n_masks, "learnable_masks": layer.learnable_masks, "dtype": layer.weight.dtype}
-    sizes |= {} if layer.weight_format == "dense" else {"dtype": None}
-    one = kind(layer.in_features, layer.out_features, **options, **sizes)
-    state = layer.state_dict()
-    one.load_state_dict({name: t if name.startswith("router") else t[expert] for name, t in state.items()})
-    return one
-
-
-def saved_and_loaded(value: Any, **options: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, **options)
 
 
 # --- Results and gradients --------------------------------------------------------------------------------------------
@@ -242,144 +191,6 @@ def test_the_feed_forward_layer_has_the_names_and_initial_values_of_its_parts():
     assert leveled.std().item() == pytest.approx(10**0.25 * 900**-0.5, rel=0.02)
 
 
-# --- Freezing and quantizing ------------------------------------------------------------------------------------------
-
-
-def test_freeze_packs_the_masks_of_each_expert_and_fuses_the_loop():
-    x, ids = torch.randn(5, 21), torch.randint(-1, 4, (5, 3))
-    fused, naive = pair(4, 21, 12, n_masks=3, top_k=2, activation="gelu")
-    expected, weight, logits = fused(x, ids), naive.weight, naive.mask_logits
-    for layer in (freeze(fused), freeze(naive)):
-        assert type(layer) is MGLUExperts
-        assert set(layer.state_dict()) == {"weight", "packed_masks", "router.weight"}
-        for expert in range(4):
-            assert torch.equal(layer.packed_masks[expert], torch.ops.mglu.pack_logits(logits[expert]))
-        with torch.no_grad():
-            assert_matches(layer(x, ids), expected)
-    assert naive.weight is weight
-    ablation = NaiveMGLUExperts(4, 21, 12, bias=True, mask_gate=False)
-    nn.init.normal_(ablation.gate_bias)
-    expected = ablation(x, ids)
-    assert type(freeze(ablation)) is NaiveMGLUExperts
-    torch.testing.assert_close(ablation(x, ids), expected)
-
-
-@pytest.mark.parametrize("weight_format", STORED)
-def test_each_expert_is_quantized_alone(weight_format):
-    """To an MGLU of its slices; the gradient of x is that layer's, and a checkpoint loads into a new layer."""
-    options = {"n_masks": 2, "top_k": 1}
-    layer = freeze(MGLUExperts(3, 132, 140, **options))
-    expected = [quantize(layer_of(layer, expert), weight_format) for expert in range(3)]
-    assert quantize(layer, weight_format) is layer
-    x, ids, grad = torch.randn(5, 132), torch.tensor([2, 0, 1, 2, 5]), torch.randn(5, 1, 140)
-    got = results(layer, x, ids[:, None], grad)
-    assert not got["y"][4].any()
-    for expert, one in enumerate(expected):
-        for name in ("weight", "weight_scale", "packed_masks"):
-            assert torch.equal(getattr(layer, name)[expert].view(torch.uint8), getattr(one, name).view(torch.uint8))
-        rows = ids == expert
-        mine = x[rows].requires_grad_()
-        y = one(mine)
-        torch.testing.assert_close(got["y"][rows, 0], y)
-        torch.testing.assert_close(got["x"][rows], torch.autograd.grad(y, mine, grad[rows, 0])[0])
-    with torch.no_grad():
-        y = layer(x, ids[:, None])
-        for other in (
-            MGLUExperts(3, 132, 140, learnable_masks=False, weight_format=weight_format, device="meta", **options),
-            MGLUExperts(3, 132, 140, learnable_masks=False, weight_format=weight_format, **options),
-        ):
-            other.load_state_dict(saved_and_loaded(layer.state_dict(), weights_only=True), assign=True)
-            check_masks(other)
-            assert torch.equal(other(x, ids[:, None]), y)
-    assert layer.half().weight.dtype == FORMATS[weight_format].dtype
-    assert layer(x.half(), ids[:, None]).dtype is torch.float16
-
-
-def test_a_new_quantized_layer_starts_as_dense_ones_do():
-    torch.manual_seed(0)
-    dense = MGLUExperts(3, 256, 20, learnable_masks=False)
-    torch.manual_seed(0)
-    stored = MGLUExperts(3, 256, 20, learnable_masks=False, weight_format="fp8_block")
-    assert torch.equal(stored.weight.view(torch.uint8), quantize(dense, "fp8_block").weight.view(torch.uint8))
-    assert stored.weight_scale.shape == (3, 1, 2)
-
-
-# --- State dicts and other ways in ------------------------------------------------------------------------------------
-
-
-@learned_or_fixed
-def test_state_dicts_load_both_ways_and_are_refused_in_the_wrong_form(learnable_masks):
-    fused, naive = pair(3, 21, 10, n_masks=2, top_k=1, weight_init="leveled", learnable_masks=learnable_masks)
-    x, ids = torch.randn(4, 21), torch.randint(3, (4, 2))
-    for one, other in ((fused, naive), (naive, fused)):
-        fresh = type(other)(3, 21, 10, n_masks=2, top_k=1, learnable_masks=learnable_masks)
-        fresh.load_state_dict(saved_and_loaded(one.state_dict()))
-        assert fresh.weight_init == "leveled"
-        assert_matches(fresh(x, ids), one(x, ids).detach())
-        wrong = type(other)(3, 21, 10, n_masks=2, top_k=1, learnable_masks=not learnable_masks)
-        with pytest.raises(RuntimeError, match=r"the checkpoint holds (packed masks|logits), but this"):
-            wrong.load_state_dict(one.state_dict())
-    assert torch.equal(fused.state_dict()["weight"], naive.weight)
-
-
-WRONG_MASKS = {
-    "of one layer": (lambda p: p[0], r"got shape \[10, 3, 2\], must be \[num_experts, .*\] = \[3, 10, 3, 2\]"),
-    "of two experts": (lambda p: p[:2], r"got shape \[2, 10, 3, 2\], must be .* = \[3, 10, 3, 2\]"),
-    "of one mask": (lambda p: p[..., :1], r"got shape \[3, 10, 3, 1\], must be"),
-    "int8": (lambda p: p.view(torch.int8), r"got dtype torch\.int8, must be torch\.uint8"),
-    "padding": (lambda p: p | 0x80, "padding bits past in_features=21 are set"),
-}
-
-
-@each_kind
-@pytest.mark.parametrize("name", WRONG_MASKS)
-def test_wrong_packed_masks_are_refused_however_they_are_loaded(kind, name):
-    change, message = WRONG_MASKS[name]
-    layer = kind(3, 21, 10, n_masks=2, learnable_masks=False)
-    wrong = change(layer.packed_masks)
-    with pytest.raises(RuntimeError, match=f"packed_masks: {message}"):
-        layer.load_state_dict(layer.state_dict() | {"packed_masks": wrong}, strict=False)
-    layer.packed_masks = wrong
-    for use in (check_masks, lambda layer: layer(torch.randn(2, 21), torch.zeros(2, 1, dtype=torch.int64))):
-        with pytest.raises((TypeError, ValueError), match=message):
-            use(layer)
-
-
-def test_a_quantized_checkpoint_is_refused_where_it_does_not_fit():
-    stored = MGLUExperts(3, 256, 20, learnable_masks=False, weight_format="fp8_row")
-    dense = MGLUExperts(3, 256, 20, learnable_masks=False)
-    with pytest.raises(RuntimeError, match="weight_scale: the checkpoint holds a quantized weight"):
-        dense.load_state_dict(stored.state_dict())
-    with pytest.raises(RuntimeError, match=r"weight: got torch.float32 \[3, 20, 256\], must be torch.float8_e4m3fn"):
-        stored.load_state_dict(dense.state_dict(), strict=False)
-    scales = stored.state_dict() | {"weight_scale": torch.ones(20)}
-    with pytest.raises(RuntimeError, match=r"weight_scale: got torch.float32 \[20\], must be torch.float32 \[3, 20\]"):
-        stored.load_state_dict(scales)
-
-
-@pytest.mark.parametrize("kind", [*KINDS, MGLUExpertsFeedForward])
-@learned_or_fixed
-def test_copies_and_modules_made_on_meta(kind, learnable_masks):
-    sizes = (3, 19, 12, 2) if kind is MGLUExpertsFeedForward else (3, 19, 12)
-    layer = kind(*sizes, n_masks=2, learnable_masks=learnable_masks)
-    x = (torch.randn(4, 19),) if kind is MGLUExpertsFeedForward else (torch.randn(4, 19), torch.randint(3, (4, 2)))
-    expected = layer(*x)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), saved_and_loaded(layer, weights_only=False)):
-        assert type(other) is kind
-        assert torch.equal(other(*x), expected)
-    assert layer.to(torch.bfloat16)(x[0].bfloat16(), *x[1:]).dtype is torch.bfloat16
-    meta = kind(*sizes, n_masks=2, learnable_masks=learnable_masks, device="meta")
-    assert all(tensor.is_meta for tensor in [*meta.parameters(), *meta.buffers()])
-    meta.to_empty(device="cpu")
-    for tensor in [*meta.parameters(), *meta.buffers()]:
-        tensor.data.fill_(255)
-    meta.reset_parameters()
-    assert all(parameter.abs().max() < 2 for parameter in meta.parameters())
-    for packed_masks in meta.buffers():
-        check_packed_masks(packed_masks.flatten(0, 1), 19)
-        assert all((of_one != 255).any() for of_one in packed_masks)
-
-
 # --- Compiling and exporting ------------------------------------------------------------------------------------------
 
 
@@ -423,64 +234,6 @@ def test_an_exported_layer_takes_any_number_of_tokens_and_is_not_decomposed():
         torch.testing.assert_close(program.module()(x, False), block(x))
     with pytest.raises(ValueError, match="program: it has experts"):
         decompose(program)
-
-
-# --- Helpers for training ---------------------------------------------------------------------------------------------
-
-
-def test_mask_statistics_count_all_experts():
-    model = nn.Sequential(MGLUExperts(4, 21, 10, n_masks=2), NaiveMGLUExperts(4, 21, 10, learnable_masks=False))
-    statistics = MaskStatistics(model)
-    layer = model[0]
-    before = layer.mask_logits.detach().clone()
-    with torch.no_grad():
-        layer.mask_logits[1].neg_()
-        layer.mask_logits[2, 0] = 1
-    found = statistics.update()
-    for i in range(2):
-        masks, old = (logits.movedim(1, 0).flatten(1, 2) > 0 for logits in (layer.mask_logits, before))
-        assert found[f"0/gate_ratio/{i}"] == pytest.approx(masks[i].double().mean().item())
-        assert found[f"0/flips/{i}"] == pytest.approx((masks[i] != old[i]).double().mean().item())
-    assert found["0/agreement"] == pytest.approx((masks[0] == masks[1]).double().mean().item())
-    assert found["1/flips/0"] == 0
-    assert torch.equal(gate_ratio(model[1].packed_masks.flatten(0, 1), 21), torch.tensor([found["1/gate_ratio/0"]]))
-    assert flip_ratio(*2 * [model[1].packed_masks.flatten(0, 1)], 21).sum() == 0
-
-
-class OwnExperts(nn.Module):
-    """A user's own experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.logits = nn.Parameter(torch.randn(3, 12, 21) / 4), nn.Parameter(torch.randn(3, 2, 12, 21))
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        y = x.new_zeros(*ids.shape, 12)
-        for expert in range(3):
-            for place in (ids == expert).nonzero().tolist():
-                row = x[tuple(place[:-1])]
-                for m in (self.logits[expert] > 0).float():
-                    w = self.weight[expert]
-                    y[tuple(place)] += F.silu(F.linear(row, w * m)) * F.linear(row, w * (1 - m))
-        return y
-
-
-def test_freeze_replaces_experts_of_another_class_and_names_them_without_replace():
-    model = nn.ModuleList([OwnExperts()])
-    with pytest.warns(
-        UserWarning, match=r"OwnExperts looks like .*weight \[E, d, h\], logits \[E, n, d, h\].*MGLUExperts\."
-    ):
-        freeze(model)
-    with pytest.warns(UserWarning, match=r'name its logits: mask_logits=\["\*.logits"\]'):
-        parameter_groups(model, lr=1.0, weight_decay=0.0)
-    assert MaskStatistics(model, mask_logits=["*.logits"]).update()["0.logits/flips/1"] == 0
-    x, ids = torch.randn(4, 21), torch.randint(-1, 4, (4, 2))
-    expected, weight = model[0](x, ids), model[0].weight
-    with pytest.raises(ValueError, match="a module that computes something else"):
-        freeze(model, replace={OwnExperts: lambda own: MGLUExperts.from_parameters(own.weight, own.logits < 0)})
-    freeze(model, replace={OwnExperts: lambda own: MGLUExperts.from_parameters(own.weight, own.logits)})
-    assert model[0].weight is weight
-    assert_matches(model[0](x, ids).detach(), expected.detach())
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -551,26 +304,6 @@ def test_x_of_another_size_is_named():
 def test_bad_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@each_kind
-def test_what_shards_or_quantizes_one_layer_leaves_experts_alone(kind):
-    layer = freeze(kind(3, 8, 8))
-    with pytest.raises(TypeError, match="module: got MGLUExperts, must be an MGLU or a NaiveMGLU for ColwiseMGLU"):
-        ColwiseMGLU()._apply(layer, None)
-    of_torchao = type("Int8Tensor", (Tensor,), {"__module__": "torchao.quantization"})
-    with pytest.raises(
-        ValueError, match=r"weight: got torchao's Int8Tensor of shape \[3, 8, 8\], must be \[out_features"
-    ):
-        layer.weight = nn.Parameter(Tensor._make_subclass(of_torchao, layer.weight.detach()))
-    assert layer(torch.randn(2, 8), torch.zeros(2, 1, dtype=torch.int64)).shape == (2, 1, 8)
-
-
-def test_fsdp_divides_logits_of_experts_as_their_weight():
-    model = nn.ModuleList([MGLU(8, 8), MGLUExperts(3, 8, 8)])
-    placement = shard_placement_fn(model)
-    found = {name: placement(parameter) for name, parameter in model.named_parameters()}
-    assert found == {"0.weight": None, "0.mask_logits": Shard(1), "1.weight": None, "1.mask_logits": None}
 
 
 @each_kind
