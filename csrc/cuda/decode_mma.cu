@@ -14,6 +14,9 @@
 // the same. At the end each warp leaves its sums in shared memory, and the block runs the epilogue
 // (decode_epilogue.cuh).
 //
+// With MGLU_ITEMS, a block computes an item of experts (work.cuh): it has the tokens of one expert, whose rows of x and
+// of the result are anywhere, and otherwise sees that expert's layer alone.
+//
 // The order of a row's sums depends on in_features and on the launch configuration, not on the other tokens.
 //
 // W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row is copied to shared memory at
@@ -444,11 +447,13 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     // A warp of the last block may have no rows, but still takes part in the barriers.
     const int own_stages = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
-    if constexpr (kItems != Items::none) {  // prefetch the first stage while the rows of the item arrive
+#if MGLU_ITEMS
+    if (kItems == Items::found && own_stages > 0) {  // prefetch the first stage before anything else is read
         StageLoader<Stage, kSplitK> early(p, kReadOnce);
         early.start(p, tile_row, part);
-        if (own_stages > 0) early.template load_next<true>(0);
+        early.template load_next<true>(0);
     }
+#endif
 
     // Bulk copies need a tenth of the instructions.
     const bool use_bulk_copy = kHasTma && !kExpandedX && p.x_is_vectorizable;

@@ -1,6 +1,6 @@
 """The launches of experts: a kernel of one layer runs for items, each up to `item_rows` rows of one expert.
 
-What an item is, csrc/cuda/work.cuh says. Launches depend on the numbers of rows and experts, never on the ids.
+csrc/cuda/work.cuh defines items. Launches depend on the numbers of rows and experts, never on the ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .decode_mma import DecodeMma
 from .plain import Plain
 
 MOST_ROWS_TO_FIND = 64
-"""The most rows for which blocks find their items: a launch that groups them takes longer (csrc/cuda/decode_mma.md)."""
+"""The most rows for which blocks find their items, since grouping them first takes longer (csrc/cuda/decode_mma.md)."""
 
 MOST_TILES_OF_ONE_WAVE = 8
 """The most tiles of 16 rows of W for each SM with which every SM gets one block."""
@@ -149,13 +149,14 @@ def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
     item = replace(layer, leading=(rows,))
     tiles = ceil_div(ceil_div(layer.out_features, decode_mma.ROWS) * min(call.rows, call.experts), gpu.multiprocessors)
     if tiles <= MOST_TILES_OF_ONE_WAVE and not layer.batch_invariant:
-        config = _fit(decode_mma.in_one_wave(item, tiles), item, gpu)
+        preferred = [decode_mma.in_one_wave(item, tiles)]
     else:
-        several = decode_mma.in_several_waves(item)
-        config = _fit(several, item, gpu)
-        if config is not None and config.blocks_per_sm < several.blocks_per_sm:
-            config = _fit(replace(several, tiles=3, blocks_per_sm=1), item, gpu)
-    return None if config is None else ExpertLaunch(config, not _finds_items(call))
+        preferred = decode_mma.in_several_waves(item, rows if layer.batch_invariant else layer.tokens)
+    for config in preferred:
+        fitted = _fit(config, item, gpu)
+        if fitted is not None and fitted.blocks_per_sm == config.blocks_per_sm:
+            break
+    return None if fitted is None else ExpertLaunch(fitted, not _finds_items(call))
 
 
 def _fit(config: DecodeMma, item: LayerCall, gpu: Gpu) -> DecodeItems | None:
