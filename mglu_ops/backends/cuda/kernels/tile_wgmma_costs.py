@@ -14,10 +14,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from math import ceil
+from math import ceil, expm1
 from pathlib import Path
 from typing import Any
 
+from ....expert_calls import ExpertCall
 from ....layer_call import LayerCall
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
@@ -91,15 +92,32 @@ class CostModel:
             copied = call.out_features * call.in_features * (call.weight.bits / 8 + call.dtype.itemsize)
             copying = _DECODE_LAUNCH_US + copied / self.dram_bytes_per_us
             return copying + self.microseconds(replace(config, decoded=False), config.as_read(call), gpu)
-        shared_rows = config.mask_groups == 2
         token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
+        return self._microseconds_of_tiles(config, call, gpu, token_tiles, 1)
+
+    def microseconds_of_experts(self, config: TileWgmma, call: ExpertCall, gpu: Gpu) -> float:
+        """Estimate the time of a launch for experts, whose loads nobody knows.
+
+        They are taken as exponentially distributed, between balanced ones and those of a skewed router: then an expert
+        has more than n rows with the probability exp(-n / mean), and needs 1 / (1 - exp(-width / mean)) tiles of rows.
+        """
+        used = min(call.experts, call.rows)
+        items = used / -expm1(-config.block_tokens * used / call.rows)
+        gathered = 4 * call.rows * call.layer.in_features / self.l2_bytes_per_us
+        return _GROUP_US + gathered + self._microseconds_of_tiles(config, call.layer, gpu, items, used)
+
+    def _microseconds_of_tiles(
+        self, config: TileWgmma, call: LayerCall, gpu: Gpu, token_tiles: float, experts: int
+    ) -> float:
+        """The time of tiles, with W of a number of experts in memory."""
+        shared_rows = config.mask_groups == 2
         waves = waves_of(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
         decoding = 0 if config.fp8 else config.passes * _DECODE_COLUMNS[call.weight.format.name]
         columns = config.row_groups * (self._columns(config, call.n_masks) + decoding)
         column_us = self.column_us * (_FP8_COLUMN if config.fp8 else 1)
         multiplying = waves * (columns * call.in_features * column_us + (self.exchange_us if shared_rows else 0))
         bytes_of_column = call.bytes_of_columns(8) / 8  # of one row of W and its masks
-        from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
+        from_memory = experts * call.out_features * bytes_of_column / self.dram_bytes_per_us
         bytes_of_tile = config.rows * bytes_of_column / config.cluster + 2 * min(config.block_tokens, call.tokens)
         from_l2 = waves * gpu.multiprocessors * bytes_of_tile / self.l2_bytes_per_us
         reading = config.passes * call.in_features * max(from_memory, from_l2)
@@ -125,6 +143,9 @@ class CostModel:
         return columns * self.cluster if config.cluster > 1 else columns
 
 
+_GROUP_US = 3.0
+"""Time of `group_tokens`."""
+
 _DECODE_LAUNCH_US = 2.0
 """Fixed time of `decode_weight`."""
 
@@ -139,7 +160,7 @@ _DECODE_COLUMNS = {"dense": 0, "fp8_row": 20, "fp8_block": 40, "int8_row": 20, "
 """The time to decode 64 rows of W for a pass, in columns of tokens; measured with 1 to 8 masks (tile_wgmma.md)."""
 
 
-def waves_of(blocks: int, multiprocessors: int, last_wave: float) -> float:
+def waves_of(blocks: float, multiprocessors: int, last_wave: float) -> float:
     """Waves of blocks, with one block per SM. The last blocks of many waves overlap."""
     waves = blocks / multiprocessors
     return ceil(waves) if waves <= 4 else waves + last_wave
