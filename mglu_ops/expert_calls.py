@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,14 +44,14 @@ class ExpertArguments(NamedTuple):
     """int32 `[E]`: the end of each expert's rows."""
 
     @staticmethod
-    def of_ids(x: Tensor, weight: Tensor, packed_masks: Tensor, expert_ids: Tensor, *rest: object) -> ExpertArguments:
+    def of_ids(x: Tensor, weight: Tensor, packed_masks: Tensor, expert_ids: Tensor, *rest: Any) -> ExpertArguments:
         """The arguments of `mglu::experts_forward`, in the order of its schema."""
-        return ExpertArguments(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[arg-type]
+        return ExpertArguments(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest ends before it
 
     @staticmethod
-    def of_offs(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: object) -> ExpertArguments:
+    def of_offs(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any) -> ExpertArguments:
         """The arguments of `mglu::grouped_forward`, in the order of its schema."""
-        return ExpertArguments(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[arg-type]
+        return ExpertArguments(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
 
     @property
     def out_features(self) -> int:
@@ -60,6 +60,13 @@ class ExpertArguments(NamedTuple):
     @property
     def n_masks(self) -> int:
         return self.packed_masks.shape[1 + N_MASKS_DIM]
+
+    @property
+    def routing(self) -> Tensor:
+        """What assigns rows to experts: `expert_ids` or `offs`."""
+        index = self.offs if self.expert_ids is None else self.expert_ids
+        assert index is not None
+        return index
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -95,9 +102,7 @@ class ExpertArguments(NamedTuple):
 
     def key(self) -> Key:
         """All that the checks of a call and its `ExpertCall` depend on. Raises what `metadata_key` raises."""
-        ids = self.offs if self.expert_ids is None else self.expert_ids
-        assert ids is not None
-        return (*metadata_key(LayerArguments(*self[:8])), self.offs is None, tensor_key(ids))
+        return (*metadata_key(LayerArguments(*self[:8])), self.offs is None, tensor_key(self.routing))
 
 
 class DownArguments(NamedTuple):
@@ -184,8 +189,6 @@ class ExpertCall:
             mask_weights_dtype=None if weights is None else weights.dtype,
             mask_weights=Layout((0, 0)) if weights is None else Layout.of(as_rows(weights)),
         )
-        index = given.offs if ids is None else ids
-        assert index is not None
         return ExpertCall(
             layer=replace(
                 layer,
@@ -195,7 +198,7 @@ class ExpertCall:
             experts=experts,
             rows=rows,
             top_k=None if ids is None else ids.shape[1],
-            index_dtype=index.dtype,
+            index_dtype=given.routing.dtype,
             weight_stride=given.weight.stride(0),
             masks_stride=given.packed_masks.stride(0),
             scale_stride=0 if given.weight_scale is None else math.prod(given.weight_scale.shape[1:]),

@@ -56,15 +56,15 @@ def explain_experts_dispatch(
 def choose(call: ExpertCall) -> Choice:
     """The backend for a call of `experts_forward`, `grouped_forward` or, without masks, of `experts_down`."""
     layer = call.layer
-    stored = {"weight_format": layer.weight.format.name, "activation_format": layer.activation_format}
+    formats = layer.weight.format.name, layer.activation_format
     fast = {"cuda": "cuda", "cpu": "cpu"}.get(layer.device.type)
     problem = BACKENDS[fast].unsupported_experts_reason(call) if fast else f"the only backend for {layer.device.type}"
     if fast and problem is None:
-        return Choice(fast, f"kernels of this package, for {call}", **stored)
+        return Choice(fast, f"kernels of this package, for {call}", False, None, "", *formats)
     if layer.batch_invariant:
         raise RuntimeError(REFUSED.format(problem))
     is_fallback = bool(fast) and layer.dtype is not torch.float64 and _is_noticeable(call)
-    return Choice("composite", f"library GEMMs: {problem}", is_fallback, **stored)
+    return Choice("composite", f"library GEMMs: {problem}", is_fallback, None, "", *formats)
 
 
 def _is_noticeable(call: ExpertCall) -> bool:

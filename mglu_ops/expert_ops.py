@@ -2,11 +2,12 @@
 
 | op | result |
 |---|---|
-| `mglu::experts_forward(x, weight, packed_masks, expert_ids, ...)` | each token by the experts that a router chose for it |
-| `mglu::experts_down(y, weight, expert_ids, expert_weights, ...)` | the second half: the weighted sum of a linear layer of each of a token's experts |
-| `mglu::grouped_forward(x, weight, packed_masks, offs, ...)` | rows sorted by expert, each by its expert |
+| `mglu::experts_forward(x, weight, packed_masks, expert_ids, ...)` | the layers of the experts that a router chose |
+| `mglu::experts_down(y, weight, expert_ids, expert_weights, ...)` | the weighted sum of a linear layer of each expert |
+| `mglu::grouped_forward(x, weight, packed_masks, offs, ...)` | the layers of experts, for rows sorted by expert |
 | `mglu::grouped_forward_ste(x, weight, mask_logits, offs, ...)` | the same with learned masks; packs them |
-| `mglu::grouped_forward_train(...)`, `mglu::grouped_backward(...)`, `mglu::experts_down_backward(...)` | what autograd calls |
+| `mglu::grouped_forward_train(...)`, `mglu::grouped_backward(...)` | what autograd calls, as in `ops` |
+| `mglu::experts_down_backward(...)` | all gradients of `experts_down` |
 
 An expert is a layer as in `mglu_ops.ops`. Every tensor of a layer has a leading dimension of E experts. There are T
 tokens, K experts a token, S = T K rows of the result, d = out_features and h = in_features:
@@ -40,7 +41,7 @@ import torch
 from torch import Tensor
 
 from . import expert_checks, expert_dispatch
-from .backends.base import BackwardArguments, GroupedBackwardArguments
+from .backends.base import GroupedBackwardArguments
 from .expert_calls import DownArguments, ExpertArguments, sort_pairs
 from .formats import FORMATS
 from .layer_call import arguments_key
@@ -199,9 +200,8 @@ def _grouped_forward_train_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _check_grouped_backward(call: GroupedBackwardArguments) -> None:
     expert_checks.check_rows_and_experts(call.x, call.offs, weight=call.weight, packed_masks=call.packed_masks)
-    grad_output, x, weight, packed_masks, _, partials, *rest = call
     with expert_checks.of_each_expert():
-        check_backward(BackwardArguments(grad_output, x, weight[0], packed_masks[0], partials, *rest))
+        check_backward(call.of_expert(0, slice(None)))
 
 
 @kernel("grouped_backward")
@@ -218,7 +218,7 @@ def _grouped_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _grouped_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = GroupedBackwardArguments(*args)
     _check_grouped_backward(call)
-    (x, weight, packed_masks), needs, n_masks = call[1:4], call.needs, call.packed_masks.shape[-1]
+    x, weight, needs, n_masks = call.x, call.weight, call.needs, call.packed_masks.shape[-1]
     experts, *of_expert = weight.shape
     logits, mask_weights = (experts, n_masks, *of_expert), (x.shape[0], n_masks)
     return (
@@ -343,7 +343,7 @@ def _decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str
     return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
 
 
-def _refuse_gradients(weight_format: str, activation_format: str = "dense", **tensors: Tensor) -> None:
+def _refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_format: str = "dense") -> None:
     """Refuse a gradient of a stored weight or its scales, or any with an activation format."""
     if activation_format != "dense":
         name = next(name for name, tensor in tensors.items() if tensor.requires_grad)
@@ -369,11 +369,11 @@ def _experts_forward_autograd(*args: Any) -> Tensor:
             return experts_forward(*args)
     given = ExpertArguments.of_ids(*args)
     expert_checks.check_experts(given)
-    _refuse_gradients(given.weight_format, given.activation_format, **given.tensors())
+    _refuse_gradients(given.tensors(), given.weight_format, given.activation_format)
     if given.weight.requires_grad:
         raise ValueError(
             "weight: got a tensor that requires a gradient, which mglu::experts_forward does not compute: sort the "
-            "tokens by expert and call mglu::grouped_forward or mglu::grouped_forward_ste, or weight.requires_grad_(False)"
+            "tokens by expert and call mglu::grouped_forward or mglu::grouped_forward_ste"
         )
     return _by_sorted_rows(given)
 
@@ -403,7 +403,7 @@ def _apply_grouped(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format, _, offs = given
     if weight_format != "dense" or scale is not None or activation_format != "dense":
         expert_checks.check_experts(given)
-        _refuse_gradients(weight_format, activation_format, **given.tensors())
+        _refuse_gradients(given.tensors(), weight_format, activation_format)
     return apply_function(_Grouped, x, weight, None, packed_masks, offs, activation, mask_weights, scale, weight_format)
 
 
@@ -439,7 +439,7 @@ def _experts_down_autograd(*args: Any) -> Tensor:
         given = DownArguments(*args)
         if given.weight_format != "dense" or given.weight_scale is not None:
             expert_checks.check_down(given)
-            _refuse_gradients(given.weight_format, **given.tensors())
+            _refuse_gradients(given.tensors(), given.weight_format)
         return apply_function(_Down, *given)
     with torch._C._AutoDispatchBelowAutograd():
         return experts_down(*args)
@@ -467,7 +467,7 @@ for _op in (experts_forward, experts_down, grouped_forward, grouped_forward_ste)
     register_autocast(_op)
 
 
-# --- vmap: a batch of tokens becomes more tokens of one call; any other batch becomes a loop of calls ------------------
+# --- vmap: a batch of tokens becomes more tokens of one call; any other batch becomes a loop of calls ----------------
 
 # The tensors of a token. The rows of a grouped operator are sorted, so that a batch of them is not a sorted call.
 _OF_TOKENS = {
@@ -497,3 +497,6 @@ for _op in (experts_forward, experts_down):
     torch.library.register_vmap(_op, _vmap_tokens(_op), lib=library)
 for _op in (grouped_forward, grouped_forward_ste, grouped_forward_train, grouped_backward, experts_down_backward):
     torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
+
+
+from . import flops  # noqa: E402, F401 (it registers formulas for the operators above and those of `ops`)

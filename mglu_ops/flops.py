@@ -1,6 +1,7 @@
 """The operators' formulas for `torch.utils.flop_counter`.
 
-Forward is n_masks + 1 GEMMs of 2 * tokens * out_features * in_features each, and backward twice as many.
+Forward is n_masks + 1 GEMMs of 2 * tokens * out_features * in_features each, and backward twice as many. For experts,
+the tokens are the rows of the result; how many of them have an expert is not known here, so that all count.
 """
 
 from __future__ import annotations
@@ -12,28 +13,30 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .masks import N_MASKS_DIM
-
 
 def _gemm_flops(x_shape: Sequence[int], weight_shape: Sequence[int], n_masks: int) -> int:
-    return (n_masks + 1) * 2 * math.prod(x_shape) * weight_shape[0]
+    """`weight_shape` may have a leading dimension of experts."""
+    return (n_masks + 1) * 2 * math.prod(x_shape) * weight_shape[-2]
 
 
-@register_flop_formula([torch.ops.mglu.forward, torch.ops.mglu.forward_train])
+_mglu = torch.ops.mglu
+
+
+@register_flop_formula([_mglu.forward, _mglu.forward_train, _mglu.grouped_forward, _mglu.grouped_forward_train])
 def _forward_flops(
     x_shape: Sequence[int], weight_shape: Sequence[int], packed_masks_shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    return _gemm_flops(x_shape, weight_shape, packed_masks_shape[N_MASKS_DIM])
+    return _gemm_flops(x_shape, weight_shape, packed_masks_shape[-1])
 
 
-@register_flop_formula(torch.ops.mglu.forward_ste)
+@register_flop_formula([_mglu.forward_ste, _mglu.grouped_forward_ste])
 def _forward_ste_flops(
     x_shape: Sequence[int], weight_shape: Sequence[int], logits_shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> int:
-    return _gemm_flops(x_shape, weight_shape, logits_shape[0])
+    return _gemm_flops(x_shape, weight_shape, logits_shape[-3])
 
 
-@register_flop_formula(torch.ops.mglu.backward)
+@register_flop_formula(_mglu.backward)
 def _backward_flops(
     grad_shape: Sequence[int],
     x_shape: Sequence[int],
@@ -45,8 +48,52 @@ def _backward_flops(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    n_masks = packed_masks_shape[N_MASKS_DIM]
+    n_masks = packed_masks_shape[-1]
     gemm = _gemm_flops(x_shape, weight_shape, n_masks)
     masked = gemm * n_masks // (n_masks + 1)
     weight_gradient = gemm if needs[1] else masked if logits_dtype else 0
     return weight_gradient + (gemm if needs[0] else 0)
+
+
+@register_flop_formula(_mglu.grouped_backward)
+def _grouped_backward_flops(
+    grad_shape: Sequence[int],
+    x_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    packed_masks_shape: Sequence[int],
+    offs_shape: Sequence[int],
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    return _backward_flops(grad_shape, x_shape, weight_shape, packed_masks_shape, *rest)
+
+
+@register_flop_formula(_mglu.experts_forward)
+def _experts_forward_flops(
+    x_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    packed_masks_shape: Sequence[int],
+    ids_shape: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return ids_shape[1] * _gemm_flops(x_shape, weight_shape, packed_masks_shape[-1])
+
+
+@register_flop_formula(_mglu.experts_down)
+def _experts_down_flops(y_shape: Sequence[int], weight_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    return _gemm_flops(y_shape, weight_shape, 0)
+
+
+@register_flop_formula(_mglu.experts_down_backward)
+def _experts_down_backward_flops(
+    grad_shape: Sequence[int],
+    y_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    ids_shape: Sequence[int],
+    expert_weights_shape: Sequence[int],
+    needs: Sequence[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return ((needs[0] or needs[2]) + needs[1]) * _gemm_flops(y_shape, weight_shape, 0)

@@ -477,6 +477,3 @@ def register_dtensor_rules() -> None:
     any time, and more than once, is harmless. It imports `torch.distributed.tensor`, which `import mglu_ops` does not.
     """
     from . import sharding  # noqa: F401 (importing it registers the rules)
-
-
-from . import flops  # noqa: E402, F401 (it registers formulas for the operators above)

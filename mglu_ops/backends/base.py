@@ -131,6 +131,20 @@ class GroupedBackwardArguments(NamedTuple):
         """The tensors by name."""
         return dict(zip(self._fields, self[:6], strict=False))
 
+    def of_expert(self, expert: int, rows: slice) -> BackwardArguments:
+        """The arguments of one expert's layer and its rows."""
+        grad_output, x, weight, packed_masks, _, partials, needs, logits_dtype, mask_weights_dtype = self
+        return BackwardArguments(
+            grad_output[rows],
+            x[rows],
+            weight[expert],
+            packed_masks[expert],
+            partials[rows],
+            needs,
+            logits_dtype,
+            mask_weights_dtype,
+        )
+
 
 class PreparedGroupedBackward(Protocol):
     """A call of `mglu::grouped_backward`; see `PreparedBackward`. Thread-safe."""

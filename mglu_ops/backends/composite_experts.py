@@ -197,13 +197,13 @@ def down_backward(grad_output: Tensor, given: DownArguments, needs: Sequence[boo
     y, weight, ids, expert_weights, *_ = given
     if not y.is_cpu:
         raise NotImplementedError(f"mglu::experts_down_backward: got tensors on {y.device}, must be on a CPU")
-    (tokens, top_k, d), wide = y.shape, sum_dtype(y.dtype)
+    (_, top_k, d), wide = y.shape, sum_dtype(y.dtype)
     rows_of_y, weights = y.flatten(0, 1), expert_weights.flatten().to(wide)
     of_y, of_weight, of_expert_weights = (
         tensor.new_zeros(tensor.shape if is_needed else 0)
         for tensor, is_needed in zip((y, weight, expert_weights), needs, strict=True)
     )
-    for expert, rows in expert_loop.rows_of_experts(ids, None, weight.shape[0], tokens * top_k):
+    for expert, rows in expert_loop.pairs_of_experts(ids, weight.shape[0]):
         grad = grad_output[rows // top_k].to(wide)
         if needs[0] or needs[2]:
             back = grad @ weight[expert].to(wide)  # the gradient of y before its expert weight

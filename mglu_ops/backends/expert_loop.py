@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from ..expert_calls import DownArguments, ExpertArguments, ExpertCall, sort_pairs
 from ..layer_call import LayerArguments, LayerCall, Layout
 from .base import (
-    BackwardArguments,
     GroupedBackwardArguments,
     PreparedBackward,
     PreparedCall,
@@ -26,14 +25,13 @@ from .base import (
 )
 from .composite import sum_dtype
 
-Rows = slice | Tensor
 P = TypeVar("P")
 
 _ROWS_KEPT = 1024
 """The most numbers of rows for which the kernels of one layer stay prepared."""
 
 
-def layers(prepare: Callable[[LayerCall], Callable[[P], Any]], call: ExpertCall) -> Callable[[int], Callable[[P], Any]]:
+def layers(prepare: Callable[[LayerCall], P], call: ExpertCall) -> Callable[[int], P]:
     """A function of an expert's rows that returns what runs its layer; `prepare` is that of a backend for one layer."""
     layer = call.layer
     if not call.is_sorted:  # then rows are gathered
@@ -46,18 +44,18 @@ def layers(prepare: Callable[[LayerCall], Callable[[P], Any]], call: ExpertCall)
 def forward(layers: Callable[[int], PreparedCall], call: ExpertCall, given: ExpertArguments) -> Tensor:
     """The result of `experts_forward` or `grouped_forward`."""
     out = given.x.new_zeros(call.rows, call.layer.out_features)
-    for expert, rows in rows_of_experts(given.expert_ids, given.offs, call.experts, call.rows):
-        layer = _layer(given, expert, rows, call.top_k or 1)
-        out[rows] = layers(len(layer.x))(layer)
+    for expert, rows in _rows_of_experts(given.routing, call):
+        one = _layer(given, expert, rows, call.top_k or 1)
+        out[rows] = layers(len(one.x))(one)
     return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, as in `composite`
 
 
 def down(product: Callable[[int, Tensor], Tensor], given: DownArguments) -> Tensor:
-    """The result of `experts_down`; `product` returns the wide product of an expert's transposed weight and its rows."""
+    """The result of `experts_down`; `product` multiplies rows of an expert with its transposed weight, in wide sums."""
     y, weight, ids, expert_weights, *_ = given
     (tokens, top_k, d), (experts, out_features, _) = y.shape, weight.shape
     products = y.new_zeros(tokens * top_k, out_features, dtype=sum_dtype(y.dtype))
-    for expert, rows in rows_of_experts(ids, None, experts, tokens * top_k):
+    for expert, rows in pairs_of_experts(ids, experts):
         products[rows] = product(expert, y.view(tokens * top_k, d)[rows])
     return weighted_sum(products.view(tokens, top_k, out_features), expert_weights).to(y.dtype)
 
@@ -79,7 +77,7 @@ def forward_train(
     entries = (1 if layer.mask_weights_dtype is None else 2) * layer.n_masks + 1
     out = given.x.new_zeros(call.result_shape)
     partials = given.x.new_zeros(call.rows, entries, layer.out_features)
-    for expert, rows in rows_of_experts(None, given.offs, call.experts, call.rows):
+    for expert, rows in _slices_of_experts(given.routing, call.rows):
         one = _layer(given, expert, rows, 1)
         out[rows], partials[rows] = layers(len(one.x))(one)
     return out, partials
@@ -89,7 +87,7 @@ def backward(
     layers: Callable[[int], PreparedBackward], arguments: GroupedBackwardArguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `grouped_backward`."""
-    grad_output, x, weight, packed_masks, offs, partials, needs, logits_dtype, mask_weights_dtype = arguments
+    _, x, weight, packed_masks, offs, _, needs, logits_dtype, mask_weights_dtype = arguments
     (experts, d, h), n_masks = weight.shape, packed_masks.shape[-1]
     of_x = x.new_zeros(x.shape if needs[0] else 0)
     of_weight = x.new_zeros(weight.shape if needs[1] else 0)
@@ -97,32 +95,41 @@ def backward(
     of_mask_weights = x.new_zeros(
         (x.shape[0], n_masks) if mask_weights_dtype else 0, dtype=mask_weights_dtype or x.dtype
     )
-    for expert, rows in rows_of_experts(None, offs, experts, x.shape[0]):
-        given = (grad_output[rows], x[rows], weight[expert], packed_masks[expert], partials[rows])
-        found = layers(len(given[0]))(BackwardArguments(*given, needs, logits_dtype, mask_weights_dtype))
-        for gradient, index, of_expert in zip(
-            (of_x, of_weight, of_logits, of_mask_weights), (rows, expert, expert, rows), found, strict=True
-        ):
+    for expert, rows in _slices_of_experts(offs, x.shape[0]):
+        found = layers(rows.stop - rows.start)(arguments.of_expert(expert, rows))
+        for gradient, of_expert in zip((of_x, of_mask_weights), found[::3], strict=True):
             if gradient.numel():
-                gradient[index] = of_expert
+                gradient[rows] = of_expert
+        for gradient, of_expert in zip((of_weight, of_logits), found[1:3], strict=True):
+            if gradient.numel():
+                gradient[expert] = of_expert
     return of_x, of_weight, of_logits, of_mask_weights
 
 
-def _layer(given: ExpertArguments, expert: int, rows: Rows, top_k: int) -> LayerArguments:
+def _layer(given: ExpertArguments, expert: int, rows: slice | Tensor, top_k: int) -> LayerArguments:
     """The arguments of an expert's layer for its rows, of which each token has `top_k`."""
     x = given.x[rows] if isinstance(rows, slice) else given.x[rows // top_k]
     return given.of_expert(expert, x, None if given.mask_weights is None else given.mask_weights[rows])
 
 
-def rows_of_experts(
-    expert_ids: Tensor | None, offs: Tensor | None, experts: int, rows: int
-) -> Iterator[tuple[int, Rows]]:
-    """Yield the experts that have rows, with these rows: a slice if they are sorted."""
-    pairs = None
-    if offs is None:
-        assert expert_ids is not None
-        pairs, offs = sort_pairs(expert_ids, experts)
+def _rows_of_experts(index: Tensor, call: ExpertCall) -> Iterator[tuple[int, slice | Tensor]]:
+    """Yield the experts that have rows, with these rows."""
+    if call.is_sorted:
+        yield from _slices_of_experts(index, call.rows)
+    else:
+        yield from pairs_of_experts(index, call.experts)
+
+
+def pairs_of_experts(expert_ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the experts that have rows, with these rows in ascending order."""
+    pairs, offs = sort_pairs(expert_ids, experts)
+    for expert, rows in _slices_of_experts(offs, expert_ids.numel()):
+        yield expert, pairs[rows]
+
+
+def _slices_of_experts(offs: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield the experts that have rows, with these rows, which are sorted by expert."""
     ends = offs.clamp(0, rows).cummax(0).values.tolist()
     for expert, (first, end) in enumerate(pairwise((0, *ends))):
         if first < end:
-            yield expert, slice(first, end) if pairs is None else pairs[first:end]
+            yield expert, slice(first, end)

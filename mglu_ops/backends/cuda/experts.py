@@ -50,7 +50,7 @@ class CudaExperts:
 
 def addresses(given: ExpertArguments, out: Tensor) -> dict[str, int]:
     """The addresses of the tensors and of the result by the names that kernels have for them, 0 for None."""
-    mask_weights, scale, ids = given.mask_weights, given.weight_scale, given.expert_ids
+    mask_weights, scale = given.mask_weights, given.weight_scale
     return {
         "x": given.x.data_ptr(),
         "weight": given.weight.data_ptr(),
@@ -58,6 +58,6 @@ def addresses(given: ExpertArguments, out: Tensor) -> dict[str, int]:
         "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
         "weight_scale": 0 if scale is None else scale.data_ptr(),
         "out": out.data_ptr(),
-        "expert_ids": (given.offs if ids is None else ids).data_ptr(),  # type: ignore[union-attr] # it has one of both
+        "expert_ids": given.routing.data_ptr(),
         "items": 0,
     }

@@ -179,11 +179,11 @@ def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
 
 def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
     """The best launch for 1 to 16 tokens if shared memory were unlimited."""
-    return with_tiles(call, _tiles_of_block(call.out_features, gpu.multiprocessors))
+    return in_one_wave(call, _tiles_of_block(call.out_features, gpu.multiprocessors))
 
 
-def with_tiles(call: LayerCall, tiles: int, blocks_per_sm: int = 1) -> DecodeMma:
-    """The best launch for 1 to 16 tokens with blocks of `tiles` if shared memory were unlimited.
+def in_one_wave(call: LayerCall, tiles: int) -> DecodeMma:
+    """The best launch for 1 to 16 tokens if an SM gets one block, of `tiles`, and shared memory is unlimited.
 
     An SM has two or three warps for each of its four schedulers, a power of two of them along k. Up to 8 masks, stages
     are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
@@ -196,9 +196,9 @@ def with_tiles(call: LayerCall, tiles: int, blocks_per_sm: int = 1) -> DecodeMma
     # Sums of groups of columns take as many registers as all others, which 8 warps have.
     many_warps = call.tokens > 8 and n_masks == 1 and _scales_rows(call)
     most_warps = 16 if many_warps else 8 if _scales_columns(call) and n_masks >= 8 else 12
-    split_k = next((split for split in (8, 4, 2, 1) if split * tiles * blocks_per_sm <= most_warps), 1)
+    split_k = next(split for split in (8, 4, 2, 1) if split * tiles <= most_warps)
     if n_masks <= 8:
-        few_warps = tiles * split_k * blocks_per_sm <= (10 if n_masks <= 2 else 8)
+        few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
         long_stages = few_warps and call.in_features >= split_k * 4 * 128
     else:  # 16 tokens in fewer bits would need more registers than there are
         long_stages = split_k == 1 and (call.weight.bits == 16 or call.tokens <= 8)
@@ -208,10 +208,37 @@ def with_tiles(call: LayerCall, tiles: int, blocks_per_sm: int = 1) -> DecodeMma
         tiles=tiles,
         split_k=split_k,
         sub=1 if many_warps or not long_stages else 4 if longest else 2,
-        mask_group=4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks,
-        block_tokens=16 if call.tokens > 8 and not (n_masks > 8 and _scales_columns(call)) else 8,
-        blocks_per_sm=blocks_per_sm,
+        mask_group=_mask_group(n_masks, long_stages),
+        block_tokens=_block_tokens(call),
     )
+
+
+def in_several_waves(call: LayerCall) -> DecodeMma:
+    """The best launch for 1 to 16 tokens if every SM gets many blocks, one after the other.
+
+    Two blocks on an SM, where registers allow it, fill the gaps in which the other one starts or ends. Blocks are small
+    and stages long, so that a block soon has many bytes in flight.
+    """
+    n_masks = call.n_masks
+    many_sums = n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8)
+    long_stages = _scales_columns(call) or (n_masks <= 8 and call.in_features >= 4 * 4 * 128)
+    return DecodeMma(
+        tiles=2,
+        split_k=4,
+        sub=2 if long_stages else 1,
+        mask_group=_mask_group(n_masks, long_stages),
+        block_tokens=_block_tokens(call),
+        blocks_per_sm=1 if many_sums else 2,
+    )
+
+
+def _mask_group(n_masks: int, long_stages: bool) -> int:
+    return 4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks
+
+
+def _block_tokens(call: LayerCall) -> int:
+    """A column tile of the product, or two where registers allow it."""
+    return 16 if call.tokens > 8 and not (call.n_masks > 8 and _scales_columns(call)) else 8
 
 
 def fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:

@@ -18,11 +18,11 @@ from .base import integers
 from .decode_mma import DecodeMma
 from .plain import Plain
 
-MOST_ROWS_TO_FIND = 32
-"""The most rows for which blocks find their items, so that a second launch would take longer."""
+MOST_ROWS_TO_FIND = 64
+"""The most rows for which blocks find their items: a launch that groups them takes longer (csrc/cuda/decode_mma.md)."""
 
-BLOCK_TILES = 1.0
-"""The time in which nothing else happens when a block starts and ends, in tiles of 16 rows of W."""
+MOST_TILES_OF_ONE_WAVE = 8
+"""The most tiles of 16 rows of W for each SM with which every SM gets one block."""
 
 _ROWS_BYTES = 128
 """Static shared memory for the numbers of an item's rows, and what aligning the rest may take."""
@@ -137,40 +137,30 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertLaunch:
 def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
     """The launch of `decode_mma`, or None where it cannot run an expert's layer.
 
-    There are many items, of which each has few rows of W, so that several waves of blocks follow each other. Two blocks
-    on an SM then fill each other's gaps.
+    An item has one row where each expert is likely to have one token, and else 8 or 16, the columns of a product. In
+    the batch-invariant mode the order of sums must depend on nothing but the layer.
     """
-    layer, tokens = call.layer, _tokens(call)
+    layer = call.layer
     if not decode_mma.can_run(layer, gpu):
         return None
-    item_rows = 8 if layer.batch_invariant or layer.tokens <= 8 else 16
-    if tokens == 1 and not layer.batch_invariant:
-        item_rows = 1
-    item = replace(layer, leading=(item_rows,))
-    items = min(call.rows, call.experts) * ceil_div(layer.tokens, item_rows)
-    _, tiles, blocks = min(
-        (_waves(items, layer.out_features, tiles, blocks, gpu), tiles, blocks)
-        for tiles in range(1, 9)
-        for blocks in (1, 2)
+    rows = 8 if layer.batch_invariant else 1 if _tokens(call) == 1 else 16 if layer.tokens >= 8 else 8
+    item = replace(layer, leading=(rows,))
+    tiles = ceil_div(ceil_div(layer.out_features, decode_mma.ROWS) * min(call.rows, call.experts), gpu.multiprocessors)
+    one_wave = tiles <= MOST_TILES_OF_ONE_WAVE and not layer.batch_invariant
+    preferred = decode_mma.in_one_wave(item, tiles) if one_wave else decode_mma.in_several_waves(item)
+    config = decode_mma.fit(
+        DecodeItems(**{**vars(preferred), "block_tokens": min(rows, preferred.block_tokens)}), item, gpu
     )
-    preferred = DecodeItems(**vars(decode_mma.with_tiles(item, tiles, blocks)))
-    config = decode_mma.fit(replace(preferred, block_tokens=min(preferred.block_tokens, item_rows)), item, gpu)
-    if config is None:
-        return None
-    if layer.batch_invariant:
-        config = replace(config, split_k=min(config.split_k, 4))
-    return ExpertLaunch(config, call.is_sorted or call.rows > MOST_ROWS_TO_FIND)
+    return None if config is None else ExpertLaunch(config, not _finds_items(call))
 
 
-def _waves(items: int, out_features: int, tiles: int, blocks: int, gpu: Gpu) -> float:
-    """The time of all blocks, in tiles of 16 rows of W that an SM takes one after the other."""
-    waves = ceil_div(items * ceil_div(out_features, decode_mma.ROWS * tiles), gpu.multiprocessors * blocks)
-    return waves * (tiles * blocks + BLOCK_TILES / blocks)
+def _finds_items(call: ExpertCall) -> bool:
+    return not call.is_sorted and call.rows <= MOST_ROWS_TO_FIND
 
 
 def _plain(call: ExpertCall) -> ExpertLaunch:
     rows = 1 if _tokens(call) == 1 and not call.layer.batch_invariant else 4
-    return ExpertLaunch(Plain(block_tokens=rows), call.is_sorted or call.rows > MOST_ROWS_TO_FIND)
+    return ExpertLaunch(Plain(block_tokens=rows), not _finds_items(call))
 
 
 def _tokens(call: ExpertCall) -> int:
