@@ -216,18 +216,21 @@ template <int kRowsOfScale>
 struct ItemTile {
     int row;
     int owned;
-    const ItemEntry& entry;
+    int item;
+    const ItemEntry* entries;
     const int* rows;  // of all places; null where place i is row i
 
-    __device__ __forceinline__ int stored_row(const Params& p) const { return entry.expert * p.out_features + row; }
-    __device__ __forceinline__ int scaled_row(const Params& p) const {
-        return entry.expert * ((p.out_features + kRowsOfScale - 1) / kRowsOfScale * kRowsOfScale) + row;
+    __device__ __forceinline__ int stored_row(const Params& p) const {
+        return entries[item].expert * p.out_features + row;
     }
-    __device__ __forceinline__ int first_token() const { return entry.first; }
-    __device__ __forceinline__ int end(const Params&) const { return entry.first + entry.count; }
+    __device__ __forceinline__ int scaled_row(const Params& p) const {
+        return entries[item].expert * ((p.out_features + kRowsOfScale - 1) / kRowsOfScale * kRowsOfScale) + row;
+    }
+    __device__ __forceinline__ int first_token() const { return entries[item].first; }
+    __device__ __forceinline__ int end(const Params&) const { return entries[item].first + entries[item].count; }
     __device__ __forceinline__ int result_row(int token) const { return rows != nullptr ? rows[token] : token; }
     __device__ __forceinline__ int row_of_weights(int token) const {
-        return token < entry.first + entry.count ? result_row(token) : entry.first;
+        return token < entries[item].first + entries[item].count ? result_row(token) : 0;
     }
 };
 
@@ -263,7 +266,7 @@ class ItemOrder {
 
     __device__ __forceinline__ Taken at(const Params& p, int index) const {
         const Tile tile = Order::at(p, index, items_);
-        return {tile.row, tile.owned, entries_[tile.token], rows_};
+        return {tile.row, tile.owned, tile.token, entries_, rows_};
     }
 
     // Writes zeros to the rows that belong to no expert, with kThreads threads of each block.

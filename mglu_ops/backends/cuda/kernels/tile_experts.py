@@ -132,7 +132,7 @@ class TileItems(ExpertLaunch):
 
 _ITEMS = {"MGLU_ITEMS": 1}
 
-_MOST_SUMS, _MOST_SUMS_IN_FP8 = 140, 128
+_MOST_SUMS = 128
 """Registers of a thread for sums, beside which it keeps an item."""
 
 
@@ -186,4 +186,4 @@ def _has_registers(config: TileWgmma, layer: LayerCall) -> bool:
     if config.sparse:
         return True
     products = ceil_div(layer.n_masks // config.passes + 1, config.mask_groups) + config.fp8
-    return products * config.block_tokens // 2 <= (_MOST_SUMS_IN_FP8 if config.fp8 else _MOST_SUMS)
+    return products * config.block_tokens // 2 <= _MOST_SUMS
