@@ -389,14 +389,6 @@ __device__ __forceinline__ void store_partial(float* partial, const Accumulators
     }
 }
 
-// Prefetches a warp's first stage into L2, a share for each lane where `wanted`. It has its own loader: the registers of
-// a shared one would stay alive, and 15 masks cannot spare them.
-__device__ __forceinline__ void prefetch_first_stage(const Params& p, int tile_row, int part, bool wanted) {
-    StageLoader<Stage, kSplitK> early(p, kReadOnce);
-    early.start(p, tile_row, part);
-    if (wanted) early.template load_next<true>(0);
-}
-
 // Narrows the parameters to one block's tokens: up to kBlockTokens from first_token on.
 __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
     p.x = static_cast<const u16*>(p.x) + first_token * p.x_row_stride;
@@ -450,8 +442,11 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     // A warp of the last block may have no rows, but still takes part in the barriers.
     const int own_stages = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
-    if constexpr (kItems != Items::none)
-        if (own_stages > 0) prefetch_first_stage(p, tile_row, part, true);  // while the rows of the item arrive
+    if constexpr (kItems != Items::none) {  // prefetch the first stage while the rows of the item arrive
+        StageLoader<Stage, kSplitK> early(p, kReadOnce);
+        early.start(p, tile_row, part);
+        if (own_stages > 0) early.template load_next<true>(0);
+    }
 
     // Bulk copies need a tenth of the instructions.
     const bool use_bulk_copy = kHasTma && !kExpandedX && p.x_is_vectorizable;
@@ -466,8 +461,11 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         if constexpr (kHasDependentLaunch) {
             // Prefetch part of the first stage into L2 before the wait. Earlier kernels may still write to W; the copies
             // after the wait then see what they wrote. One lane's share gains within 1% as much as a whole stage, and
-            // unlike a whole stage does not delay the other kernels of a model (decode_mma.md).
-            prefetch_first_stage(p, tile_row, part, lane == 0);
+            // unlike a whole stage does not delay the other kernels of a model (decode_mma.md). The prefetch has its own
+            // loader: the registers of a shared one would stay alive, and 15 masks cannot spare them.
+            StageLoader<Stage, kSplitK> early(p, kReadOnce);
+            early.start(p, tile_row, part);
+            if (lane == 0) early.template load_next<true>(0);
         }
         wait_for_earlier_kernels();
     }

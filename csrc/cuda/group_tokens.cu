@@ -12,6 +12,7 @@ namespace mglu {
 constexpr bool kSorted = MGLU_SORTED;  // offs instead of ids
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
+constexpr int kBatch = 4;
 
 struct GroupParams {
     const void* expert_ids;  // int32 or int64 [rows], or with kSorted offs, int32 [experts]
@@ -60,8 +61,18 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
     const int first = min(warp * range, p.rows), end = min(first + range, p.rows);
     const int warps = (p.rows + range - 1) / max(range, 1);
 
-    const auto group_of = [&](int row) {
-        return row < end ? expert_of(p.expert_ids, p.id_bytes, row, p.experts) : groups;
+    // The groups of a lane's rows among the next 32 * kBatch, which are read together.
+    struct Batch {
+        int group[kBatch];
+    };
+    const auto read = [&](int base) {
+        Batch batch;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = base + 32 * i + lane;
+            batch.group[i] = row < end ? expert_of(p.expert_ids, p.id_bytes, row, p.experts) : groups;
+        }
+        return batch;
     };
 
     let_next_kernel_start();
@@ -78,17 +89,23 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
         for (int g = threadIdx.x; g < groups; g += kThreads)
             item_ends[g] = (ends[g] - before(ends, g) + p.item_rows - 1) / p.item_rows;
     } else {
-        const int group = group_of(first + lane);  // before the barrier: reading takes longest
+        Batch batch = read(first);  // before the barrier: reading takes longest
         __syncthreads();
-        if (first + lane < end) atomicAdd(own + group, 1);
-        for (int row = first + lane + 32; row < end; row += 32) atomicAdd(own + group_of(row), 1);
+        for (int base = first; base < end; base += 32 * kBatch) {
+            if (base > first) batch = read(base);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i)
+                if (batch.group[i] < groups) atomicAdd(own + batch.group[i], 1);
+        }
         __syncthreads();
         for (int g = threadIdx.x; g < groups; g += kThreads) {
-            int total = 0;
-            for (int w = 0; w < warps; ++w) {
-                const int count = counts[w * groups + g];
-                counts[w * groups + g] = total;
-                total += count;
+            int count[kWarps], total = 0;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) count[w] = w < warps ? counts[w * groups + g] : 0;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) {
+                if (w < warps) counts[w * groups + g] = total;
+                total += count[w];
             }
             ends[g] = total;
             item_ends[g] = (total + p.item_rows - 1) / p.item_rows;
@@ -102,14 +119,18 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
 
     if constexpr (!kSorted) {
         int* rows = p.out + 4 * p.max_items;
-        for (int base = first; base < end; base += 32) {
-            const int row = base + lane, group = group_of(row);
-            const u32 same = __match_any_sync(~0u, group);
-            const int earlier = __popc(same & ((1u << lane) - 1));
-            if (row < end) rows[before(ends, group) + own[group] + earlier] = row;
-            __syncwarp();
-            if (row < end && earlier == 0) own[group] += __popc(same);
-            __syncwarp();
+        for (int base = first; base < end; base += 32 * kBatch) {
+            const Batch batch = read(base);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int group = batch.group[i];
+                const u32 same = __match_any_sync(~0u, group);
+                const int earlier = __popc(same & ((1u << lane) - 1));
+                if (group < groups) rows[before(ends, group) + own[group] + earlier] = base + 32 * i + lane;
+                __syncwarp();
+                if (group < groups && earlier == 0) own[group] += __popc(same);
+                __syncwarp();
+            }
         }
     }
     for (int i = threadIdx.x; i < p.max_items; i += kThreads) {

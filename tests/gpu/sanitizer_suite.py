@@ -23,14 +23,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 from backend_calls import launch_of, run_on
 from budgets import assert_matches
+from expert_layers import make_experts, sorted_rows
 from stored_weights import stored_layer
 from torch import Tensor
 from training_checks import Layer, take_step
 
-from mglu_ops import dispatch
+from mglu_ops import dispatch, expert_dispatch
 from mglu_ops.backends import BACKENDS, reference
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
+from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
+from mglu_ops.backends.cuda.kernels.experts import choose as choose_experts
+from mglu_ops.expert_calls import ExpertCall
 from mglu_ops.formats import ACTIVATION_FORMATS
 from mglu_ops.masks import pack
 
@@ -84,6 +88,27 @@ def run_stored(activation_format: str, weight_format: str, shape: Shape, kernels
     if kernels and launch.kernel not in kernels:
         return False
     assert_matches(dispatch.forward(given, backend="cuda").cpu(), expected, torch.bfloat16, f"{launch} {shape}")
+    return True
+
+
+EXPERTS = (
+    # Tokens, top_k, experts, in_features, out_features and n_masks: blocks find items, or read a table.
+    *((tokens, 2, 3, 264, 130, 4) for tokens in (1, 5, 40)),
+    *((tokens, 2, 3, 41, 33, 3) for tokens in (1, 5, 40)),
+)
+
+
+def run_experts(sizes: tuple[int, ...], kernels: Sequence[str]) -> bool:
+    """Run a call of experts with ids, and then with sorted rows, as `run` does."""
+    layer = make_experts(*sizes, routing="some out of range", dtype=torch.bfloat16)
+    rows, pairs = sorted_rows(layer)
+    for given, expected in ((layer.given, layer.oracle()), (rows, layer.oracle().flatten(0, 1)[pairs])):
+        on_gpu = given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
+        launch = choose_experts(ExpertCall.of(on_gpu), gpu_of(0))
+        if kernels and launch.config.kernel not in kernels:
+            return False
+        found = expert_dispatch.forward(on_gpu, backend="cuda")
+        assert_matches(found.cpu(), expected, torch.bfloat16, f"{launch} {sizes}")
     return True
 
 
@@ -165,6 +190,7 @@ def main(kernels: Sequence[str]) -> None:
     formats = ((of_x, of_weight) for of_x, all_of in ACTIVATION_FORMATS.items() for of_weight in all_of)
     stored = (pair for pair in formats if pair != ("dense", "dense"))
     calls += sum(run_stored(*pair, shape, kernels) for pair, shape in product(stored, STORED_SHAPES))
+    calls += sum(run_experts(sizes, kernels) for sizes in EXPERTS)
     if not kernels or "plain" in kernels:
         run_packing()
         run_training(LIBRARY_STEPS)

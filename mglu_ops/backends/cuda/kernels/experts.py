@@ -137,21 +137,33 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertLaunch:
 def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
     """The launch of `decode_mma`, or None where it cannot run an expert's layer.
 
-    An item has one row where each expert is likely to have one token, and else 8 or 16, the columns of a product. In
-    the batch-invariant mode the order of sums must depend on nothing but the layer.
+    An item has 8 or 16 rows, the columns of a product, or as many as there are tokens: then an expert has no more,
+    unless a token has it twice. In the batch-invariant mode the order of sums must depend on nothing but the layer.
     """
     layer = call.layer
     if not decode_mma.can_run(layer, gpu):
         return None
-    rows = 8 if layer.batch_invariant else 1 if _tokens(call) == 1 else 16 if layer.tokens >= 8 else 8
+    rows = 8
+    if not layer.batch_invariant:
+        rows = 16 if layer.tokens > 8 else min(8, 1 << (_tokens(call) - 1).bit_length())
     item = replace(layer, leading=(rows,))
     tiles = ceil_div(ceil_div(layer.out_features, decode_mma.ROWS) * min(call.rows, call.experts), gpu.multiprocessors)
-    one_wave = tiles <= MOST_TILES_OF_ONE_WAVE and not layer.batch_invariant
-    preferred = decode_mma.in_one_wave(item, tiles) if one_wave else decode_mma.in_several_waves(item)
-    config = decode_mma.fit(
-        DecodeItems(**{**vars(preferred), "block_tokens": min(rows, preferred.block_tokens)}), item, gpu
-    )
+    if tiles <= MOST_TILES_OF_ONE_WAVE and not layer.batch_invariant:
+        config = _fit(decode_mma.in_one_wave(item, tiles), item, gpu)
+    else:
+        several = decode_mma.in_several_waves(item)
+        config = _fit(several, item, gpu)
+        if config is not None and config.blocks_per_sm < several.blocks_per_sm:
+            config = _fit(replace(several, tiles=3, blocks_per_sm=1), item, gpu)
     return None if config is None else ExpertLaunch(config, not _finds_items(call))
+
+
+def _fit(config: DecodeMma, item: LayerCall, gpu: Gpu) -> DecodeItems | None:
+    """The nearest launch of items whose blocks fit into the shared memory."""
+    settings = vars(config) | {"block_tokens": min(item.tokens, config.block_tokens)}
+    fitted = decode_mma.fit(DecodeItems(**settings), item, gpu)
+    assert fitted is None or isinstance(fitted, DecodeItems)
+    return fitted
 
 
 def _finds_items(call: ExpertCall) -> bool:
