@@ -25,7 +25,8 @@ constexpr bool kPermute = true;
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(256) mglu_permute_x(const __grid_constant__ mglu::Params p MGLU_ITEM_PARAMS) {
+extern "C" __global__ void __launch_bounds__(256)
+    mglu_permute_x(const __grid_constant__ mglu::Params p MGLU_ITEM_PARAMS) {
     using namespace mglu;
     // tile_wgmma may start, and load W, while this kernel runs. It waits for this kernel alone, since this kernel has
     // waited for all earlier ones.

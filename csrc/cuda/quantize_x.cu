@@ -80,7 +80,8 @@ __device__ __forceinline__ u32 transpose_among_4(u32 word, int r) {
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(256) mglu_quantize_x(const __grid_constant__ mglu::Params p MGLU_ITEM_PARAMS) {
+extern "C" __global__ void __launch_bounds__(256)
+    mglu_quantize_x(const __grid_constant__ mglu::Params p MGLU_ITEM_PARAMS) {
     using namespace mglu;
     wait_for_earlier_kernels();
     let_next_kernel_start();

@@ -39,11 +39,11 @@ constexpr int kBoxTokens = 8;
 constexpr int kRowGroups = (kBlockRows + 63) / 64;
 constexpr int kConsumers = kRowGroups * kMaskGroups;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kColumns = kTokens / 2;           // sums of one product that a thread holds
-constexpr int kChunkColumns = kFp8 ? 128 : 64;  // of in_features: 128 bytes of a row of x
-constexpr bool kCopiedX = kPermutedX || kExperts;   // a launch that copies x precedes this one
-constexpr bool kTiledX = kPermutedX && !kExperts;   // in the copy, a stage of a tile is one contiguous block
-constexpr int kSwath = 8;                       // row tiles that are visited together for each tile of tokens
+constexpr int kColumns = kTokens / 2;              // sums of one product that a thread holds
+constexpr int kChunkColumns = kFp8 ? 128 : 64;     // of in_features: 128 bytes of a row of x
+constexpr bool kCopiedX = kPermutedX || kExperts;  // a launch that copies x precedes this one
+constexpr bool kTiledX = kPermutedX && !kExperts;  // in the copy, a stage of a tile is one contiguous block
+constexpr int kSwath = 8;                          // row tiles that are visited together for each tile of tokens
 constexpr int kPassMasks = kMasks / kPasses;
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and at least one warpgroup");
 static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks, or two");
@@ -52,7 +52,7 @@ static_assert(kConsumers <= 4, "at most four consumer warpgroups: registers");
 static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0),
               "the masks of a pass are whole words");
 static_assert(!kTrain || !kSparse, "in training products are dense");
-static_assert(!kExperts || (!kTrain && kCluster == 1), "neighbouring items may have different experts");
+static_assert(!kExperts || !kTrain, "experts are not trained here");
 static_assert(!kFp8 || (kPermutedX && !kSparse && kPasses == 1 && kStageChunks == 1 && Weight::kBits == 8),
               "products in fp8 have one form");
 static_assert(!kTrain || kFormat == WeightFormat::dense, "in training W has the type of x");
@@ -62,7 +62,7 @@ static_assert(!kTrain || kTokens % kBoxTokens == 0, "whole boxes");
 // producer warpgroup to the consumers. The producer keeps more where its warps expand x (kSparse), and most where the
 // consumers have few sums.
 constexpr bool kFewSpareRegisters = (kPassMasks / kMaskGroups + 1) * kTokens / 2 > 112;
-constexpr int kProducerRegisters = !kSparse ? (kExperts ? 32 : 24) : kFewSpareRegisters ? 40 : 72;
+constexpr int kProducerRegisters = !kSparse ? (!kExperts ? 24 : kCluster > 1 ? 40 : 32) : kFewSpareRegisters ? 40 : 72;
 constexpr int kLaunchRegisters = kConsumers == 2 ? 3 * 168 : kConsumers == 3 ? 4 * 128 : 5 * 96;
 constexpr int kConsumerRegisters =
     kConsumers == 1 ? 255 : (kLaunchRegisters - kProducerRegisters) / (8 * kConsumers) * 8;
@@ -135,7 +135,8 @@ struct OrderOf {
 };
 template <>
 struct OrderOf<true> {
-    using Type = ItemOrder<kBlockRows, kSwath, kFormat == WeightFormat::fp8_block ? kScaledTogether : 1>;
+    using Type =
+        ItemOrder<kBlockRows, kTokens, kCluster, kSwath, kFormat == WeightFormat::fp8_block ? kScaledTogether : 1>;
 };
 using Tiles = OrderOf<kExperts>::Type;
 using LaunchTile = Tiles::Taken;

@@ -391,7 +391,8 @@ struct Accumulators {
     // one commit group, and the products of its odd weights another. While one runs, the fragments of the other are
     // made.
     __device__ __forceinline__ void accumulate_sparse(const Params& p, u32 ring, u32 full, u32 empty,
-                                                      const LaunchTile& tile, int warpgroup_row, int pass, RingPosition& position) {
+                                                      const LaunchTile& tile, int warpgroup_row, int pass,
+                                                      RingPosition& position) {
         const int lane = threadIdx.x % 32;
         const int g = lane / 4;
         const int q = lane % 4;

@@ -87,7 +87,8 @@ __device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles
 #pragma unroll
                     for (int chunk = 0; chunk < kStageChunks; ++chunk)
                         tma_load_box<1>(slot + (chunk + 1) * kXChunkBytes - kTokens * 128, tp.x_map,
-                                        (stage * kStageChunks + chunk) * kChunkColumns, tile.first_token(), barrier, cache_policy(false));
+                                        (stage * kStageChunks + chunk) * kChunkColumns, tile.first_token(), barrier,
+                                        cache_policy(false));
                 }
                 position.advance();
             }

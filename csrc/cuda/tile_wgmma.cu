@@ -107,8 +107,7 @@ __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u3
     const bool done = kLastGroup && pass == kPasses - 1;
     Accumulators<kTotal, kFirst, kCount> accumulators;
     accumulators.clear();
-    if constexpr (kFp8)
-        accumulate_fp8(accumulators, p, ring, full, empty, tile, warpgroup_row, position);
+    if constexpr (kFp8) accumulate_fp8(accumulators, p, ring, full, empty, tile, warpgroup_row, position);
     else if constexpr (kSparse)
         accumulators.accumulate_sparse(p, ring, full, empty, tile, warpgroup_row, pass, position);
     else if constexpr (kPermutedX)
@@ -246,8 +245,10 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
         const int row_group = warpgroup / kMaskGroups;
         const u32 released = kCluster > 1 ? address_in_cluster(empty, threadIdx.x % kCluster) : empty;
         const auto boxes = boxes_of(tp, staging);
-        if (warpgroup % kMaskGroups == 0) consume<0>(tp, tiles, ring, full, released, exchange_memory, row_group, boxes);
-        else if constexpr (kMaskGroups == 2) consume<1>(tp, tiles, ring, full, released, exchange_memory, row_group, boxes);
+        if (warpgroup % kMaskGroups == 0)
+            consume<0>(tp, tiles, ring, full, released, exchange_memory, row_group, boxes);
+        else if constexpr (kMaskGroups == 2)
+            consume<1>(tp, tiles, ring, full, released, exchange_memory, row_group, boxes);
 #if MGLU_ITEMS
         tiles.clear_other_rows<128 * kConsumers>(tp, items.max_items);
 #endif

@@ -210,9 +210,9 @@ struct TileOrder {
     }
 };
 
-// A tile of an item. Its tokens are places. Scales of kRowsOfScale rows belong together. The entry is read where it is
-// needed, since it would occupy registers while sums are accumulated.
-template <int kRowsOfScale>
+// A tile of an item. Its tokens are places, and each block of a cluster has kTokens of them. Scales of kRowsOfScale rows
+// belong together. The entry is read where it is needed, since it would occupy registers while sums are accumulated.
+template <int kTokens, int kCluster, int kRowsOfScale>
 struct ItemTile {
     int row;
     int owned;
@@ -226,7 +226,9 @@ struct ItemTile {
     __device__ __forceinline__ int scaled_row(const Params& p) const {
         return entries[item].expert * ((p.out_features + kRowsOfScale - 1) / kRowsOfScale * kRowsOfScale) + row;
     }
-    __device__ __forceinline__ int first_token() const { return entries[item].first; }
+    __device__ __forceinline__ int first_token() const {
+        return entries[item].first + (kCluster > 1 ? rank_in_cluster() * kTokens : 0);
+    }
     __device__ __forceinline__ int end(const Params&) const { return entries[item].first + entries[item].count; }
     __device__ __forceinline__ int result_row(int token) const { return rows != nullptr ? rows[token] : token; }
     __device__ __forceinline__ int row_of_weights(int token) const {
@@ -236,7 +238,7 @@ struct ItemTile {
 
 // The tiles of tile_wgmma for experts, in the order of TileOrder: items take the place of tiles of tokens. The items of
 // an expert are neighbours, so that its weights are read from memory once.
-template <int kRows, int kSwath, int kRowsOfScale>
+template <int kRows, int kTokens, int kCluster, int kSwath, int kRowsOfScale>
 class ItemOrder {
     using Order = TileOrder<kRows, 1, 1, kSwath>;  // of items, as if they were tokens
     const ItemEntry* const entries_;
@@ -244,7 +246,7 @@ class ItemOrder {
     int items_ = 0;  // entries with an expert, which are the first ones
 
   public:
-    using Taken = ItemTile<kRowsOfScale>;
+    using Taken = ItemTile<kTokens, kCluster, kRowsOfScale>;
 
     // All kThreads threads of the block call this, after group_tokens has ended.
     template <int kThreads>
@@ -261,8 +263,8 @@ class ItemOrder {
           rows_(p.is_sorted ? nullptr : p.items + 4 * p.max_items) {}
 
     __device__ __forceinline__ int count(const Params& p) const { return Order::row_tiles(p) * items_; }
-    static __device__ __forceinline__ int first() { return Order::first(); }
-    static __device__ __forceinline__ int step() { return Order::step(); }
+    static __device__ __forceinline__ int first() { return blockIdx.x / kCluster; }
+    static __device__ __forceinline__ int step() { return gridDim.x / kCluster; }
 
     __device__ __forceinline__ Taken at(const Params& p, int index) const {
         const Tile tile = Order::at(p, index, items_);

@@ -34,8 +34,10 @@ def check(call: ExpertCall, launch: TileItems | None) -> None:
     assert launch.violation(call, HOPPER) is None
     for kernel, target, macros in launch.sources(call, HOPPER):
         registers, spills, log = compiled(kernel, target, macros)
-        # 16 masks in sparse tiles with weights of masks spill two words in the epilogue.
-        assert spills <= (8 if call.layer.n_masks == 16 else 0), log
+        # The epilogue of two warpgroups that share rows spills up to ten words for weights of masks.
+        weighted = call.layer.mask_weights_dtype is not None and launch.config.mask_groups == 2
+        few_registers = call.layer.n_masks == 10 or call.layer.weight.format.name == "int4_group"
+        assert spills <= (40 if weighted else 16 if few_registers else 0), log
         assert "serialized" not in log, log
         threads = launch.config.threads if kernel == launch.config.kernel else 256
         assert registers * threads <= REGISTERS_PER_SM, log
@@ -90,10 +92,10 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
 
 def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
     costs = costs_of(HOPPER)
-    few, many = expert_call(1, 4), expert_call(1, 256)  # 32 experts, and all 128
+    few, many = expert_call(1, 4), expert_call(1, 16)  # 32 experts, and all 128
     config = choose(few, HOPPER).config  # type: ignore[union-attr]
     times = [costs.microseconds_of_experts(config, call, HOPPER) for call in (few, many)]
-    assert 3 < times[1] / times[0] < 5
+    assert 3 < times[1] / times[0] < 4
     layer = many.layer
     read = 128 * layer.out_features * layer.in_features * (2 + 1 / 8) / costs.dram_bytes_per_us
     assert read < times[1] < 1.4 * read
@@ -104,7 +106,6 @@ def test_what_the_kernel_refuses() -> None:
     config = next(iter(candidates(call, HOPPER)))
     refused = {
         "grouped": TileItems(config, False),
-        "clusters": TileItems(replace(config, cluster=2), True),
         "permuted, sparse or fp8": TileItems(replace(config, permuted=False, sparse=False), True),
     }
     for reason, launch in refused.items():

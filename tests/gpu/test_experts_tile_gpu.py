@@ -79,6 +79,8 @@ LAUNCHES = {
     "passes": (8, TileWgmma(rows=128, block_tokens=32, stages=3, sub=2, passes=2, permuted=True)),
     "passes of two warpgroups": (8, TileWgmma(block_tokens=32, stages=3, passes=2, mask_groups=2, permuted=True)),
     "sparse": (4, TileWgmma(rows=128, block_tokens=24, stages=4, sub=2, sparse=True)),
+    "clusters": (1, TileWgmma(rows=128, block_tokens=32, stages=4, sub=2, permuted=True, cluster=2)),
+    "clusters of sparse tiles": (4, TileWgmma(rows=64, block_tokens=16, stages=4, sub=2, sparse=True, cluster=2)),
     "sparse, shared rows": (9, TileWgmma(block_tokens=16, stages=3, sub=2, mask_groups=2, sparse=True)),
 }
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from ....expert_calls import ExpertCall
 from ....layer_call import LayerCall, Layout
 from ....sizes import ceil_div, round_up
@@ -18,7 +16,7 @@ from ..driver import KernelStruct, Launch
 from ..launch import CopyLaunch, LaunchSequence, load_kernel, parameters
 from ..tensor_map import Matrix, TensorMaps
 from . import group_tokens, permute_x, quantize_x, tile_wgmma
-from .base import integers
+from .base import integers, mask_alignment
 from .experts import ExpertLaunch
 from .tile_wgmma import TileWgmma
 from .tile_wgmma_choice import fp8_launches, launches
@@ -30,7 +28,7 @@ _GATHERED_TOGETHER = 8
 
 @dataclass(frozen=True)
 class TileItems(ExpertLaunch):
-    """A launch of `tile_wgmma`, whose blocks loop over tiles of rows of W and items of `config.block_tokens` rows.
+    """A launch of `tile_wgmma`, whose blocks loop over tiles of rows of W and items. A cluster shares an item.
 
     Two launches precede it. `group_tokens` writes the items, and `permute_x`, or for products in fp8 `quantize_x`,
     gathers x in the order of experts. Each x is `[rows, columns of whole stages]`.
@@ -38,12 +36,17 @@ class TileItems(ExpertLaunch):
 
     config: TileWgmma  # type: ignore[assignment]
 
+    @property
+    def item_rows(self) -> int:
+        return self.config.block_tokens * self.config.cluster
+
     def macros(self, call: ExpertCall) -> dict[str, int]:
         return self.config.macros(self._layer(call)) | _ITEMS
 
     def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
         tiles = group_tokens.max_items(call, self.item_rows) * ceil_div(call.layer.out_features, self.config.rows)
-        return min(tiles, gpu.multiprocessors), 1
+        cluster = self.config.cluster
+        return cluster * min(tiles, gpu.multiprocessors // cluster), 1
 
     def sources(self, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
         return [*super().sources(call, gpu), self._gather_source(call, gpu)]
@@ -68,18 +71,19 @@ class TileItems(ExpertLaunch):
         stacked = replace(self._layer(call), out_features=call.experts * call.layer.out_features)
         _, weight, masks = self.config.matrices(stacked)
         item, columns, width = (1, 128, self._columns(call)) if self.config.fp8 else (2, 64, self._columns(call))
-        x = Matrix(item, width, call.rows, item * width, columns, min(self.item_rows, call.rows), swizzle=True)
+        height = min(self.config.block_tokens, call.rows)
+        x = Matrix(item, width, call.rows, item * width, columns, height, swizzle=True)
         return LaunchSequence(kernel, tuple(copies), (TensorMaps(x=x), TensorMaps(weight=weight, packed_masks=masks)))
 
     def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
         return next(self._all(call, gpu), None)
 
     def _all(self, call: ExpertCall, gpu: Gpu) -> Iterator[str]:
-        config, layer = self.config, call.layer
+        config = self.config
         if not self.grouped:
             yield "grouped: must be True"
-        if config.decoded or config.cluster > 1:
-            yield f"config: got {config}, must not be decoded, nor have clusters"
+        if config.decoded:
+            yield f"config: got {config}, must not be decoded"
         if not (config.permuted or config.sparse or config.fp8):
             yield f"config: got {config}, must be permuted, sparse or fp8"
         yield from _unstacked(call)
@@ -88,8 +92,6 @@ class TileItems(ExpertLaunch):
             yield problem
         if call.rows >= 2**28:
             yield f"{call.rows} rows, more than the kernel's indices hold"
-        if layer.dtype == torch.float32:
-            yield "tile_wgmma has no float32"
 
     def _layer(self, call: ExpertCall) -> LayerCall:
         """One expert's layer with the rows of all, as the kernel reads them."""
@@ -115,7 +117,8 @@ class TileItems(ExpertLaunch):
         if self.config.fp8:  # with a scale for each row
             blocks, nbytes = rows, rows * (columns + 4)
         else:
-            blocks, nbytes = ceil_div(round_up(rows, _GATHERED_TOGETHER) * columns, permute_x.BLOCK_ELEMENTS), 2 * rows * columns
+            gathered = round_up(rows, _GATHERED_TOGETHER) * columns
+            blocks, nbytes = ceil_div(gathered, permute_x.BLOCK_ELEMENTS), 2 * rows * columns
         read = replace(quantize_x.as_read(self.config, call.layer), leading=(_tokens(call),))
         launch = Launch(
             load_kernel(device, *self._gather_source(call, gpu)),
@@ -155,12 +158,21 @@ def _unstacked(call: ExpertCall) -> Iterator[str]:
         yield f"{rows} rows of W, more than the kernel's indices hold"
 
 
+def least_rows(layer: LayerCall) -> int:
+    """The rows of an expert from which on the kernel is faster than `decode_mma` over items (measured with 1 and 4
+    masks; csrc/cuda/tile_wgmma.md).
+
+    It is later where TMA cannot load the masks. In the batch-invariant mode the kernel takes any number of rows.
+    """
+    return 1 if layer.batch_invariant else 12 if mask_alignment(layer) == 16 else 24
+
+
 def choose(call: ExpertCall, gpu: Gpu) -> TileItems | None:
     """The launch of a call with the least time by the cost model, or None where the kernel cannot run it.
 
     In the batch-invariant mode products are dense, so that each sum ascends k in one accumulator.
     """
-    if not tile_wgmma.can_run(call.layer, gpu) or any(_unstacked(call)):
+    if call.layer.n_masks == 0 or not tile_wgmma.can_run(call.layer, gpu) or any(_unstacked(call)):
         return None
     costs = costs_of(gpu)
     config = min(candidates(call, gpu), key=lambda one: costs.microseconds_of_experts(one, call, gpu), default=None)
@@ -178,7 +190,7 @@ def candidates(call: ExpertCall, gpu: Gpu) -> Iterator[TileWgmma]:
             as_it_is = launches(layer.n_masks, layer.weight.bits, False, shared)
             found += tuple(config for config in as_it_is if config.sparse)
     rows = layer.out_features
-    return (config for config in found if config.cluster == 1 and config.rows <= rows and _has_registers(config, layer))
+    return (config for config in found if config.rows <= rows and _has_registers(config, layer))
 
 
 def _has_registers(config: TileWgmma, layer: LayerCall) -> bool:
