@@ -442,11 +442,13 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     // A warp of the last block may have no rows, but still takes part in the barriers.
     const int own_stages = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
-    if constexpr (kItems != Items::none) {  // prefetch the first stage while the rows of the item arrive
+#if MGLU_ITEMS
+    if (kItems == Items::found && own_stages > 0) {  // prefetch the first stage before anything else is read
         StageLoader<Stage, kSplitK> early(p, kReadOnce);
         early.start(p, tile_row, part);
-        if (own_stages > 0) early.template load_next<true>(0);
+        early.template load_next<true>(0);
     }
+#endif
 
     // Bulk copies need a tenth of the instructions.
     const bool use_bulk_copy = kHasTma && !kExpandedX && p.x_is_vectorizable;

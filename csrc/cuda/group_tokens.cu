@@ -3,9 +3,8 @@
 // From ids: a stable counting sort. Each warp counts the experts of a range of rows; the sums of these counts, over warps
 // and then over experts, tell where the first row of each warp and expert goes. From offs the rows are sorted already.
 // Rows without an expert form a last group.
-#include "params.cuh"
+#include "items.cuh"
 #include "ptx.cuh"
-#include "work.cuh"
 
 namespace mglu {
 
@@ -41,11 +40,23 @@ __device__ __forceinline__ void scan(int* values, int count, Operation operation
         for (int i = first; i < end; ++i) values[i] = operation(before, values[i]);
 }
 
+// The lanes with the same number, of up to 11 bits. Where most numbers differ, a ballot for each bit is faster than
+// match.any, which takes a turn for each number.
+__device__ __forceinline__ u32 lanes_with(int number) {
+    u32 same = ~0u;
+#pragma unroll
+    for (int bit = 0; bit < 11; ++bit) {
+        const u32 own = number >> bit & 1;
+        same &= ~(__ballot_sync(~0u, own) ^ -own);  // the lanes that have this bit, or those that do not
+    }
+    return same;
+}
+
 __device__ __forceinline__ int before(const int* ends, int group) { return group > 0 ? ends[group - 1] : 0; }
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(mglu::kThreads)
+extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
     mglu_group_tokens(const __grid_constant__ mglu::GroupParams p) {
     using namespace mglu;
     extern __shared__ int shared[];
@@ -124,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 const int group = batch.group[i];
-                const u32 same = __match_any_sync(~0u, group);
+                const u32 same = lanes_with(group);
                 const int earlier = __popc(same & ((1u << lane) - 1));
                 if (group < groups) rows[before(ends, group) + own[group] + earlier] = base + 32 * i + lane;
                 __syncwarp();

@@ -1,6 +1,7 @@
 // Which rows of W and which tokens a block takes, for each kernel of the forward pass, and of which expert. Nothing else
 // depends on how blocks are numbered.
 #pragma once
+#include "items.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
 
@@ -56,29 +57,11 @@ constexpr Items kItems = static_cast<Items>(MGLU_ITEMS);
 #define MGLU_ITEM_PARAMS
 #endif
 
-// An entry of the table of group_tokens.
-struct alignas(16) ItemEntry {
-    int expert;      // -1: these rows belong to no expert, and their result is zeros
-    int first;       // the first place
-    int count;       // places: 0 where there are fewer items than entries
-    u32 neighbours;  // entries of the same expert, and in the upper half how many of them are before this one
-};
-
 struct Item {
     int expert;     // as in ItemEntry
     int count;      // rows; 0: the block has nothing to do
     int row_block;  // which of the `row_blocks` blocks of the item this is
 };
-
-// The expert of a row, or `experts` for an id out of range.
-__device__ __forceinline__ int expert_of(const void* expert_ids, int id_bytes, int row, int experts) {
-    if (id_bytes == 4) {
-        const u32 id = static_cast<const u32*>(expert_ids)[row];
-        return id < experts ? id : experts;
-    }
-    const u64 id = static_cast<const u64*>(expert_ids)[row];
-    return id < experts ? static_cast<int>(id) : experts;
-}
 
 // Blocks with the same rows of W and different items of one expert are neighbours, so that only the first reads W from
 // memory. Entries without rows come last.

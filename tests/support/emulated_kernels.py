@@ -1,4 +1,4 @@
-"""The kernels of a training step on a CPU: a C++ compiler compiles their CUDA sources with stand-ins for PTX.
+"""Small kernels on a CPU: a C++ compiler compiles their CUDA sources with stand-ins for PTX.
 
 A machine without a GPU thus runs the same device code, with the parameters that the host code packs. This finds wrong
 indices, formulas and parameters, but not races, and says nothing about speed.
@@ -52,22 +52,35 @@ def _launch(
     integers: tuple[tuple[str, int], ...],
 ) -> Callable[..., None]:
     assert device is None  # for CPU tensors
-    run, fields = _compiled(kernel, macros), parameters(f"{kernel}.cu")
-    packed = bytearray(fields.with_integers(dict(integers)))
 
     def launch(stream: int, pointers: Mapping[str, int]) -> None:
-        assert pointers.keys() == set(fields.pointers)
-        fields.pointer_struct.pack_into(packed, 0, *fields.in_order(pointers))
-        assert run(bytes(packed), len(packed), blocks), f"{kernel}: other parameters"
+        run(kernel, macros, blocks, pointers, dict(integers))
 
     return launch
+
+
+def run(
+    kernel: str,
+    macros: tuple[tuple[str, int], ...],
+    blocks: int,
+    pointers: Mapping[str, int],
+    integers: Mapping[str, int],
+    struct: str = "Params",
+) -> None:
+    """Run the blocks of a kernel, with the pointers and integers of the struct that it takes."""
+    fields = parameters(f"{kernel}.cu", struct)
+    assert pointers.keys() == set(fields.pointers)
+    packed = bytearray(fields.with_integers(integers))
+    fields.pointer_struct.pack_into(packed, 0, *fields.in_order(pointers))
+    assert _compiled(kernel, macros)(bytes(packed), len(packed), blocks), f"{kernel}: other parameters"
 
 
 @cache
 def _compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Any:
     defines = [f"-D{name}={value}" for name, value in macros]
     defines += [f'-DKERNEL_SOURCE="{kernel}.cu"', f"-DKERNEL=mglu_{kernel}"]
-    defines += ["-DLANES_AT_ONCE"] if kernel == "mask_weight_gradients" else []
+    defines += ["-DLANES_AT_ONCE"] if kernel in ("mask_weight_gradients", "group_tokens") else []
+    defines += ["-DWARPS_AT_ONCE"] if kernel == "group_tokens" else []
     options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", *defines]
     sources = [*sorted(source_directory().glob("*.cu*")), *sorted(STAND_INS.iterdir())]
 

@@ -1,5 +1,5 @@
 // Runs the kernel KERNEL of KERNEL_SOURCE on a CPU, one thread after the other. With LANES_AT_ONCE, for kernels that
-// shuffle, the 32 lanes of a warp run at once, in threads.
+// shuffle, the 32 lanes of a warp run at once, in threads; with WARPS_AT_ONCE too, all threads of a block.
 #include KERNEL_SOURCE
 
 #ifdef LANES_AT_ONCE
@@ -7,22 +7,36 @@
 #include <vector>
 #endif
 
+#ifdef WARPS_AT_ONCE
+constexpr unsigned kAtOnce = mglu::kThreads;
+int shared[1 << 16];
+#else
+constexpr unsigned kAtOnce = 32;
+#endif
+
 template <class Params>
-void run_block(void (*kernel)(Params), const Params& params, unsigned block) {
-    for (unsigned first = 0; first < mglu::kThreads; first += 32) {
-        const auto run_lane = [&](unsigned lane) {
-            blockIdx.x = block;
-            threadIdx.x = first + lane;
+void run_block(void (*kernel)(Params), const Params& params, unsigned number) {
+    for (unsigned first = 0; first < mglu::kThreads; first += kAtOnce) {
+        const auto run_thread = [&](unsigned thread) {
+            blockIdx.x = number;
+            threadIdx.x = thread;
             kernel(params);
         };
 #ifdef LANES_AT_ONCE
-        Warp lanes;
-        warp = &lanes;
+        std::vector<Warp> warps(kAtOnce / 32);
+#ifdef WARPS_AT_ONCE
+        std::barrier<> all(kAtOnce);
+        block = &all;
+#endif
         std::vector<std::thread> threads;
-        for (unsigned lane = 0; lane < 32; ++lane) threads.emplace_back(run_lane, lane);
+        for (unsigned i = 0; i < kAtOnce; ++i)
+            threads.emplace_back([&, i] {
+                warp = &warps[i / 32];
+                run_thread(first + i);
+            });
         for (std::thread& thread : threads) thread.join();
 #else
-        for (unsigned lane = 0; lane < 32; ++lane) run_lane(lane);
+        for (unsigned i = 0; i < kAtOnce; ++i) run_thread(first + i);
 #endif
     }
 }

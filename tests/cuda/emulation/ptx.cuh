@@ -1,4 +1,4 @@
-// The functions of csrc/cuda/ptx.cuh that the kernels of a training step use, for a C++ compiler, with CUDA's names.
+// The functions of csrc/cuda/ptx.cuh that the emulated kernels use, for a C++ compiler, with CUDA's names.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -13,6 +13,7 @@
 
 #define __device__
 #define __global__
+#define __shared__
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -26,23 +27,51 @@ inline thread_local Index blockIdx, threadIdx;
 // A warp in which each lane runs in its own thread.
 struct Warp {
     std::barrier<> barrier{32};
-    float value[32];
+    float number[32];
+    unsigned word[32];
 };
-inline Warp* warp;
+inline thread_local Warp* warp;
 
-inline float __shfl_xor_sync(unsigned, float value, int distance) {
-    const unsigned lane = threadIdx.x % 32;
-    warp->value[lane] = value;
-    warp->barrier.arrive_and_wait();
-    const float found = warp->value[lane ^ distance];
-    warp->barrier.arrive_and_wait();
+inline void __syncwarp() { warp->barrier.arrive_and_wait(); }
+
+template <class T>
+T of_lane(T (&values)[32], T value, unsigned source) {
+    values[threadIdx.x % 32] = value;
+    __syncwarp();
+    const T found = values[source];
+    __syncwarp();
     return found;
 }
+inline float __shfl_xor_sync(unsigned, float value, int distance) {
+    return of_lane(warp->number, value, threadIdx.x % 32 ^ distance);
+}
+inline int __shfl_up_sync(unsigned, int value, unsigned distance) {
+    const unsigned lane = threadIdx.x % 32;
+    return of_lane<unsigned>(warp->word, value, lane < distance ? lane : lane - distance);
+}
+inline unsigned __ballot_sync(unsigned, bool set) {
+    warp->word[threadIdx.x % 32] = set;
+    __syncwarp();
+    unsigned lanes = 0;
+    for (int lane = 0; lane < 32; ++lane) lanes |= warp->word[lane] << lane;
+    __syncwarp();
+    return lanes;
+}
+#endif
+
+#ifdef WARPS_AT_ONCE
+inline std::barrier<>* block;
+inline void __syncthreads() { block->arrive_and_wait(); }
+inline int atomicAdd(int* to, int value) { return __atomic_fetch_add(to, value, __ATOMIC_RELAXED); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 #endif
 
 namespace mglu {
 
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a < b ? b : a; }
+inline void wait_for_earlier_kernels() {}
+inline void let_next_kernel_start() {}
 
 // A GPU would end a program with an unaligned access.
 template <int kWords>

@@ -213,22 +213,38 @@ def in_one_wave(call: LayerCall, tiles: int) -> DecodeMma:
     )
 
 
-def in_several_waves(call: LayerCall) -> DecodeMma:
-    """The best launch for 1 to 16 tokens if every SM gets many blocks, one after the other.
+def in_several_waves(call: LayerCall, rows: int) -> list[DecodeMma]:
+    """The best launches if every SM gets many blocks, one after the other, with about `rows` tokens each.
 
-    Two blocks on an SM, where registers allow it, fill the gaps in which the other one starts or ends. Blocks are small
-    and stages long, so that a block soon has many bytes in flight.
+    The first one whose blocks all fit into the shared memory is the best. Small blocks, several on an SM, fill the gaps
+    in which another one starts or ends. But each block reads its x, so that many tokens need larger blocks.
     """
-    n_masks = call.n_masks
-    many_sums = n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8)
-    long_stages = _scales_columns(call) or (n_masks <= 8 and call.in_features >= 4 * 4 * 128)
+    n_masks, in_16_bits = call.n_masks, call.weight.bits == 16
+    if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # more registers than two blocks have
+        shapes = [(2, 4, 1)]
+    elif rows > 4:
+        shapes = [(3, 4, 1)] if in_16_bits else [(4, 2, 2), (4, 2, 1)]
+    else:
+        shapes = [(2, 4, 2), (3, 4, 1)]
+        if rows == 1 and in_16_bits:
+            shapes = [(1, 4, 4), (1, 4, 3), *shapes]
+        elif rows == 1:
+            shapes = [(2, 4, 3) if n_masks <= 2 and _scales_rows(call) else (1, 4, 4), *shapes]
+    return [_in_wave(call, *shape) for shape in shapes]
+
+
+def _in_wave(call: LayerCall, tiles: int, split_k: int, blocks_per_sm: int) -> DecodeMma:
+    """One of the launches of `in_several_waves`. Stages are long if a warp has four of them."""
+    long_stages = call.n_masks <= 8 and call.in_features >= split_k * 4 * 128
+    longest = long_stages and split_k == 2 and call.in_features >= split_k * 4 * 256
+    long_stages = long_stages or _scales_columns(call)
     return DecodeMma(
-        tiles=2,
-        split_k=4,
-        sub=2 if long_stages else 1,
-        mask_group=_mask_group(n_masks, long_stages),
+        tiles=tiles,
+        split_k=split_k,
+        sub=4 if longest else 2 if long_stages else 1,
+        mask_group=_mask_group(call.n_masks, long_stages),
         block_tokens=_block_tokens(call),
-        blocks_per_sm=1 if many_sums else 2,
+        blocks_per_sm=blocks_per_sm,
     )
 
 

@@ -149,13 +149,14 @@ def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
     item = replace(layer, leading=(rows,))
     tiles = ceil_div(ceil_div(layer.out_features, decode_mma.ROWS) * min(call.rows, call.experts), gpu.multiprocessors)
     if tiles <= MOST_TILES_OF_ONE_WAVE and not layer.batch_invariant:
-        config = _fit(decode_mma.in_one_wave(item, tiles), item, gpu)
+        preferred = [decode_mma.in_one_wave(item, tiles)]
     else:
-        several = decode_mma.in_several_waves(item)
-        config = _fit(several, item, gpu)
-        if config is not None and config.blocks_per_sm < several.blocks_per_sm:
-            config = _fit(replace(several, tiles=3, blocks_per_sm=1), item, gpu)
-    return None if config is None else ExpertLaunch(config, not _finds_items(call))
+        preferred = decode_mma.in_several_waves(item, rows if layer.batch_invariant else layer.tokens)
+    for config in preferred:
+        fitted = _fit(config, item, gpu)
+        if fitted is not None and fitted.blocks_per_sm == config.blocks_per_sm:
+            break
+    return None if fitted is None else ExpertLaunch(fitted, not _finds_items(call))
 
 
 def _fit(config: DecodeMma, item: LayerCall, gpu: Gpu) -> DecodeItems | None:

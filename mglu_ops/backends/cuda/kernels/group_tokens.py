@@ -33,6 +33,17 @@ def table_bytes(call: ExpertCall, item_rows: int) -> int:
     return _ENTRY_BYTES * max_items(call, item_rows) + (0 if call.is_sorted else 4 * call.rows)
 
 
+def integers(call: ExpertCall, item_rows: int) -> dict[str, int]:
+    """The sizes in `GroupParams`."""
+    return {
+        "id_bytes": call.index_dtype.itemsize,
+        "experts": call.experts,
+        "rows": call.rows,
+        "item_rows": item_rows,
+        "max_items": max_items(call, item_rows),
+    }
+
+
 def copy(call: ExpertCall, gpu: Gpu, device: int, target: str, item_rows: int) -> CopyLaunch:
     """Compile, load and describe the launch that precedes a kernel, and writes its `items`."""
     groups = call.experts + 1
@@ -43,12 +54,6 @@ def copy(call: ExpertCall, gpu: Gpu, device: int, target: str, item_rows: int) -
         round_up(4 * groups * (2 if call.is_sorted else 2 + _WARPS), 16),
         overlap=gpu.arch >= (9, 0),
         parameters=parameters("group_tokens.cu", "GroupParams"),
-        integers={
-            "id_bytes": call.index_dtype.itemsize,
-            "experts": call.experts,
-            "rows": call.rows,
-            "item_rows": item_rows,
-            "max_items": max_items(call, item_rows),
-        },
+        integers=integers(call, item_rows),
     )
     return CopyLaunch(launch, table_bytes(call, item_rows), "items")

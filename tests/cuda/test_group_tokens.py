@@ -1,0 +1,75 @@
+"""The table of items of a call of experts, by the device code on a CPU, against a stable sort.
+
+tests/support/emulated_kernels.py says what emulation can show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from emulated_kernels import needs_compiler, run
+from torch import Tensor
+
+from mglu_ops.backends.cuda.kernels import group_tokens
+from mglu_ops.expert_calls import ExpertCall, sort_pairs
+from mglu_ops.layer_call import LayerCall
+
+pytestmark = needs_compiler
+
+LAYER = LayerCall.contiguous(torch.device("cpu"), torch.bfloat16, 1, 1, 16, 64)
+
+
+def table_of(call: ExpertCall, index: Tensor, item_rows: int) -> tuple[Tensor, Tensor]:
+    """The entries `[max_items, 4]`, and the rows in the order of their places; a band after them must not change."""
+    entries = group_tokens.max_items(call, item_rows)
+    words = group_tokens.table_bytes(call, item_rows) // 4
+    table = torch.full((words + 64,), -7, dtype=torch.int32)
+    pointers = {"expert_ids": index.data_ptr(), "out": table.data_ptr()}
+    integers = group_tokens.integers(call, item_rows)
+    macros = tuple(group_tokens.macros(call).items())
+    run(group_tokens.NAME, macros, 1, pointers, integers, "GroupParams")
+    assert (table[words:] == -7).all()
+    return table[: 4 * entries].view(entries, 4), table[4 * entries : words]
+
+
+def entries_of(offs: Tensor, rows: int, item_rows: int) -> Tensor:
+    """The entries of experts whose rows end at `offs`, and of the rows after them, which have none."""
+    found = []
+    for expert, (first, end) in enumerate(pairwise((0, *offs.tolist(), rows))):
+        count = -(-(end - first) // item_rows)
+        for i in range(count):
+            place = first + i * item_rows
+            found.append((expert if expert < len(offs) else -1, place, min(item_rows, end - place), i << 16 | count))
+    return torch.tensor(found, dtype=torch.int64).view(-1, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "index_dtype"),
+    [(1, 1, torch.int64), (40, 7, torch.int32), (600, 33, torch.int64), (2500, 1024, torch.int32)],
+)
+def test_items_are_a_stable_sort_in_pieces(rows: int, experts: int, index_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    ids = (torch.rand(rows, 1, generator=generator) ** 2 * (experts + 2)).to(index_dtype) - 1
+    ids[rows // 2 :: 50] = torch.iinfo(index_dtype).max
+    call = replace(ExpertCall.contiguous(LAYER, experts, rows, 1), index_dtype=index_dtype)
+    is_sorted = replace(call, top_k=None, index_dtype=torch.int32)
+    pairs, offs = sort_pairs(ids, experts)
+    for item_rows in (1, 8, 100):
+        expected = entries_of(offs, rows, item_rows)
+        entries, places = table_of(call, ids, item_rows)
+        assert torch.equal(places.long(), pairs)
+        of_offs, _ = table_of(is_sorted, offs, item_rows)
+        for found in (entries, of_offs):
+            assert torch.equal(found[: len(expected)].long(), expected)
+            assert not found[len(expected) :, 2].any()
+
+
+@pytest.mark.parametrize("ends", [(5, 3, 40, 1), (-1, -9, 2**31 - 1, 0), (2**31 - 1,) * 4, (-(2**31),) * 4])
+def test_every_row_is_in_one_item_whatever_offs_are(ends: tuple[int, ...]) -> None:
+    call = ExpertCall.contiguous(LAYER, 4, 40, None)
+    entries, _ = table_of(call, torch.tensor(ends, dtype=torch.int32), 8)
+    rows = [first + i for _, first, count, _ in entries.tolist() for i in range(count)]
+    assert rows == list(range(40))
