@@ -98,18 +98,19 @@ class CostModel:
     def microseconds_of_experts(self, config: TileWgmma, call: ExpertCall, gpu: Gpu) -> float:
         """Estimate the time of a launch for experts, whose loads nobody knows.
 
-        The estimate is the mean for balanced loads and for exponentially distributed ones, of which more than n rows
-        have the probability exp(-n / mean), so that an expert has 1 / (1 - exp(-rows of an item / mean)) items.
+        A quarter of the estimate is for exponentially distributed loads, and the rest for balanced ones. With the
+        former, an expert has more than n rows with the probability exp(-n / mean), so that it has
+        1 / (1 - exp(-rows of an item / mean)) items.
         """
         used = min(call.experts, call.rows)
         mean, of_item = call.rows / used, config.block_tokens * config.cluster
         gathered = 4 * call.rows * call.layer.in_features / self.l2_bytes_per_us
         slower = replace(self, l2_bytes_per_us=self.l2_bytes_per_us * _L2_OF_EXPERTS)
-        tiles = [
+        balanced, exponential = (
             slower._microseconds_of_tiles(config, call.layer, gpu, config.cluster * used * items, used)
             for items in (ceil(mean / of_item), 1 / -expm1(-of_item / mean))
-        ]
-        return _GROUP_US + gathered + sum(tiles) / 2
+        )
+        return _GROUP_US + gathered + 0.75 * balanced + 0.25 * exponential
 
     def _microseconds_of_tiles(
         self, config: TileWgmma, call: LayerCall, gpu: Gpu, token_tiles: float, experts: int
@@ -151,9 +152,9 @@ class CostModel:
 _GROUP_US = 3.0
 """Time of `group_tokens`."""
 
-_L2_OF_EXPERTS = 0.75
-"""Bandwidth of L2 for experts, in that of a layer. Of the values tried for 24 calls with two kinds of loads on an H100,
-this one chose the fastest launches (csrc/cuda/tile_wgmma.md)."""
+_L2_OF_EXPERTS = 0.8
+"""Bandwidth of L2 for experts, in that of a layer. This and the weights of balanced and exponential loads choose the
+fastest launches of those timed for 24 calls with balanced and skewed loads on an H100 (csrc/cuda/tile_wgmma.md)."""
 
 _DECODE_LAUNCH_US = 2.0
 """Fixed time of `decode_weight`."""
