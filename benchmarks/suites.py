@@ -14,7 +14,16 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import activations, decode, decode_model, masks_at_inference, overheads, train, train_model
+from benchmarks import (
+    activations,
+    decode,
+    decode_model,
+    masks_at_inference,
+    overheads,
+    train,
+    train_experts,
+    train_model,
+)
 from benchmarks.decode import BASELINES, SHAPES, Sweep
 from benchmarks.records import Row, version
 from mglu_ops.formats import FORMATS
@@ -130,6 +139,11 @@ SUITES = {
         "a training step of a layer, in every form: time, peak memory and errors",
         partial(train.run, train.problems()),
         partial(train.run, [train.Problem(train.SHAPES[0], 64, n_masks=1)], rounds=QUICK_ROUNDS),
+    ),
+    "train_experts": Suite(
+        "a training step of experts on sorted rows, in every form: time, peak memory and errors",
+        partial(train_experts.run, train_experts.problems()),
+        partial(train_experts.run, [train_experts.Problem("gpt-oss", "zipf", 1, tokens=64)], rounds=QUICK_ROUNDS),
     ),
     "train_model": Suite(
         "a training step of whole models, with SwiGLU and with SwiMGLU",

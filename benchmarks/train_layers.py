@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -65,10 +65,17 @@ class Training:
         return Results(y.detach(), *torch.autograd.grad(y, self.leaves(), grad_output))
 
 
+class Inputs(Protocol):
+    """What a layer is trained on: the leaf x, and the gradient of its result."""
+
+    x: Tensor
+    grad_output: Tensor
+
+
 class Step:
     """Forward and backward of a layer, after the gradients are dropped, as in a training loop."""
 
-    def __init__(self, training: Training, layer: Layer, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, training: Inputs, layer: Layer, parameters: Iterable[Tensor]) -> None:
         self.layer, self.x, self.grad_output = layer, training.x, training.grad_output
         self.leaves = (self.x, *parameters)
 

@@ -138,7 +138,7 @@ def _choose_on_gpu(call: LayerCall) -> Choice:
         return Choice("composite", f"library GEMMs, the only backend for {call.dtype}")
     problem = BACKENDS["cuda"].unsupported_reason(call)
     if problem is None:
-        launch = _cuda().choose(call)
+        launch = cuda_backend().choose(call)
         if call.tokens <= limit or launch.config.kernel == "tile_wgmma":
             return _on_cuda(launch, call)
     if call.tokens > limit:
@@ -161,7 +161,7 @@ def _choose_batch_invariant(call: LayerCall) -> Choice:
     problem = BACKENDS["cuda"].unsupported_reason(call)
     if problem is not None:
         raise RuntimeError(REFUSED.format(problem))
-    return _on_cuda(_cuda().choose(call), call)
+    return _on_cuda(cuda_backend().choose(call), call)
 
 
 def _choose_on_cpu(call: LayerCall) -> Choice:
@@ -175,7 +175,8 @@ def _choose_on_cpu(call: LayerCall) -> Choice:
     return Choice("composite", f"library GEMMs, several times slower here than the CPU backend: {problem}", slow)
 
 
-def _cuda() -> Cuda:
+def cuda_backend() -> Cuda:
+    """The backend `cuda`."""
     backend = BACKENDS["cuda"]
     assert isinstance(backend, Cuda)
     return backend

@@ -45,6 +45,18 @@ def check_grouped_ste(
         checks.check_mask_weights(x, mask_logits.shape[1], mask_weights)
 
 
+def check_packable_logits(mask_logits: Tensor) -> None:
+    """Check that mask_logits are floating `[E, n_masks, out_features, in_features]` of at least one expert."""
+    check_dense("mask_logits", mask_logits)
+    if mask_logits.dim() != 4 or mask_logits.shape[0] == 0:
+        raise ValueError(
+            f"mask_logits: got shape {list(mask_logits.shape)}, must be [E, n_masks, out_features, in_features] of at "
+            "least 1 expert"
+        )
+    with of_each_expert():
+        checks.check_packable_logits(mask_logits[0])
+
+
 def check_rows_and_experts(x: Tensor, offs: Tensor, **tensors: Tensor) -> None:
     """Check the ranks and the sizes of x `[S, in_features]`, offs `[E]`, and tensors with a dimension of E experts."""
     _check_rank("x", x, "[S, in_features]")
@@ -88,9 +100,7 @@ def _check_offs(offs: Tensor, experts: int, device: torch.device) -> None:
     if offs.dtype is not torch.int32:
         raise TypeError(f"offs: got dtype {offs.dtype}, must be torch.int32, as for torch.nn.functional.grouped_mm")
     if not same_sizes(offs.shape, (experts,)):
-        raise ValueError(
-            f"offs: got shape {list(offs.shape)}, must be [E] = [{experts}], the end of each expert's rows"
-        )
+        raise ValueError(f"offs: got shape {list(offs.shape)}, must be [{experts}], the end of each expert's rows")
     if offs.device != device:
         raise ValueError(f"offs: got device {offs.device}, must be x's device {device}")
 

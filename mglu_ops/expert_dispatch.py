@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import batch_invariance
+from . import batch_invariance, dispatch
 from .backends import BACKENDS, Backend, composite_experts
 from .backends.base import GroupedBackwardArguments, PreparedExperts
-from .dispatch import CALLS_KEPT, NOTICEABLE_WEIGHTS, REFUSED, Choice, is_kept, warn_of_fallback
+from .dispatch import CALLS_KEPT, NOTICEABLE_WEIGHTS, REFUSED, Choice, cuda_backend, is_kept, warn_of_fallback
 from .expert_calls import DownArguments, ExpertArguments, ExpertCall
 from .expert_checks import check_experts
 from .formats import round_activation
@@ -152,6 +152,13 @@ class _OfRoundedX:
 # --- The second half, and training -----------------------------------------------------------------------------------
 
 
+def pack_logits(mask_logits: Tensor) -> Tensor:
+    """The packed masks `[E, ...]` of logits `[E, n_masks, out_features, in_features]`, without a copy of the logits."""
+    if mask_logits.is_cuda and cuda_backend().can_pack_experts(mask_logits):
+        return cuda_backend().pack(mask_logits)
+    return torch.stack([dispatch.pack_logits(one) for one in mask_logits])
+
+
 def is_known(key: Key | None) -> bool:
     """Whether an earlier call had this key, so that its arguments need no checks."""
     return key in _other_calls
@@ -190,7 +197,9 @@ def forward_train(key: Key | None, given: ExpertArguments) -> tuple[Tensor, Tens
     prepared = _other_calls.get(key) if key else None
     if prepared is None:
         call = ExpertCall.of(given)
-        backend = next(one for one in BACKENDS.values() if one.can_train_experts_forward(call))
+        backend = next((one for one in BACKENDS.values() if one.can_train_experts_forward(call)), None)
+        if backend is None:
+            raise _untrainable(call)
         prepared = backend.prepare_grouped_forward_train(call)
         _keep(key, call, backend.name, prepared)
     return prepared(given)
@@ -204,7 +213,15 @@ def backward(key: Key | None, arguments: GroupedBackwardArguments) -> tuple[Tens
         _, x, weight, packed_masks, offs, *_ = arguments
         call = ExpertCall.of(ExpertArguments.of_offs(x, weight, packed_masks, offs))
         call = replace(call, layer=replace(call.layer, mask_weights_dtype=arguments.mask_weights_dtype))
-        backend = next(one for one in BACKENDS.values() if one.can_train_experts_backward(call))
+        backend = next((one for one in BACKENDS.values() if one.can_train_experts_backward(call)), None)
+        if backend is None:
+            raise _untrainable(call)
         prepared = backend.prepare_grouped_backward(call)
         _keep(key, call, backend.name, prepared)
     return prepared(arguments)
+
+
+def _untrainable(call: ExpertCall) -> NotImplementedError:
+    device, dtype = call.layer.device, call.layer.dtype
+    reason = cuda_backend().unsupported_experts_training_reason(call)
+    return NotImplementedError(f"x: got {dtype} on {device}, which cannot train experts: {reason}")

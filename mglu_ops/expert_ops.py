@@ -8,6 +8,7 @@
 | `mglu::grouped_forward_ste(x, weight, mask_logits, offs, ...)` | the same with learned masks; packs them |
 | `mglu::grouped_forward_train(...)`, `mglu::grouped_backward(...)` | what autograd calls, as in `ops` |
 | `mglu::experts_down_backward(...)` | all gradients of `experts_down` |
+| `mglu::pack_expert_logits(mask_logits)` | the masks `logits > 0` of all experts in the packed format |
 
 An expert is a layer as in `mglu_ops.ops`. Every tensor of a layer has a leading dimension of E experts. There are T
 tokens, K experts a token, S = T K rows of the result, d = out_features and h = in_features:
@@ -39,6 +40,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKeySet
 
 from . import expert_checks, expert_dispatch
 from .backends.base import GroupedBackwardArguments
@@ -46,10 +48,11 @@ from .expert_calls import DownArguments, ExpertArguments, sort_pairs
 from .formats import FORMATS
 from .layer_call import arguments_key
 from .masks import packed_shape
-from .ops import LAYER, STORED, check_backward, pack_logits, rows_of_partials
+from .ops import LAYER, STORED, check_backward, rows_of_partials
 from .registering import (
     apply_function,
     batched,
+    below_autograd,
     define,
     fake,
     kernel,
@@ -61,11 +64,13 @@ from .registering import (
     outer_gradients,
     register_autocast,
     vmap_loop,
+    without_autograd,
 )
 from .tensors import check_dense, check_memory
 
 _DOWN = "Tensor expert_ids, Tensor expert_weights"
 SCHEMAS = (
+    "pack_expert_logits(Tensor mask_logits) -> Tensor",
     f"experts_forward(Tensor x, Tensor weight, Tensor packed_masks, Tensor expert_ids, {LAYER}, {STORED}) -> Tensor",
     f'experts_down(Tensor y, Tensor weight, {_DOWN}, Tensor? weight_scale=None, str weight_format="dense") -> Tensor',
     f"experts_down_backward(Tensor grad_output, Tensor y, Tensor weight, {_DOWN}, bool[3] needs) "
@@ -78,6 +83,7 @@ SCHEMAS = (
 )
 
 (
+    pack_expert_logits,
     experts_forward,
     experts_down,
     experts_down_backward,
@@ -91,12 +97,19 @@ SCHEMAS = (
 # --- Inference ------------------------------------------------------------------------------------------------------
 
 
+def _check_real(tensors: dict[str, Tensor]) -> None:
+    """Check that the arguments of a kernel have memory, before checks take the part of one expert."""
+    for name, tensor in tensors.items():
+        check_dense(name, tensor)
+    check_memory(**tensors)
+
+
 def _run(given: ExpertArguments) -> Tensor:
     known = expert_dispatch.repeat(given)
     if known is not None:
         return known
+    _check_real(given.tensors())
     expert_checks.check_experts(given)
-    check_memory(**given.tensors())
     return expert_dispatch.forward(given)
 
 
@@ -129,8 +142,8 @@ def _grouped_forward_fake(*args: Any) -> Tensor:
 def _experts_down(*args: Any) -> Tensor:
     given, key = DownArguments(*args), arguments_key("experts_down", *args)
     if not expert_dispatch.is_known(key):
+        _check_real(given.tensors())
         expert_checks.check_down(given)
-        check_memory(**given.tensors())
     return expert_dispatch.down(key, given)
 
 
@@ -144,11 +157,18 @@ def _experts_down_fake(*args: Any) -> Tensor:
 # --- Training -------------------------------------------------------------------------------------------------------
 
 
-def pack_expert_logits(mask_logits: Tensor) -> Tensor:
-    """The packed masks `[E, d, ceil(h / 8), n_masks]` of logits `[E, n_masks, d, h]`."""
-    experts, n_masks, d, h = mask_logits.shape
-    packed = pack_logits(mask_logits.movedim(1, 0).reshape(n_masks, experts * d, h))
-    return packed.view(experts, d, *packed.shape[1:])
+@kernel("pack_expert_logits")
+def _pack_expert_logits(mask_logits: Tensor) -> Tensor:
+    _check_real({"mask_logits": mask_logits})
+    expert_checks.check_packable_logits(mask_logits)
+    return expert_dispatch.pack_logits(mask_logits)
+
+
+@fake("pack_expert_logits")
+def _pack_expert_logits_fake(mask_logits: Tensor) -> Tensor:
+    expert_checks.check_packable_logits(mask_logits)
+    experts, *sizes = mask_logits.shape
+    return mask_logits.new_empty((experts, *packed_shape(*sizes)), dtype=torch.uint8)
 
 
 @kernel("grouped_forward_ste")
@@ -160,9 +180,9 @@ def _grouped_forward_ste(
     activation: str = "silu",
     mask_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    _check_real({"weight": weight, "mask_logits": mask_logits})  # `_run` checks the others
     expert_checks.check_grouped_ste(x, weight, mask_logits, offs, activation, mask_weights)
-    check_memory(x=x, weight=weight, mask_logits=mask_logits, offs=offs, mask_weights=mask_weights)
-    packed_masks = pack_expert_logits(mask_logits)
+    packed_masks = expert_dispatch.pack_logits(mask_logits)
     return _run(ExpertArguments.of_offs(x, weight, packed_masks, offs, activation, mask_weights)), packed_masks
 
 
@@ -176,17 +196,15 @@ def _grouped_forward_ste_fake(
     mask_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     expert_checks.check_grouped_ste(x, weight, mask_logits, offs, activation, mask_weights)
-    experts, *sizes = mask_logits.shape
-    packed = mask_logits.new_empty((experts, *packed_shape(*sizes)), dtype=torch.uint8)
-    return x.new_empty((x.shape[0], sizes[1])), packed
+    return x.new_empty((x.shape[0], mask_logits.shape[2])), _pack_expert_logits_fake(mask_logits)
 
 
 @kernel("grouped_forward_train")
 def _grouped_forward_train(*args: Any) -> tuple[Tensor, Tensor]:
     given, key = ExpertArguments.of_offs(*args), arguments_key("grouped_forward_train", *args)
     if not expert_dispatch.is_known(key):
+        _check_real(given.tensors())
         expert_checks.check_experts(given)
-        check_memory(**given.tensors())
     return expert_dispatch.forward_train(key, given)
 
 
@@ -209,8 +227,8 @@ def _grouped_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, mask logits and mask_weights; gradients that are not needed are empty."""
     key, call = arguments_key("grouped_backward", *args), GroupedBackwardArguments(*args)
     if not expert_dispatch.is_known(key):
+        _check_real(call.tensors())
         _check_grouped_backward(call)
-        check_memory(**call.tensors())
     return expert_dispatch.backward(key, call)
 
 
@@ -242,8 +260,8 @@ def _experts_down_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of y, weight and expert_weights; gradients that are not needed are empty."""
     given = DownArguments(y, weight, expert_ids, expert_weights)
+    _check_real({"grad_output": grad_output, **given.tensors()})
     _check_down_backward(grad_output, given)
-    check_memory(grad_output=grad_output, **given.tensors())
     return expert_dispatch.down_backward(grad_output, given, needs)
 
 
@@ -362,11 +380,10 @@ def _refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation
             )
 
 
-@kernel("experts_forward", "Autograd")
-def _experts_forward_autograd(*args: Any) -> Tensor:
+@kernel("experts_forward", "Autograd", with_keyset=True)
+def _experts_forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
     if not needs_gradient(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return experts_forward(*args)
+        return below_autograd(experts_forward, _experts_forward, keys, *args)
     given = ExpertArguments.of_ids(*args)
     expert_checks.check_experts(given)
     _refuse_gradients(given.tensors(), given.weight_format, given.activation_format)
@@ -390,11 +407,10 @@ def _by_sorted_rows(given: ExpertArguments) -> Tensor:
     return sorted_result[pairs.argsort()].view(*expert_ids.shape, given.out_features)
 
 
-@kernel("grouped_forward", "Autograd")
-def _grouped_forward_autograd(*args: Any) -> Tensor:
+@kernel("grouped_forward", "Autograd", with_keyset=True)
+def _grouped_forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
     if not needs_gradient(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return grouped_forward(*args)
+        return below_autograd(grouped_forward, _grouped_forward, keys, *args)
     return _apply_grouped(*args)[0]
 
 
@@ -433,16 +449,15 @@ def _grouped_forward_train_autograd(*args: Any) -> tuple[Tensor, Tensor]:
         return grouped_forward_train(*args)
 
 
-@kernel("experts_down", "Autograd")
-def _experts_down_autograd(*args: Any) -> Tensor:
-    if needs_gradient(*args):
-        given = DownArguments(*args)
-        if given.weight_format != "dense" or given.weight_scale is not None:
-            expert_checks.check_down(given)
-            _refuse_gradients(given.tensors(), given.weight_format)
-        return apply_function(_Down, *given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return experts_down(*args)
+@kernel("experts_down", "Autograd", with_keyset=True)
+def _experts_down_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
+    if not needs_gradient(*args):
+        return below_autograd(experts_down, _experts_down, keys, *args)
+    given = DownArguments(*args)
+    if given.weight_format != "dense" or given.weight_scale is not None:
+        expert_checks.check_down(given)
+        _refuse_gradients(given.tensors(), given.weight_format)
+    return apply_function(_Down, *given)
 
 
 def _differentiable_once(op: Any) -> Callable[..., Any]:
@@ -457,6 +472,7 @@ def _differentiable_once(op: Any) -> Callable[..., Any]:
     return autograd
 
 
+kernel("pack_expert_logits", "Autograd")(without_autograd(pack_expert_logits))
 kernel("grouped_backward", "Autograd")(_differentiable_once(grouped_backward))
 kernel("experts_down_backward", "Autograd")(_differentiable_once(experts_down_backward))
 
@@ -495,7 +511,9 @@ def _vmap_tokens(op: Any) -> Callable[..., Any]:
 
 for _op in (experts_forward, experts_down):
     torch.library.register_vmap(_op, _vmap_tokens(_op), lib=library)
-for _op in (grouped_forward, grouped_forward_ste, grouped_forward_train, grouped_backward, experts_down_backward):
+for _op in (pack_expert_logits, experts_down_backward, grouped_forward, grouped_forward_ste):
+    torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
+for _op in (grouped_forward_train, grouped_backward):
     torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
 
 

@@ -167,6 +167,14 @@ def without_autograd(op: Any) -> Callable[..., Any]:
     return kernel
 
 
+def below_autograd(op: Any, function: Callable[..., Any], keys: DispatchKeySet, *args: Any) -> Any:
+    """Call what is below the Autograd kernel of an operator: its kernel, `function`, at once if that comes next."""
+    if keys.raw_repr() in PLAIN_KEYSETS:
+        return function(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
 def last_derivative(op: Any) -> type[torch.autograd.Function]:
     """`op` with a derivative that raises: under `create_graph=True`, the results of a backward depend on its inputs."""
 

@@ -131,6 +131,28 @@ struct OctetMasks {
         for (int w = 0; w < octet.kWords; ++w) flipped.word[w] = flip_signs(octet.word[w], twice << (15 - 2 * w));
         return flipped;
     }
+
+    // M_i times the 8 columns: the elements whose bit is 1, and zeros.
+    template <int kType>
+    __device__ __forceinline__ Group<kType, kOctet> keep(int i, const Group<kType, kOctet>& octet) const {
+        Group<kType, kOctet> signs, kept;
+#pragma unroll
+        for (int w = 0; w < octet.kWords; ++w) signs.word[w] = 0;
+        signs = flip(i, signs);
+#pragma unroll
+        for (int w = 0; w < octet.kWords; ++w) kept.word[w] = octet.word[w] & (signs.word[w] >> 15) * 0xffffu;
+        return kept;
+    }
 };
+
+// A group whose elements are those of `whole` where `part` is zero, and zero where `part` has the same element.
+template <int kType, int kColumns>
+__device__ __forceinline__ Group<kType, kColumns> without(const Group<kType, kColumns>& whole,
+                                                          const Group<kType, kColumns>& part) {
+    Group<kType, kColumns> rest;
+#pragma unroll
+    for (int w = 0; w < rest.kWords; ++w) rest.word[w] = whole.word[w] ^ part.word[w];
+    return rest;
+}
 
 }  // namespace mglu

@@ -14,6 +14,9 @@
 // the same. At the end each warp leaves its sums in shared memory, and the block runs the epilogue
 // (decode_epilogue.cuh).
 //
+// With MGLU_ITEMS, a block computes an item of experts (work.cuh): it has the tokens of one expert, whose rows of x and
+// of the result are anywhere, and otherwise sees that expert's layer alone.
+//
 // The order of a row's sums depends on in_features and on the launch configuration, not on the other tokens.
 //
 // W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row is copied to shared memory at

@@ -1,6 +1,9 @@
 // Writes F_i * W for every mask, and with MGLU_WITH_WEIGHT W itself before them: the stacked weights of one library
 // GEMM (training.md). F_i is -1 where M_i = 1 and 1 elsewhere, so that a product with it flips sign bits, in float16
-// and bfloat16 alike.
+// and bfloat16 alike. With MGLU_PARTS it writes M_i * W and (1 - M_i) * W for every mask instead.
+//
+// The rows of W are those of all experts, one expert after the other. Each expert has its own stack of matrices. A
+// layer without experts is one expert.
 //
 // The kernel is bound by its writes; W and the mask bits are read once.
 #include "columns.cuh"
@@ -10,14 +13,18 @@ namespace mglu {
 struct Params {
     const void* weight;      // [rows, columns] with contiguous columns
     const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous
-    void* out;               // [kMasks or kMasks + 1, rows, columns], contiguous
+    void* out;               // [rows / expert_rows, kMatrices, expert_rows, columns], contiguous
     i64 weight_row_stride;
     i64 rows;
+    i64 expert_rows;  // of one expert
     int columns;
 };
 
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr bool kWithWeight = MGLU_WITH_WEIGHT;
+constexpr bool kParts = MGLU_PARTS;
+constexpr int kMatrices = kParts ? 2 * kMasks : kMasks + kWithWeight;
+static_assert(!kParts || !kWithWeight, "the parts have no W beside them");
 constexpr int kType = kFloat16;  // serves bfloat16 as well: the sign bit is in the same place
 
 }  // namespace mglu
@@ -29,12 +36,21 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_flip_signs(con
     const i64 octet = at.row * packed_octets(p.columns) + at.column / kOctet;
     const auto masks = OctetMasks<kMasks>::load(p.packed_masks + octet * kMasks);
     const auto weight = load_group<kType, kOctet>(p.weight, at.row * p.weight_row_stride + at.column, at.count);
-    const i64 matrix = p.rows * p.columns;
-    i64 offset = at.row * p.columns + at.column;
+    const i64 matrix = p.expert_rows * p.columns;
+    const u32 expert = static_cast<u32>(at.row) / static_cast<u32>(p.expert_rows);
+    i64 offset = expert * (kMatrices - 1) * matrix + at.row * p.columns + at.column;
     if constexpr (kWithWeight) {
         store_group(p.out, offset, weight, at.count);
         offset += matrix;
     }
 #pragma unroll
-    for (int i = 0; i < kMasks; ++i) store_group(p.out, offset + i * matrix, masks.flip(i, weight), at.count);
+    for (int i = 0; i < kMasks; ++i) {
+        if constexpr (kParts) {
+            const auto part = masks.keep(i, weight);
+            store_group(p.out, offset + 2 * i * matrix, part, at.count);
+            store_group(p.out, offset + (2 * i + 1) * matrix, without(weight, part), at.count);
+        } else {
+            store_group(p.out, offset + i * matrix, masks.flip(i, weight), at.count);
+        }
+    }
 }

@@ -1,5 +1,5 @@
 // Packs masks [n_masks, out_features, in_features] in any strides into the packed format (packed_masks.cuh). The source
-// is logits, whose masks are `logit > 0`, or bool, one byte for each mask bit.
+// is logits, whose masks are `logit > 0`, or bool, one byte for each mask bit. blockIdx.y is one of several such layers.
 //
 // The kernel is bound by one read of its input. A thread makes the bytes of all masks for eight columns, so that
 // neighbouring threads read neighbouring elements of each mask and write neighbouring bytes.
@@ -15,6 +15,7 @@ struct Params {
     i64 mask_stride;  // in elements
     i64 row_stride;
     i64 column_stride;
+    i64 expert_stride;
     int out_features;
     int in_features;
     int vector;  // whether rows are contiguous and start at multiples of 16 bytes (8 for bytes)
@@ -63,10 +64,12 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_pack(const __g
     using namespace mglu;
     const i64 octets_per_row = packed_octets(p.in_features);
     const i64 octet_index = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
-    if (octet_index >= octets_per_row * p.out_features) return;
+    const i64 octets_per_expert = octets_per_row * p.out_features;
+    if (octet_index >= octets_per_expert) return;
     const i64 row = octet_index / octets_per_row;
     const int first = static_cast<int>(octet_index % octets_per_row) * kOctet;
-    const Bits* source = static_cast<const Bits*>(p.source) + row * p.row_stride + first * p.column_stride;
+    const Bits* source = static_cast<const Bits*>(p.source) + blockIdx.y * p.expert_stride + row * p.row_stride +
+                         first * p.column_stride;
 
     Octet octets[kMasks];
     if (p.vector && first + kOctet <= p.in_features) {
@@ -88,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_pack(const __g
         for (int k = 0; k < kOctet; ++k) bits |= as_mask_bit(Source<kType>::is_set(octets[i].element[k]), k);
         bytes[i] = static_cast<u8>(bits);
     }
-    u8* out = p.packed + octet_index * kMasks;
-    if constexpr (kMasks % 4 == 0) {  // octet_index * kMasks is a multiple of 4: aligned words
+    u8* out = p.packed + (blockIdx.y * octets_per_expert + octet_index) * kMasks;
+    if constexpr (kMasks % 4 == 0) {  // out is at a multiple of 4: aligned words
 #pragma unroll
         for (int w = 0; w < kMasks / 4; ++w)
             reinterpret_cast<u32*>(out)[w] = bytes[4 * w] | bytes[4 * w + 1] << 8 | bytes[4 * w + 2] << 16 |

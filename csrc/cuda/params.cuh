@@ -1,8 +1,8 @@
 // The parameters of the kernels plain, decode_mma, tile_wgmma and permute_x.
 //
-// A kernel takes one struct, and where it computes experts a second one, ItemParams: first its pointers, then strides and sizes, then tensor maps, one field a line. The struct
-// is declared in CUDA alone. Python reads the names, types and order of its fields from the source
-// (mglu_ops/backends/cuda/parameters.py), and csrc/library includes this header.
+// A kernel takes one struct: first its pointers, then strides and sizes, then tensor maps, one field a line. A kernel of
+// experts takes ItemParams as a second one. The structs are declared in CUDA alone. Python reads the names, types and
+// order of their fields from the source (mglu_ops/backends/parameters.py), and csrc/library includes this header.
 //
 // Where tile_wgmma reads a permuted x, a launch of permute_x precedes it on the same stream. permute_x has the same
 // parameters except for `out`, the 16-byte aligned memory of the copy, which tile_wgmma receives as its `x`.

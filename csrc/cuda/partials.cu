@@ -8,13 +8,17 @@
 // then the Q_i, then with mask weights the R_i. Partials may overwrite products of the same dtype: a thread reads an
 // element before it writes it, and no other thread reads it. Arithmetic is in float32, and every element is read and
 // written once.
+//
+// The library's GEMMs of experts round products to 16 bits. There t comes alone, in float32 (MGLU_TOTAL), since its
+// error is in every gate and value; or the products are g_i and v_i, one after the other (MGLU_PARTS).
 #include "activation.cuh"
 #include "columns.cuh"
 
 namespace mglu {
 
 struct Params {
-    const void* products;      // [tokens, kMasks + 1, columns] with contiguous columns
+    const void* total;         // t [tokens, columns], contiguous, if it is not the first product; or null
+    const void* products;      // [tokens, 1 (t) + kMasks, columns] with contiguous columns; 2 kMasks in parts
     void* partials;            // [tokens, kMasks + 1 or 2 kMasks + 1, columns] with contiguous columns
     const void* mask_weights;  // [tokens, kMasks], or null
     void* result;              // [tokens, columns] with contiguous columns
@@ -31,7 +35,10 @@ struct Params {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kProductsType = MGLU_PRODUCTS;
+constexpr int kTotalType = MGLU_TOTAL;  // -1 if t is the first product
+constexpr bool kParts = MGLU_PARTS;
 constexpr int kMasks = MGLU_N_MASKS;
+static_assert(!kParts || kTotalType < 0, "gates and values need no t");
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1 without mask weights
 constexpr bool kWeighted = kMaskWeightType >= 0;
@@ -51,7 +58,7 @@ __device__ __forceinline__ float load_mask_weight(const Params& p, i64 token, in
 // The sums of a thread's columns, and the offsets of its next mask.
 struct Sums {
     i64 product, partial;
-    float half_total[kColumns];     // t / 2
+    float half_total[kColumns];     // t / 2; unused with MGLU_PARTS
     float result[kColumns] = {};    // y
     float by_total[kColumns] = {};  // 2 P
 };
@@ -59,10 +66,14 @@ struct Sums {
 // Adds kCount masks from `mask` on. All their products are loaded before the first is used.
 template <int kCount>
 __device__ __forceinline__ void add_masks(Sums& sums, const Params& p, const Position<kColumns>& at, int mask) {
-    Group<kProductsType, kColumns> flipped[kCount];
+    Group<kProductsType, kColumns> gates[kCount], flipped[kCount];  // in parts, g_i and v_i
     float mask_weight[kCount];
 #pragma unroll
     for (int j = 0; j < kCount; ++j, sums.product += p.products_entry_stride) {
+        if constexpr (kParts) {
+            gates[j] = load_group<kProductsType, kColumns>(p.products, sums.product, at.count);
+            sums.product += p.products_entry_stride;
+        }
         flipped[j] = load_group<kProductsType, kColumns>(p.products, sums.product, at.count);
         mask_weight[j] = load_mask_weight(p, at.row, mask + j);
     }
@@ -71,8 +82,8 @@ __device__ __forceinline__ void add_masks(Sums& sums, const Params& p, const Pos
         float by_flipped[kColumns], by_mask_weight[kColumns];
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
-            const float gate = fmaf(-0.5f, flipped[j][k], sums.half_total[k]);
-            const float value = fmaf(0.5f, flipped[j][k], sums.half_total[k]);
+            const float gate = kParts ? gates[j][k] : fmaf(-0.5f, flipped[j][k], sums.half_total[k]);
+            const float value = kParts ? flipped[j][k] : fmaf(0.5f, flipped[j][k], sums.half_total[k]);
             const ValueAndDerivative act = activate_with_derivative<kActivation, true>(gate);
             float activated = act.value, slope = act.derivative;
             by_mask_weight[k] = activated * value;
@@ -97,10 +108,17 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     if (at.count == 0) return;
     const i64 product = at.row * p.products_row_stride + at.column;
     const i64 partial = at.row * p.partials_row_stride + at.column;
-    const auto total = load_group<kProductsType, kColumns>(p.products, product, at.count);
-    Sums sums{product + p.products_entry_stride, partial + p.partials_entry_stride, {}};
+    Sums sums{product, partial + p.partials_entry_stride, {}};
+    if constexpr (kTotalType >= 0) {
+        const auto total = load_group<kTotalType, kColumns>(p.total, at.row * p.columns + at.column, at.count);
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) sums.half_total[k] = 0.5f * total[k];
+        for (int k = 0; k < kColumns; ++k) sums.half_total[k] = 0.5f * total[k];
+    } else if constexpr (!kParts) {
+        const auto total = load_group<kProductsType, kColumns>(p.products, product, at.count);
+        sums.product += p.products_entry_stride;
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) sums.half_total[k] = 0.5f * total[k];
+    }
 
     int mask = 0;
 #pragma unroll 1

@@ -6,6 +6,9 @@
 // If one of the two is not needed, inputs that only it uses are not read. The gradients may have different dtypes.
 // Where dtypes agree, dW may overwrite D_0 and dlogits_i may overwrite D_i: a thread reads an element before it writes
 // it, and no other thread reads it. Arithmetic is in float32, and each element is read and written once.
+//
+// The rows of W are those of all experts, one expert after the other. Each expert has its own stack of D_i, and of
+// dlogits_i. A layer without experts is one expert.
 #include "columns.cuh"
 
 namespace mglu {
@@ -14,13 +17,14 @@ struct Params {
     const void* total;       // D_0 [rows, columns], contiguous; for dW
     const void* weight;      // [rows, columns] with contiguous columns; for dlogits
     const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous; for dW
-    const void* products;    // D_i [kMasks, rows, columns]; each matrix is contiguous
+    const void* products;    // D_i [rows / expert_rows, kMasks, expert_rows, columns]; each matrix is contiguous
     void* weight_gradient;
     void* logits_gradient;
     i64 weight_row_stride;
     i64 products_stride;  // from one mask to the next
     i64 logits_stride;
     i64 rows;
+    i64 expert_rows;  // of one expert
     i64 columns;
 };
 
@@ -85,7 +89,9 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
     if constexpr (kLogits)
         weight = load_group<kType, kOctet>(p.weight, index.row * p.weight_row_stride + index.column, index.count);
 
-    MaskPlace at{p.packed_masks + octet * kMasks, element, element, index.count};
+    const i64 expert = static_cast<u32>(index.row) / static_cast<u32>(p.expert_rows);
+    const i64 before = expert * (kMasks - 1) * p.expert_rows * p.columns + element;  // of the first mask's matrix
+    MaskPlace at{p.packed_masks + octet * kMasks, before, before, index.count};
 #pragma unroll 1
     for (int mask = 0; mask + kMasksAtOnce <= kMasks; mask += kMasksAtOnce) add_masks<kMasksAtOnce>(sum, weight, p, at);
     if constexpr (kMasks % kMasksAtOnce > 0) add_masks<kMasks % kMasksAtOnce>(sum, weight, p, at);

@@ -65,7 +65,6 @@ struct Item {
 
 // Blocks with the same rows of W and different items of one expert are neighbours, so that only the first reads W from
 // memory. Entries without rows come last.
-template <int kTokens>
 __device__ __forceinline__ Item item_of_table(const ItemParams& p, int block, int row_blocks, int* rows) {
     const ItemEntry* entries = reinterpret_cast<const ItemEntry*>(p.items);
     int index = block / row_blocks;
@@ -114,7 +113,7 @@ template <int kTokens, int kCluster>
 __device__ __forceinline__ Item item_of_block(const ItemParams& p, int row_blocks, int* rows) {
     const int block = blockIdx.x / kCluster;
     Item item = kItems == Items::found ? find_item<kTokens>(p, block, rows)
-                                       : item_of_table<kTokens>(p, block, row_blocks / kCluster, rows);
+                                       : item_of_table(p, block, row_blocks / kCluster, rows);
     if constexpr (kCluster > 1) item.row_block = item.row_block * kCluster + rank_in_cluster();
     return item;
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
 from ..activations import get_activation
@@ -23,6 +24,7 @@ from ..sizes import ceil_div
 from . import expert_loop
 from .base import PreparedDown, PreparedExperts, PreparedGroupedBackward, PreparedGroupedForwardTrain
 from .composite import Composite, operand_dtype, sum_dtype
+from .cuda import experts_training
 
 _MOST_GATHERED = 1 << 26
 """Weights of the experts of blocks that are gathered at once."""
@@ -35,12 +37,14 @@ class _Blocks:
     Attributes:
         experts: the expert of each block, int64 `[blocks]`; any for a block that no row needs.
         pairs: the row of the result at each place, int64 `[blocks, B]`; any for a place that no row needs.
+        is_used: whether a row needs a place, bool `[blocks, B]`.
         places: the place of each row of the result in the blocks, int64 `[S]`.
         has_expert: whether a row has an expert, bool `[S]`.
     """
 
     experts: Tensor
     pairs: Tensor
+    is_used: Tensor
     places: Tensor
     has_expert: Tensor
 
@@ -59,7 +63,9 @@ class _Blocks:
         numbers = torch.arange(blocks, device=offs.device)
         of_blocks = torch.searchsorted(block_ends, numbers, right=True).clamp_max(experts - 1)
         first = starts[of_blocks] + (numbers - block_starts[of_blocks]) * size
-        sorted_rows = (first[:, None] + torch.arange(size, device=offs.device)).clamp_max(rows - 1)
+        sorted_rows = first[:, None] + torch.arange(size, device=offs.device)
+        is_used = sorted_rows < ends[of_blocks, None]
+        sorted_rows = sorted_rows.clamp_max(rows - 1)
         # The place of each row: that of its block, and its place there.
         row = torch.arange(rows, device=offs.device)
         expert = torch.searchsorted(ends, row, right=True)
@@ -67,9 +73,9 @@ class _Blocks:
         places = block_starts[expert] * size + (row - starts[expert])
         places = torch.where(has_expert, places, 0)
         if pairs is None:
-            return _Blocks(of_blocks, sorted_rows, places, has_expert)
+            return _Blocks(of_blocks, sorted_rows, is_used, places, has_expert)
         back = pairs.argsort()
-        return _Blocks(of_blocks, pairs[sorted_rows], places[back], has_expert[back])
+        return _Blocks(of_blocks, pairs[sorted_rows], is_used, places[back], has_expert[back])
 
     def chunks(self, weights_of_one: int) -> Iterator[slice]:
         """Some blocks at a time, so that the weights of their experts fit in `_MOST_GATHERED`."""
@@ -128,8 +134,8 @@ def down(given: DownArguments) -> Tensor:
         chosen = blocks.experts[chunk]
         of_experts = _decode(weight[chosen], None if scale is None else scale[chosen], weight_format, dtype)
         results.append(_matmul(rows_of_y[blocks.pairs[chunk]].to(dtype), of_experts))
-    products = blocks.rows(results).view(tokens, top_k, out_features)
-    return expert_loop.weighted_sum(products, expert_weights).to(y.dtype)
+    terms = blocks.rows(results).mul_(expert_weights.view(-1, 1)).view(tokens, top_k, out_features)
+    return expert_loop.sum_in_order(terms).to(y.dtype)
 
 
 def _decode(weight: Tensor, scale: Tensor | None, weight_format: str, dtype: torch.dtype) -> Tensor:
@@ -141,6 +147,76 @@ def _matmul(rows: Tensor, weight: Tensor) -> Tensor:
     if rows.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(rows, weight.mT, out_dtype=torch.float32)
     return torch.bmm(rows, weight.mT)
+
+
+def down_backward(grad_output: Tensor, given: DownArguments, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of y, weight and expert_weights of `experts_down`; empty where not needed.
+
+    `torch.nn.functional.grouped_mm` multiplies on GPUs where it does not read offs on the host.
+    """
+    y, weight = given.y, given.weight
+    if not y.numel() or not weight.numel():
+        tensors = zip((y, weight, given.expert_weights), needs, strict=True)
+        return tuple(one.new_zeros(one.shape if is_needed else 0) for one, is_needed in tensors)  # type: ignore[return-value]
+    if y.is_cpu:
+        return down_backward_on_cpu(grad_output, given, needs)
+    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    if aligned and y.is_cuda and experts_training.unsupported_reason(y.device, y.dtype) is None:
+        return down_backward_by_grouped_products(grad_output, given, needs)
+    return down_backward_in_blocks(grad_output, given, needs)
+
+
+def down_backward_in_blocks(
+    grad_output: Tensor, given: DownArguments, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`down_backward` for every dtype and device, without reading a value on the host."""
+    y, weight, ids, expert_weights, *_ = given
+    (tokens, top_k, d), (experts, out_features, _), wide = y.shape, weight.shape, sum_dtype(y.dtype)
+    blocks, rows_of_y = _Blocks.of(ids, None, experts, tokens * top_k), y.flatten(0, 1)
+    dtype, weights = operand_dtype(y), expert_weights.view(-1, 1).to(wide)
+    of_y, of_expert_weights = [], []  # of every block
+    of_weight = y.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
+    for chunk in blocks.chunks(out_features * d):
+        chosen, pairs, is_used = blocks.experts[chunk], blocks.pairs[chunk], blocks.is_used[chunk, :, None]
+        grad = torch.where(is_used, grad_output[pairs // top_k], 0).to(dtype)
+        rows = torch.where(is_used, rows_of_y[pairs], 0).to(dtype)
+        if needs[0] or needs[2]:
+            back = _matmul(grad, weight[chosen].mT.to(dtype))  # the gradient of y before its expert weight
+            of_y.append((back * weights[pairs]).to(y.dtype))
+            of_expert_weights.append((back * rows).sum(-1, keepdim=True))
+        if needs[1]:
+            products = _matmul((grad * weights[pairs]).to(dtype).mT, rows.mT)
+            for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # in the same order every time
+                of_weight.index_add_(0, expert, product)
+    return (
+        blocks.rows(of_y).view(y.shape) if needs[0] else y.new_empty(0),
+        of_weight.to(weight.dtype),
+        blocks.rows(of_expert_weights).view(ids.shape).to(expert_weights.dtype)
+        if needs[2]
+        else expert_weights.new_empty(0),
+    )
+
+
+def down_backward_by_grouped_products(
+    grad_output: Tensor, given: DownArguments, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`down_backward` by `torch.nn.functional.grouped_mm` of rows sorted by expert."""
+    y, weight, ids, expert_weights, *_ = given
+    pairs, offs = sort_pairs(ids, weight.shape[0])
+    back, has_expert = pairs.argsort(), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
+    rows, grad = y.flatten(0, 1)[pairs], grad_output[pairs // ids.shape[1]]
+    weights = expert_weights.view(-1, 1)[pairs].float()
+    of_y, of_weight, of_expert_weights = y.new_empty(0), y.new_empty(0), expert_weights.new_empty(0)
+    if needs[0] or needs[2]:
+        products = F.grouped_mm(grad, weight.contiguous(), offs=offs)  # undefined without an expert
+        if needs[0]:
+            of_y = torch.where(has_expert, products * weights, 0).to(y.dtype)[back].view(y.shape)
+        if needs[2]:
+            sums = (products.float() * rows).sum(-1, keepdim=True)
+            of_expert_weights = torch.where(has_expert, sums, 0)[back].view(ids.shape).to(expert_weights.dtype)
+    if needs[1]:
+        of_weight = F.grouped_mm((grad * weights).to(y.dtype).t(), rows, offs=offs)
+    return of_y, of_weight, of_expert_weights
 
 
 class CompositeExperts(Composite):
@@ -158,23 +234,16 @@ class CompositeExperts(Composite):
         return down_on_cpu if call.layer.device.type == "cpu" else down
 
     def can_train_experts_forward(self, call: ExpertCall) -> bool:
-        return True
+        return call.layer.device.type == "cpu"
 
     def can_train_experts_backward(self, call: ExpertCall) -> bool:
-        return True
+        return call.layer.device.type == "cpu"
 
     def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
-        _refuse_training(call)
         return partial(expert_loop.forward_train, expert_loop.layers(self.prepare_forward_train, call), call)
 
     def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
-        _refuse_training(call)
         return partial(expert_loop.backward, expert_loop.layers(self.prepare_backward, call))
-
-
-def _refuse_training(call: ExpertCall) -> None:
-    if call.layer.device.type != "cpu":
-        raise NotImplementedError(f"mglu: got experts on {call.layer.device} in training, must be on a CPU")
 
 
 # --- On a CPU --------------------------------------------------------------------------------------------------------
@@ -185,18 +254,18 @@ def down_on_cpu(given: DownArguments) -> Tensor:
     _, weight, _, _, scale, weight_format = given
     dtype = sum_dtype(given.y.dtype)
 
-    def product(expert: int, rows: Tensor) -> Tensor:
-        scale_of_expert = None if scale is None else scale[expert]
-        return rows.to(dtype) @ _decode(weight[expert], scale_of_expert, weight_format, dtype).t()
+    def product(expert: int, rows: Tensor, weights: Tensor) -> Tensor:
+        of_expert = None if scale is None else scale[expert]
+        return rows.to(dtype) @ _decode(weight[expert], of_expert, weight_format, dtype).t() * weights
 
     return expert_loop.down(product, given)
 
 
-def down_backward(grad_output: Tensor, given: DownArguments, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of y, weight and expert_weights of `experts_down`; empty where not needed."""
+def down_backward_on_cpu(
+    grad_output: Tensor, given: DownArguments, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `experts_down`."""
     y, weight, ids, expert_weights, *_ = given
-    if not y.is_cpu:
-        raise NotImplementedError(f"mglu::experts_down_backward: got tensors on {y.device}, must be on a CPU")
     (_, top_k, d), wide = y.shape, sum_dtype(y.dtype)
     rows_of_y, weights = y.flatten(0, 1), expert_weights.flatten().to(wide)
     of_y, of_weight, of_expert_weights = (

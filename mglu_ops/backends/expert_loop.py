@@ -50,22 +50,26 @@ def forward(layers: Callable[[int], PreparedCall], call: ExpertCall, given: Expe
     return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, as in `composite`
 
 
-def down(product: Callable[[int, Tensor], Tensor], given: DownArguments) -> Tensor:
-    """The result of `experts_down`; `product` multiplies rows of an expert with its transposed weight, in wide sums."""
+def down(product: Callable[[int, Tensor, Tensor], Tensor], given: DownArguments) -> Tensor:
+    """The result of `experts_down`.
+
+    `product` multiplies an expert's transposed weight with rows of y and their expert weights `[rows, 1]`, which have
+    the dtype of the sum.
+    """
     y, weight, ids, expert_weights, *_ = given
-    (tokens, top_k, d), (experts, out_features, _) = y.shape, weight.shape
-    products = y.new_zeros(tokens * top_k, out_features, dtype=sum_dtype(y.dtype))
+    (tokens, top_k, d), (experts, out_features, _), dtype = y.shape, weight.shape, sum_dtype(y.dtype)
+    terms = y.new_zeros(tokens * top_k, out_features, dtype=dtype)
+    rows_of_y, weights = y.view(tokens * top_k, d), expert_weights.view(tokens * top_k, 1).to(dtype)
     for expert, rows in pairs_of_experts(ids, experts):
-        products[rows] = product(expert, y.view(tokens * top_k, d)[rows])
-    return weighted_sum(products.view(tokens, top_k, out_features), expert_weights).to(y.dtype)
+        terms[rows] = product(expert, rows_of_y[rows], weights[rows]).to(dtype)
+    return sum_in_order(terms.view(tokens, top_k, out_features)).to(y.dtype)
 
 
-def weighted_sum(products: Tensor, expert_weights: Tensor) -> Tensor:
-    """`sum_k expert_weights[t, k] * products[t, k]` in the order of k and in the dtype of the products."""
-    weights = expert_weights.to(products.dtype)
-    total = products[:, 0] * weights[:, :1]
-    for k in range(1, products.shape[1]):
-        total.addcmul_(products[:, k], weights[:, k : k + 1])
+def sum_in_order(terms: Tensor) -> Tensor:
+    """`sum_k terms[t, k]` in the order of k."""
+    total = terms[:, 0].clone(memory_format=torch.contiguous_format)
+    for k in range(1, terms.shape[1]):
+        total += terms[:, k]
     return total
 
 

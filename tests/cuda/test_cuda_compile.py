@@ -272,8 +272,14 @@ def _training_step_variants(
     for dtypes in ((dtype, dtype), (dtype, wide), (wide, wide), (None, wide)):
         yield "weight_gradients", steps.weight_gradients_macros(dtype, wide, n_masks, *dtypes, vector)
     yield "mask_weight_gradients", steps.mask_weight_gradients_macros(dtype, n_masks, wide, vector)
+    yield "clear_rows", {"MGLU_VECTOR": int(vector)}
+    yield "flip_signs", steps.flip_signs_macros(n_masks, False, vector, parts=True)
     for mask_weights_dtype in (None, wide):
-        yield "partials", steps.partials_macros(dtype, wide, n_masks, activation, mask_weights_dtype, vector)
+        common = n_masks, activation, mask_weights_dtype, vector
+        yield "partials", steps.partials_macros(dtype, wide, *common)
+        if dtype is torch.bfloat16:
+            for of_experts in ((wide, False), (None, True)):
+                yield "partials", steps.partials_macros(dtype, dtype, *common, *of_experts)
 
 
 @pytest.mark.parametrize("vector", [True, False])

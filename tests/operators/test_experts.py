@@ -21,7 +21,7 @@ from expert_layers import (
 from families import family
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import DTYPES, examples
+from strategies import DTYPES, examples, laid_out
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -142,6 +142,14 @@ def test_a_prepared_call_takes_other_loads() -> None:
     assert len(expert_dispatch._prepared) == 1
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed", "offset"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packing_of_experts_packs_each(dtype: torch.dtype, layout: str) -> None:
+    logits = laid_out(torch.randn(4, 3, 10, 21).to(dtype), layout)
+    expected = torch.stack([mglu.pack_logits(one) for one in logits])
+    assert torch.equal(mglu.pack_expert_logits(logits), expected)
+
+
 # --- Gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +205,25 @@ def test_gradients_of_experts_down(routing: str) -> None:
     assert torch.autograd.gradcheck(
         lambda *given: mglu.experts_down(*given[:2], ids, given[2]), (y, weight, expert_weights)
     )
+
+
+@pytest.mark.parametrize(
+    "needs", [[True, True, True], [True, False, False], [False, True, False], [False, False, True]]
+)
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [("down_backward_in_blocks", torch.float64), ("down_backward_by_grouped_products", torch.bfloat16)],
+)
+def test_gradients_of_experts_down_on_other_devices(how: str, dtype: torch.dtype, needs: list[bool]) -> None:
+    for routing in ROUTINGS:
+        layer = make_experts(70, experts=5, out_features=16, routing=routing, dtype=dtype)
+        down = make_down(layer)
+        grad = torch.randn(70, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
+        found = getattr(composite_experts, how)(grad, down.in_rows(), needs)
+        expected = mglu.experts_down_backward(grad, *down[:4], needs)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert relative_error(one, other) <= BUDGET[dtype]
 
 
 @pytest.mark.parametrize(
@@ -261,9 +288,8 @@ def test_vmap_over_tokens_and_over_weights() -> None:
         return mglu.experts_forward(x, weight, given.packed_masks, ids, "silu", weights)
 
     found = torch.vmap(run, (0, None, 0, 0))(x, given.weight, both_ids, weights)
-    over_weights = torch.vmap(run, (None, 0, None, None))(
-        given.x, torch.stack((given.weight, -given.weight)), ids, weights[0]
-    )
+    two_weights = torch.stack((given.weight, -given.weight))
+    over_weights = torch.vmap(run, (None, 0, None, None))(given.x, two_weights, ids, weights[0])
     down = make_down(layer)
     y = torch.stack((down.y, down.y.flip(0)))
     over_y = torch.vmap(mglu.experts_down, (0, None, None, None))(y, *down[1:4])

@@ -35,7 +35,7 @@ def offsets(fields: Parameters) -> dict[str, int]:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_every_struct_is_packed_as_a_compiler_lays_it_out(tmp_path: Path) -> None:
-    assert len(STRUCTS) == 19
+    assert len(STRUCTS) == 20
     lines = ["#include <cstddef>", "#include <cstdio>", '#include "types.cuh"', '#include "mglu_cpu.h"']
     printed, expected = [], []
     for source in SOURCES:
@@ -75,5 +75,5 @@ def test_a_struct_that_cannot_be_packed_is_refused(text: str, problem: str, tmp_
 
 def test_strides_and_sizes_are_given_by_name() -> None:
     fields = read_parameters(cuda_sources() / "flip_signs.cu", "Params")
-    with pytest.raises(TypeError, match="got rows, column, must be weight_row_stride, rows, columns"):
+    with pytest.raises(TypeError, match="got rows, column, must be weight_row_stride, rows, expert_rows, columns"):
         fields.with_integers({"rows": 1, "column": 2})

@@ -127,6 +127,18 @@ def test_kernels_compile_without_spills(weight_format: str, n_masks: int, capabi
 
 
 @needs_triton
+@pytest.mark.parametrize("in_features", [2048, 2888], ids=["whole steps", "a last step"])
+@pytest.mark.parametrize("capability", [90, 100])
+def test_products_of_experts_compile_to_asynchronous_loads(in_features: int, capability: int) -> None:
+    from triton_compiled import compile_products_of_experts, loop_of, spills
+
+    compiled = compile_products_of_experts(in_features, capability)
+    assert spills(compiled) <= (0 if capability == 90 else 32)
+    assert "async_copy_global_to_local" in loop_of(compiled)
+    assert compiled.metadata.shared <= 1024 * 227
+
+
+@needs_triton
 @pytest.mark.parametrize("weight_format", ["dense", "fp8_row", "int8_row"])
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [2, 4, 8, 16]))
 def test_weights_are_decoded_and_flipped_in_registers(n_masks: int, weight_format: str) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mglu_ops.backends.triton import launch
+from mglu_ops.backends.triton import grouped, launch
 from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerArguments
 
-_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8"}
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32"}
 _TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
 
 
@@ -46,6 +46,15 @@ def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: in
         launch.launch(LayerArguments(x, weight, packed, "silu", None, scale, weight_format), None)
     (used,) = (recorder for recorder in recorders.values() if hasattr(recorder, "args"))
     return _compile(used.kernel, used.args, used.kwargs, capability)
+
+
+def compile_products_of_experts(in_features: int, capability: int) -> Any:
+    """The kernel of `grouped_products` for 128 experts in bfloat16, compiled."""
+    x, weight = (torch.empty(*shape, in_features, dtype=torch.bfloat16) for shape in ((1024,), (128, 768)))
+    recorder = _Recorder(grouped.grouped_products_kernel)
+    with mock.patch.object(grouped, "grouped_products_kernel", recorder):
+        grouped.grouped_products(x, weight, torch.empty(128, dtype=torch.int32))
+    return _compile(recorder.kernel, recorder.args, recorder.kwargs, capability)
 
 
 def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:

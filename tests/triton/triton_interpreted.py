@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from backend_calls import run_on, unsupported
 from budgets import assert_matches
+from expert_layers import ExpertLayer
 from hypothesis import given
 from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
 from not_finite import assert_right_or_not_finite
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
+from mglu_ops.backends.triton.grouped import grouped_products
 from mglu_ops.formats import FORMATS
 from mglu_ops.masks import pack
 
@@ -141,3 +144,20 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("loads", "unowned", "d", "h"),
+    [([140, 0, 129, 1], 7, 72, 136), ([20], 0, 304, 64), ([0, 0], 3, 8, 8)],
+    ids=["several tiles", "one expert", "no rows"],
+)
+def test_products_of_experts(loads: list[int], unowned: int, d: int, h: int, dtype: torch.dtype) -> None:
+    """`x W^T` in float32 for rows sorted by expert; rows without an expert are NaN, and their results not written."""
+    torch.manual_seed(0)
+    layer = ExpertLayer.random("cpu", dtype, loads, d, h, 1, unowned=unowned)
+    found = grouped_products(layer.x, layer.weight, layer.offs)
+    for weight, (start, end) in zip(layer.weight, pairwise([0, *layer.offs.tolist()]), strict=True):
+        if end > start:
+            assert_matches(found[start:end], layer.x[start:end].double() @ weight.double().t(), torch.float32)
+    assert bool(found[sum(loads) :].isnan().all())

@@ -31,6 +31,7 @@ from ..base import (
 )
 from . import backward
 from .build import BuildError
+from .experts_down import CpuDown
 from .library import (
     DTYPES,
     ISAS,
@@ -122,14 +123,16 @@ class Cpu(Backend):
         return backward.Backward(call, _library())
 
     def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
-        if not call.layer.n_masks:
-            return "no kernel for experts_down on a CPU"
         return self.unsupported_reason(call.layer)
 
     def prepare_experts(self, call: ExpertCall, launch: str | None = None) -> PreparedExperts:
         """Prepare a supported call; `launch` and errors as in `prepare`."""
         prepare = partial(self.prepare, launch=launch)
         return partial(expert_loop.forward, expert_loop.layers(prepare, call), call)
+
+    def prepare_down(self, call: ExpertCall, launch: str | None = None) -> CpuDown:
+        """Prepare a supported call of `mglu::experts_down`; `launch` and errors as in `prepare`."""
+        return CpuDown(call, partial(self.prepare, launch=launch))
 
     def can_train_experts_forward(self, call: ExpertCall) -> bool:
         return self.can_train_forward(call.layer)

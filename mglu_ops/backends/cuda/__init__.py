@@ -18,8 +18,15 @@ from torch import Tensor
 from ...activations import ACTIVATIONS
 from ...expert_calls import ExpertCall
 from ...layer_call import LayerArguments, LayerCall
-from ..base import Backend, PreparedBackward, PreparedCall, PreparedForwardTrain
-from . import training
+from ..base import (
+    Backend,
+    PreparedBackward,
+    PreparedCall,
+    PreparedForwardTrain,
+    PreparedGroupedBackward,
+    PreparedGroupedForwardTrain,
+)
+from . import experts_training, training
 from .choice import LaunchChoice, choose, choose_experts
 from .compiler import has_cuda_core, is_cached
 from .current import current_device, current_stream, empty
@@ -141,6 +148,10 @@ class Cuda(Backend):
         arch = gpu_of(masks.device.index).arch
         return arch >= (8, 0) and (has_cuda_core() or is_cached(*packing.source(arch, masks.dtype, masks.shape[0])))
 
+    def can_pack_experts(self, mask_logits: Tensor) -> bool:
+        """Whether `pack` takes the logits of experts, `[E, n_masks, out_features, in_features]`."""
+        return len(mask_logits) < 2**16 and self.can_pack(mask_logits[0])
+
     def pack(self, masks: Tensor) -> Tensor:
         device: int = masks.device.index
         if device != current_device():
@@ -170,6 +181,29 @@ class Cuda(Backend):
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
         """Prepare a backward pass. Its first call compiles and loads the kernels, and raises what `prepare` raises."""
         return _on_device(call.device.index, training.Backward(call))
+
+    def unsupported_experts_training_reason(self, call: ExpertCall) -> str | None:
+        """Why the backend cannot train experts; None if it can."""
+        layer = call.layer
+        if layer.device.type != "cuda":
+            return f"x is on {layer.device}, not on a CUDA device"
+        if layer.mask_weights_dtype is not None and layer.mask_weights_dtype not in ELEMENTS:
+            return f"no kernel for mask_weights {layer.mask_weights_dtype}"
+        return experts_training.unsupported_reason(layer.device, layer.dtype)
+
+    def can_train_experts_forward(self, call: ExpertCall) -> bool:
+        return self.unsupported_experts_training_reason(call) is None
+
+    def can_train_experts_backward(self, call: ExpertCall) -> bool:
+        return self.unsupported_experts_training_reason(call) is None
+
+    def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
+        """Prepare a forward pass. Its first call compiles and loads the kernels, and raises what `prepare` raises."""
+        return _on_device(call.layer.device.index, experts_training.forward_train)
+
+    def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
+        """Prepare a backward pass; as `prepare_grouped_forward_train`."""
+        return _on_device(call.layer.device.index, experts_training.backward)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _dot(a, b, total):
+def dot(a, b, total):
     """`total + a b`; the interpreter holds bfloat16 as integers, and its products of them are wrong."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
@@ -120,8 +120,8 @@ def matmul_kernel(
             packed = tl.load(m_ptr + offset[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
         packed = tl.reshape(packed, [BLOCK_ROWS, BLOCK_K // 8, MASKS])
         w = w.to(tl.float32).to(x.dtype)  # exact: both 16-bit types hold every number of fp8 and int8
-        total = _dot(w, x_again, total)
-        flipped = _dot(_flip(w, packed, BLOCK_ROWS, BLOCK_K, MASKS), x, flipped)
+        total = dot(w, x_again, total)
+        flipped = dot(_flip(w, packed, BLOCK_ROWS, BLOCK_K, MASKS), x, flipped)
 
     t = total[None, :, :]
     f = tl.reshape(flipped, [MASKS, BLOCK_ROWS, BLOCK_TOKENS])

@@ -217,7 +217,8 @@ def in_several_waves(call: LayerCall, rows: int) -> list[DecodeMma]:
     """The best launches if every SM gets many blocks, one after the other, with about `rows` tokens each.
 
     The first one whose blocks all fit into the shared memory is the best. Small blocks, several on an SM, fill the gaps
-    in which another one starts or ends. But each block reads its x, so that many tokens need larger blocks.
+    in which another one starts or ends. But each block reads its x, so that many tokens need larger blocks
+    (csrc/cuda/decode_mma.md, "Experts").
     """
     n_masks, in_16_bits = call.n_masks, call.weight.bits == 16
     if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # more registers than two blocks have
@@ -230,10 +231,10 @@ def in_several_waves(call: LayerCall, rows: int) -> list[DecodeMma]:
             shapes = [(1, 4, 4), (1, 4, 3), *shapes]
         elif rows == 1:
             shapes = [(2, 4, 3) if n_masks <= 2 and _scales_rows(call) else (1, 4, 4), *shapes]
-    return [_in_wave(call, *shape) for shape in shapes]
+    return [_of_shape(call, *shape) for shape in shapes]
 
 
-def _in_wave(call: LayerCall, tiles: int, split_k: int, blocks_per_sm: int) -> DecodeMma:
+def _of_shape(call: LayerCall, tiles: int, split_k: int, blocks_per_sm: int) -> DecodeMma:
     """One of the launches of `in_several_waves`. Stages are long if a warp has four of them."""
     long_stages = call.n_masks <= 8 and call.in_features >= split_k * 4 * 128
     longest = long_stages and split_k == 2 and call.in_features >= split_k * 4 * 256

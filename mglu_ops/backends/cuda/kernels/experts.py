@@ -1,6 +1,6 @@
 """The launches of experts: a kernel of one layer runs for items, each up to `item_rows` rows of one expert.
 
-What an item is, csrc/cuda/work.cuh says. Launches depend on the numbers of rows and experts, never on the ids.
+csrc/cuda/work.cuh defines items. Launches depend on the numbers of rows and experts, never on the ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .decode_mma import DecodeMma
 from .plain import Plain
 
 MOST_ROWS_TO_FIND = 64
-"""The most rows for which blocks find their items: a launch that groups them takes longer (csrc/cuda/decode_mma.md)."""
+"""The most rows for which blocks find their items, since grouping them first takes longer (csrc/cuda/decode_mma.md)."""
 
 MOST_TILES_OF_ONE_WAVE = 8
 """The most tiles of 16 rows of W for each SM with which every SM gets one block."""

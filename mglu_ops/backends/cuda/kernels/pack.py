@@ -26,20 +26,22 @@ def source(arch: tuple[int, int], dtype: torch.dtype, n_masks: int) -> tuple[str
 def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
     """Pack bool masks or logits (`M = logits > 0`) `[n_masks, out_features, in_features]`.
 
-    They are float16, bfloat16, float32 or bool, in any strides, on the current device.
+    They are float16, bfloat16, float32 or bool, in any strides, on the current device. Masks or logits of up to 65,535
+    experts are `[E, n_masks, out_features, in_features]`; E is the first size of their result, too.
 
     Raises:
         CompileError: NVRTC refused the kernel.
         LaunchError: the driver refused the launch; the context stays usable.
     """
-    shape: tuple[int, int, int] = tuple(masks.shape)  # type: ignore[assignment] # torch.Size has no length
-    packed = torch.empty(packed_shape(*shape), dtype=torch.uint8, device=masks.device)
+    experts = masks if masks.dim() == 4 else masks[None]
+    shape = (len(masks), *packed_shape(*masks.shape[1:])) if masks.dim() == 4 else packed_shape(*masks.shape)
+    packed = torch.empty(shape, dtype=torch.uint8, device=masks.device)
     if packed.numel():
         address = masks.data_ptr()
         alignment = 8 * min(masks.element_size(), 2)
-        vector = address % alignment == 0 and masks.stride(2) == 1
-        vector = vector and all(stride * masks.element_size() % alignment == 0 for stride in masks.stride()[:2])
-        launch = _launch(masks.device.index, arch, masks.dtype, shape, masks.stride(), vector)
+        vector = address % alignment == 0 and masks.stride(-1) == 1
+        vector = vector and all(stride * masks.element_size() % alignment == 0 for stride in experts.stride()[:3])
+        launch = _launch(masks.device.index, arch, masks.dtype, experts.shape, experts.stride(), vector)
         launch(stream, {"source": address, "packed": packed.data_ptr()})
     return packed
 
@@ -49,24 +51,25 @@ def _launch(
     device: int,
     arch: tuple[int, int],
     dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    strides: tuple[int, int, int],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
     vector: bool,
 ) -> Launch:
     """Prepare the launch, and load its kernel into the context of `device`, the current device."""
-    n_masks, out_features, in_features = shape
+    experts, n_masks, out_features, in_features = shape
     octets = out_features * packed_width(in_features)
     return Launch(
         load_kernel(device, *source(arch, dtype, n_masks)),
-        (-(-octets // _THREADS), 1),
+        (-(-octets // _THREADS), experts),
         _THREADS,
         0,
         overlap=False,
         parameters=parameters("pack.cu"),
         integers={
-            "mask_stride": strides[0],
-            "row_stride": strides[1],
-            "column_stride": strides[2],
+            "expert_stride": strides[0],
+            "mask_stride": strides[1],
+            "row_stride": strides[2],
+            "column_stride": strides[3],
             "out_features": out_features,
             "in_features": in_features,
             "vector": int(vector),

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ....activations import ACTIVATIONS
-from ....masks import n_masks_of
 from ....sizes import ceil_div
 from ...parameters import addresses
 from ..device import gpu_of
@@ -28,55 +27,93 @@ from .base import ELEMENTS
 
 _THREADS = 256
 _OCTET = 8
+_CLEARING_BLOCKS = 512
 _NO_DTYPE = -1
 
 Prepared = Callable[..., None]
 """A `Launch`, or a function that does nothing if there is nothing to compute."""
 
 
-def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True) -> Tensor:
+def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True, parts: bool = False) -> Tensor:
     """Return `[n_masks + 1, out_features, in_features]`: the weight, and `F_i * weight` for each mask.
 
     Args:
-        weight: `[out_features, in_features]` with contiguous columns.
+        weight: `[out_features, in_features]` with contiguous columns, or contiguous with a leading size of experts,
+            which the result and the masks then have too.
         packed_masks: `[out_features, ceil(in_features / 8), n_masks]`, contiguous, at a multiple of 4 bytes.
         with_weight: whether the weight itself comes first; without it the first size is n_masks.
+        parts: return `M_i * weight` and `(1 - M_i) * weight` for each mask instead, `2 n_masks` matrices.
     """
-    n_masks = n_masks_of(packed_masks)
-    out = weight.new_empty(n_masks + with_weight, *weight.shape)
-    launch = prepare_flip_signs(weight, n_masks, with_weight=with_weight)
+    n_masks = packed_masks.shape[-1]
+    matrices = 2 * n_masks if parts else n_masks + with_weight
+    out = weight.new_empty(*weight.shape[:-2], matrices, *weight.shape[-2:])
+    launch = prepare_flip_signs(weight, n_masks, with_weight=with_weight, parts=parts)
     _run(launch, out, weight=weight, packed_masks=packed_masks, out=out)
     return out
 
 
-def prepare_flip_signs(weight: Tensor, n_masks: int, *, with_weight: bool) -> Prepared:
+def prepare_flip_signs(weight: Tensor, n_masks: int, *, with_weight: bool, parts: bool = False) -> Prepared:
     """Prepare a launch, which takes the addresses of `weight`, `packed_masks` and `out`, a multiple of 16."""
-    rows, columns = weight.shape
-    macros = flip_signs_macros(n_masks, with_weight, _is_vector(weight))
-    integers = {"weight_row_stride": weight.stride(0), "rows": rows, "columns": columns}
-    return _prepare("flip_signs", weight, macros, _warps(rows, columns), integers)
+    rows, integers = _rows_of_experts(weight)
+    macros = flip_signs_macros(n_masks, with_weight, _is_vector(weight), parts)
+    return _prepare("flip_signs", weight, macros, _warps(rows, weight.shape[-1]), integers)
 
 
-def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool) -> dict[str, int]:
-    return {"MGLU_N_MASKS": n_masks, "MGLU_WITH_WEIGHT": int(with_weight), "MGLU_VECTOR": int(vector)}
+def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool, parts: bool = False) -> dict[str, int]:
+    return {
+        "MGLU_N_MASKS": n_masks,
+        "MGLU_WITH_WEIGHT": int(with_weight),
+        "MGLU_VECTOR": int(vector),
+        "MGLU_PARTS": int(parts),
+    }
 
 
-def partials(products: Tensor, activation: str, mask_weights: Tensor | None, partials: Tensor, result: Tensor) -> None:
+def _rows_of_experts(weight: Tensor) -> tuple[int, dict[str, int]]:
+    """The rows of a weight, of all its experts together, and the sizes of a struct that describe it."""
+    expert_rows, columns = weight.shape[-2:]
+    rows = weight.shape[:-1].numel()
+    integers = {"weight_row_stride": weight.stride(-2), "rows": rows, "expert_rows": expert_rows, "columns": columns}
+    return rows, integers
+
+
+def partials(
+    products: Tensor,
+    activation: str,
+    mask_weights: Tensor | None,
+    partials: Tensor,
+    result: Tensor,
+    *,
+    total: Tensor | None = None,
+    parts: bool = False,
+) -> None:
     """Write the result and its partial derivatives from the products t and f_i.
 
     Args:
         products: `[tokens, n_masks + 1, columns]` with contiguous columns, in float32 or in the dtype of `partials`,
-            which may then be the same memory.
+            which may then be the same memory. Only the f_i, `[tokens, n_masks, columns]`, with `total`.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights: `[tokens, n_masks]` in any strides, float16, bfloat16 or float32; or None.
         partials: receives P, every Q_i and, with mask weights, every R_i: `[tokens, n_masks + 1, columns]`, or
             `[tokens, 2 n_masks + 1, columns]`, with contiguous columns.
         result: receives y, `[tokens, columns]` with contiguous columns, in the dtype of `partials`.
+        total: t, contiguous `[tokens, columns]` in float32, if it is not the first of the products.
+        parts: whether the products are the gate and the value of each mask instead, `[tokens, 2 n_masks, columns]`.
     """
     tokens, n_products, columns = products.shape
-    vector = _is_vector(products, partials, result)
+    n_masks = n_products // 2 if parts else n_products - (total is None)
+    totals = () if total is None else (total,)
+    vector = _is_vector(products, partials, result, *totals)
     mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
-    macros = partials_macros(partials.dtype, products.dtype, n_products - 1, activation, mask_weights_dtype, vector)
+    macros = partials_macros(
+        partials.dtype,
+        products.dtype,
+        n_masks,
+        activation,
+        mask_weights_dtype,
+        vector,
+        None if total is None else total.dtype,
+        parts,
+    )
     mask_weight_strides = (0, 0) if mask_weights is None else mask_weights.stride()
     integers = {
         "products_row_stride": products.stride(0),
@@ -90,7 +127,8 @@ def partials(products: Tensor, activation: str, mask_weights: Tensor | None, par
         "columns": columns,
     }
     launch = _prepare("partials", result, macros, _warps(tokens, columns, per_thread=4), integers)
-    _run(launch, result, products=products, partials=partials, mask_weights=mask_weights, result=result)
+    pointers = {"total": total, "products": products, "partials": partials, "mask_weights": mask_weights}
+    _run(launch, result, **pointers, result=result)
 
 
 def partials_macros(
@@ -100,10 +138,14 @@ def partials_macros(
     activation: str,
     mask_weights_dtype: torch.dtype | None,
     vector: bool,
+    total_dtype: torch.dtype | None = None,
+    parts: bool = False,
 ) -> dict[str, int]:
     return {
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_PRODUCTS": ELEMENTS[products_dtype],
+        "MGLU_TOTAL": _code(total_dtype),
+        "MGLU_PARTS": int(parts),
         "MGLU_N_MASKS": n_masks,
         "MGLU_ACTIVATION": ACTIVATIONS[activation].code,
         "MGLU_MASK_WEIGHTS": _code(mask_weights_dtype),
@@ -154,7 +196,8 @@ def weight_gradients(
         total: D_0, contiguous `[out_features, in_features]`, of the dtype of `products` or in float32; None without
             `grad_weight`.
         products: D_i, `[n_masks, out_features, in_features]`, each matrix contiguous.
-        weight: `[out_features, in_features]` with contiguous columns.
+        weight: `[out_features, in_features]` with contiguous columns, or contiguous with a leading size of experts,
+            which all other tensors then have too, all of them contiguous.
         packed_masks: as for `flip_signs`.
         grad_weight: contiguous `[out_features, in_features]` in float16, bfloat16 or float32.
         grad_logits: `[n_masks, out_features, in_features]`, each matrix contiguous, in float16, bfloat16 or float32.
@@ -179,7 +222,7 @@ def prepare_weight_gradients(
 
     Meta tensors count as aligned; the weight must not be one.
     """
-    n_masks, rows, columns = products.shape
+    n_masks, columns = products.shape[-3], products.shape[-1]
     given = [tensor for tensor in (total, products, weight, grad_weight, grad_logits) if tensor is not None]
     weight_dtype = None if grad_weight is None else grad_weight.dtype
     logits_dtype = None if grad_logits is None else grad_logits.dtype
@@ -187,14 +230,9 @@ def prepare_weight_gradients(
     macros = weight_gradients_macros(
         products.dtype, total_dtype, n_masks, weight_dtype, logits_dtype, _is_vector(*given)
     )
-    logits_stride = 0 if grad_logits is None else grad_logits.stride(0)
-    integers = {
-        "weight_row_stride": weight.stride(0),
-        "products_stride": products.stride(0),
-        "logits_stride": logits_stride,
-        "rows": rows,
-        "columns": columns,
-    }
+    rows, integers = _rows_of_experts(weight)
+    integers["products_stride"] = products.stride(-3)
+    integers["logits_stride"] = 0 if grad_logits is None else grad_logits.stride(-3)
     return _prepare("weight_gradients", weight, macros, _warps(rows, columns), integers)
 
 
@@ -237,6 +275,22 @@ def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype
     launch = _prepare("mask_weight_gradients", out, macros, tokens * n_masks, integers)
     _run(launch, out, gradient=grad_output, terms=terms, out=out)
     return out
+
+
+def clear_rows(matrix: Tensor, ends: Tensor) -> None:
+    """Write zeros to the rows of a matrix that belong to no expert.
+
+    Args:
+        matrix: contiguous `[rows, ...]` with an even number of bytes a row.
+        ends: int32 `[experts]`, contiguous: the end of each expert's rows. Rows from the last end on are cleared.
+    """
+    row_words = 0 if matrix.shape[0] == 0 else matrix.nbytes // matrix.shape[0] // 2
+    vector = row_words % _OCTET == 0 and matrix.data_ptr() % 16 == 0
+    blocks = min(matrix.shape[0] * row_words, _CLEARING_BLOCKS)
+    integers = {"experts": ends.shape[0], "rows": matrix.shape[0], "row_words": row_words, "blocks": blocks}
+    macros = {"MGLU_VECTOR": int(vector)}
+    launch = _prepare("clear_rows", matrix, macros, blocks * _THREADS // 32, integers)
+    _run(launch, matrix, ends=ends, out=matrix)
 
 
 def mask_weight_gradients_macros(

@@ -1,0 +1,163 @@
+"""A training step of experts in bfloat16 on a GPU, for rows sorted by expert (csrc/cuda/training.md).
+
+The equations are those of one layer (`training`), for the rows of each expert. `torch.nn.functional.grouped_mm`
+multiplies, with the ends of the experts' rows on the device, and kernels before and after it pass once over memory. To
+them, the rows of all experts' weights are one matrix. The flipped weights of an expert are stacked, so that the
+n_masks + 1 products of forward are columns of one product, and dx is one product with a float32 sum.
+
+`grouped_mm` rounds its results to 16 bits. If t and f_i were rounded, y would have up to 2.5 times the error of the
+naive layer, mostly because the error of t is in every gate and value. Therefore t is computed in float32, by a kernel
+in Triton. With one mask the gate and the value are the two products instead, and neither is a difference. The same
+holds for relu, at the cost of 2 n_masks products: a gate near 0 needs the right sign, since relu's derivative jumps.
+
+Nothing waits for the GPU, and no shape depends on `offs`. The same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (the field's name)
+from torch import Tensor
+
+from ...expert_calls import ExpertArguments
+from ...sizes import round_up
+from ..base import GroupedBackwardArguments
+from ..triton import is_installed as triton_is_installed
+from .compiler import has_cuda_core
+from .kernels import training_steps as steps
+
+ARCHITECTURES = (9, 10)
+"""Major compute capabilities for which `grouped_mm` has a kernel. Elsewhere torch reads `offs` on the host."""
+
+_MULTIPLE = 8
+"""out_features and in_features are multiples of this, since `grouped_mm` takes rows at multiples of 16 bytes."""
+
+
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the functions of this module cannot train experts of a dtype on a GPU; None if they can."""
+    if dtype is not torch.bfloat16:
+        return f"no grouped products of {dtype} without waiting for the GPU, only of torch.bfloat16"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] not in ARCHITECTURES:
+        return (
+            f"no grouped products without waiting for a GPU of compute capability {capability}, only for 9.x and 10.x"
+        )
+    if not has_cuda_core():
+        return "cuda-core is not installed (pip install cuda-core)"
+    return None if triton_is_installed() else "triton is not installed"
+
+
+def forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
+    """`mglu::grouped_forward_train` on the current device, for arguments in any strides."""
+    x, weight, packed_masks, activation, mask_weights, *_ = given
+    offs = given.routing
+    (rows, h), d, n_masks = x.shape, weight.shape[1], packed_masks.shape[3]
+    entries = 1 + (1 if mask_weights is None else 2) * n_masks
+    if 0 in (rows, d, h, weight.shape[0]):
+        return x.new_zeros(rows, d), x.new_zeros(rows, entries, d)
+    x, weight, packed_masks = _padded(x, weight, packed_masks)
+    padded, offs, total = weight.shape[1], _ascending(offs, rows), None
+    y, partials = x.new_empty(rows, padded), x.new_empty(rows, entries, padded)
+    parts = n_masks == 1 or activation == "relu"
+    if not parts:
+        total = _wide_product(x, weight, offs)
+    operands = steps.flip_signs(weight, packed_masks, with_weight=False, parts=parts)
+    products = _product(x, operands.flatten(1, 2).transpose(1, 2), offs).view(rows, operands.shape[1], padded)
+    del operands
+    steps.partials(products, activation, mask_weights, partials, y, total=total, parts=parts)
+    steps.clear_rows(y, offs)
+    steps.clear_rows(partials, offs)
+    return (y, partials) if padded == d else (y[:, :d].contiguous(), partials[:, :, :d].contiguous())
+
+
+def backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`mglu::grouped_backward` on the current device, for arguments in any strides."""
+    found = _gradients(arguments)
+    return tuple(arguments.x.new_empty(0) if grad is None else grad for grad in found)  # type: ignore[return-value]
+
+
+def _gradients(
+    arguments: GroupedBackwardArguments,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """All gradients; None for what is not needed."""
+    grad_output, x, weight, packed_masks, offs, partials, needs, logits_dtype, mask_weights_dtype = arguments
+    (rows, h), (experts, d, _), n_masks = x.shape, weight.shape, packed_masks.shape[3]
+    (needs_x, needs_weight), needs_products = needs, needs[1] or logits_dtype is not None
+    grad_x, grad_weight, grad_logits, grad_mask_weights = None, None, None, None
+    if 0 in (rows, d, h, experts):
+        return (
+            x.new_zeros(x.shape) if needs_x else None,
+            weight.new_zeros(weight.shape) if needs_weight else None,
+            weight.new_zeros(experts, n_masks, d, h, dtype=logits_dtype) if logits_dtype else None,
+            x.new_zeros(rows, n_masks, dtype=mask_weights_dtype) if mask_weights_dtype else None,
+        )
+    x, weight, packed_masks = _padded(x, weight, packed_masks)
+    columns, depth = weight.shape[1:]
+    offs, grad_output, partials = _ascending(offs, rows), _padded_last(grad_output), _padded_last(partials)
+    if mask_weights_dtype is not None:
+        grad_mask_weights = steps.mask_weight_gradients(grad_output, partials[:, n_masks + 1 :], torch.float32)
+        steps.clear_rows(grad_mask_weights, offs)
+        grad_mask_weights = grad_mask_weights.to(mask_weights_dtype)
+    if not (needs_x or needs_products):
+        return None, None, None, grad_mask_weights
+
+    scaled = steps.scale(grad_output, partials[:, : n_masks + 1])  # dt, and every b_i
+    if needs_x:
+        flipped = steps.flip_signs(weight, packed_masks)
+        grad_x = _product(scaled.flatten(1), flipped.flatten(1, 2), offs)
+        del flipped
+        steps.clear_rows(grad_x, offs)
+    if needs_products:
+        # D_i and D_0, which become the gradients in place where the dtypes agree.
+        products = _product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
+        total = _product(scaled[:, 0].t(), x, offs) if needs_weight else None
+        del scaled
+        if logits_dtype is not None:
+            same = logits_dtype is products.dtype
+            written = logits_dtype if logits_dtype in steps.ELEMENTS else torch.float32
+            grad_logits = products if same else torch.empty_like(products, dtype=written)
+        steps.weight_gradients(total, products, weight, packed_masks, total, grad_logits)
+        grad_weight = total
+    if (columns, depth) != (d, h):
+        grad_x = None if grad_x is None else grad_x[:, :h].contiguous()
+        grad_weight = None if grad_weight is None else grad_weight[:, :d, :h].contiguous()
+        grad_logits = None if grad_logits is None else grad_logits[:, :, :d, :h].contiguous()
+    return grad_x, grad_weight, None if grad_logits is None else grad_logits.to(logits_dtype), grad_mask_weights
+
+
+def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """The product of each expert: of its rows of a with its matrix of b, or of its columns of a with its rows of b."""
+    return F.grouped_mm(a, b, offs=offs)
+
+
+def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Return t of each row in float32."""
+    from ..triton.grouped import grouped_products  # it imports Triton
+
+    return grouped_products(x, weight, offs)
+
+
+def _ascending(offs: Tensor, rows: int) -> Tensor:
+    """The same ends if they are valid. Others would let `grouped_mm` stop the GPU, or read outside of the rows."""
+    return offs.clamp(0, rows).cummax(0).values
+
+
+def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands, contiguous and at multiples of 16 bytes, with zeros up to whole multiples of the features."""
+    d, h = weight.shape[1:]
+    more_rows, more_columns = round_up(d, _MULTIPLE) - d, round_up(h, _MULTIPLE) - h
+    if more_rows or more_columns:
+        x, weight = F.pad(x, (0, more_columns)), F.pad(weight, (0, more_columns, 0, more_rows))
+        packed_masks = F.pad(packed_masks, (0, 0, 0, 0, 0, more_rows))
+    return _aligned(x), _aligned(weight), _aligned(packed_masks)
+
+
+def _padded_last(tensor: Tensor) -> Tensor:
+    """A tensor `[..., out_features]`, contiguous at a multiple of 16 bytes, with zeros up to a whole multiple."""
+    d = tensor.shape[-1]
+    return _aligned(F.pad(tensor, (0, round_up(d, _MULTIPLE) - d)) if d % _MULTIPLE else tensor)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor

@@ -1,0 +1,121 @@
+"""A training step of experts on a GPU: against float64 and the naive loop, without waiting, and in CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from budgets import NAIVE_FACTOR, relative_error
+from expert_training import ExpertLayer, assert_as_good_as_naive
+from memory_layouts import rows_apart, transposed, unaligned
+from torch import Tensor
+
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends.cuda import experts_training
+
+pytestmark = pytest.mark.gpu
+
+BF16, F32 = torch.bfloat16, torch.float32
+mglu = torch.ops.mglu
+
+
+@pytest.fixture(autouse=True)
+def _needs_grouped_products() -> None:
+    if reason := experts_training.unsupported_reason(torch.device("cuda", 0), BF16):
+        pytest.skip(reason)
+
+
+def step(layer: ExpertLayer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
+    return layer.step(mglu.grouped_forward_train, mglu.grouped_backward, needs)
+
+
+@pytest.mark.parametrize(
+    ("loads", "unowned", "d", "h"),
+    [
+        ([140, 0, 1, 517, 30], 0, 256, 512),
+        ([0, 300, 84], 9, 264, 136),
+        ([1000], 0, 128, 64),
+        ([3] * 70, 1, 72, 80),
+        ([33, 20], 5, 50, 77),
+    ],
+    ids=["random loads", "unowned rows", "one expert", "many experts", "padded"],
+)
+@pytest.mark.parametrize(
+    ("n_masks", "density", "mask_weights_dtype", "logits_dtype"),
+    [(1, 0.5, None, BF16), (1, 0.1, F32, F32), (4, 0.5, BF16, BF16), (4, 0.9, None, F32), (3, 0.25, F32, BF16),
+     (16, 0.5, None, BF16)],
+)  # fmt: skip
+def test_errors_are_close_to_the_naive_loops(loads, unowned, d, h, n_masks, density, mask_weights_dtype, logits_dtype):
+    layer = ExpertLayer.random(
+        "cuda", BF16, loads, d, h, n_masks, unowned=unowned, density=density, mask_weights_dtype=mask_weights_dtype,
+        logits_dtype=logits_dtype,
+    )  # fmt: skip
+    found = step(layer)
+    assert_as_good_as_naive({"y": found["y"]}, layer, NAIVE_FACTOR)
+    assert_as_good_as_naive(found, layer, NAIVE_FACTOR if 0.25 <= density <= 0.75 else 2.5)
+    again = step(layer)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str) -> None:
+    layer = ExpertLayer.random("cuda", BF16, [100, 28], 64, 128, 2, activation=activation)
+    assert_as_good_as_naive(step(layer), layer, NAIVE_FACTOR)
+
+
+def test_any_layout_and_any_need() -> None:
+    layer = ExpertLayer.random("cuda", BF16, [100, 28], 64, 128, 2, mask_weights_dtype=F32)
+    expected = step(layer)
+    layer.x, layer.grad_output = rows_apart(layer.x), unaligned(layer.grad_output)
+    layer.weight = torch.stack([transposed(one) for one in layer.weight]).transpose(1, 2).contiguous().transpose(1, 2)
+    layer.packed_masks = layer.packed_masks.transpose(0, 1).contiguous().transpose(0, 1)
+    for name, tensor in step(layer).items():
+        assert torch.equal(tensor, expected[name]), name
+    for needed in range(4):
+        for name, tensor in step(layer, tuple(i == needed for i in range(4))).items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_graph_serves_other_loads() -> None:
+    """One capture of a step, replayed with the rows, weights and loads of other layers, gives what their steps give."""
+    layers = [
+        ExpertLayer.random("cuda", BF16, loads, 72, 128, 3, unowned=300 - sum(loads))
+        for loads in ([100, 0, 60], [0, 0, 0], [300, 0, 0], [1, 150, 149])
+    ]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = [_plain_step(layer) for layer in layers]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    static, graph = copy.deepcopy(layers[0]), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = _plain_step(static)
+    for layer, exact in zip(layers, expected, strict=True):
+        for name in ("x", "weight", "packed_masks", "offs", "grad_output"):
+            getattr(static, name).copy_(getattr(layer, name))
+        graph.replay()
+        for name, tensor in exact.items():
+            assert torch.equal(found[name], tensor), name
+
+
+def _plain_step(layer: ExpertLayer) -> dict[str, Tensor]:
+    operands = layer.x, layer.weight, layer.packed_masks, layer.offs
+    y, partials = mglu.grouped_forward_train(*operands, layer.activation)
+    grads = mglu.grouped_backward(layer.grad_output, *operands, partials, (True, True), BF16, None)
+    return {"y": y, **dict(zip(("x", "weight", "logits"), grads[:3], strict=True))}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_wide_products(dtype: torch.dtype) -> None:
+    from mglu_ops.backends.triton.grouped import grouped_products
+
+    for loads, d, h in (([140, 0, 1, 517], 296, 520), ([0, 0], 8, 8), ([2000], 256, 2048), ([5] * 200, 24, 64)):
+        layer = ExpertLayer.random("cuda", dtype, loads, d, h, 1)
+        found = grouped_products(layer.x, layer.weight, layer.offs)
+        assert found.dtype is F32
+        starts = [0, *layer.offs.tolist()]
+        for weight, (start, end) in zip(layer.weight, pairwise(starts), strict=True):
+            exact = layer.x[start:end].double() @ weight.double().t()
+            assert relative_error(found[start:end], exact) < 1e-5

@@ -1,0 +1,59 @@
+"""A training step of experts on a CPU: each expert's rows are a layer of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from budgets import BUDGET, relative_error
+from expert_training import ExpertLayer, assert_zero_without_an_expert
+from families import family
+
+from mglu_ops.backends.cuda import experts_training
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+mglu = torch.ops.mglu
+
+
+@pytest.mark.parametrize(
+    ("loads", "unowned", "n_masks", "dtype", "activation", "mask_weights_dtype"),
+    family(
+        [[5, 0, 9, 1], [0, 0, 7], [3, 4], [0, 0]],
+        [0, 3],
+        [2, 1, 5],
+        [F64, F32, BF16],
+        ["silu", "gelu"],
+        [None, F32],
+    ),
+)
+def test_agrees_with_a_loop_in_float64(loads, unowned, n_masks, dtype, activation, mask_weights_dtype):
+    torch.manual_seed(0)
+    layer = ExpertLayer.random(
+        "cpu", dtype, loads, 12, 20, n_masks, unowned=unowned, activation=activation,
+        mask_weights_dtype=mask_weights_dtype,
+    )  # fmt: skip
+    found = layer.step(mglu.grouped_forward_train, mglu.grouped_backward)
+    for name, exact in layer.in_plain_torch(F64).items():
+        assert relative_error(found[name], exact) <= 2 * max(BUDGET[dtype], BUDGET[found[name].dtype]), name
+        assert_zero_without_an_expert(name, found[name], layer)
+
+
+@pytest.mark.parametrize("needed", range(4))
+def test_computes_only_what_is_needed(needed: int) -> None:
+    layer = ExpertLayer.random("cpu", F32, [2, 3], 8, 16, 2, mask_weights_dtype=F32)
+    every = layer.step(mglu.grouped_forward_train, mglu.grouped_backward)
+    needs = [i == needed for i in range(4)]
+    for name, tensor in layer.step(mglu.grouped_forward_train, mglu.grouped_backward, needs).items():
+        torch.testing.assert_close(tensor, every[name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "reason"),
+    [
+        (torch.float16, (9, 0), "no grouped products of torch.float16 without waiting for the GPU"),
+        (BF16, (8, 0), "no grouped products without waiting for a GPU of compute capability (8, 0)"),
+    ],
+    ids=["dtype", "GPU"],
+)
+def test_a_gpu_that_would_have_to_wait_is_refused(monkeypatch, dtype, capability, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert reason in (experts_training.unsupported_reason(torch.device("cuda", 0), dtype) or "")
