@@ -82,8 +82,8 @@ def fuse_exported(
 
 
 def layers_of(graph: Graph) -> list[Node]:
-    """The calls of `mglu::forward` in a graph."""
-    return graph.find_nodes(op="call_function", target=_mglu.forward.default)
+    """The calls of `mglu::forward` and `mglu::grouped_forward` in a graph."""
+    return [node for node in graph.nodes if node.target in (_mglu.forward.default, _mglu.grouped_forward.default)]
 
 
 def _stop_training(graph: Graph) -> None:
