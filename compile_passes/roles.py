@@ -128,7 +128,7 @@ def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hash
         if call is None:
             continue
         operands = call.args[1] if call.symbol == "einsum" else (weight_operand(call),)
-        yield from (recogniser.key(original(item)) for item in operands if is_matrix(item))
+        yield from (recogniser.key(original(item)) for item in operands if dims(item) in (2, 3))
         if call.symbol in ("add", "sub"):
             for one, other in (call.args, reversed(call.args)):
                 inner = as_call(other)
