@@ -170,13 +170,16 @@ def _first_of(keys: list[str]) -> str:
     return f"{keys[0]} and {len(keys) - 1} more" if len(keys) > 1 else keys[0]
 
 
+_SWIGLU = (
+    "it is a SwiGLU model: load it with its own class, and make an MGLU model of it, which must be trained, with "
+    "mglu_ops.transformers.from_swiglu(model, n_masks=...)"
+)
 _REASONS = {
     LOGITS: "it holds the logits of masks, and the configuration says learnable_masks=False: load it with "
     "learnable_masks=True, then pack the masks with mglu_ops.transformers.freeze(model)",
     PACKED: "it holds packed masks, and the configuration says learnable_masks=True: load it with "
     "learnable_masks=False; logits cannot be made from packed masks",
-    "gate_proj.weight": "it is a SwiGLU model: load it with its own class, and make an MGLU model of it, which must be "
-    "trained, with mglu_ops.transformers.from_swiglu(model, n_masks=...)",
+    **dict.fromkeys(("gate_proj.weight", "w1.weight", "gate_up_proj"), _SWIGLU),
 }
 """What a tensor that the model does not have tells about the kind of a checkpoint, and what to do."""
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME, SIZES, TOKENS, frozen, logits, mglus, tiny, tiny_swiglu
+from hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, frozen, logits, mglus, sizes_of, tiny, tiny_swiglu
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig
 from transformers.activations import ACT2FN
 
 import mglu_ops.transformers as mt
 from mglu_ops.activations import get_activation
-from mglu_ops.nn import NaiveMGLU, check_masks
+from mglu_ops.nn import NaiveMGLU, NaiveMGLUExperts, check_masks
 from mglu_ops.transformers.configuration import ACTIVATIONS
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
@@ -39,21 +39,43 @@ class NaiveFeedForward(nn.Module):
         return self.down_proj(self.naive(x))
 
 
+class NaiveExperts(nn.Module):
+    """The paper's layer in each expert of a mixture, in place of Transformers' experts."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        mglu = experts.mglu
+        sizes = mglu.num_experts, mglu.in_features, mglu.out_features
+        self.naive = NaiveMGLUExperts(*sizes, n_masks=mglu.n_masks, activation=mglu.activation, top_k=mglu.top_k)
+        self.naive.load_state_dict(mglu.state_dict())
+        self.down_proj = experts.down_proj
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("tkd,tkhd,tk->th", self.naive(x, ids), self.down_proj[ids], weights)
+
+
 @EACH
-@pytest.mark.parametrize("changes", [{}, {"n_masks": 3, "mask_top_k": 2, "hidden_act": "gelu_pytorch_tanh"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n_masks": 3, "mask_top_k": 2, "hidden_act": "gelu_pytorch_tanh", "mlp_only_layers": [1]}],
+    ids=["plain", "routed"],
+)
 def test_a_model_equals_transformers_model_with_the_papers_layer(name: str, changes: dict[str, Any]) -> None:
     model = tiny(name, **changes)
     reference = tiny_swiglu(name)
     reference.load_state_dict(model.state_dict(), strict=False)
     for own, other in zip(model.model.layers, reference.model.layers, strict=True):
-        other.mlp = NaiveFeedForward(own.mlp)
+        if hasattr(own.mlp, "experts"):
+            other.mlp.experts = NaiveExperts(own.mlp.experts)
+        else:
+            other.mlp = NaiveFeedForward(own.mlp)
     torch.testing.assert_close(logits(model), logits(reference), rtol=1e-4, atol=1e-5)
 
 
 @EACH
 def test_auto_classes_know_the_models(name: str) -> None:
     architecture = BY_NAME[name]
-    config = AutoConfig.for_model(f"mglu_{name}", **SIZES)
+    config = AutoConfig.for_model(f"mglu_{name}", **sizes_of(name))
     assert type(config) is architecture.config
     assert type(AutoModel.from_config(config)) is architecture.mglu[0]
     assert type(AutoModelForCausalLM.from_config(config)) is architecture.mglu[1]
