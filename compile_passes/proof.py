@@ -16,8 +16,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends import composite_experts_training
 from mglu_ops.checks import FLOATING
+from mglu_ops.expert_dispatch import untrainable_reason
 from mglu_ops.masks import MAX_MASKS
 
 from . import formulas
@@ -200,7 +200,7 @@ def _check_experts(site: Site) -> None:
     of_ranks = [node for node in (first.x, first.weight) if is_distributed(node)]
     if of_ranks:
         raise Refusal(f"`{of_ranks[0]}` is a DTensor, and the operators of experts take plain tensors here")
-    why = composite_experts_training.unsupported_reason(x.device, first.dtype)
+    why = untrainable_reason(x.device, first.dtype)
     if requires_grad(site.root) and why is not None:
         raise Refusal(f"the operator does not train experts of {first.dtype} on {x.device}: {why}")
 
