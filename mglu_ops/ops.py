@@ -298,12 +298,12 @@ class _Layer(torch.autograd.Function):
         weight_scale: Tensor | None = None,
         weight_format: str = "dense",
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        decoded = _decoded(x, weight, weight_scale, weight_format)
+        in_dtype = decoded(x, weight, weight_scale, weight_format)
         with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
             if mask_logits is not None:
                 _check_ste(x, weight, mask_logits, activation, mask_weights)
                 packed_masks = pack_logits(mask_logits)
-            result, partials = forward_train(x, decoded, packed_masks, activation, mask_weights)
+            result, partials = forward_train(x, in_dtype, packed_masks, activation, mask_weights)
         ctx.save_for_backward(x, weight, packed_masks, partials, weight_scale)
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
@@ -321,7 +321,7 @@ class _Layer(torch.autograd.Function):
         grads = backward(
             grad_output,
             x,
-            _decoded(x, weight, weight_scale, ctx.weight_format),
+            decoded(x, weight, weight_scale, ctx.weight_format),
             packed_masks,
             partials,
             (needs_x, needs_weight),
@@ -335,8 +335,8 @@ class _Layer(torch.autograd.Function):
         return grad_x, grad_weight, grad_logits, None, None, grad_mask_weights, None, None
 
 
-def _decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str) -> Tensor:
-    """The weight in x's dtype."""
+def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str) -> Tensor:
+    """The weight, or the weights of several experts, in x's dtype."""
     return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
 
 
