@@ -47,7 +47,7 @@ from .backends.base import GroupedBackwardArguments
 from .expert_calls import DownArguments, ExpertArguments, sort_pairs
 from .layer_call import arguments_key
 from .masks import packed_shape
-from .ops import LAYER, STORED, check_backward, decoded, rows_of_partials
+from .ops import LAYER, STORED, check_backward, decoded, refuse_gradients, rows_of_partials
 from .registering import (
     apply_function,
     batched,
@@ -341,32 +341,13 @@ class _Down(torch.autograd.Function):
         return grads[0], grads[1], None, grads[2], None, None
 
 
-def _refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_format: str = "dense") -> None:
-    """Refuse a gradient of a stored weight or its scales, or any with an activation format."""
-    if activation_format != "dense":
-        name = next(name for name, tensor in tensors.items() if tensor.requires_grad)
-        raise ValueError(
-            f"{name}: got a tensor that requires a gradient, must be called under torch.no_grad() or detached, because "
-            f"activation_format={activation_format!r} is for inference"
-        )
-    if weight_format == "dense":
-        return
-    for name in ("weight", "weight_scale"):
-        tensor = tensors.get(name)
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: got a tensor that requires a gradient, which there is not for "
-                f"weight_format={weight_format!r}: call {name}.requires_grad_(False)"
-            )
-
-
 @kernel("experts_forward", "Autograd", with_keyset=True)
 def _experts_forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
     if not needs_gradient(*args):
         return below_autograd(experts_forward, _experts_forward, keys, *args)
     given = ExpertArguments.of_ids(*args)
     expert_checks.check_experts(given)
-    _refuse_gradients(given.tensors(), given.weight_format, given.activation_format)
+    refuse_gradients(given.tensors(), given.weight_format, given.activation_format)
     if given.weight.requires_grad:
         raise ValueError(
             "weight: got a tensor that requires a gradient, which mglu::experts_forward does not compute: sort the "
@@ -399,7 +380,7 @@ def _apply_grouped(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format, _, offs = given
     if weight_format != "dense" or scale is not None or activation_format != "dense":
         expert_checks.check_experts(given)
-        _refuse_gradients(given.tensors(), weight_format, activation_format)
+        refuse_gradients(given.tensors(), weight_format, activation_format)
     return apply_function(_Grouped, x, weight, None, packed_masks, offs, activation, mask_weights, scale, weight_format)
 
 
@@ -436,7 +417,7 @@ def _experts_down_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
     given = DownArguments(*args)
     if given.weight_format != "dense" or given.weight_scale is not None:
         expert_checks.check_down(given)
-        _refuse_gradients(given.tensors(), given.weight_format)
+        refuse_gradients(given.tensors(), given.weight_format)
     return apply_function(_Down, *given)
 
 
@@ -491,9 +472,10 @@ def _vmap_tokens(op: Any) -> Callable[..., Any]:
 
 for _op in (experts_forward, experts_down):
     torch.library.register_vmap(_op, _vmap_tokens(_op), lib=library)
-for _op in (pack_expert_logits, experts_down_backward, grouped_forward, grouped_forward_ste):
-    torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
-for _op in (grouped_forward_train, grouped_backward):
+for _op in (
+    *(pack_expert_logits, experts_down_backward),
+    *(grouped_forward, grouped_forward_ste, grouped_forward_train, grouped_backward),
+):
     torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
 
 

@@ -340,25 +340,32 @@ def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str)
     return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
 
 
-def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Call `_Layer` with the arguments of `mglu::forward`."""
-    given = LayerArguments(*args)
-    x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format = given
+def refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_format: str = "dense") -> None:
+    """Refuse a gradient of a stored weight or its scales, or any with an activation format."""
     if activation_format != "dense":
-        checks.check_layer(given)
-        name = next(name for name, tensor in given.tensors().items() if tensor.requires_grad)
+        name = next(name for name, tensor in tensors.items() if tensor.requires_grad)
         raise ValueError(
             f"{name}: got a tensor that requires a gradient, must be called under torch.no_grad() or detached, because "
             f"activation_format={activation_format!r} is for inference"
         )
-    if weight_format != "dense" or scale is not None:
+    if weight_format == "dense":
+        return
+    for name in ("weight", "weight_scale"):
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: got a tensor that requires a gradient, which there is not for "
+                f"weight_format={weight_format!r}: call {name}.requires_grad_(False)"
+            )
+
+
+def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Call `_Layer` with the arguments of `mglu::forward`."""
+    given = LayerArguments(*args)
+    x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format = given
+    if activation_format != "dense" or weight_format != "dense" or scale is not None:
         checks.check_layer(given)
-        for name, tensor in (("weight", weight), ("weight_scale", scale)):
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError(
-                    f"{name}: got a tensor that requires a gradient, which there is not for "
-                    f"weight_format={weight_format!r}: call {name}.requires_grad_(False)"
-                )
+        refuse_gradients(given.tensors(), weight_format, activation_format)
     return apply_function(_Layer, x, weight, None, packed_masks, activation, mask_weights, scale, weight_format)
 
 
