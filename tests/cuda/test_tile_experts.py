@@ -10,6 +10,7 @@ import torch
 from families import quick_only_for
 from test_cuda_compile import HOPPER, REGISTERS_PER_SM, compiled
 
+from mglu_ops.backends.cuda.choice import choose_experts
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import permute_x, quantize_x
 from mglu_ops.backends.cuda.kernels.tile_experts import TileItems, candidates, choose
@@ -99,6 +100,21 @@ def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
     layer = many.layer
     read = 128 * layer.out_features * layer.in_features * (2 + 1 / 8) / costs.dram_bytes_per_us
     assert read < times[1] < 1.4 * read
+
+
+def test_which_kernel_runs_experts() -> None:
+    """decode_mma runs few rows an expert, and more where threads read the masks (360 bytes a row of gpt-oss)."""
+
+    def kernel(call: ExpertCall, **changes: Any) -> str:
+        return choose_experts(replace(call, layer=replace(call.layer, **changes)), HOPPER).config.kernel
+
+    assert [kernel(expert_call(1, tokens)) for tokens in (1, 128, 192, 4096)] == ["decode_mma"] * 2 + ["tile_wgmma"] * 2
+    assert [kernel(expert_call(1, tokens, GPT_OSS)) for tokens in (128, 192)] == ["decode_mma", "tile_wgmma"]
+    assert kernel(expert_call(4, 128, GPT_OSS)) == "tile_wgmma"
+    assert kernel(expert_call(1, 1), batch_invariant=True) == "tile_wgmma"
+    call = expert_call(1, 4096)
+    assert kernel(replace(call, masks_stride=2 * call.masks_stride)) == "decode_mma"
+    assert choose_experts(call, KNOWN_GPUS[8, 0]).config.kernel == "decode_mma"
 
 
 def test_what_the_kernel_refuses() -> None:
