@@ -107,10 +107,13 @@ def check_feed_forward(config: Any) -> None:
         raise ValueError("per_layer_config: got a value, must be None; all MGLU layers of a model are alike")
 
 
-def _plan(base: type[Any]) -> dict[str, str]:
+_DENSE_PLAN = {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
+_EXPERTS_PLAN = {"layers.*.mlp.experts.mglu": "mglu_colwise"}  # the style refuses experts with a clear error
+
+
+def _plan(base: type[Any], feed_forward: dict[str, str] = _DENSE_PLAN) -> dict[str, str]:
     """The tensor-parallel plan of a configuration, with MGLU in place of the two projections of SwiGLU."""
-    plan = {name: style for name, style in base.base_model_tp_plan.items() if ".mlp." not in name}
-    return plan | {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
+    return {name: style for name, style in base.base_model_tp_plan.items() if ".mlp." not in name} | feed_forward
 
 
 @strict
@@ -137,16 +140,12 @@ class MGLUMistralConfig(MGLUBalanceConfigMixin, MistralConfig):
     base_model_tp_plan: ClassVar[dict[str, str]] = _plan(MistralConfig)
 
 
-# The style refuses experts, whose tensors it would have to shard along another dimension.
-_EXPERTS_PLAN = {"layers.*.mlp.experts.mglu": "mglu_colwise"}
-
-
 @strict
 class MGLUQwen3MoeConfig(MGLUConfigMixin, Qwen3MoeConfig):
     """`Qwen3MoeConfig` with the keys of `MGLUConfigMixin`."""
 
     model_type = "mglu_qwen3_moe"
-    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(Qwen3MoeConfig) | _EXPERTS_PLAN
+    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(Qwen3MoeConfig, _DENSE_PLAN | _EXPERTS_PLAN)
     base_model_ep_plan = None
 
 
@@ -155,5 +154,5 @@ class MGLUMixtralConfig(MGLUConfigMixin, MixtralConfig):
     """`MixtralConfig` with the keys of `MGLUConfigMixin`."""
 
     model_type = "mglu_mixtral"
-    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(MixtralConfig) | _EXPERTS_PLAN
+    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(MixtralConfig, _EXPERTS_PLAN)
     base_model_ep_plan = None

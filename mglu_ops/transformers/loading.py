@@ -41,7 +41,8 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
         if _is_of(key, layers):
             raise ValueError(
                 f"{source}: {key} has shape {list(found)}, but the configuration says {list(expected)}; check "
-                "hidden_size, intermediate_size and n_masks (ignore_mismatched_sizes does not hold for MGLU layers)"
+                "hidden_size, n_masks, intermediate_size and in mixtures also the number and the sizes of experts "
+                "(ignore_mismatched_sizes does not hold for MGLU layers)"
             )
     if missing := sorted(key for key in info.missing_keys if _is_of(key, layers)):
         reason = _reason(set(info.unexpected_keys), len(set(map(_owner, missing))) < len(layers))
