@@ -310,9 +310,11 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
     weight = tensor_example(term.gate.weight)
     if weight is None or not equal_sizes(weight.shape, mask.shape):
         shape = "unknown" if weight is None else list(weight.shape)
+        of_experts = "each expert has a mask of its own, so expand a mask that experts share"
+        of_a_layer = "MGLU masks single weights, so a per-channel mask is not MGLU"
         raise Refusal(
-            f"mask `{mask.bits.name}` has shape {list(mask.shape)} and the weight {shape}; MGLU masks single weights, "
-            "so a per-channel mask is not MGLU"
+            f"mask `{mask.bits.name}` has shape {list(mask.shape)} and the weight {shape}; "
+            f"{of_experts if holds_experts(term.gate.weight) else of_a_layer}"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import dims, dtype_of, has_shape, holds_experts, is_matrix, same_shape, size, tensor_example
+from ..shapes import dims, dtype_of, equal_sizes, has_shape, holds_experts, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
 from ..values import BATCHED, MOST_ITEMS, Binary, Bundle, Product, Scalar, Value, Weighted, binary_at, combine, multiply
 from .bundles import bundle
@@ -71,10 +71,14 @@ def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
 def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
     """Whether `node` has the shape of the masked weight: the shape of `argument`, or of the stack of masks.
 
-    A mask that is broadcast to the weight passes here, so that the check of the site can refuse it with its reason.
+    A mask that is broadcast to the weight passes here, so that the check of the site can refuse it with its reason. A
+    mask of three dimensions that is broadcast along the last two does not, as it may mark the tokens of a batch.
     """
     masks = mask.mask.shape
-    if len(masks) != 3 or holds_experts(weighted.weight):
+    if holds_experts(weighted.weight):
+        weight = tensor_example(weighted.weight)
+        return weight is not None and equal_sizes(masks[-2:], weight.shape[-2:]) and same_shape(node, argument)
+    if len(masks) != 3:
         return same_shape(node, argument)
     return has_shape(node, masks) and has_shape(weighted.weight, masks[1:])
 
