@@ -221,12 +221,13 @@ import sys, torch
 if sys.argv[2] == "library first": torch.ops.load_library(sys.argv[1])
 import mglu_ops
 if sys.argv[2] == "python first": torch.ops.load_library(sys.argv[1])
-for name in ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "forward_train", "backward"):
+layer = ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "forward_train", "backward")
+for name in (*layer, "experts_forward", "grouped_forward"):
     overloads = [schema.overload_name for schema in torch._C._jit_get_schemas_for_operator(f"mglu::{name}")]
     assert overloads.count("") == 1, overloads
     table = torch._C._dispatch_dump_table(f"mglu::{name}")
     (cpu,) = [line for line in table.splitlines() if line.startswith("CPU:")]
-    assert "ops.py" in cpu, cpu
+    assert "registering.py" in cpu, cpu
 torch.manual_seed(0)
 layer = mglu_ops.nn.MGLU(20, 6, n_masks=2)
 x = torch.randn(3, 20, requires_grad=True)
