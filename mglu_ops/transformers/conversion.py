@@ -117,7 +117,7 @@ def _matrices(mlp: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor]:
                 "dtype; merge adapters and undo quantization before"
             )
         return *experts.gate_up_proj.chunk(2, dim=1), experts.down_proj
-    weights = []
+    weights: list[Tensor] = []
     for projection in _PROJECTIONS:
         linear = getattr(mlp, projection, None)
         if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
