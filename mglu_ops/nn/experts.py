@@ -124,7 +124,7 @@ class MGLUExperts(_Experts, MGLU):
         """The result `[T K, out_features]`, computed in the order of experts, which has all gradients."""
         top_k = expert_ids.shape[1]
         order, offs = sort_pairs(expert_ids, self.num_experts)
-        inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+        inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
         x = _Gather.apply(x, order, inverse, top_k)
         weights = None if mask_weights is None else _Gather.apply(mask_weights, order, inverse, top_k)
         if self.packed_masks is None:
@@ -287,7 +287,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, _, inverse, copies = inputs
-        ctx.sizes = len(x), copies
+        ctx.sizes = x.shape[0], copies
         ctx.save_for_backward(inverse)
 
     @staticmethod

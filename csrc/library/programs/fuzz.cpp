@@ -79,13 +79,6 @@ struct Owned {
     std::unique_ptr<unsigned char[]> data;
 };
 
-// The bytes of an element: the number in the name of a dtype is its bits, and `bool` has none.
-std::size_t item_size(mglu::Scalar dtype) {
-    const std::string name = mglu::name(dtype);
-    const std::size_t number = name.find_first_of("123456789");
-    return number == std::string::npos ? 1 : std::stoul(name.substr(number)) / 8;
-}
-
 std::unique_ptr<Owned> make(Random& random, std::vector<std::int64_t> sizes, mglu::Scalar dtype, bool zeros_and_ones) {
     auto owned = std::make_unique<Owned>();
     if (random.chance(8) && !sizes.empty()) sizes[random.below(sizes.size())] += random.chance(50) ? 1 : 7;
@@ -106,7 +99,7 @@ std::unique_ptr<Owned> make(Random& random, std::vector<std::int64_t> sizes, mgl
         is_empty = is_empty || sizes[i] == 0;
         last += (std::max<std::int64_t>(sizes[i], 1) - 1) * owned->strides[i];
     }
-    const std::size_t bytes = is_empty ? 0 : static_cast<std::size_t>(last + 1) * item_size(dtype);
+    const std::size_t bytes = is_empty ? 0 : static_cast<std::size_t>(last + 1) * mglu::item_bytes(dtype);
     owned->data.reset(new unsigned char[bytes]);
     for (std::size_t i = 0; i < bytes; ++i)
         owned->data[i] = static_cast<unsigned char>(zeros_and_ones ? random.below(2) : random.below(256));
@@ -124,7 +117,7 @@ std::unique_ptr<Owned> result(const std::vector<std::int64_t>& sizes, mglu::Scal
     owned->sizes = sizes;
     owned->strides.assign(sizes.size(), 1);
     for (std::size_t i = sizes.size(); i-- > 0;) owned->strides[i] = count, count *= sizes[i];
-    owned->data.reset(new unsigned char[static_cast<std::size_t>(count) * item_size(dtype)]);
+    owned->data.reset(new unsigned char[static_cast<std::size_t>(count) * mglu::item_bytes(dtype)]);
     owned->tensor = {owned->data.get(),
                      static_cast<std::int64_t>(sizes.size()),
                      owned->sizes.data(),
