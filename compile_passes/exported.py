@@ -8,11 +8,13 @@ that tracing recorded (an export with grad mode on) are dropped first; they woul
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -112,12 +114,15 @@ def _stop_training(graph: Graph) -> None:
 
 def _lower_to_aten(graph: Graph) -> None:
     """Replace new nodes by ATen operators with traced values, which is what an exported graph consists of."""
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     for node in list(graph.nodes):
-        is_new = "val" not in node.meta or node.target in (torch.add, torch.mul)  # the result of a layer
+        is_result = node.op == "call_method" or node.target in (torch.add, torch.mul)  # with the root's example
+        is_new = "val" not in node.meta or is_result
         if not is_new or node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
-        traced = make_fx(_of_its_inputs(node, inputs))(*(item.meta["val"] for item in inputs)).graph
+        with mode or nullcontext():  # for calls without inputs, which would make tensors of another mode
+            traced = make_fx(_of_its_inputs(node, inputs))(*(item.meta["val"] for item in inputs)).graph
         copies: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
         with graph.inserting_before(node):
             for inner in traced.nodes:

@@ -34,7 +34,8 @@ class SiteReport:
         n_masks: the number of masks in the sum; 0 if it is not known.
         activation: the gating function.
         dtype: dtype of the result.
-        operator: the operator, `forward_ste` (trained masks) or `forward` (fixed masks); empty for a miss.
+        operator: the operator, `forward_ste` (trained masks) or `forward` (fixed masks), or for experts
+            `grouped_forward_ste` or `grouped_forward`; empty for a miss.
         weighted: whether the masks have mask weights.
         weight_format: how the operator reads the weight (`mglu_ops.formats`), `dense` if it is not stored in 8 bits or
             less; empty for a miss.

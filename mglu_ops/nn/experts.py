@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,15 @@ from .packed_buffers import check_masks_in_use
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+TensorOrNone = TypeVar("TensorOrNone", Tensor, Tensor | None)
+
 
 class _Experts(MaskedLinear):
     """The part of a stack of layers that does not depend on how they compute."""
 
     num_experts: int
+    first_expert: int | None = None
+    """The number of this rank's first expert, if `mglu_ops.parallel.ParallelExperts` has divided the layer."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, **options: Any) -> None:
         check_sizes(num_experts=num_experts)
@@ -56,6 +60,19 @@ class _Experts(MaskedLinear):
             )
         if self.packed_masks is not None:
             check_masks_in_use(self, self.packed_masks)
+
+    def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
+        """What this rank holds of a DTensor, if the layer is divided over ranks; otherwise the tensor as it is.
+
+        Of the gradient of a tensor that all ranks hold, each rank computes one term of a sum.
+        """
+        if self.first_expert is None or tensor is None:
+            return tensor
+        from torch.distributed.tensor import DTensor, Partial
+
+        assert isinstance(tensor, DTensor)
+        of_gradient = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
+        return tensor.to_local(grad_placements=of_gradient)
 
 
 class MGLUExperts(_Experts, MGLU):
@@ -107,13 +124,14 @@ class MGLUExperts(_Experts, MGLU):
             ValueError: as in `MGLU`, or `expert_ids` is on another device or has other leading sizes than x.
         """
         self.check_inputs(x, expert_ids)
-        mask_weights = self.mask_weights(x)
-        rows, ids = as_rows(x), as_rows(expert_ids)
+        mask_weights = self.on_rank(self.mask_weights(x))
+        rows, ids = as_rows(self.on_rank(x)), as_rows(expert_ids)
         weights = None if mask_weights is None else as_rows(mask_weights)
         if self.packed_masks is not None and not (torch.is_grad_enabled() and self.weight.requires_grad):
             weights = None if weights is None else weights.unsqueeze(1).expand(-1, ids.shape[1], -1)
-            given = (rows, self.weight, self.packed_masks, ids, self.activation, weights)
-            y = expert_ops.experts_forward(*given, self.weight_scale, self.weight_format, self.activation_format)
+            weight, packed_masks, scale = map(self.on_rank, (self.weight, self.packed_masks, self.weight_scale))
+            given = (rows, weight, packed_masks, ids, self.activation, weights)
+            y = expert_ops.experts_forward(*given, scale, self.weight_format, self.activation_format)
         elif self.save_activations or not torch.is_grad_enabled():
             y = self._sorted(rows, weights, ids)
         else:
@@ -122,16 +140,17 @@ class MGLUExperts(_Experts, MGLU):
 
     def _sorted(self, x: Tensor, mask_weights: Tensor | None, expert_ids: Tensor) -> Tensor:
         """The result `[T K, out_features]`, computed in the order of experts, which has all gradients."""
-        top_k = expert_ids.shape[1]
-        order, offs = sort_pairs(expert_ids, self.num_experts)
+        top_k, weight, scale = expert_ids.shape[1], self.on_rank(self.weight), self.on_rank(self.weight_scale)
+        order, offs = sort_pairs(expert_ids, weight.shape[0])
         inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
         x = _Gather.apply(x, order, inverse, top_k)
         weights = None if mask_weights is None else _Gather.apply(mask_weights, order, inverse, top_k)
         if self.packed_masks is None:
-            y, _ = expert_ops.grouped_forward_ste(x, self.weight, self.mask_logits, offs, self.activation, weights)
+            logits = self.on_rank(self.mask_logits)
+            y, _ = expert_ops.grouped_forward_ste(x, weight, logits, offs, self.activation, weights)
         else:
-            given = (x, self.weight, self.packed_masks, offs, self.activation, weights)
-            y = expert_ops.grouped_forward(*given, self.weight_scale, self.weight_format, self.activation_format)
+            given = (x, weight, self.on_rank(self.packed_masks), offs, self.activation, weights)
+            y = expert_ops.grouped_forward(*given, scale, self.weight_format, self.activation_format)
         return _Gather.apply(y, inverse, order, 1)
 
 
@@ -250,9 +269,13 @@ class MGLUExpertsFeedForward(nn.Module):
         """
         self.experts.check_input(x)
         logits = self.gate(x)
-        weights, ids = route(logits, self.top_k, self.norm_topk_prob)
+        weights, ids = route(self.experts.on_rank(logits), self.top_k, self.norm_topk_prob)
+        if self.experts.first_expert:
+            ids = ids - self.experts.first_expert  # ids of other ranks' experts leave the range
         hidden = self.experts(as_rows(x), as_rows(ids))
-        y = expert_ops.experts_down(hidden, self.down_proj, as_rows(ids), as_rows(weights)).view(x.shape)
+        down_proj = self.experts.on_rank(self.down_proj)
+        y = expert_ops.experts_down(hidden, down_proj, as_rows(ids), as_rows(weights))
+        y = torch.ops.aten._unsafe_view(y, x.shape)  # FSDP warns of a module that returns a view
         return (y, logits) if output_router_logits else y
 
     def extra_repr(self) -> str:

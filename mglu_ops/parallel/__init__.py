@@ -4,9 +4,10 @@ The page beside this file shows each of them. Importing this package imports `to
 """
 
 from .colwise import ColwiseMGLU
+from .experts import ParallelExperts
 from .fsdp import shard_placement_fn
 
-__all__ = ["ColwiseMGLU", "register_transformers_style", "shard_placement_fn"]
+__all__ = ["ColwiseMGLU", "ParallelExperts", "register_transformers_style", "shard_placement_fn"]
 
 
 def register_transformers_style() -> None:

@@ -33,7 +33,7 @@ def graphs(model: Any, expected: list[list[int]] | None = None) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("form", ["logits", "packed"])
 def test_cuda_graphs_give_the_same_tokens_in_as_few_graphs_as_swiglu(name: str, form: str) -> None:
     sizes = {"initializer_range": 0.5, "hidden_size": 64, "intermediate_size": 128}

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from expert_layers import make_experts
 from ranks import RANKS, run_on_ranks
 from stored_weights import stored_layer
 from strategies import make_layer
@@ -228,9 +229,86 @@ def _stored_weights(ranks: Ranks) -> None:
         torch.ops.mglu.forward(x, **of_weight, weight_scale=scale, weight_format="fp8_block")
 
 
+def _check_experts(ranks: Ranks, op: Any, given: dict[str, Tensor], ways: dict[str, Any], **options: Any) -> None:
+    """The result of an operator and its gradients. A way has the placements of tensors, of the result, of gradients."""
+    is_learned = {name for name, tensor in given.items() if tensor.requires_grad}
+    for way, (placements, of_result, of_gradients) in ways.items():
+        what = f"{op}, {way}"
+        plain = {name: t.detach().requires_grad_(name in is_learned) for name, t in given.items()}
+        shards = {name: ranks.shard(t, placements.get(name, Replicate())) for name, t in plain.items()}
+        want, got = op(**plain, **options), op(**shards, **options)
+        if isinstance(want, tuple):
+            ranks.compare(f"{what}: packed masks", got[1], want[1], Shard(1))
+            want, got = want[0], got[0]
+        ranks.compare(f"{what}: result", got, want, of_result)
+        if is_learned:
+            want.square().sum().backward()
+            got.square().sum().backward()
+        for name in is_learned:
+            ranks.compare(f"{what}: gradient of {name}", shards[name].grad, plain[name].grad, of_gradients[name])
+
+
+def _experts(ranks: Ranks) -> None:
+    """Layers of experts by their rows or their tokens; divided by experts, a weight is gathered."""
+    mglu, sum_of_ranks = torch.ops.mglu, Partial()
+    layer = make_experts(weighted=True, dtype=torch.float64, routing="some out of range")
+    x, weight, packed_masks, _, mask_weights, *_, expert_ids, _ = layer.given
+    assert mask_weights is not None
+    assert expert_ids is not None
+    given = {"x": x, "weight": weight, "packed_masks": packed_masks, "expert_ids": expert_ids}
+    of_rows = {"weight": Shard(1), "packed_masks": Shard(1)}
+    of_tokens = {"x": Shard(0), "expert_ids": Shard(0), "mask_weights": Shard(0)}
+    ways: dict[str, Any] = {
+        "rows": (of_rows, Shard(2), {}),
+        "tokens": (of_tokens, Shard(0), {}),
+        "experts": ({"weight": Shard(0), "packed_masks": Shard(0)}, None, {}),
+    }
+    _check_experts(ranks, mglu.experts_forward.default, given | {"mask_weights": mask_weights}, ways)
+
+    rows = {"x": x.requires_grad_(), "weight": weight.requires_grad_(), "offs": torch.tensor([1, 1, 4, 5]).int()}
+    rows["mask_weights"] = mask_weights[:, 0].requires_grad_()
+    of_gradients = {"x": sum_of_ranks, "weight": Shard(1), "mask_logits": Shard(2), "mask_weights": sum_of_ranks}
+    by_rows = {"rows": (of_rows | {"mask_logits": Shard(2)}, Shard(1), of_gradients)}
+    _check_experts(ranks, mglu.grouped_forward.default, rows | {"packed_masks": packed_masks}, by_rows)
+    logits = (layer.masks.double() - 0.5).requires_grad_()
+    _check_experts(ranks, mglu.grouped_forward_ste.default, rows | {"mask_logits": logits}, by_rows)
+
+    y = torch.randn(*expert_ids.shape, 10, dtype=torch.float64)
+    down = {"y": y, "weight": weight.detach().transpose(1, 2), "expert_weights": torch.rand(6, 2, dtype=torch.float64)}
+    down = {name: tensor.requires_grad_() for name, tensor in down.items()} | {"expert_ids": expert_ids}
+    of_tokens = {"y": Shard(0), "expert_ids": Shard(0), "expert_weights": Shard(0)}
+    of_weights = {"expert_weights": sum_of_ranks}
+    ways = {
+        "rows": ({"weight": Shard(1)}, Shard(1), {"y": sum_of_ranks, "weight": Shard(1), **of_weights}),
+        "columns": ({"y": Shard(2), "weight": Shard(2)}, None, {"y": Shard(2), "weight": Shard(2), **of_weights}),
+        "tokens": (of_tokens, Shard(0), {"y": Shard(0), "weight": sum_of_ranks, "expert_weights": Shard(0)}),
+    }
+    _check_experts(ranks, mglu.experts_down.default, down, ways)
+
+
+def _stored_experts(ranks: Ranks) -> None:
+    """Experts in fewer bits with their scales, by rows. A shard holds whole blocks of rows that share scales."""
+    for name in ("int8_row", "int4_group"):  # gloo cannot scatter fp8
+        x, weight, packed_masks, _, _, scale, *_, expert_ids, _ = make_experts(weight_format=name).given
+        given = {"x": x, "weight": weight, "packed_masks": packed_masks, "expert_ids": expert_ids}
+        ways = {"rows": (dict.fromkeys(("weight", "packed_masks", "weight_scale"), Shard(1)), Shard(2), {})}
+        _check_experts(
+            ranks, torch.ops.mglu.experts_forward.default, given | {"weight_scale": scale}, ways, weight_format=name
+        )
+
+
 CHECKS = {
     check.__name__.strip("_"): check
-    for check in (_packing, _layers, _learned_masks, _stored_weights, _rules_of_the_user, _compiled_modules)
+    for check in (
+        _packing,
+        _layers,
+        _learned_masks,
+        _stored_weights,
+        _experts,
+        _stored_experts,
+        _rules_of_the_user,
+        _compiled_modules,
+    )
 }
 
 

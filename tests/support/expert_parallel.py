@@ -1,0 +1,268 @@
+"""Checks that layers of experts that are divided over ranks compute and learn as one process does."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tensor_parallel import (
+    STEPS,
+    Setting,
+    assert_same_gradients,
+    assert_same_parameters,
+    gradients,
+    optimizer_of,
+    train,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import mglu_ops
+from mglu_ops.nn import MGLUExpertsFeedForward
+from mglu_ops.parallel import ParallelExperts, shard_placement_fn
+
+WAYS = ("experts", "rows")
+KINDS: dict[str, dict[str, Any]] = {
+    "learned": {},
+    "fixed": {"learnable_masks": False},
+    "weighted": {"mask_top_k": 2},
+    "recomputed": {"save_activations": False},
+}
+
+
+@dataclass(frozen=True)
+class ExpertSetting(Setting):
+    """Two layers of 8 experts, of which a token has 3."""
+
+    @staticmethod
+    def here() -> ExpertSetting:
+        return ExpertSetting(init_device_mesh("cpu", (dist.get_world_size(),)), "cpu", torch.float64)
+
+    def model(self, **options: Any) -> nn.Sequential:  # type: ignore[override] # another kind of layer
+        torch.manual_seed(0)
+        layers = (MGLUExpertsFeedForward(8, self.width, 16, 3, n_masks=3, **options) for _ in range(2))
+        return nn.Sequential(*layers).to(self.dtype)
+
+    def divided(self, way: str, model: nn.Sequential, **layouts: Any) -> nn.Sequential:
+        return parallelize_module(model, self.mesh, {"*": ParallelExperts(way, **layouts)})
+
+
+def check_placements(setting: ExpertSetting) -> None:
+    """Each rank holds its experts or its rows of each, and all of the routers."""
+    ranks = setting.mesh.size()
+    for way in WAYS:
+        by_experts = way == "experts"
+        for learnable_masks in (True, False):
+            options = {"mask_top_k": 2, "learnable_masks": learnable_masks}
+            whole, divided = setting.model(**options), setting.divided(way, setting.model(**options))
+            masks = "experts.mask_logits" if learnable_masks else "experts.packed_masks"
+            placements = {
+                "gate.weight": Replicate(),
+                "down_proj": Shard(0 if by_experts else 2),
+                "experts.weight": Shard(0 if by_experts else 1),
+                masks: Shard(0 if by_experts else 1 + learnable_masks),
+                "experts.router.weight": Replicate(),
+            }
+            wanted = whole[0].state_dict()
+            found = divided[0].state_dict()
+            assert found.keys() == wanted.keys() == placements.keys()
+            for name, placement in placements.items():
+                assert found[name].placements == (placement,), f"{way}: {name}"
+                assert torch.equal(found[name].full_tensor(), wanted[name]), f"{way}: {name}"
+                if isinstance(placement, Shard):
+                    held = found[name].to_local().shape[placement.dim]
+                    assert held == wanted[name].shape[placement.dim] // ranks, f"{way}: {name}"
+
+
+def check_results(setting: ExpertSetting) -> None:
+    """Results and gradients are one process's, for every kind of masks, for a sequence and for one decoded token."""
+    for name, options in KINDS.items():
+        alone = setting.model(**options)
+        want, token = gradients(alone, alone, setting.x()), setting.x()[:1, :1]
+        for way in WAYS:
+            divided = setting.divided(way, setting.model(**options))
+            with torch.no_grad():
+                for x in (setting.x(), token):
+                    setting.assert_same(divided(x), alone(x), f"{way}, {name}, no gradients", factor=2)
+            assert_same_gradients(setting, gradients(divided, divided, setting.x()), want, f"{way}, {name}")
+
+
+def check_sequence_parts(setting: ExpertSetting) -> None:
+    """Each rank has a part of the sequence outside of the first layer."""
+    alone = setting.model()
+    want = gradients(alone, alone, setting.x())
+    expected = {key: setting.part_of_sequence(t) if key in ("x", "y") else t for key, t in want.items()}
+    layouts = {"input_layouts": Shard(1), "output_layouts": Shard(1)}
+    for way in WAYS:
+        divided = setting.divided(way, setting.model(), **layouts)
+        got = gradients(divided, divided, setting.part_of_sequence(setting.x()))
+        assert_same_gradients(setting, got, expected, way)
+
+
+def check_router_logits(setting: ExpertSetting) -> None:
+    """The gradient of a loss that balances the experts counts once, beside the one of the result."""
+
+    def with_loss(layer: nn.Module, x: Tensor) -> Tensor:
+        y, logits = layer(x, True)
+        return y + logits.softmax(-1).square().sum()
+
+    alone = setting.model()[0]
+    want = gradients(alone, lambda x: with_loss(alone, x), setting.x())
+    for way in WAYS:
+        divided = setting.divided(way, setting.model())[0]
+        got = gradients(divided, lambda x, layer=divided: with_loss(layer, x), setting.x())
+        assert_same_gradients(setting, got, want, way)
+
+
+def check_training(setting: ExpertSetting) -> None:
+    """Some steps of AdamW give one process's parameters and change masks, which then are packed by each rank."""
+    for way in WAYS:
+        alone, divided = (setting.model(mask_top_k=2) for _ in range(2))
+        before = alone[0].experts.mask_logits.detach() > 0
+        for model in (alone, setting.divided(way, divided)):
+            train(setting, model, optimizer_of(model), range(STEPS))
+        assert_same_parameters(divided, alone, way)
+        assert not torch.equal(alone[0].experts.mask_logits > 0, before)
+        with torch.no_grad():
+            learned = divided(setting.x())
+            mglu_ops.freeze(divided)
+            setting.assert_same(divided(setting.x()), learned, f"{way}, frozen")
+        packed = mglu_ops.freeze(alone)[0].experts.packed_masks
+        assert torch.equal(divided[0].experts.packed_masks.full_tensor(), packed)
+
+
+def check_quantized(setting: ExpertSetting) -> None:
+    for name in ("int8_row", "int4_group"):  # gloo cannot scatter fp8
+        alone = mglu_ops.quantize(mglu_ops.freeze(setting.model()), name)
+        want = gradients(alone, alone, setting.x())
+        for way in WAYS:
+            divided = setting.divided(way, copy.deepcopy(alone))
+            assert_same_gradients(setting, gradients(divided, divided, setting.x()), want, f"{way}, {name}")
+
+
+def check_bad_input(setting: ExpertSetting) -> None:
+    ranks = setting.mesh.size()
+    with pytest.raises(ValueError, match="divide: got 'tokens', must be 'experts' or 'rows'"):
+        ParallelExperts("tokens")
+    with pytest.raises(TypeError, match="module: got Linear, must be an MGLUExpertsFeedForward for ParallelExperts"):
+        parallelize_module(nn.Linear(4, 4), setting.mesh, ParallelExperts("rows"))
+    odd = MGLUExpertsFeedForward(7, 8, 9, 2)
+    with pytest.raises(ValueError, match=f"num_experts: got 7, must be a multiple of the number of ranks, {ranks}"):
+        parallelize_module(odd, setting.mesh, ParallelExperts("experts"))
+    with pytest.raises(ValueError, match=f"intermediate_size: got 9, must be a multiple of the .*, {ranks}"):
+        parallelize_module(odd, setting.mesh, ParallelExperts("rows"))
+    for way in WAYS:
+        divided = setting.divided(way, setting.model(learnable_masks=False))
+        if setting.mesh.get_local_rank() == 1:
+            divided[0].experts.packed_masks.to_local()[0, 0, -1, 0] |= 0x80
+        with pytest.raises(ValueError, match="packed_masks: padding bits past in_features=36 are set"):
+            divided(setting.x())  # on all ranks
+
+
+def check_materialized(setting: ExpertSetting) -> None:
+    """A model on meta is divided first, and then gets memory and initial values."""
+    for way in WAYS:
+        with torch.device("meta"):
+            model = setting.divided(way, setting.model())
+        model.to_empty(device="cpu")
+        for layer in model:
+            nn.init.constant_(layer.down_proj, 9)
+            nn.init.constant_(layer.experts.weight, 9)
+            layer.reset_parameters()
+            for tensor, inputs in ((layer.down_proj, 16), (layer.experts.weight, setting.width)):
+                bound = inputs**-0.5
+                assert 0.98 * bound < tensor.full_tensor().abs().max() <= bound, way
+        assert model(setting.x()).isfinite().all()
+
+
+def shard_fully(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    placement = shard_placement_fn(model)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, shard_placement_fn=placement)
+    return fully_shard(model, mesh=mesh, shard_placement_fn=placement)
+
+
+def check_fully_sharded(setting: ExpertSetting) -> None:
+    """FSDP2 trains layers of experts as one process, also those that are divided between the ranks of a group."""
+    expected, sharded = setting.model(), shard_fully(setting.model(), setting.mesh)
+    train(setting, expected, optimizer_of(expected), range(STEPS))
+    train(setting, sharded, optimizer_of(sharded), range(STEPS), setting.mesh)
+    assert_same_parameters(sharded, expected, "fully_shard")
+    if setting.mesh.size() < 4:
+        return
+    mesh = init_device_mesh("cpu", (2, setting.mesh.size() // 2), mesh_dim_names=("data", "expert"))
+    inner = ExpertSetting(mesh["expert"], "cpu", torch.float64)
+    for way in WAYS:
+        sharded = shard_fully(inner.divided(way, inner.model()), mesh["data"])
+        train(setting, sharded, optimizer_of(sharded), range(STEPS), mesh["data"])
+        assert_same_parameters(sharded, expected, f"fully_shard, {way}")
+
+
+CHECKS = (
+    check_placements,
+    check_results,
+    check_sequence_parts,
+    check_router_logits,
+    check_training,
+    check_quantized,
+    check_bad_input,
+    check_materialized,
+    check_fully_sharded,
+)
+
+
+def run_checks(rank: int) -> None:
+    setting = ExpertSetting.here()
+    for check in CHECKS:
+        check(setting)
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def save(rank: int, folder: str) -> None:
+    """Save a trained model that is divided in each way."""
+    setting = ExpertSetting.here()
+    for way in WAYS:
+        model = setting.divided(way, setting.model())
+        train(setting, model, optimizer_of(model), range(2))
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/{way}")
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if rank == 0:
+            torch.save(full, f"{folder}/{way}.pt")
+
+
+def load(rank: int, folder: str) -> None:
+    """Load each checkpoint into a model that is divided in the other way: the bits are the same."""
+    for way, other in zip(WAYS, reversed(WAYS), strict=True):
+        setting = ExpertSetting.here()
+        _load(setting.divided(other, setting.model()), folder, way)
+
+
+def load_whole(folder: str) -> None:
+    """Load each checkpoint into a model of one process, without a process group."""
+    for way in WAYS:
+        _load(ExpertSetting(None, "cpu", torch.float64).model(), folder, way)
+
+
+def _load(model: nn.Sequential, folder: str, way: str) -> None:
+    for layer in model:
+        layer.reset_parameters()
+    stored = {"model": get_model_state_dict(model)}
+    dcp.load(stored, checkpoint_id=f"{folder}/{way}")
+    set_model_state_dict(model, stored["model"])
+    want = torch.load(f"{folder}/{way}.pt")
+    found = model.state_dict()
+    assert found.keys() == want.keys()
+    for name, tensor in found.items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(tensor, want[name]), f"{way}: {name}"
