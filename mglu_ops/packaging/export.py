@@ -73,7 +73,7 @@ def export(
             the inputs' device.
         dynamic_shapes: the argument of that name of `torch.export.export`, in place of `dynamic_tokens`.
         shim: call `libmglu_ops.so` directly (see `packaging.shim`), also in Python: `mglu_ops.load(path, library=...)`.
-            It has no such function for experts.
+            It has no C functions for experts.
         weights: a file for the parameters and packed masks, which are then not in the package. `mglu_ops.load` takes
             it, and packages made with one file share its tensors. If the file exists, it is extended.
         multi_arch: add code that the drivers of later GPUs compile, for the kernels of Inductor and Triton; the kernels
@@ -210,9 +210,7 @@ def _check_experts(program: ExportedProgram, backend: str, shim: bool) -> None:
     if backend in _RULES:
         raise ValueError(f"backend: got {backend!r}, which has no code for the model's {name}; must be 'cpu' or 'cuda'")
     if shim:
-        raise ValueError(
-            f"shim: got True, but libmglu_ops.so has no such function for the model's {name}; must be False"
-        )
+        raise ValueError(f"shim: got True, but libmglu_ops.so has no C function for the model's {name}; must be False")
 
 
 def _check_triton(layers: Sequence[LayerInfo], device: torch.device) -> None:

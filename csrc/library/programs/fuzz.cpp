@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -17,9 +18,11 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../../cpu/mglu_cpu.h"
+#include "../experts.h"
 #include "../formats.h"
 #include "../forward.h"
 #include "../masks.h"
@@ -128,6 +131,63 @@ std::unique_ptr<Owned> result(const std::vector<std::int64_t>& sizes, mglu::Scal
     return owned;
 }
 
+// A call of an operator over experts. The ids or offs are any numbers.
+template <std::size_t n_floats, std::size_t n_any>
+void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const mglu::Scalar (&any)[n_any],
+                  const char* activation) {
+    const mglu::Executor executor{mglu::cpu::serial};
+    const auto below = [&](int limit) { return static_cast<std::int64_t>(random.below(limit)); };
+    const std::int64_t tokens = below(12), top_k = below(4), experts = below(5), d = below(20), n = below(5);
+    const mglu::Format& format = random.pick(mglu::kFormats);
+    const std::int64_t h = format.packed * below(70);
+    const mglu::Scalar dtype = random.pick(floats);
+    const auto of = [&](std::vector<std::int64_t> sizes, mglu::Scalar usual) {
+        return make(random, std::move(sizes), random.chance(3) ? random.pick(any) : usual, false);
+    };
+    std::vector<std::int64_t> scales = format.scale_sizes(d, h);
+    scales.insert(scales.begin(), experts);
+    const auto weight = of({experts, d, h / format.packed}, format.dtype.value_or(dtype));
+    const auto scale = of(scales, format.scale_dtype);
+    const std::optional<mglu::Tensor> given_scale = format.dtype ? std::optional(scale->tensor) : std::nullopt;
+    const bool is_sorted = random.chance(30), is_down = random.chance(40);
+    const auto routing = is_sorted && !is_down
+                             ? of({experts}, mglu::Scalar::int32)
+                             : of({tokens, top_k}, random.chance(50) ? mglu::Scalar::int32 : mglu::Scalar::int64);
+    if (!routing->tensor.is_contiguous()) return;
+    for (std::int64_t i = 0; i < routing->tensor.elements(); ++i) {  // most numbers are those of experts
+        const std::int64_t value = random.chance(80) ? below(6) : below(1 << 30) - (1 << 29);
+        if (routing->tensor.dtype == mglu::Scalar::int32)
+            static_cast<std::int32_t*>(routing->tensor.data)[i] = static_cast<std::int32_t>(value);
+        else if (routing->tensor.dtype == mglu::Scalar::int64)
+            static_cast<std::int64_t*>(routing->tensor.data)[i] = value;
+    }
+    if (is_down) {
+        const auto y = of({tokens, top_k, h}, dtype), factors = of({tokens, top_k}, random.pick(floats));
+        const mglu::DownCall call =
+            mglu::describe_down(y->tensor, weight->tensor, routing->tensor, factors->tensor, given_scale, format.name);
+        const bool has_dense_rows = weight->tensor.last_size() <= 1 || weight->tensor.last_stride() == 1;
+        if (!y->tensor.is_contiguous() || !factors->tensor.is_contiguous() || !has_dense_rows ||
+            (given_scale && !scale->tensor.is_contiguous()))
+            return;
+        const auto zero = [](const mglu::Tensor&, std::int64_t, const mglu::Tensor& out) {
+            std::memset(out.data, 0, static_cast<std::size_t>(out.elements() * mglu::item_bytes(out.dtype)));
+        };
+        mglu::experts_down(call, result(call.result_sizes(), y->tensor.dtype)->tensor, executor, zero);
+        return;
+    }
+    const std::int64_t rows = is_sorted ? tokens * top_k : tokens;
+    const auto x = of({rows, h}, dtype), masks = of({experts, d, (h + 7) / 8, n}, mglu::Scalar::uint8);
+    const auto mask_weights =
+        is_sorted ? of({rows, n}, random.pick(floats)) : of({tokens, top_k, n}, random.pick(floats));
+    const std::optional<mglu::Tensor> given_weights =
+        random.chance(40) ? std::optional(mask_weights->tensor) : std::nullopt;
+    const mglu::ExpertsCall call =
+        mglu::describe_experts(x->tensor, weight->tensor, masks->tensor, routing->tensor, is_sorted, activation,
+                               given_weights, given_scale, format.name, random.chance(80) ? "dense" : "fp8_token");
+    if (!mglu::needed_copies(call).any())
+        mglu::forward(call, result(call.result_sizes(), x->tensor.dtype)->tensor, executor);
+}
+
 void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& refused) {
     const mglu::Executor executor{mglu::cpu::serial};
     const mglu::Scalar floats[] = {mglu::Scalar::float16, mglu::Scalar::bfloat16, mglu::Scalar::float32,
@@ -167,6 +227,8 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                                    given_scale, format.name, random.chance(70) ? "dense" : "fp8_token");
                 if (mglu::needed_copies(call).any()) continue;
                 mglu::forward(call, result(call.result_sizes(), call.x.dtype)->tensor, executor);
+            } else if (random.chance(50)) {
+                fuzz_experts(random, floats, any, random.pick(activations));
             } else if (random.chance(50)) {
                 const auto masks = make(random, {n, d, h}, random.pick(any), random.chance(60));
                 mglu::check_masks(masks->tensor);
