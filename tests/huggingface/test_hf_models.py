@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME, SIZES, TOKENS, frozen, logits, mglus, sizes_of, tiny, tiny_swiglu
+from hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, frozen, logits, mglus, sizes_of, tiny, tiny_swiglu
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig
 from transformers.activations import ACT2FN
