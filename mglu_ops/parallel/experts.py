@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -69,9 +68,7 @@ class ParallelExperts(ParallelStyle):
         else:
             check_rows_of_ranks("num_experts", experts.num_experts, ranks, "dense")
             experts.first_expert = device_mesh.get_local_rank() * (experts.num_experts // ranks)
-        return distribute_module(
-            module, device_mesh, self._partition, partial(_replicated, self.input_layouts), self._summed
-        )
+        return distribute_module(module, device_mesh, self._partition, self._gathered, self._summed)
 
     def _partition(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the tensors of a module; `distribute_module` replicates the parameters of the routers."""
@@ -81,12 +78,11 @@ class ParallelExperts(ParallelStyle):
             for tensor_name, placement in of_experts.items():
                 place(module.experts, tensor_name, placement, mesh, self.src_data_rank)
 
+    def _gathered(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        x, *rest = inputs
+        return DTensor.from_local(x, mesh, [self.input_layouts]).redistribute(placements=[Replicate()]), *rest
+
     def _summed(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         y, *logits = outputs if isinstance(outputs, tuple) else (outputs,)
         y = DTensor.from_local(y, mesh, [Partial()]).redistribute(placements=[self.output_layouts]).to_local()
         return (y, *(one.to_local() for one in logits)) if logits else y
-
-
-def _replicated(layout: Placement, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    x, *rest = inputs
-    return DTensor.from_local(x, mesh, [layout]).redistribute(placements=[Replicate()]), *rest
