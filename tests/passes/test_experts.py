@@ -163,6 +163,21 @@ def test_real_masks() -> None:
     assert capture.calls["mglu.grouped_forward"] == 1
 
 
+def test_operators_that_the_program_calls() -> None:
+    """They are reported as layers that are there already."""
+    source = (
+        "e = torch.arange(1, 5, dtype=torch.int32) * 8; r = x.flatten(0, 1); "
+        "p = torch.zeros(4, 8, 1, 2, dtype=torch.uint8); "
+        "y = torch.ops.mglu.grouped_forward(r, w, p, e, activation='relu'); "
+        "torch.ops.mglu.grouped_forward_ste(r, w, l, e)[0] + y"
+    )
+    present = compiled(source).report.present
+    assert [(site.operator, site.n_masks, site.activation) for site in present] == [
+        ("grouped_forward", MASKS, "relu"),
+        ("grouped_forward_ste", MASKS, "silu"),
+    ]
+
+
 # --- What is not one layer of each expert ----------------------------------------------------------------------------
 
 REFUSED = {
