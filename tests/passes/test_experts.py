@@ -21,6 +21,7 @@ from right_programs import EXPERTS, draw
 from spellings import from_source, straight_through
 from torch import Tensor, nn
 
+from compile_passes import proof
 from compile_passes.exported import fuse_exported
 from mglu_ops.backends import composite_experts_training
 
@@ -243,6 +244,11 @@ def test_experts_that_the_operators_do_not_train(monkeypatch: pytest.MonkeyPatch
     reasons = compiled(source, ("x",)).reasons
     assert reasons == ["the operator does not train experts of torch.float64 on cpu: no products"]
     fused(source)
+
+
+def test_experts_of_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "is_distributed", lambda node: True)
+    assert "is a DTensor" in compiled(f"m = l[:, 0] > 0; {TERM}").reasons[0]
 
 
 # --- grouped_mm ------------------------------------------------------------------------------------------------------
