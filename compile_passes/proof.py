@@ -397,7 +397,7 @@ def _with_stored_weight(recogniser: Recogniser, layer: Layer) -> Layer:
         return layer
     try:
         if layer.is_of_experts:
-            raise Refusal("the pass knows the formats of single layers only")
+            raise Refusal("the pass proves the formats of single layers only")
         if layer.trains_masks:
             raise Refusal("the operator trains masks of weights in x's dtype only")
         stored = stored_weight(recogniser, layer.weight, layer.site.root, layer.dtype, transposed=layer.transposed)

@@ -152,10 +152,9 @@ def _ends_of_equal_groups(graph: Graph, layer: Layer) -> Node:
     """The ends of the rows of each expert in x `[E, t, in_features]` as one matrix: t, 2 t, ..., E t."""
     example = tensor_example(layer.x)
     assert example is not None, "checked by proof.check"
-    options = {"dtype": torch.int32, "device": example.device}
     experts = _number_of(graph, layer.x, 0)
     stop = experts + 1 if isinstance(experts, int) else graph.call_function(operator.add, (experts, 1))
-    numbers = graph.call_function(torch.arange, (1, stop), options)
+    numbers = graph.call_function(torch.arange, (1, stop), {"dtype": torch.int32, "device": example.device})
     return graph.call_function(operator.mul, (numbers, _number_of(graph, layer.x, 1)))
 
 

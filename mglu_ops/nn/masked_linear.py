@@ -389,6 +389,12 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
     """
     if weight.dim() == 2 or chosen.is_dense:
         return chosen.quantize(weight)
+    if any(placement.is_shard(0) for placement in getattr(weight, "placements", ())):  # each rank has whole experts
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(weight, DTensor)
+        mesh, placements = weight.device_mesh, weight.placements
+        return tuple(DTensor.from_local(part, mesh, placements) for part in quantized(chosen, weight.to_local()))  # type: ignore[return-value]
     stored, scales = zip(*map(chosen.quantize, weight), strict=True)
     return torch.stack(stored), torch.stack(scales)
 

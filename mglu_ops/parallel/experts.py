@@ -32,8 +32,8 @@ class ParallelExperts(ParallelStyle):
     All ranks have all tokens and route them alike; each computes what its experts or rows contribute, and the results
     are summed over the ranks. So is the gradient of x. No shape depends on the routing, and nothing waits for a GPU.
 
-    Layers with learned, fixed and frozen masks are divided alike, and `mglu_ops.freeze` packs them before or after. A
-    quantized layer is divided with its scales; call `mglu_ops.quantize` before.
+    Layers with learned, fixed and frozen masks are divided alike, before or after `mglu_ops.freeze`. So are quantized
+    ones with their scales, before or after `mglu_ops.quantize`; a rank's rows in `fp8_block` must be a multiple of 128.
 
     Args:
         divide: `"experts"` or `"rows"`.

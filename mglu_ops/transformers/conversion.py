@@ -48,7 +48,8 @@ def from_swiglu(
     `n_masks`. In a mixture, this is done in each expert.
 
     Everything else is copied: embeddings (tied ones stay tied), attention, norms, the routers of experts, the
-    configuration, the generation configuration, device, dtype, and whether the model is in training mode. Masks are learned, and in float32.
+    configuration, the generation configuration, device, dtype, and whether the model is in training mode. Masks are
+    learned, and in float32.
 
     Args:
         model: a `LlamaForCausalLM`, `Qwen3ForCausalLM`, `MistralForCausalLM`, `Qwen3MoeForCausalLM` or
@@ -116,8 +117,9 @@ def _matrices(mlp: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor]:
                 "dtype; merge adapters and undo quantization before"
             )
         return *experts.gate_up_proj.chunk(2, dim=1), experts.down_proj
-    linears = [getattr(mlp, projection, None) for projection in _PROJECTIONS]
-    for projection, linear in zip(_PROJECTIONS, linears, strict=True):
+    weights: list[Tensor] = []
+    for projection in _PROJECTIONS:
+        linear = getattr(mlp, projection, None)
         if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
             raise TypeError(
                 f"{name}.{projection}: got {type(linear).__name__}, must be a torch.nn.Linear; merge adapters and "
@@ -125,7 +127,8 @@ def _matrices(mlp: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor]:
             )
         if linear.bias is not None:
             raise ValueError(f"{name}.{projection}: got a bias, must have none; an MGLU layer has no bias")
-    gate, up, down = (linear.weight for linear in linears)
+        weights.append(linear.weight)
+    gate, up, down = weights
     return gate, up, down
 
 
@@ -138,7 +141,7 @@ def _device_of(model: PreTrainedModel) -> torch.device:
 
 
 def _take_over(model: PreTrainedModel, result: Any) -> None:
-    """Copy the settings of `model` to `result`, and all its tensors but those that gate, up and down projections have."""
+    """Copy the settings of `model` to `result`, and all its tensors but gate, up and down projections."""
     state = {key: value.clone() for key, value in model.state_dict().items() if _is_copied(key)}
     missing, unexpected = result.load_state_dict(state, strict=False, assign=True)
     assert not unexpected, unexpected

@@ -45,7 +45,9 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
                 "(ignore_mismatched_sizes does not hold for MGLU layers)"
             )
     if missing := sorted(key for key in info.missing_keys if _is_of(key, layers)):
-        reason = _reason(set(info.unexpected_keys), len(set(map(_owner, missing))) < len(layers))
+        # Masks of other layers than the model's do not tell in which form its own are.
+        telling = {key for key in info.unexpected_keys if _is_of(key, layers) or not key.endswith((LOGITS, PACKED))}
+        reason = _reason(telling, len(set(map(_owner, missing))) < len(layers))
         raise ValueError(f"{source}: has no {_first_of(missing)}; {reason}")
     kinds = set(map(_kind, layers))
     unused = sorted(key for key in info.unexpected_keys if _is_of(_kind(key), kinds))

@@ -93,8 +93,8 @@ def test_every_expert_is_made_as_the_table_says(name: str, init: str) -> None:
         first, *further = masks_of(mglu).unbind(1)
         assert torch.equal(first, gate.abs() >= up.abs()) == (init == "magnitude")
         assert all(0.6 < (first == masks).float().mean() < 0.9 for masks in further) == (init == "magnitude")
-        for logits in mglu.mask_logits:
-            assert logits.std().item() == pytest.approx(0.01, rel=0.5)
+        for of_expert in mglu.mask_logits:
+            assert of_expert.std().item() == pytest.approx(0.01, rel=0.5)
 
 
 def test_elements_of_equal_magnitude_come_from_the_gate() -> None:

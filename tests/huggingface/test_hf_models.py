@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME, SIZES, TOKENS, frozen, logits, mglus, sizes_of, tiny, tiny_swiglu
+from hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, frozen, logits, mglus, sizes_of, tiny, tiny_swiglu
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig
 from transformers.activations import ACT2FN
@@ -116,7 +116,7 @@ def test_what_experts_do_not_do_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="experts_implementation: got 'grouped_mm', must be None or 'eager'"):
         AutoModelForCausalLM.from_config(model.config, experts_implementation="grouped_mm")
     style = model.tp_plan["model.layers.*.mlp.experts.mglu"]
-    with pytest.raises(TypeError, match="tp_plan: got .* for a MGLUExperts, must be for an MGLU"):
+    with pytest.raises(TypeError, match=r"tp_plan: got .* for a MGLUExperts, must be for an MGLU"):
         ALL_PARALLEL_STYLES[style].install_forward(mglus(model)[0], None)
     model.config.distributed_config = DistributedConfig(enable_expert_parallel=True)
     with pytest.raises(ValueError, match="does not define an expert-parallel plan"):

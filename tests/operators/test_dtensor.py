@@ -265,8 +265,9 @@ def _experts(ranks: Ranks) -> None:
     }
     _check_experts(ranks, mglu.experts_forward.default, given | {"mask_weights": mask_weights}, ways)
 
-    rows = {"x": x.requires_grad_(), "weight": weight.requires_grad_(), "offs": torch.tensor([1, 1, 4, 5]).int()}
-    rows["mask_weights"] = mask_weights[:, 0].requires_grad_()
+    rows = {"x": x.nan_to_num(), "weight": weight, "mask_weights": mask_weights[:, 0].double()}
+    rows = {name: tensor.requires_grad_() for name, tensor in rows.items()}
+    rows["offs"] = torch.tensor([1, 1, 4, 5], dtype=torch.int32)
     of_gradients = {"x": sum_of_ranks, "weight": Shard(1), "mask_logits": Shard(2), "mask_weights": sum_of_ranks}
     by_rows = {"rows": (of_rows | {"mask_logits": Shard(2)}, Shard(1), of_gradients)}
     _check_experts(ranks, mglu.grouped_forward.default, rows | {"packed_masks": packed_masks}, by_rows)

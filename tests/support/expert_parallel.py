@@ -52,8 +52,9 @@ class ExpertSetting(Setting):
         layers = (MGLUExpertsFeedForward(8, self.width, 16, 3, n_masks=3, **options) for _ in range(2))
         return nn.Sequential(*layers).to(self.dtype)
 
-    def divided(self, way: str, model: nn.Sequential, **layouts: Any) -> nn.Sequential:
-        return parallelize_module(model, self.mesh, {"*": ParallelExperts(way, **layouts)})
+    def divided(self, way: str, model: nn.Sequential, src_data_rank: int | None = 0, **layouts: Any) -> nn.Sequential:
+        plan = {"*": ParallelExperts(way, **layouts)}
+        return parallelize_module(model, self.mesh, plan, src_data_rank=src_data_rank)
 
 
 def check_placements(setting: ExpertSetting) -> None:
@@ -141,12 +142,17 @@ def check_training(setting: ExpertSetting) -> None:
 
 
 def check_quantized(setting: ExpertSetting) -> None:
-    for name in ("int8_row", "int4_group"):  # gloo cannot scatter fp8
+    """Layers are quantized before or after they are divided, with their scales."""
+    for name in ("fp8_row", "int8_row", "int4_group"):
         alone = mglu_ops.quantize(mglu_ops.freeze(setting.model()), name)
         want = gradients(alone, alone, setting.x())
         for way in WAYS:
-            divided = setting.divided(way, copy.deepcopy(alone))
-            assert_same_gradients(setting, gradients(divided, divided, setting.x()), want, f"{way}, {name}")
+            # gloo cannot scatter fp8.
+            before = setting.divided(way, copy.deepcopy(alone), src_data_rank=None if name == "fp8_row" else 0)
+            after = mglu_ops.quantize(setting.divided(way, mglu_ops.freeze(setting.model())), name)
+            for divided in (before, after):
+                assert divided[0].experts.weight_scale.placements == (Shard(WAYS.index(way)),)
+                assert_same_gradients(setting, gradients(divided, divided, setting.x()), want, f"{way}, {name}")
 
 
 def check_bad_input(setting: ExpertSetting) -> None:

@@ -202,9 +202,7 @@ def _is_straight_through(spelling: Spelling) -> bool:
     return bool(spelling.lines) and not any("{l}" in line for line in spelling.complements)
 
 
-def _layer(
-    dice: random.Random, spelling: Spelling, has_experts: bool
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _layer(dice: random.Random, spelling: Spelling, has_experts: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The statements for all masks, and for mask i the statements for complement, gate, value, activation and term."""
     complement = dice.choice(spelling.complements)
     products = BOOL_PRODUCTS if "~" in spelling.complements[0] else PRODUCTS
