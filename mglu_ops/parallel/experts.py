@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..nn.arguments import check_rows_of_ranks
-from ..nn.experts import MGLUExpertsFeedForward
+from ..nn.experts import MGLUExperts, MGLUExpertsFeedForward
 from .colwise import place
 
 BY_EXPERTS: dict[str, Placement] = dict.fromkeys(("weight", "weight_scale", "mask_logits", "packed_masks"), Shard(0))
@@ -61,28 +62,41 @@ class ParallelExperts(ParallelStyle):
             raise TypeError(
                 f"module: got {type(module).__name__}, must be an MGLUExpertsFeedForward for ParallelExperts"
             )
-        experts, ranks = module.experts, device_mesh.size()
-        if self.divide == "rows":
-            check_rows_of_ranks("intermediate_size", experts.out_features, ranks, experts.weight_format)
-            experts.first_expert = 0
-        else:
-            check_rows_of_ranks("num_experts", experts.num_experts, ranks, "dense")
-            experts.first_expert = device_mesh.get_local_rank() * (experts.num_experts // ranks)
-        return distribute_module(module, device_mesh, self._partition, self._gathered, self._summed)
+        prepare(module.experts, self.divide, device_mesh)
+        return distribute_module(
+            module, device_mesh, self._partition, partial(_replicated, self.input_layouts), self._summed
+        )
 
     def _partition(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the tensors of a module; `distribute_module` replicates the parameters of the routers."""
-        of_experts, of_down_proj = DIVISIONS[self.divide]
         if isinstance(module, MGLUExpertsFeedForward):
-            place(module, "down_proj", of_down_proj, mesh, self.src_data_rank)
-            for tensor_name, placement in of_experts.items():
-                place(module.experts, tensor_name, placement, mesh, self.src_data_rank)
-
-    def _gathered(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        x, *rest = inputs
-        return DTensor.from_local(x, mesh, [self.input_layouts]).redistribute(placements=[Replicate()]), *rest
+            divide(module, module.experts, self.divide, mesh, self.src_data_rank)
 
     def _summed(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         y, *logits = outputs if isinstance(outputs, tuple) else (outputs,)
         y = DTensor.from_local(y, mesh, [Partial()]).redistribute(placements=[self.output_layouts]).to_local()
         return (y, *(one.to_local() for one in logits)) if logits else y
+
+
+def prepare(experts: MGLUExperts, way: str, mesh: DeviceMesh) -> None:
+    """Check that a layer can be divided in this way, and set the number of the rank's first expert."""
+    ranks = mesh.size()
+    if way == "rows":
+        check_rows_of_ranks("intermediate_size", experts.out_features, ranks, experts.weight_format)
+        experts.first_expert = 0
+    else:
+        check_rows_of_ranks("num_experts", experts.num_experts, ranks, "dense")
+        experts.first_expert = mesh.get_local_rank() * (experts.num_experts // ranks)
+
+
+def divide(module: nn.Module, experts: MGLUExperts, way: str, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Place the tensors of a layer, whose `down_proj` is in `module`, on the ranks."""
+    of_experts, of_down_proj = DIVISIONS[way]
+    place(module, "down_proj", of_down_proj, mesh, src_data_rank)
+    for name, placement in of_experts.items():
+        place(experts, name, placement, mesh, src_data_rank)
+
+
+def _replicated(layout: Placement, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    x, *rest = inputs
+    return DTensor.from_local(x, mesh, [layout]).redistribute(placements=[Replicate()]), *rest

@@ -1,15 +1,18 @@
-"""The tensor-parallel style "mglu_colwise" of Transformers. Import this module only where transformers is installed."""
+"""The parallel styles of Transformers for MGLU layers. Import this module only where transformers is installed."""
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel, TensorParallelLayer
 
 from ..nn.arguments import check_rows_of_ranks
 from ..nn.masked_linear import MaskedLinear
 from .colwise import ROWS, place
+from .experts import divide, prepare
 
 NAME = "mglu_colwise"
 
@@ -34,12 +37,49 @@ class TransformersColwiseMGLU(ColwiseParallel):
             )
         check_rows_of_ranks("out_features", module.out_features, mesh.size(), module.weight_format)
         place(module, "packed_masks", ROWS["packed_masks"], mesh, None)
-        if module.router is not None:
-            for name, _ in list(module.router.named_parameters(recurse=False)):
-                place(module.router, name, Replicate(), mesh, None)
+        _replicate_router(module, mesh)
         return super().install_forward(module, mesh)
 
 
+class TransformersParallelExperts(TensorParallelLayer):
+    """`mglu_ops.parallel.ParallelExperts` for the experts of a Transformers model, which get ids of all ranks' experts.
+
+    Args:
+        way: `"rows"` or `"experts"`, as `divide` of `ParallelExperts`.
+    """
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Place all tensors of the experts, so that the loader reads those of this rank, and let the module sum."""
+        experts: Any = module.mglu
+        prepare(experts, self.way, mesh)
+        divide(module, experts, self.way, mesh, None)
+        _replicate_router(experts, mesh)
+        return super().install_forward(module, mesh)
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Make DTensors of x and the weights, whose gradients are then summed over the ranks."""
+        x, expert_ids, weights = args
+        x, weights = (DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in (x, weights))
+        return (x, expert_ids, weights), kwargs
+
+    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Sum the results over the ranks."""
+        return DTensor.from_local(output, mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
+
+
+def _replicate_router(layer: MaskedLinear, mesh: DeviceMesh) -> None:
+    if layer.router is not None:
+        for name, _ in list(layer.router.named_parameters(recurse=False)):
+            place(layer.router, name, Replicate(), mesh, None)
+
+
 def register() -> None:
-    """Register the style; a second call does no harm."""
+    """Register the styles; a second call does no harm."""
     ALL_PARALLEL_STYLES.register(NAME, TransformersColwiseMGLU())
+    ALL_PARALLEL_STYLES.register("mglu_expert_rows", TransformersParallelExperts("rows"))
+    ALL_PARALLEL_STYLES.register("mglu_experts", TransformersParallelExperts("experts"))

@@ -108,7 +108,8 @@ def check_feed_forward(config: Any) -> None:
 
 
 _DENSE_PLAN = {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
-_EXPERTS_PLAN = {"layers.*.mlp.experts.mglu": "mglu_colwise"}  # the style refuses experts with a clear error
+_EXPERTS_PLAN = {"layers.*.mlp.experts": "mglu_expert_rows"}
+_EXPERT_PARALLEL_PLAN = {"layers.*.mlp.experts": "mglu_experts"}
 
 
 def _plan(base: type[Any], feed_forward: dict[str, str] = _DENSE_PLAN) -> dict[str, str]:
@@ -146,7 +147,7 @@ class MGLUQwen3MoeConfig(MGLUConfigMixin, Qwen3MoeConfig):
 
     model_type = "mglu_qwen3_moe"
     base_model_tp_plan: ClassVar[dict[str, str]] = _plan(Qwen3MoeConfig, _DENSE_PLAN | _EXPERTS_PLAN)
-    base_model_ep_plan = None
+    base_model_ep_plan: ClassVar[dict[str, str]] = _EXPERT_PARALLEL_PLAN
 
 
 @strict
@@ -155,4 +156,4 @@ class MGLUMixtralConfig(MGLUConfigMixin, MixtralConfig):
 
     model_type = "mglu_mixtral"
     base_model_tp_plan: ClassVar[dict[str, str]] = _plan(MixtralConfig, _EXPERTS_PLAN)
-    base_model_ep_plan = None
+    base_model_ep_plan: ClassVar[dict[str, str]] = _EXPERT_PARALLEL_PLAN

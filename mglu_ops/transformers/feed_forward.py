@@ -44,8 +44,11 @@ class MGLUMoeExperts(nn.Module):
                 `0 ... num_experts - 1` contributes nothing.
             top_k_weights: floating `[tokens, K]`.
         """
+        if self.mglu.first_expert:
+            top_k_index = top_k_index - self.mglu.first_expert  # ids of other ranks' experts leave the range
         y = self.mglu(hidden_states, top_k_index)
-        return expert_ops.experts_down(y, self.down_proj, top_k_index, top_k_weights)
+        down_proj, weights = map(self.mglu.on_rank, (self.down_proj, top_k_weights))
+        return expert_ops.experts_down(y, down_proj, top_k_index, weights)
 
 
 @contextmanager
