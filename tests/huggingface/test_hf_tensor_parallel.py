@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of the configurations, on two gloo ranks: load, generate, freeze, save, and refuse."""
+"""The parallel plans of the configurations, on two gloo ranks: load, generate, freeze, save, and refuse."""
 
 from __future__ import annotations
 
@@ -97,9 +97,8 @@ def check_mixture(rank: int, folder: Path) -> None:
         torch.testing.assert_close(whole(logits(model)), expected, rtol=1e-4, atol=1e-5)
         own = gradients(model)
         for name, gradient in gradients(tiny("qwen3_moe", **SIZES)).items():
-            torch.testing.assert_close(
-                own[name], gradient, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
-            )
+            assert gradient.abs().sum() > 0, name
+            torch.testing.assert_close(own[name], gradient, rtol=1e-3, atol=1e-5)
         mt.freeze(model).save_pretrained(folder / f"saved-{by_experts}")
         quantized = load(folder / "quantized", enable_expert_parallel=by_experts)
         assert mglus(quantized)[0].packed_masks.to_local().numel() == layer.packed_masks.numel() // 2
