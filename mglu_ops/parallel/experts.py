@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -63,14 +62,16 @@ class ParallelExperts(ParallelStyle):
                 f"module: got {type(module).__name__}, must be an MGLUExpertsFeedForward for ParallelExperts"
             )
         prepare(module.experts, self.divide, device_mesh)
-        return distribute_module(
-            module, device_mesh, self._partition, partial(_replicated, self.input_layouts), self._summed
-        )
+        return distribute_module(module, device_mesh, self._partition, self._gathered, self._summed)
 
     def _partition(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the tensors of a module; `distribute_module` replicates the parameters of the routers."""
         if isinstance(module, MGLUExpertsFeedForward):
             divide(module, module.experts, self.divide, mesh, self.src_data_rank)
+
+    def _gathered(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        x, *rest = inputs
+        return DTensor.from_local(x, mesh, [self.input_layouts]).redistribute(placements=[Replicate()]), *rest
 
     def _summed(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         y, *logits = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -95,8 +96,3 @@ def divide(module: nn.Module, experts: MGLUExperts, way: str, mesh: DeviceMesh, 
     place(module, "down_proj", of_down_proj, mesh, src_data_rank)
     for name, placement in of_experts.items():
         place(experts, name, placement, mesh, src_data_rank)
-
-
-def _replicated(layout: Placement, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    x, *rest = inputs
-    return DTensor.from_local(x, mesh, [layout]).redistribute(placements=[Replicate()]), *rest
