@@ -22,7 +22,7 @@ from torch._guards import TracingContext
 from torch.fx import Graph, Node
 
 from .report import SiteReport, missed_at
-from .shapes import is_like, is_matrix, sources, tensor_example
+from .shapes import holds_experts, is_like, is_matrix, sources, tensor_example
 from .symbols import symbol_of
 
 SPLIT_BY_DDP = (
@@ -34,7 +34,7 @@ SPLIT_BY_DDP = (
 _MASKS = ("mul", "where", "masked_fill")
 _SAME_WEIGHT = ("to", "alias", "t", "mT", "transpose", "permute", "getattr")
 """Symbols of calls whose result is the weight in another dtype or layout."""
-_PROJECTS = ("linear", "inner", "matmul", "addmm", "einsum")
+_PROJECTS = ("linear", "inner", "matmul", "grouped_mm", "addmm", "einsum")
 
 
 @dataclass
@@ -123,9 +123,9 @@ def report_split_layers(graph: Graph, found: Collection[Node]) -> list[SiteRepor
 
 
 def _weights(graph: Graph) -> Iterator[Node]:
-    """The inputs of a graph that are parameters of the model and matrices."""
+    """The inputs of a graph that are parameters of the model and matrices, or the matrices of experts."""
     for node in graph.find_nodes(op="placeholder"):
-        if _is_parameter(node) and is_matrix(node):
+        if _is_parameter(node) and (is_matrix(node) or holds_experts(node)):
             yield node
 
 

@@ -8,11 +8,13 @@ that tracing recorded (an export with grad mode on) are dropped first; they woul
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -38,7 +40,8 @@ def fuse_exported(
 
     Masks that are functions of parameters, buffers and constants are packed now, and tensors that only they needed
     (mask logits, float masks) are dropped. A real mask among them is proved to be binary by its values.
-    `mglu::forward_ste` of an `mglu_ops.nn` layer becomes `mglu::forward` in the same way.
+    `mglu::forward_ste` of an `mglu_ops.nn` layer becomes `mglu::forward` in the same way, and `grouped_forward_ste` of
+    experts `grouped_forward`.
 
     Args:
         program: the result of `torch.export.export`, with or without `no_grad`; it is not changed.
@@ -82,18 +85,25 @@ def fuse_exported(
 
 
 def layers_of(graph: Graph) -> list[Node]:
-    """The calls of `mglu::forward` in a graph."""
-    return graph.find_nodes(op="call_function", target=_mglu.forward.default)
+    """The calls of `mglu::forward`, `mglu::grouped_forward` and `mglu::experts_forward` in a graph."""
+    layers = (_mglu.forward.default, _mglu.grouped_forward.default, _mglu.experts_forward.default)
+    return [node for node in graph.nodes if node.target in layers]
+
+
+_PACK_AND_RUN = {
+    _mglu.forward_ste.default: (_mglu.pack_logits.default, _mglu.forward.default),
+    _mglu.grouped_forward_ste.default: (_mglu.pack_expert_logits.default, _mglu.grouped_forward.default),
+}
 
 
 def _stop_training(graph: Graph) -> None:
-    """Replace `mglu::forward_ste`, which packs the masks at each call, by `mglu::pack_masks` and `mglu::forward`."""
-    for node in graph.find_nodes(op="call_function", target=_mglu.forward_ste.default):
+    """Replace operators that pack the masks at each call by one that packs them, and one that takes them packed."""
+    for node in [node for node in graph.nodes if node.target in _PACK_AND_RUN]:
+        pack, run = _PACK_AND_RUN[node.target]
         x, weight, logits, *rest = node.args
         with graph.inserting_before(node):
-            bits = graph.call_function(_aten.gt.Scalar, (logits, 0))
-            packed = graph.call_function(_mglu.pack_masks.default, (bits,))
-            result = graph.call_function(_mglu.forward.default, (x, weight, packed, *rest), node.kwargs)
+            packed = graph.call_function(pack, (logits,))
+            result = graph.call_function(run, (x, weight, packed, *rest), node.kwargs)
         for user in list(node.users):  # each takes one of the two results
             taken = (result, packed)[user.args[1]]
             taken.meta = {**user.meta, **taken.meta}
@@ -104,12 +114,15 @@ def _stop_training(graph: Graph) -> None:
 
 def _lower_to_aten(graph: Graph) -> None:
     """Replace new nodes by ATen operators with traced values, which is what an exported graph consists of."""
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     for node in list(graph.nodes):
-        is_new = "val" not in node.meta or node.target in (torch.add, torch.mul)  # the result of a layer
+        is_result = node.op == "call_method" or node.target in (torch.add, torch.mul)  # with the root's example
+        is_new = "val" not in node.meta or is_result
         if not is_new or node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
-        traced = make_fx(_of_its_inputs(node, inputs))(*(item.meta["val"] for item in inputs)).graph
+        with mode or nullcontext():  # for calls without inputs, which would make tensors of another mode
+            traced = make_fx(_of_its_inputs(node, inputs))(*(item.meta["val"] for item in inputs)).graph
         copies: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
         with graph.inserting_before(node):
             for inner in traced.nodes:

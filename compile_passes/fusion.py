@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-from mglu_ops import formats, notices, ops
+from mglu_ops import expert_ops, formats, notices, ops
 
 from .distributed import is_part_of_a_split_graph, lacks_its_mask, report_split_layers
 from .evaluate import Evaluation
@@ -129,7 +129,7 @@ def _fuse(
     fused = [
         _describe(
             one.layer.site,
-            operator="forward_ste" if one.layer.trains_masks else "forward",
+            operator=one.layer.operator,
             weighted=bool(one.layer.mask_weights),
             weight_format="dense" if one.layer.stored is None else one.layer.stored.format.name,
             packed=one.packed,
@@ -294,7 +294,10 @@ def _frozen(graph: Graph) -> dict[Node, Tensor]:
 def _source_hash() -> str:
     """A hash of all sources that decide what the pass does and which operators a compiled graph calls, and how."""
     digest = hashlib.sha256()
-    for path in (*sorted(Path(__file__).parent.rglob("*.py")), Path(ops.__file__), Path(formats.__file__)):
+    for path in (
+        *sorted(Path(__file__).parent.rglob("*.py")),
+        *(Path(str(one.__file__)) for one in (ops, expert_ops, formats)),
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.checks import FLOATING
+from mglu_ops.expert_dispatch import untrainable_reason
 from mglu_ops.masks import MAX_MASKS
 
 from . import formulas
@@ -23,7 +25,18 @@ from .formulas import LIKE_RELU, Scaled
 from .pointwise import as_dtype
 from .recognise import Recogniser
 from .report import line
-from .shapes import dtype_of, equal_sizes, is_given, range_of, requires_grad, slice_of, tensor_example, unusual_kind
+from .shapes import (
+    dtype_of,
+    equal_sizes,
+    holds_experts,
+    is_distributed,
+    is_given,
+    range_of,
+    requires_grad,
+    slice_of,
+    tensor_example,
+    unusual_kind,
+)
 from .sites import Refusal, Site, interior
 from .values import Mask, MaskWeight, Term
 from .view import overwritten
@@ -53,6 +66,18 @@ class Layer:
     """The weight as it is stored, if the program decodes it from a format of the operator."""
     why_decoded: str = ""
     """Why the operator reads the weight that the program has decoded, if it is decoded from 8 or 4 bits."""
+    offs: Node | None = None
+    """The end of each expert's rows of x `[S, in_features]`; None without experts and for x `[E, t, in_features]`."""
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the weight and the masks are those of experts, `[E, out_features, in_features]`."""
+        return holds_experts(self.weight)
+
+    @property
+    def operator(self) -> str:
+        """The name of the operator that computes the layer."""
+        return ("grouped_" if self.is_of_experts else "") + ("forward_ste" if self.trains_masks else "forward")
 
     @property
     def hides_nan(self) -> bool:
@@ -73,6 +98,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     reasons = _Reasons()
     reasons.of(_check_number, site)
     reasons.of(_check_operands, recogniser, site)
+    reasons.of(_check_experts, site)
     masks: list[tuple[Mask, bool]] = []
     dtype, trains = None, False
     if all(isinstance(projection.weight, Node) for projection in site.projections):
@@ -102,6 +128,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
         mask_weights=weights[0],
         scale=weights[1],
         interior=interior(recogniser, site),
+        offs=first.offs,
     )
     return _with_stored_weight(recogniser, layer)
 
@@ -156,8 +183,26 @@ def _check_operands(recogniser: Recogniser, site: Site) -> None:
         if recogniser.key(projection.weight) != recogniser.key(first.weight):
             different = _difference(recogniser, first.weight, projection.weight)
             raise Refusal(f"gate and value mask different weights, {different}")
+        if recogniser.key(projection.offs) != recogniser.key(first.offs):
+            raise Refusal("gate and value divide the rows of x among the experts by different offsets")
         if projection.transposed != first.transposed:
             raise Refusal("gate and value use the weight in different orientations: one of them its transpose")
+
+
+def _check_experts(site: Site) -> None:
+    """Refuse experts that the grouped operators do not take."""
+    first = site.terms[0].gate
+    x, weight = tensor_example(first.x), tensor_example(first.weight)
+    if not holds_experts(first.weight) or x is None or weight is None:
+        return
+    if not statically_known_true(weight.shape[0] >= 1):
+        raise Refusal(f"the weight has {weight.shape[0]} experts; the operator takes at least 1")
+    of_ranks = [node for node in (first.x, first.weight) if is_distributed(node)]
+    if of_ranks:
+        raise Refusal(f"`{of_ranks[0]}` is a DTensor, and the operators of experts take plain tensors here")
+    why = untrainable_reason(x.device, first.dtype)
+    if requires_grad(site.root) and why is not None:
+        raise Refusal(f"the operator does not train experts of {first.dtype} on {x.device}: {why}")
 
 
 def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
@@ -265,15 +310,17 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
     weight = tensor_example(term.gate.weight)
     if weight is None or not equal_sizes(weight.shape, mask.shape):
         shape = "unknown" if weight is None else list(weight.shape)
+        of_experts = "each expert has a mask of its own, so expand a mask that experts share"
+        of_a_layer = "MGLU masks single weights, so a per-channel mask is not MGLU"
         raise Refusal(
-            f"mask `{mask.bits.name}` has shape {list(mask.shape)} and the weight {shape}; MGLU masks single weights, "
-            "so a per-channel mask is not MGLU"
+            f"mask `{mask.bits.name}` has shape {list(mask.shape)} and the weight {shape}; "
+            f"{of_experts if holds_experts(term.gate.weight) else of_a_layer}"
         )
 
 
 def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
     """Refuse unknown tensors, those that the operators do not take, and those whose class computes its own products."""
-    operands = [node for projection in site.projections for node in (projection.x, projection.weight)]
+    operands = [node for one in site.projections for node in (one.x, one.weight, one.offs) if node is not None]
     operands += [mask.bits for mask in masks] + [
         term.mask_weight.node for term in site.terms if term.mask_weight is not None
     ]
@@ -349,6 +396,8 @@ def _with_stored_weight(recogniser: Recogniser, layer: Layer) -> Layer:
     if not is_decoded(layer.weight):
         return layer
     try:
+        if layer.is_of_experts:
+            raise Refusal("the pass proves the formats of single layers only")
         if layer.trains_masks:
             raise Refusal("the operator trains masks of weights in x's dtype only")
         stored = stored_weight(recogniser, layer.weight, layer.site.root, layer.dtype, transposed=layer.transposed)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .shapes import is_matrix, repeated, requires_grad, slice_of, tensor_example
+from .shapes import holds_experts, is_matrix, repeated, requires_grad, slice_of, tensor_example
 from .symbols import Call, as_call, is_identity_dropout
 from .values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, Weighted, slice_key
 from .view import View
@@ -90,7 +90,11 @@ class Recogniser:
         return Binary(mask, slope=(1, 1) if trained else (0, 0))
 
     def as_weighted(self, argument: Any) -> Weighted | None:
-        """An argument as a weight, masked or not; any matrix that is not a mask counts as a weight."""
+        """An argument as a weight, masked or not.
+
+        Any matrix that is not a mask counts as a weight, and any other tensor of three dimensions as the weights of
+        experts, unless it repeats a matrix.
+        """
         value = self.value(argument)
         if isinstance(value, Weighted):
             return value
@@ -99,8 +103,10 @@ class Recogniser:
         if is_matrix(argument):
             return Weighted(argument, None)
         base, dim = repeated(argument)
-        is_repeated_weight = dim == 0 and is_matrix(base) and not isinstance(self.value(base), (Scalar, Levels, Binary))
-        return Weighted(base, None) if is_repeated_weight else None
+        if dim == 0:
+            is_weight = is_matrix(base) and not isinstance(self.value(base), (Scalar, Levels, Binary))
+            return Weighted(base, None) if is_weight else None
+        return Weighted(argument, None) if holds_experts(argument) else None
 
 
 def _same_tensor(node: Node) -> Node | None:

@@ -1,4 +1,7 @@
-"""Replaces the nodes of a layer by one call of `mglu::forward_ste` (trained masks) or `mglu::forward` (fixed masks)."""
+"""Replaces the nodes of a layer by one call of `mglu::forward_ste` (trained masks) or `mglu::forward` (fixed masks).
+
+Experts become `mglu::grouped_forward_ste` or `mglu::grouped_forward`, which take the rows of all experts as one matrix.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,21 @@ from .interference import check_interference
 from .proof import Layer
 from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
-from .shapes import column_of, dims, dtype_of, has_shape, requires_grad, size, slice_of, sources, tensor_example
+from .shapes import (
+    column_of,
+    dims,
+    dtype_of,
+    has_shape,
+    requires_grad,
+    same_shape,
+    size,
+    slice_of,
+    sources,
+    tensor_example,
+)
 from .sites import Refusal
 from .symbols import as_call
-from .values import Mask, MaskWeight, Slice
+from .values import Binary, Mask, MaskWeight, Slice
 from .view import View
 from .weight_formats import StoredWeight, is_one_scale
 
@@ -113,14 +127,41 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
     weight = _transpose(graph, layer, stored.weight if stored else _cast(graph, layer.weight, layer.dtype))
     layer = _in_weight_order(layer)
     mask_weight = _mask_weights(graph, recogniser, layer)
+    offs: tuple[Node, ...] = (layer.offs,) if layer.offs is not None else ()
+    is_batch = layer.is_of_experts and not offs
+    if is_batch:
+        offs = (_ends_of_equal_groups(graph, layer),)
+        x = graph.call_method("flatten", (x, 0, 1))
+        mask_weight = mask_weight and graph.call_method("flatten", (mask_weight, 0, 1))
+    call = getattr(_mglu, layer.operator).default
     if layer.trains_masks:
         logits = _transpose(graph, layer, _mask_logits(graph, recogniser, layer))
-        pair = graph.call_function(_mglu.forward_ste.default, (x, weight, logits, layer.activation, mask_weight))
-        return graph.call_function(operator.getitem, (pair, 0)), AT_EACH_CALL
-    masks, packed = _packed_masks(graph, recogniser, layer)
-    format_of_weight = (_scales(graph, stored), stored.format.name) if stored else ()
-    arguments = (x, weight, masks, layer.activation, mask_weight, *format_of_weight)
-    return graph.call_function(_mglu.forward.default, arguments), packed
+        pair = graph.call_function(call, (x, weight, logits, *offs, layer.activation, mask_weight))
+        result, packed = graph.call_function(operator.getitem, (pair, 0)), AT_EACH_CALL
+    else:
+        masks, packed = _packed_masks(graph, recogniser, layer)
+        format_of_weight = (_scales(graph, stored), stored.format.name) if stored else ()
+        arguments = (x, weight, masks, *offs, layer.activation, mask_weight, *format_of_weight)
+        result = graph.call_function(call, arguments)
+    if is_batch:
+        result = graph.call_method("unflatten", (result, 0, (_number_of(graph, layer.x, 0), -1)))
+    return result, packed
+
+
+def _ends_of_equal_groups(graph: Graph, layer: Layer) -> Node:
+    """The ends of the rows of each expert in x `[E, t, in_features]` as one matrix: t, 2 t, ..., E t."""
+    example = tensor_example(layer.x)
+    assert example is not None, "checked by proof.check"
+    experts = _number_of(graph, layer.x, 0)
+    stop = experts + 1 if isinstance(experts, int) else graph.call_function(operator.add, (experts, 1))
+    numbers = graph.call_function(torch.arange, (1, stop), {"dtype": torch.int32, "device": example.device})
+    return graph.call_function(operator.mul, (numbers, _number_of(graph, layer.x, 1)))
+
+
+def _number_of(graph: Graph, node: Node, dim: int) -> Node | int:
+    """The size of a tensor along a dimension: a number, or if that is symbolic a node."""
+    known = size(node, dim)
+    return graph.call_method("size", (node, dim)) if known is None else known
 
 
 def _scales(graph: Graph, stored: StoredWeight) -> Node:
@@ -215,13 +256,22 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
         (c.logits, c.index) for c, complement in carriers if c is not None and c.logits is not None and not complement
     ]
     if len(logits) == len(layer.masks):
-        return _joined(graph, recogniser, logits, bool(layer.mask_weights))
+        return _joined(graph, recogniser, layer, logits)
     masks = [(carrier.node, carrier.index) for carrier, _ in carriers if carrier is not None]
     if not any(complement for _, complement in carriers):
-        return graph.call_function(operator.sub, (_joined(graph, recogniser, masks, bool(layer.mask_weights)), 0.5))
+        joined = _joined(graph, recogniser, layer, masks)
+        return _logits_of(recogniser, joined) or graph.call_function(operator.sub, (joined, 0.5))
     slices = [_slice(graph, node, index) for node, index in masks]
     signed = zip(slices, (complement for _, complement in carriers), strict=True)
-    return _stack(graph, [graph.call_function(operator.sub, (0.5, m) if c else (m, 0.5)) for m, c in signed])
+    return _stack(graph, layer, [graph.call_function(operator.sub, (0.5, m) if c else (m, 0.5)) for m, c in signed])
+
+
+def _logits_of(recogniser: Recogniser, masks: Node) -> Node | None:
+    """The logits of straight-through masks, if the graph has them in the shape of the masks."""
+    value = recogniser.value(masks)
+    carrier = value.mask.carrier if isinstance(value, Binary) and value.is_gate(1) else None
+    is_whole = carrier is not None and carrier.node is masks and carrier.index is None
+    return carrier.logits if carrier is not None and is_whole and same_shape(masks, carrier.logits) else None
 
 
 def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
@@ -231,15 +281,25 @@ def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[N
     """
     logits = _whole_logits(recogniser, layer)
     if logits is not None:
-        packed = graph.call_function(_mglu.pack_logits.default, (_transpose(graph, layer, logits),))
+        packed = _pack(graph, layer, _mglu.pack_logits.default, logits)
     else:
         bits = _mask_bits(graph, recogniser, layer)
         call = as_call(bits)
         if call is not None and call.symbol == "unpack_masks" and not layer.transposed:
             assert isinstance(call.args[0], Node)
             return call.args[0], BEFOREHAND
-        packed = graph.call_function(_mglu.pack_masks.default, (_transpose(graph, layer, bits),))
+        packed = _pack(graph, layer, _mglu.pack_masks.default, bits)
     return packed, WHEN_COMPILED if _is_folded(recogniser, packed) else AT_EACH_CALL
+
+
+def _pack(graph: Graph, layer: Layer, packing: torch._ops.OpOverload, masks: Node) -> Node:
+    """Pack masks `[n_masks, ...]`, or those of experts `[E, n_masks, ...]` as the rows of one layer."""
+    masks = _transpose(graph, layer, masks)
+    if not layer.is_of_experts:
+        return graph.call_function(packing, (masks,))
+    rows = graph.call_method("flatten", (graph.call_method("movedim", (masks, 0, 1)), 1, 2))
+    packed = graph.call_function(packing, (rows,))
+    return graph.call_method("unflatten", (packed, 0, (_number_of(graph, layer.weight, 0), -1)))
 
 
 def _is_folded(recogniser: Recogniser, node: Node) -> bool:
@@ -255,7 +315,7 @@ def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
     if any(mask.logits is None or complement for mask, complement in layer.masks):
         return None
     sources: list[Slice] = [(mask.logits, mask.index) for mask, _ in layer.masks if mask.logits is not None]
-    logits = _whole(recogniser, sources, bool(layer.mask_weights))
+    logits = _whole(recogniser, layer, sources)
     example = tensor_example(logits)
     return logits if example is not None and example.dtype in FLOATING else None
 
@@ -263,10 +323,10 @@ def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
 def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     """The gate's masks as one tensor `[n_masks, ...]` for `mglu::pack_masks`."""
     if len({(complement, mask.inverted) for mask, complement in layer.masks}) == 1:
-        whole = _whole(recogniser, [(mask.bits, mask.index) for mask, _ in layer.masks], bool(layer.mask_weights))
+        whole = _whole(recogniser, layer, [(mask.bits, mask.index) for mask, _ in layer.masks])
         if whole is not None:
             return _gate_bits(graph, whole, *layer.masks[0])
-    return _stack(graph, [_gate_bits(graph, _slice(graph, m.bits, m.index), m, c) for m, c in layer.masks])
+    return _stack(graph, layer, [_gate_bits(graph, _slice(graph, m.bits, m.index), m, c) for m, c in layer.masks])
 
 
 def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
@@ -284,34 +344,41 @@ def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
     return graph.call_function(operator.gt if is_real else operator.ne, (bits, 0))
 
 
-def _whole(recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> Node | None:
-    """The stacked tensor that has exactly these slices; with `ordered`, in this order. None if there is none."""
-    found = [_resolved(item) for item in slices]
+def _dim_of_masks(layer: Layer) -> int:
+    """The dimension that counts the masks where they are stacked: after that of the experts."""
+    return 1 if layer.is_of_experts else 0
+
+
+def _whole(recogniser: Recogniser, layer: Layer, slices: Sequence[Slice]) -> Node | None:
+    """The stacked tensor that has exactly these slices, in this order if there are mask weights; else None."""
+    dim, ordered = _dim_of_masks(layer), bool(layer.mask_weights)
+    found = [_resolved(item, dim) for item in slices]
     if any(index is None for _, index in found) or len({recogniser.key(node) for node, _ in found}) != 1:
         return None
     stack, indices = found[0][0], [index for _, index in found if index is not None]
-    is_whole = (indices if ordered else sorted(indices)) == list(range(size(stack, 0) or 0))
-    return stack if is_whole and dims(stack) == 3 else None
+    is_whole = (indices if ordered else sorted(indices)) == list(range(size(stack, dim) or 0))
+    return stack if is_whole and dims(stack) == 3 + dim else None
 
 
-def _resolved(item: Slice) -> Slice:
-    """A slice as `(stack, i)`, if the node itself is `stack[i]`."""
+def _resolved(item: Slice, dim: int) -> Slice:
+    """A slice as `(stack, i)`, if the node itself is slice i of `stack` along `dim`."""
     node, index = item
     found = slice_of(node) if index is None else None
-    return (found[0], found[2]) if found is not None and found[1] == 0 else item
+    return (found[0], found[2]) if found is not None and found[1] == dim else item
 
 
-def _joined(graph: Graph, recogniser: Recogniser, slices: Sequence[Slice], ordered: bool) -> Node:
+def _joined(graph: Graph, recogniser: Recogniser, layer: Layer, slices: Sequence[Slice]) -> Node:
     """Slices as one tensor `[n_masks, ...]`: the tensor that has exactly these slices, or else a stack of them."""
-    whole = _whole(recogniser, slices, ordered)
-    return whole if whole is not None else _stack(graph, [_slice(graph, node, index) for node, index in slices])
+    whole = _whole(recogniser, layer, slices)
+    return whole if whole is not None else _stack(graph, layer, [_slice(graph, node, index) for node, index in slices])
 
 
 def _slice(graph: Graph, node: Node, index: int | None) -> Node:
     return node if index is None else graph.call_function(operator.getitem, (node, index))
 
 
-def _stack(graph: Graph, nodes: Sequence[Node]) -> Node:
+def _stack(graph: Graph, layer: Layer, nodes: Sequence[Node]) -> Node:
+    dim = _dim_of_masks(layer)
     if len(nodes) == 1:
-        return graph.call_method("unsqueeze", (*nodes, 0))
-    return graph.call_function(torch.stack, (list(nodes),))
+        return graph.call_method("unsqueeze", (*nodes, dim))
+    return graph.call_function(torch.stack, (list(nodes), dim))

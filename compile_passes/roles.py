@@ -128,7 +128,7 @@ def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hash
         if call is None:
             continue
         operands = call.args[1] if call.symbol == "einsum" else (weight_operand(call),)
-        yield from (recogniser.key(original(item)) for item in operands if is_matrix(item))
+        yield from (recogniser.key(original(item)) for item in operands if dims(item) in (2, 3))
         if call.symbol in ("add", "sub"):
             for one, other in (call.args, reversed(call.args)):
                 inner = as_call(other)
@@ -184,7 +184,7 @@ _TRANSPOSING = frozenset({"t", "mT", "transpose", "permute", "getattr", "unsquee
 
 def weight_operand(call: Call) -> Node | None:
     """The weight of a product of x and a weight, without the transposes that are applied to it first."""
-    position = {"linear": 1, "inner": 1, "matmul": 1, "addmm": 2}.get(call.symbol)
+    position = {"linear": 1, "inner": 1, "matmul": 1, "grouped_mm": 1, "addmm": 2}.get(call.symbol)
     weight = None if position is None else call.args[position]
     while (inner := as_call(weight)) is not None and inner.symbol in _TRANSPOSING:
         weight = inner.args[0]

@@ -37,10 +37,15 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return None if value is None else value.dtype
 
 
+def is_distributed(node: Any) -> bool:
+    """Whether a node holds a tensor of `torch.distributed`, such as a DTensor."""
+    return type(tensor_example(node)).__module__.startswith("torch.distributed")
+
+
 def unusual_kind(node: Any) -> str | None:
     """What kind of tensor a node holds, if it is neither a plain tensor nor one of `torch.distributed`."""
     value = tensor_example(node)
-    if value is None or type(value).__module__.startswith("torch.distributed"):
+    if value is None or is_distributed(node):
         return None
     if value.is_nested:
         return "nested tensor"
@@ -105,6 +110,11 @@ def dims(argument: Any) -> int:
 def is_matrix(argument: Any) -> bool:
     """Whether an argument is a node with a tensor of two dimensions."""
     return dims(argument) == 2
+
+
+def holds_experts(argument: Any) -> bool:
+    """Whether an argument is a node with a tensor of three dimensions, as the weights of experts `[E, d, h]` are."""
+    return dims(argument) == 3
 
 
 def size(node: Any, dim: int) -> int | None:

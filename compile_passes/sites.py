@@ -81,7 +81,7 @@ def _adds_terms(recogniser: Recogniser, node: Node, part: Node) -> bool:
 
 def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
     """The nodes from the leaves of a site (x, weight, mask_weights) to its root, included, in the graph's order."""
-    leaves: set[Any] = {node for projection in site.projections for node in (projection.x, projection.weight)}
+    leaves: set[Any] = {node for one in site.projections for node in (one.x, one.weight, one.offs)}
     leaves |= {term.mask_weight.node for term in site.terms if term.mask_weight is not None} | {site.rest}
     keys = {recogniser.key(node) for node in leaves if isinstance(node, Node)}
     seen: set[Node] = set()

@@ -22,7 +22,8 @@ from torch import nn
 from torch._functorch import predispatch
 from torch.fx import Node
 
-import mglu_ops.ops  # noqa: F401 (registers torch.ops.mglu)
+import mglu_ops.expert_ops
+import mglu_ops.ops  # noqa: F401
 
 from .signatures import Signature
 
@@ -175,6 +176,8 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "inner", _TWO, (torch.inner, "inner", *_aten("inner"))
     multiplications = (operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__")
     yield "matmul", "input, other|mat2|tensor2", (*multiplications, *_aten("matmul", "mm", "bmm"))
+    groups = "input|mat_a, mat2|mat_b, offs=None, bias==None, out_dtype==None"
+    yield "grouped_mm", groups, (F.grouped_mm, torch._grouped_mm, *_aten("_grouped_mm"))
     yield "addmm", "input, mat1, mat2, beta=1, alpha==1", _elementwise("addmm")
     yield "einsum", "equation, *operands|tensors, -path", (torch.einsum, *_aten("einsum"))
     yield "glu", "input, dim=-1", (F.glu, *_aten("glu"))

@@ -154,7 +154,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Weighted:
-    """`weight * factor`, or with `transposed` its transpose; factor None stands for 1."""
+    """`weight * factor`, or with `transposed` its transpose; factor None stands for 1.
+
+    The weights of experts are one weight `[E, d, h]` with a mask of that shape.
+    """
 
     weight: Node
     factor: Binary | None
@@ -165,6 +168,9 @@ class Weighted:
 class Projection:
     """`x (weight * factor)^T`, or with `transposed` `x (weight * factor)` of a weight `[in_features, out_features]`.
 
+    If the weight has three dimensions, each expert multiplies its own rows: `x[e]` of x `[E, t, h]`, or with `offs` the
+    rows from `offs[e - 1]` to `offs[e]` of x `[S, h]`, as in `torch.nn.functional.grouped_mm`.
+
     `problem` is a reason for the user why a site with this projection is not fused.
     """
 
@@ -174,6 +180,7 @@ class Projection:
     dtype: torch.dtype
     transposed: bool = False
     problem: str | None = None
+    offs: Node | None = None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,12 @@ def check_experts(given: ExpertArguments) -> None:
 
 
 def check_grouped_ste(
-    x: Tensor, weight: Tensor, mask_logits: Tensor, offs: Tensor, activation: str, mask_weights: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    mask_logits: Tensor,
+    offs: Tensor,
+    activation: str = "silu",
+    mask_weights: Tensor | None = None,
 ) -> None:
     """Check the arguments of `mglu::grouped_forward_ste`."""
     check_rows_and_experts(x, offs, weight=weight, mask_logits=mask_logits)

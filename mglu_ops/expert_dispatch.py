@@ -15,6 +15,7 @@ from torch import Tensor
 from . import batch_invariance, dispatch
 from .backends import BACKENDS, Backend, composite_experts
 from .backends.base import GroupedBackwardArguments, PreparedExperts
+from .backends.cuda import experts_training
 from .dispatch import CALLS_KEPT, NOTICEABLE_WEIGHTS, REFUSED, Choice, cuda_backend, is_kept, warn_of_fallback
 from .expert_calls import DownArguments, ExpertArguments, ExpertCall
 from .expert_checks import check_experts
@@ -219,6 +220,11 @@ def backward(key: Key | None, arguments: GroupedBackwardArguments) -> tuple[Tens
         prepared = backend.prepare_grouped_backward(call)
         _keep(key, call, backend.name, prepared)
     return prepared(arguments)
+
+
+def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why experts of a dtype cannot be trained on a device, or None if they can."""
+    return experts_training.unsupported_reason(device, dtype) if device.type == "cuda" else None
 
 
 def _untrainable(call: ExpertCall) -> NotImplementedError:

@@ -35,7 +35,7 @@ weight and of expert_weights. Partial derivatives and backward are those of `mgl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,10 +45,9 @@ from torch._C import DispatchKeySet
 from . import expert_checks, expert_dispatch
 from .backends.base import GroupedBackwardArguments
 from .expert_calls import DownArguments, ExpertArguments, sort_pairs
-from .formats import FORMATS
 from .layer_call import arguments_key
 from .masks import packed_shape
-from .ops import LAYER, STORED, check_backward, rows_of_partials
+from .ops import LAYER, STORED, check_backward, decoded, refuse_gradients, rows_of_partials
 from .registering import (
     apply_function,
     batched,
@@ -173,29 +172,19 @@ def _pack_expert_logits_fake(mask_logits: Tensor) -> Tensor:
 
 @kernel("grouped_forward_ste")
 def _grouped_forward_ste(
-    x: Tensor,
-    weight: Tensor,
-    mask_logits: Tensor,
-    offs: Tensor,
-    activation: str = "silu",
-    mask_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, mask_logits: Tensor, offs: Tensor, *layer: Any
 ) -> tuple[Tensor, Tensor]:
     _check_real({"weight": weight, "mask_logits": mask_logits})  # `_run` checks the others
-    expert_checks.check_grouped_ste(x, weight, mask_logits, offs, activation, mask_weights)
+    expert_checks.check_grouped_ste(x, weight, mask_logits, offs, *layer)
     packed_masks = expert_dispatch.pack_logits(mask_logits)
-    return _run(ExpertArguments.of_offs(x, weight, packed_masks, offs, activation, mask_weights)), packed_masks
+    return _run(ExpertArguments.of_offs(x, weight, packed_masks, offs, *layer)), packed_masks
 
 
 @fake("grouped_forward_ste")
 def _grouped_forward_ste_fake(
-    x: Tensor,
-    weight: Tensor,
-    mask_logits: Tensor,
-    offs: Tensor,
-    activation: str = "silu",
-    mask_weights: Tensor | None = None,
+    x: Tensor, weight: Tensor, mask_logits: Tensor, offs: Tensor, *layer: Any
 ) -> tuple[Tensor, Tensor]:
-    expert_checks.check_grouped_ste(x, weight, mask_logits, offs, activation, mask_weights)
+    expert_checks.check_grouped_ste(x, weight, mask_logits, offs, *layer)
     return x.new_empty((x.shape[0], mask_logits.shape[2])), _pack_expert_logits_fake(mask_logits)
 
 
@@ -255,25 +244,21 @@ def _check_down_backward(grad_output: Tensor, given: DownArguments) -> None:
 
 
 @kernel("experts_down_backward")
-def _experts_down_backward(
-    grad_output: Tensor, y: Tensor, weight: Tensor, expert_ids: Tensor, expert_weights: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _experts_down_backward(grad_output: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of y, weight and expert_weights; gradients that are not needed are empty."""
-    given = DownArguments(y, weight, expert_ids, expert_weights)
+    given, needs = DownArguments(*args[:4]), args[4]
     _check_real({"grad_output": grad_output, **given.tensors()})
     _check_down_backward(grad_output, given)
     return expert_dispatch.down_backward(grad_output, given, needs)
 
 
 @fake("experts_down_backward")
-def _experts_down_backward_fake(
-    grad_output: Tensor, y: Tensor, weight: Tensor, expert_ids: Tensor, expert_weights: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_down_backward(grad_output, DownArguments(y, weight, expert_ids, expert_weights))
-    tensors = (y, weight, expert_weights)
-    return tuple(  # type: ignore[return-value]
-        tensor.new_empty(tensor.shape if is_needed else (0,)) for tensor, is_needed in zip(tensors, needs, strict=True)
-    )
+def _experts_down_backward_fake(grad_output: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given, needs = DownArguments(*args[:4]), args[4]
+    _check_down_backward(grad_output, given)
+    tensors = zip((given.y, given.weight, given.expert_weights), needs, strict=True)
+    of_y, of_weight, of_expert_weights = (one.new_empty(one.shape if needed else (0,)) for one, needed in tensors)
+    return of_y, of_weight, of_expert_weights
 
 
 # --- Gradients ------------------------------------------------------------------------------------------------------
@@ -295,12 +280,12 @@ class _Grouped(torch.autograd.Function):
         weight_scale: Tensor | None = None,
         weight_format: str = "dense",
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        decoded = _decoded(x, weight, weight_scale, weight_format)
+        in_dtype = decoded(x, weight, weight_scale, weight_format)
         with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
             if mask_logits is not None:
                 expert_checks.check_grouped_ste(x, weight, mask_logits, offs, activation, mask_weights)
                 packed_masks = pack_expert_logits(mask_logits)
-            result, partials = grouped_forward_train(x, decoded, packed_masks, offs, activation, mask_weights)
+            result, partials = grouped_forward_train(x, in_dtype, packed_masks, offs, activation, mask_weights)
         ctx.save_for_backward(x, weight, packed_masks, offs, partials, weight_scale)
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
@@ -318,7 +303,7 @@ class _Grouped(torch.autograd.Function):
         grads = grouped_backward(
             grad_output,
             x,
-            _decoded(x, weight, weight_scale, ctx.weight_format),
+            decoded(x, weight, weight_scale, ctx.weight_format),
             packed_masks,
             offs,
             partials,
@@ -350,34 +335,10 @@ class _Down(torch.autograd.Function):
         y, weight, expert_ids, expert_weights, scale = ctx.saved_tensors
         of_y, of_weight, _, of_expert_weights, *_ = ctx.needs_input_grad
         needs = (of_y, of_weight, of_expert_weights)
-        decoded = _decoded(y, weight, scale, ctx.weight_format)
-        grads = experts_down_backward(grad_output, y, decoded, expert_ids, expert_weights, needs)
+        weight = decoded(y, weight, scale, ctx.weight_format)
+        grads = experts_down_backward(grad_output, y, weight, expert_ids, expert_weights, needs)
         grads = [grad if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)]
         return grads[0], grads[1], None, grads[2], None, None
-
-
-def _decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str) -> Tensor:
-    """The weights of all experts in x's dtype."""
-    return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
-
-
-def _refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_format: str = "dense") -> None:
-    """Refuse a gradient of a stored weight or its scales, or any with an activation format."""
-    if activation_format != "dense":
-        name = next(name for name, tensor in tensors.items() if tensor.requires_grad)
-        raise ValueError(
-            f"{name}: got a tensor that requires a gradient, must be called under torch.no_grad() or detached, because "
-            f"activation_format={activation_format!r} is for inference"
-        )
-    if weight_format == "dense":
-        return
-    for name in ("weight", "weight_scale"):
-        tensor = tensors.get(name)
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: got a tensor that requires a gradient, which there is not for "
-                f"weight_format={weight_format!r}: call {name}.requires_grad_(False)"
-            )
 
 
 @kernel("experts_forward", "Autograd", with_keyset=True)
@@ -386,7 +347,7 @@ def _experts_forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
         return below_autograd(experts_forward, _experts_forward, keys, *args)
     given = ExpertArguments.of_ids(*args)
     expert_checks.check_experts(given)
-    _refuse_gradients(given.tensors(), given.weight_format, given.activation_format)
+    refuse_gradients(given.tensors(), given.weight_format, given.activation_format)
     if given.weight.requires_grad:
         raise ValueError(
             "weight: got a tensor that requires a gradient, which mglu::experts_forward does not compute: sort the "
@@ -419,7 +380,7 @@ def _apply_grouped(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format, _, offs = given
     if weight_format != "dense" or scale is not None or activation_format != "dense":
         expert_checks.check_experts(given)
-        _refuse_gradients(given.tensors(), weight_format, activation_format)
+        refuse_gradients(given.tensors(), weight_format, activation_format)
     return apply_function(_Grouped, x, weight, None, packed_masks, offs, activation, mask_weights, scale, weight_format)
 
 
@@ -456,7 +417,7 @@ def _experts_down_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
     given = DownArguments(*args)
     if given.weight_format != "dense" or given.weight_scale is not None:
         expert_checks.check_down(given)
-        _refuse_gradients(given.tensors(), given.weight_format)
+        refuse_gradients(given.tensors(), given.weight_format)
     return apply_function(_Down, *given)
 
 
@@ -511,9 +472,10 @@ def _vmap_tokens(op: Any) -> Callable[..., Any]:
 
 for _op in (experts_forward, experts_down):
     torch.library.register_vmap(_op, _vmap_tokens(_op), lib=library)
-for _op in (pack_expert_logits, experts_down_backward, grouped_forward, grouped_forward_ste):
-    torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
-for _op in (grouped_forward_train, grouped_backward):
+for _op in (
+    *(pack_expert_logits, experts_down_backward),
+    *(grouped_forward, grouped_forward_ste, grouped_forward_train, grouped_backward),
+):
     torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
 
 

@@ -298,12 +298,12 @@ class _Layer(torch.autograd.Function):
         weight_scale: Tensor | None = None,
         weight_format: str = "dense",
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        decoded = _decoded(x, weight, weight_scale, weight_format)
+        in_dtype = decoded(x, weight, weight_scale, weight_format)
         with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
             if mask_logits is not None:
                 _check_ste(x, weight, mask_logits, activation, mask_weights)
                 packed_masks = pack_logits(mask_logits)
-            result, partials = forward_train(x, decoded, packed_masks, activation, mask_weights)
+            result, partials = forward_train(x, in_dtype, packed_masks, activation, mask_weights)
         ctx.save_for_backward(x, weight, packed_masks, partials, weight_scale)
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
@@ -321,7 +321,7 @@ class _Layer(torch.autograd.Function):
         grads = backward(
             grad_output,
             x,
-            _decoded(x, weight, weight_scale, ctx.weight_format),
+            decoded(x, weight, weight_scale, ctx.weight_format),
             packed_masks,
             partials,
             (needs_x, needs_weight),
@@ -335,30 +335,37 @@ class _Layer(torch.autograd.Function):
         return grad_x, grad_weight, grad_logits, None, None, grad_mask_weights, None, None
 
 
-def _decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str) -> Tensor:
-    """The weight in x's dtype."""
+def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str) -> Tensor:
+    """The weight, or the weights of several experts, in x's dtype."""
     return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
+
+
+def refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_format: str = "dense") -> None:
+    """Refuse a gradient of a stored weight or its scales, or any with an activation format."""
+    if activation_format != "dense":
+        name = next(name for name, tensor in tensors.items() if tensor.requires_grad)
+        raise ValueError(
+            f"{name}: got a tensor that requires a gradient, must be called under torch.no_grad() or detached, because "
+            f"activation_format={activation_format!r} is for inference"
+        )
+    if weight_format == "dense":
+        return
+    for name in ("weight", "weight_scale"):
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: got a tensor that requires a gradient, which there is not for "
+                f"weight_format={weight_format!r}: call {name}.requires_grad_(False)"
+            )
 
 
 def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Call `_Layer` with the arguments of `mglu::forward`."""
     given = LayerArguments(*args)
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format = given
-    if activation_format != "dense":
+    if activation_format != "dense" or weight_format != "dense" or scale is not None:
         checks.check_layer(given)
-        name = next(name for name, tensor in given.tensors().items() if tensor.requires_grad)
-        raise ValueError(
-            f"{name}: got a tensor that requires a gradient, must be called under torch.no_grad() or detached, because "
-            f"activation_format={activation_format!r} is for inference"
-        )
-    if weight_format != "dense" or scale is not None:
-        checks.check_layer(given)
-        for name, tensor in (("weight", weight), ("weight_scale", scale)):
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError(
-                    f"{name}: got a tensor that requires a gradient, which there is not for "
-                    f"weight_format={weight_format!r}: call {name}.requires_grad_(False)"
-                )
+        refuse_gradients(given.tensors(), weight_format, activation_format)
     return apply_function(_Layer, x, weight, None, packed_masks, activation, mask_weights, scale, weight_format)
 
 

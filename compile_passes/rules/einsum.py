@@ -34,6 +34,9 @@ def einsum_projection(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if len(operands) != 2:
         return None
     for (x_axes, x), (w_axes, weight) in (operands, reversed(operands)):
+        upright = _layout_of_experts(x_axes, w_axes, output)
+        if upright is not None:
+            return projection_at(recogniser, node, x, weight, upright=upright)
         found = _axes_of_projection(x_axes, w_axes, output)
         projection = None if found is None else _einsum_operands(recogniser, node, x, weight, *found)
         if projection is not None:
@@ -53,6 +56,16 @@ def _axes_of_projection(x: str, weight: str, output: str) -> tuple[bool, int | N
         wanted = x.removesuffix(contracted) + features
         if x.endswith(contracted) and stack in output and output.replace(stack, "") == wanted:
             return upright, output.index(stack) if stack else None
+    return None
+
+
+def _layout_of_experts(x: str, weight: str, output: str) -> bool | None:
+    """Whether the weights of experts are laid out `[E, out, in]`; None if the axes are not like `eth,edh->etd`."""
+    if not len(x) == len(weight) == len(output) == 3 or not x[0] == weight[0] == output[0]:
+        return None
+    for features, contracted, upright in ((weight[1], weight[2], True), (weight[2], weight[1], False)):
+        if x[2] == contracted and output[1:] == x[1] + features:
+            return upright
     return None
 
 

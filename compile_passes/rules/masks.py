@@ -189,6 +189,10 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
 def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`bits.reshape(d, h)` and `m.t()`: a function of M, rearranged, is that function of the rearranged M."""
     source, *how = call.args
+    symbol, found = call.symbol, slice_of(node)
+    if found is not None:  # one slice in any spelling, also of `unbind`
+        source, *how = found
+        symbol = "select"
     value, example = recogniser.value(source), tensor_example(node)
     if not isinstance(value, Binary) or not value.is_mask or value.mask.proof is None or example is None:
         return None
@@ -196,7 +200,7 @@ def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
     carries = requires_grad(node) and any(value.slope)
     if not call.is_whole or (carries and inverted):
         return None
-    key = ("rearranged", call.symbol, recogniser.key(how), value.mask.key)
+    key = ("rearranged", symbol, recogniser.key(how), value.mask.key)
     carrier = Carrier(node, recogniser.key(node)) if carries else None
     mask = Mask(node, key, value.mask.proof, carrier, inverted=inverted, rounding=value.mask.rounding)
     return replace(value, mask=mask, slope=value.slope if carries else (0, 0))

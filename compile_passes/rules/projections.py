@@ -8,7 +8,20 @@ from dataclasses import replace
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import dimension, dims, dtype_of, has_shape, holds, is_matrix, repeated, same_shape, size, tensor_example
+from ..shapes import (
+    dimension,
+    dims,
+    dtype_of,
+    equal_sizes,
+    has_shape,
+    holds,
+    holds_experts,
+    is_matrix,
+    repeated,
+    same_shape,
+    size,
+    tensor_example,
+)
 from ..symbols import Call
 from ..values import (
     BATCHED,
@@ -31,27 +44,42 @@ from .weight_layouts import rounds_once
 # --- Products of x and a weight --------------------------------------------------------------------------------------
 
 
-@rule("linear", "inner", "matmul", "addmm")
+@rule("linear", "inner", "matmul", "addmm", "grouped_mm")
 def project(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.linear(x, W)`, `x @ W.T`, and `addmm` with a bias of 0."""
-    has_bias = False
+    """`F.linear(x, W)`, `x @ W.T`, and `addmm` with a bias of 0; `bmm` and `grouped_mm` with the weights of experts."""
+    has_bias, offs = False, None
     if call.symbol == "addmm":
         bias, x, weight, beta = call.args
         has_bias = recogniser.value(bias) != Scalar(0) and beta != 0
     elif call.symbol == "linear":
         x, weight, bias = call.args
         has_bias = bias is not None and recogniser.value(bias) != Scalar(0)
+    elif call.symbol == "grouped_mm":
+        x, weight, offs = call.args
     else:
         x, weight = call.args
     problem = "the projection adds a bias, which MGLU does not have; add it after the product" if has_bias else None
-    return projection_at(recogniser, node, x, weight, upright=call.symbol in ("linear", "inner"), problem=problem)
+    upright = call.symbol in ("linear", "inner")
+    return projection_at(recogniser, node, x, weight, offs, upright=upright, problem=problem)
 
 
 def projection_at(
-    recogniser: Recogniser, node: Node, x: Node, weight: Node, *, upright: bool, problem: str | None = None
+    recogniser: Recogniser,
+    node: Node,
+    x: Node,
+    weight: Node,
+    offs: Node | None = None,
+    *,
+    upright: bool,
+    problem: str | None = None,
 ) -> Value:
-    """The product at `node` of x and a weight, whose layout is `[out, in]` if `upright`, else `[in, out]`."""
+    """The product at `node` of x and a weight, whose layout is `[out, in]` if `upright`, else `[in, out]`.
+
+    A weight of three dimensions is one weight of each expert.
+    """
     value = recogniser.value(weight)
+    if offs is not None and isinstance(value, (Bundle, Product)):
+        return None
 
     def of(weighted: Value) -> Projection | None:
         return projection_by(recogniser, node, x, weight, weighted, upright=upright, problem=problem)
@@ -64,7 +92,26 @@ def projection_at(
         dtype = dtype_of(node)
         transposed = value.transposed == upright
         return None if dtype is None else Projection(x, value, None, dtype, transposed, problem)
-    return of(recogniser.as_weighted(weight)) if is_matrix(weight) else None
+    weighted = recogniser.as_weighted(weight)
+    if is_matrix(weight) and offs is None:
+        return of(weighted)
+    projection = of(weighted) if _multiplies_by_experts(node, x, weight, offs, upright=upright) else None
+    is_of_experts = projection is not None and holds_experts(projection.weight)
+    return replace(projection, offs=offs) if projection is not None and is_of_experts else None
+
+
+def _multiplies_by_experts(node: Node, x: Node, weight: Node, offs: Node | None, *, upright: bool) -> bool:
+    """Whether each expert multiplies its own rows of x, so that nothing is broadcast: see `Projection`."""
+    held, rows = tensor_example(weight), tensor_example(x)
+    if held is None or rows is None or held.dim() != 3:
+        return False
+    experts, *sizes = held.shape
+    out_features, in_features = sizes if upright else reversed(sizes)
+    leading = rows.shape[:-1]
+    is_grouped = offs is not None and len(leading) == 1 and has_shape(offs, (experts,))
+    is_batch = offs is None and len(leading) == 2 and equal_sizes(leading[:1], (experts,))
+    fits = has_shape(x, (*leading, in_features)) and has_shape(node, (*leading, out_features))
+    return (is_grouped or is_batch) and fits
 
 
 def projection_by(
@@ -116,6 +163,7 @@ def same_operands(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
     """Whether two projections multiply the same x and the same weight."""
     return (
         recogniser.key(a.x) == recogniser.key(b.x)
+        and recogniser.key(a.offs) == recogniser.key(b.offs)
         and a.transposed == b.transposed
         and recogniser.key(a.weight) == recogniser.key(b.weight)
     )

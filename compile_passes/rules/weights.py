@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ..recognise import Recogniser
-from ..shapes import dims, dtype_of, has_shape, is_matrix, same_shape, size, tensor_example
+from ..shapes import dims, dtype_of, equal_sizes, has_shape, holds_experts, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
 from ..values import BATCHED, MOST_ITEMS, Binary, Bundle, Product, Scalar, Value, Weighted, binary_at, combine, multiply
 from .bundles import bundle
@@ -30,15 +30,18 @@ def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if not all(_may_be_either(recogniser, argument) for argument in call.args):
         return None
     for mask, weight in (call.args, tuple(reversed(call.args))):
-        if dims(mask) == 3 and recogniser.as_weighted(weight) is not None:
+        weighted = recogniser.as_weighted(weight)
+        if dims(mask) == 3 and weighted is not None and is_matrix(weighted.weight):
             return _apply_mask(recogniser, node, recogniser.unproved(mask), weight)
     return Product(node, left, right) if same_shape(left, right) and is_matrix(left) else None
 
 
 def _may_be_either(recogniser: Recogniser, argument: Any) -> bool:
     """Whether a factor could be a weight as well as a mask, because no value of it is known."""
-    is_known = not (recogniser.value(argument) is None or isinstance(recogniser.value(argument), Product))
-    return not is_known and dims(argument) in (2, 3) and dtype_of(argument) is not torch.bool
+    value = recogniser.value(argument)
+    is_copy = isinstance(value, Weighted) and value.factor is None and holds_experts(argument)
+    is_unknown = value is None or isinstance(value, Product) or is_copy
+    return is_unknown and dims(argument) in (2, 3) and dtype_of(argument) is not torch.bool
 
 
 def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
@@ -48,27 +51,33 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
     """
     if weighted is None or not weighted.transposed:
         return weighted
-    return Weighted(argument, None) if weighted.factor is None and is_matrix(argument) else None
+    is_weight = is_matrix(argument) or holds_experts(argument)
+    return Weighted(argument, None) if weighted.factor is None and is_weight else None
 
 
-def _of_each_mask(mask: Binary, masked: Callable[[Binary], Weighted | None]) -> Weighted | Bundle | None:
-    """Apply `masked` to a mask, or to each mask of a stack."""
-    if len(mask.mask.shape) != 3 and not mask.mask.batched:
-        return masked(mask)
+def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
+    """The weight times a mask, or times each mask of a stack; the weights of experts have one mask of their shape."""
+    if holds_experts(weighted.weight) or (len(mask.mask.shape) != 3 and not mask.mask.batched):
+        return _masked(weighted, mask)
     count = mask.mask.stack
     if count is None:  # A symbolic number of masks is not fused, but the report can name the masked weight.
-        return masked(mask)
+        return _masked(weighted, mask)
     if not 1 <= count <= MOST_ITEMS:
         return None
-    return bundle([masked(binary_at(mask, i)) for i in range(count)], BATCHED if mask.mask.batched else 0)
+    items = [_masked(weighted, binary_at(mask, i)) for i in range(count)]
+    return bundle(items, BATCHED if mask.mask.batched else 0)
 
 
 def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
     """Whether `node` has the shape of the masked weight: the shape of `argument`, or of the stack of masks.
 
-    A mask that is broadcast to the weight passes here, so that the check of the site can refuse it with its reason.
+    A mask that is broadcast to the weight passes here, so that the check of the site can refuse it with its reason. A
+    mask of three dimensions that is broadcast along the last two does not, as it may mark the tokens of a batch.
     """
     masks = mask.mask.shape
+    if holds_experts(weighted.weight):
+        weight = tensor_example(weighted.weight)
+        return weight is not None and equal_sizes(masks[-2:], weight.shape[-2:]) and same_shape(node, argument)
     if len(masks) != 3:
         return same_shape(node, argument)
     return has_shape(node, masks) and has_shape(weighted.weight, masks[1:])
@@ -83,7 +92,7 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
     weighted = _upright(recogniser.as_weighted(argument), argument)
     if weighted is None or not _fits(node, weighted, mask, argument):
         return None
-    return _of_each_mask(mask, lambda one: _masked(weighted, one))
+    return _by_each_mask(weighted, mask)
 
 
 def _masked(weighted: Value, mask: Value) -> Weighted | None:
@@ -183,5 +192,4 @@ def chosen_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if weighted is None or weighted.factor is not None or not _fits(node, weighted, condition, weight):
         return None
     at_0, at_1 = (float(bool(at) != zero_if_true) for at in condition.at)
-    factor = Binary(condition.mask, at=(at_0, at_1))
-    return _of_each_mask(factor, lambda one: _masked(weighted, one))
+    return _by_each_mask(weighted, Binary(condition.mask, at=(at_0, at_1)))

@@ -11,7 +11,7 @@ namespace mglu {
 constexpr bool kSorted = MGLU_SORTED;  // offs instead of ids
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBatch = 4;
+constexpr int kBatch = 4;  // rows of a lane that are read together
 
 struct GroupParams {
     const void* expert_ids;  // int32 or int64 [rows], or with kSorted offs, int32 [experts]
@@ -40,8 +40,8 @@ __device__ __forceinline__ void scan(int* values, int count, Operation operation
         for (int i = first; i < end; ++i) values[i] = operation(before, values[i]);
 }
 
-// The lanes with the same number, of up to 11 bits. Where most numbers differ, a ballot for each bit is faster than
-// match.any, which takes a turn for each number.
+// The lanes with the same number, of up to 11 bits: a ballot for each bit, since match.any takes a turn for each number
+// that occurs.
 __device__ __forceinline__ u32 lanes_with(int number) {
     u32 same = ~0u;
 #pragma unroll

@@ -5,17 +5,28 @@
 // column 8 o + j goes to 8 j + o. In this order a lane of the mainloop needs only two bytes of each mask
 // (mask_fragment.cuh). Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that wgmma
 // expects of its B operand. A warp permutes 8 tokens of one chunk.
+//
+// For experts (MGLU_ITEMS) x is gathered in the order of places, and the copy is [place][whole chunks], from which TMA
+// loads the tokens of an item. With MGLU_PERMUTED = 0 its columns keep their order.
 #include "params.cuh"
 #include "ptx.cuh"
+#include "work.cuh"
 
 namespace mglu {
 
 constexpr int kTokens = MGLU_TOKEN_COLUMNS;
 constexpr int kStageChunks = MGLU_SUB;  // chunks of 64 columns in a stage; the last stage is padded with zeros
+constexpr bool kGather = kItems == Items::table;
+#ifdef MGLU_PERMUTED
+constexpr bool kPermute = MGLU_PERMUTED != 0;
+#else
+constexpr bool kPermute = true;
+#endif
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(256) mglu_permute_x(const __grid_constant__ mglu::Params p) {
+extern "C" __global__ void __launch_bounds__(256)
+    mglu_permute_x(const __grid_constant__ mglu::Params p MGLU_ITEM_PARAMS) {
     using namespace mglu;
     // tile_wgmma may start, and load W, while this kernel runs. It waits for this kernel alone, since this kernel has
     // waited for all earlier ones.
@@ -30,14 +41,30 @@ extern "C" __global__ void __launch_bounds__(256) mglu_permute_x(const __grid_co
     const int first = item / chunks * 8;
     const int k = chunk * 64 + 2 * lane;
     const u16* x = static_cast<const u16*>(p.x);
+    const auto row_of_x = [&](int token) {
+#if MGLU_ITEMS
+        return row_of_x_at(items, token);
+#else
+        return token;
+#endif
+    };
     u32 pair[8];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
         pair[n] = 0;
         if (first + n >= p.tokens || k >= p.in_features) continue;
-        const u16* from = x + (first + n) * p.x_row_stride + k * p.x_column_stride;
+        const u16* from = x + row_of_x(first + n) * p.x_row_stride + k * p.x_column_stride;
         pair[n] = p.x_is_vectorizable ? *reinterpret_cast<const u32*>(from)
                                       : from[0] | static_cast<u32>(from[p.x_column_stride]) << 16;
+    }
+    if constexpr (kGather) {
+        u8* to = static_cast<u8*>(p.out) + (static_cast<i64>(first) * chunks + chunk) * 128 + lane * 4;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const u32 value = kPermute ? transpose(pair[n]) : pair[n];
+            if (first + n < p.tokens) *reinterpret_cast<u32*>(to + static_cast<i64>(n) * chunks * 128) = value;
+        }
+        return;
     }
     const i64 tile = static_cast<i64>(first / kTokens) * chunks + chunk;
     u8* to = static_cast<u8*>(p.out) + (tile * kTokens + first % kTokens) * 128;

@@ -10,11 +10,15 @@
 // to 16 j + o. Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that wgmma expects of
 // its B operand. Such a launch needs in_features % 8 == 0.
 //
+// For experts (MGLU_ITEMS) the tokens are places, in whose order x is gathered. There kTokens = 1, so that the copy is
+// [place][chunk of 128 columns][128] with the first permutation only, from which TMA loads the tokens of an item.
+//
 // With kTokens = 0 the copy is [tokens][in_features] in x's type: the rounded numbers times their scales, at most the
 // largest finite number of the type.
 #include "element.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
+#include "work.cuh"
 
 namespace mglu {
 
@@ -25,9 +29,9 @@ constexpr int kOctets = 16;  // groups of 8 columns of a chunk
 using Bits = Element<kType>::Bits;
 constexpr Bits kLargest = kType == kFloat16 ? 0x7bff : kType == kBfloat16 ? 0x7f7f : 0x7f7fffff;
 
-// Columns 8 octet to 8 octet + 7 of a token, zeros past the end.
-__device__ __forceinline__ void load_octet(float (&x)[8], const Params& p, int token, int octet) {
-    const Bits* from = static_cast<const Bits*>(p.x) + token * p.x_row_stride + 8 * octet * p.x_column_stride;
+// Columns 8 octet to 8 octet + 7 of a token in row `row` of x, zeros past the end.
+__device__ __forceinline__ void load_octet(float (&x)[8], const Params& p, int token, int row, int octet) {
+    const Bits* from = static_cast<const Bits*>(p.x) + row * p.x_row_stride + 8 * octet * p.x_column_stride;
     const int count = token < p.tokens ? min(p.in_features - 8 * octet, 8) : 0;
     if (p.x_is_vectorizable && count == 8) {
         constexpr int kPerWord = 4 / sizeof(Bits);
@@ -76,11 +80,17 @@ __device__ __forceinline__ u32 transpose_among_4(u32 word, int r) {
 
 }  // namespace mglu
 
-extern "C" __global__ void __launch_bounds__(256) mglu_quantize_x(const __grid_constant__ mglu::Params p) {
+extern "C" __global__ void __launch_bounds__(256)
+    mglu_quantize_x(const __grid_constant__ mglu::Params p MGLU_ITEM_PARAMS) {
     using namespace mglu;
     wait_for_earlier_kernels();
     let_next_kernel_start();
     const int token = blockIdx.x;
+#if MGLU_ITEMS
+    const int row_of_x = row_of_x_at(items, token);
+#else
+    const int row_of_x = token;
+#endif
     const int chunks = (p.in_features + 127) / 128;
     __shared__ u32 greatest_of[kThreads / 32];
 
@@ -89,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(256) mglu_quantize_x(const __grid_c
 #pragma unroll 4
     for (int octet = threadIdx.x; octet < chunks * kOctets; octet += kThreads) {
         float x[8];
-        load_octet(x, p, token, octet);
+        load_octet(x, p, token, row_of_x, octet);
 #pragma unroll
         for (int k = 0; k < 8; ++k) greatest = max(greatest, __float_as_uint(x[k]) & 0x7fffffffu);
     }
@@ -116,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(256) mglu_quantize_x(const __grid_c
     for (int first = 0; first < chunks * kOctets; first += kThreads) {
         const int octet = first + threadIdx.x;
         float x[8];
-        load_octet(x, p, token, octet);
+        load_octet(x, p, token, row_of_x, octet);
         if constexpr (kTokens > 0) {
             const int r = threadIdx.x % 4;
             u32 word[2];

@@ -27,6 +27,7 @@ using Weight = WeightPairs<kFormat, kType>;
 constexpr bool kFp8 = MGLU_FP8 != 0;               // x and W are multiplied in fp8 (tile_fp8.cuh)
 constexpr bool kPermutedX = MGLU_PERMUTED != 0;    // p.x is the copy that permute_x.cu or quantize_x.cu has made
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks: their rows are 16-byte aligned
+constexpr bool kExperts = kItems == Items::table;  // x is gathered in the order of experts by permute_x or quantize_x
 #if defined(MGLU_TRAIN) && MGLU_TRAIN
 constexpr bool kTrain = true;                // also write what backward needs (tile_training.cuh)
 constexpr int kBoxTokens = MGLU_BOX_TOKENS;  // tokens of a box that TMA stores, a multiple of 8
@@ -38,9 +39,11 @@ constexpr int kBoxTokens = 8;
 constexpr int kRowGroups = (kBlockRows + 63) / 64;
 constexpr int kConsumers = kRowGroups * kMaskGroups;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kColumns = kTokens / 2;           // sums of one product that a thread holds
-constexpr int kChunkColumns = kFp8 ? 128 : 64;  // of in_features: 128 bytes of a row of x
-constexpr int kSwath = 8;                       // row tiles that are visited together for each tile of tokens
+constexpr int kColumns = kTokens / 2;              // sums of one product that a thread holds
+constexpr int kChunkColumns = kFp8 ? 128 : 64;     // of in_features: 128 bytes of a row of x
+constexpr bool kCopiedX = kPermutedX || kExperts;  // a launch that copies x precedes this one
+constexpr bool kTiledX = kPermutedX && !kExperts;  // in the copy, a stage of a tile is one contiguous block
+constexpr int kSwath = 8;                          // row tiles that are visited together for each tile of tokens
 constexpr int kPassMasks = kMasks / kPasses;
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and at least one warpgroup");
 static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks, or two");
@@ -49,6 +52,7 @@ static_assert(kConsumers <= 4, "at most four consumer warpgroups: registers");
 static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0),
               "the masks of a pass are whole words");
 static_assert(!kTrain || !kSparse, "in training products are dense");
+static_assert(!kExperts || !kTrain, "experts are not trained here");
 static_assert(!kFp8 || (kPermutedX && !kSparse && kPasses == 1 && kStageChunks == 1 && Weight::kBits == 8),
               "products in fp8 have one form");
 static_assert(!kTrain || kFormat == WeightFormat::dense, "in training W has the type of x");
@@ -58,7 +62,7 @@ static_assert(!kTrain || kTokens % kBoxTokens == 0, "whole boxes");
 // producer warpgroup to the consumers. The producer keeps more where its warps expand x (kSparse), and most where the
 // consumers have few sums.
 constexpr bool kFewSpareRegisters = (kPassMasks / kMaskGroups + 1) * kTokens / 2 > 112;
-constexpr int kProducerRegisters = !kSparse ? 24 : kFewSpareRegisters ? 40 : 72;
+constexpr int kProducerRegisters = !kSparse ? (!kExperts ? 24 : kCluster > 1 ? 40 : 32) : kFewSpareRegisters ? 40 : 72;
 constexpr int kLaunchRegisters = kConsumers == 2 ? 3 * 168 : kConsumers == 3 ? 4 * 128 : 5 * 96;
 constexpr int kConsumerRegisters =
     kConsumers == 1 ? 255 : (kLaunchRegisters - kProducerRegisters) / (8 * kConsumers) * 8;
@@ -125,7 +129,17 @@ struct ParamsOf<true> {
 };
 using LaunchParams = ParamsOf<kTrain>::Type;
 
-using Tiles = TileOrder<kBlockRows, kTokens, kCluster, kSwath>;
+template <bool kOfItems>
+struct OrderOf {
+    using Type = TileOrder<kBlockRows, kTokens, kCluster, kSwath>;
+};
+template <>
+struct OrderOf<true> {
+    using Type =
+        ItemOrder<kBlockRows, kTokens, kCluster, kSwath, kFormat == WeightFormat::fp8_block ? kScaledTogether : 1>;
+};
+using Tiles = OrderOf<kExperts>::Type;
+using LaunchTile = Tiles::Taken;
 
 __device__ __forceinline__ int stage_count(const Params& p) {
     return (p.in_features + kChunkColumns * kStageChunks - 1) / (kChunkColumns * kStageChunks);

@@ -88,14 +88,14 @@ __device__ __forceinline__ void add_products(float (&sums)[kColumns], const Fp8F
 // Accumulates the products of all of k, and multiplies them by the scales of their tokens.
 template <bool kTotal, int kFirst, int kCount>
 __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCount>& sums, const Params& p, u32 ring,
-                                               u32 full, u32 empty, int tile_row, int warpgroup_row, int tile_token,
+                                               u32 full, u32 empty, const LaunchTile& tile, int warpgroup_row,
                                                RingPosition& position) {
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
     const int q = lane % 4;
     const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + g;  // of the tile, and row + 8
     const int stages = stage_count(p);
-    const u8* mask_rows = p.packed_masks + (tile_row + row) * p.mask_row_stride;
+    const u8* mask_rows = p.packed_masks + (tile.stored_row(p) + row) * p.mask_row_stride;
     for (int stage = 0; stage < stages; ++stage) {
         const u32 slot = wait_for_stage(ring, full, position);
         const int column = stage * kChunkColumns;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if constexpr (kScalesColumns<kFormat>)
-                scale[half] = StoredWeight<kFormat, kType>::scale(p, tile_row + row + 8 * half, column);
+                scale[half] = StoredWeight<kFormat, kType>::scale(p, tile.scaled_row(p) + row + 8 * half, column);
             u32 registers[8];
             load_octets(registers, slot + kXBytes + (row + 8 * half) * kWeightRowBytes, g, q);
 #pragma unroll
@@ -134,11 +134,12 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
         position.advance();
     }
     // The scales of tokens follow the copy of x.
-    const int token_tiles = (p.tokens + kTokens - 1) / kTokens;
-    const void* copy_end = static_cast<const u8*>(p.x) + static_cast<i64>(token_tiles) * stages * kXBytes;
+    const int copied = kTiledX ? (p.tokens + kTokens - 1) / kTokens : p.tokens;  // tiles, or tokens
+    constexpr int kBytes = kTiledX ? kXBytes : kChunkColumns;                    // of a stage
+    const void* copy_end = static_cast<const u8*>(p.x) + static_cast<i64>(copied) * stages * kBytes;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-        const int token = tile_token + c / 4 * 8 + 2 * q + c % 2;
+        const int token = tile.first_token() + c / 4 * 8 + 2 * q + c % 2;
         const float scale = token < p.tokens ? static_cast<const float*>(copy_end)[token] : 0.0f;
         if constexpr (kTotal) sums.t[c] *= scale;
 #pragma unroll

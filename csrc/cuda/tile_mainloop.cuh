@@ -342,12 +342,12 @@ struct Accumulators {
 
     // Accumulates the products of all of k, stage by stage.
     template <typename FragmentsOfW>
-    __device__ __forceinline__ void accumulate(const Params& p, u32 ring, u32 full, u32 empty, int tile_row,
+    __device__ __forceinline__ void accumulate(const Params& p, u32 ring, u32 full, u32 empty, const LaunchTile& tile,
                                                int warpgroup_row, int pass, RingPosition& position) {
         const int lane = threadIdx.x % 32;
         const int stages = stage_count(p);
-        FragmentsOfW fragments(p, tile_row, warpgroup_row + threadIdx.x / 32 % 4 * 16, pass);
-        const int row = tile_row + fragments.row;
+        FragmentsOfW fragments(p, tile.stored_row(p), warpgroup_row + threadIdx.x / 32 % 4 * 16, pass);
+        const int row = tile.scaled_row(p) + fragments.row;
         fragments.scales.load_next(p, row, 0);
         u32 unreleased = 0;  // the empty barrier of the previous stage until its release
         for (int stage = 0; stage < stages; ++stage) {
@@ -390,21 +390,23 @@ struct Accumulators {
     // Accumulates by sparse products, whose fragments serve t and all masks. The products of a chunk's even weights are
     // one commit group, and the products of its odd weights another. While one runs, the fragments of the other are
     // made.
-    __device__ __forceinline__ void accumulate_sparse(const Params& p, u32 ring, u32 full, u32 empty, int tile_row,
-                                                      int warpgroup_row, int pass, RingPosition& position) {
+    __device__ __forceinline__ void accumulate_sparse(const Params& p, u32 ring, u32 full, u32 empty,
+                                                      const LaunchTile& tile, int warpgroup_row, int pass,
+                                                      RingPosition& position) {
         const int lane = threadIdx.x % 32;
         const int g = lane / 4;
         const int q = lane % 4;
         const int row_in_8 = sparse_row(g);
         const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + row_in_8;  // and row + 8
         const int stages = stage_count(p);
-        const u8* mask_rows = p.packed_masks + (tile_row + row) * p.mask_row_stride;
+        const int scaled_row = tile.scaled_row(p) + row;
+        const u8* mask_rows = p.packed_masks + (tile.stored_row(p) + row) * p.mask_row_stride;
         const MetadataConstants<false> constants;
         StageScales scales;
-        scales.load_next(p, tile_row + row, 0);
+        scales.load_next(p, scaled_row, 0);
         u32 unreleased = 0;
         for (int stage = 0; stage < stages; ++stage) {
-            scales.advance(p, tile_row + row, stage);
+            scales.advance(p, scaled_row, stage);
             const u32 slot = wait_for_stage(ring, full, position);
 #pragma unroll
             for (int chunk = 0; chunk < kStageChunks; ++chunk) {
@@ -497,16 +499,16 @@ struct Accumulators {
     }
 
     // Adds the terms of this warpgroup's masks to `sum` in order, so that the bits do not depend on how masks are
-    // divided.
-    __device__ __forceinline__ float add_terms(const Params& p, float sum, float total, int column, int token,
+    // divided. `row` has the mask weights; a token that is not stored may have a row past the end.
+    __device__ __forceinline__ float add_terms(const Params& p, float sum, float total, int column, int row,
                                                int pass) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const float gate = kSparse ? f[i][column] : 0.5f * (total - f[i][column]);
             const float value = kSparse ? total - gate : 0.5f * (total + f[i][column]);
-            const bool weighted = kMaskWeightType >= 0 && token < p.tokens;
+            const bool weighted = kMaskWeightType >= 0 && row < p.tokens;
             const float mask_weight =
-                weighted ? load_mask_weight<kMaskWeightType>(p, token, pass * kPassMasks + kFirst + i) : 1.0f;
+                weighted ? load_mask_weight<kMaskWeightType>(p, row, pass * kPassMasks + kFirst + i) : 1.0f;
             sum += mask_weight * (activate<kActivation, true>(gate) * value);
         }
         return sum;

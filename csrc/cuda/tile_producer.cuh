@@ -28,10 +28,10 @@ __device__ __forceinline__ void load_weights_and_masks(const TileParams& tp, u32
 // Prefetches the beginning of the first stage into L2 while earlier kernels still run. They may write to it; the loads
 // after the wait then see what they wrote. With more than 64 rows a block prefetches only one box, as much as the TMA
 // unit can finish before the wait ends (all boxes: 1 to 4% less time at 64 rows, up to 2% more at 112).
-__device__ __forceinline__ void prefetch_first_stage(const TileParams& tp) {
+__device__ __forceinline__ void prefetch_first_stage(const TileParams& tp, const Tiles& tiles) {
     constexpr int kRows = kBlockRows / kCluster;
     constexpr bool kAll = kRows <= 64;
-    const int row = Tiles::at(tp, Tiles::first()).row + (kCluster > 1 ? rank_in_cluster() : 0) * kRows;
+    const int row = tiles.at(tp, tiles.first()).stored_row(tp) + (kCluster > 1 ? rank_in_cluster() : 0) * kRows;
 #pragma unroll
     for (int chunk = 0; chunk < (kAll ? kStageChunks : 1); ++chunk)
         tma_prefetch_box(tp.weight_map, chunk * kWeightBoxColumns, row);
@@ -40,36 +40,37 @@ __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp) {
         tma_prefetch_box(tp.masks_map, span * kMaskRowBytes, row);
 }
 
-__device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 landed, u32 empty) {
+__device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles, u32 ring, u32 landed, u32 empty) {
     // Other kernels of a model may have evicted the descriptors. In a model this saves 0.4 to 0.8% of a token's time;
     // where launches of this kernel follow each other it saves nothing.
-    if constexpr (!kPermutedX) tma_prefetch_descriptor(tp.x_map);
+    if constexpr (!kTiledX) tma_prefetch_descriptor(tp.x_map);
     tma_prefetch_descriptor(tp.weight_map);
     if constexpr (kBulkMasks) tma_prefetch_descriptor(tp.masks_map);
     const Params& p = tp;
     const int stages = stage_count(p);
-    const int tiles = Tiles::count(p);
+    const int count = tiles.count(p);
     const int last_x_tile = (p.tokens - 1) / kTokens;  // the last block of a cluster may be past it
-    const u64 policy = cache_policy(p.tokens <= kTokens && kPasses == 1);
+    // Most experts have one item, and the items of an expert are multiplied at the same time.
+    const u64 policy = cache_policy((kExperts || p.tokens <= kTokens) && kPasses == 1);
     // The bytes that barriers expect include zeros outside the matrix. A box has no more rows than there are tokens,
     // since loading rows past the end would cost time.
-    const u32 x_bytes = kPermutedX ? kXBytes : kStageChunks * min(kTokens, p.tokens) * 128;
-    // With a permuted x, W and masks fill the ring before the wait: permute_x has waited for all earlier kernels, so
-    // only x may still be unwritten.
-    const int prefilled = kPermutedX ? min(kStages, stages) : 0;
-    if constexpr (kPermutedX)
+    const u32 x_bytes = kTiledX ? kXBytes : kStageChunks * min(kTokens, p.tokens) * 128;
+    // With a copied x, W and masks fill the ring before the wait: the launch that copies x has waited for all earlier
+    // kernels, so only x may still be unwritten.
+    const int prefilled = kCopiedX && (!kExperts || tiles.first() < count) ? min(kStages, stages) : 0;
+    if constexpr (kCopiedX)
         for (int stage = 0; stage < prefilled; ++stage)
-            load_weights_and_masks(tp, ring + stage * kStageBytes, landed + 8 * stage, Tiles::at(p, Tiles::first()).row,
-                                   stage, x_bytes, policy);
-    else prefetch_first_stage(tp);
+            load_weights_and_masks(tp, ring + stage * kStageBytes, landed + 8 * stage,
+                                   tiles.at(p, tiles.first()).stored_row(p), stage, x_bytes, policy);
+    else prefetch_first_stage(tp, tiles);
     wait_for_earlier_kernels();
     int left_prefilled = prefilled;
     RingPosition position;
-    for (int index = Tiles::first(); index < tiles; index += Tiles::step()) {
-        const Tile tile = Tiles::at(p, index);
+    for (int index = tiles.first(); index < count; index += tiles.step()) {
+        const LaunchTile tile = tiles.at(p, index);
         for (int pass = 0; pass < kPasses; ++pass) {
             const u8* permuted_x = static_cast<const u8*>(p.x);
-            permuted_x += static_cast<i64>(min(tile.token / kTokens, last_x_tile)) * stages * kXBytes;
+            permuted_x += static_cast<i64>(min(tile.first_token() / kTokens, last_x_tile)) * stages * kXBytes;
             for (int stage = 0; stage < stages; ++stage, permuted_x += kXBytes) {
                 const u32 slot = ring + position.slot * kStageBytes;
                 const u32 barrier = landed + 8 * position.slot;
@@ -77,16 +78,17 @@ __device__ __forceinline__ void produce(const TileParams& tp, u32 ring, u32 land
                     --left_prefilled;
                 } else {
                     barrier_wait(empty + 8 * position.slot, position.parity ^ 1);
-                    load_weights_and_masks(tp, slot, barrier, tile.row, stage, x_bytes, policy);
+                    load_weights_and_masks(tp, slot, barrier, tile.stored_row(p), stage, x_bytes, policy);
                 }
-                if constexpr (kPermutedX) {
+                if constexpr (kTiledX) {
                     bulk_copy(slot, permuted_x, kXBytes, barrier);
                 } else {
                     // For sparse products x lands in the chunk's second half, where the expansion reads it.
 #pragma unroll
                     for (int chunk = 0; chunk < kStageChunks; ++chunk)
                         tma_load_box<1>(slot + (chunk + 1) * kXChunkBytes - kTokens * 128, tp.x_map,
-                                        (stage * kStageChunks + chunk) * 64, tile.token, barrier, cache_policy(false));
+                                        (stage * kStageChunks + chunk) * kChunkColumns, tile.first_token(), barrier,
+                                        cache_policy(false));
                 }
                 position.advance();
             }
@@ -150,12 +152,12 @@ __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
     }
 }
 
-__device__ __forceinline__ void expand_x(const Params& p, u32 ring, u32 landed, u32 full) {
+__device__ __forceinline__ void expand_x(const Params& p, const Tiles& tiles, u32 ring, u32 landed, u32 full) {
     const int lane = threadIdx.x % 32;
-    const int tiles = (Tiles::count(p) - Tiles::first() + Tiles::step() - 1) / Tiles::step();  // tiles of this block
+    const int count = (tiles.count(p) - tiles.first() + tiles.step() - 1) / tiles.step();  // tiles of this block
     RingPosition position;
 #pragma unroll 1
-    for (int left = tiles * kPasses * stage_count(p); left > 0; --left) {
+    for (int left = count * kPasses * stage_count(p); left > 0; --left) {
         barrier_wait(landed + 8 * position.slot, position.parity);
         expand_x_of_stage(ring + position.slot * kStageBytes, threadIdx.x % 128 / 32 - 1, lane);
         fence_async_proxy();

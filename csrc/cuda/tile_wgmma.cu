@@ -42,7 +42,8 @@ __device__ __forceinline__ void load_4(float (&value)[4], const float4* from) {
 }
 
 // Writes 16 rows of 8 tokens. The calling thread holds rows g and g + 8 of tokens 2q and 2q + 1.
-__device__ __forceinline__ void store(const Params& p, const float (&y)[4], int row, int owned, int token, int lane) {
+__device__ __forceinline__ void store(const Params& p, const LaunchTile& tile, const float (&y)[4], int row, int owned,
+                                      int token, int lane) {
     const auto pack = [](float low, float high) {
         return static_cast<u32>(from_float<kType>(low)) | static_cast<u32>(from_float<kType>(high)) << 16;
     };
@@ -56,8 +57,8 @@ __device__ __forceinline__ void store(const Params& p, const float (&y)[4], int 
     // Two neighbouring rows of one token, and the two rows 8 further.
     const u32 half[2] = {transpose_pair(pack(y[0], y[1])), transpose_pair(pack(y[2], y[3]))};
     token += lane / 4;
-    if (token >= p.tokens) return;
-    u16* out = static_cast<u16*>(p.out) + static_cast<i64>(token) * p.out_features;
+    if (token >= tile.end(p)) return;
+    u16* out = static_cast<u16*>(p.out) + static_cast<i64>(tile.result_row(token)) * p.out_features;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int at = row + 8 * h + lane % 4 * 2;
@@ -91,7 +92,7 @@ struct NoBoxes {};
 // an earlier tile, has used the exchange; more: another pass follows; kept_total: t, if kKeepTotal.
 template <int kGroup, bool kWithTotal, typename Boxes>
 __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u32 empty, const Exchange& exchange,
-                                         const Tile& tile, int row_group, int pass, bool not_first, bool more,
+                                         const LaunchTile& tile, int row_group, int pass, bool not_first, bool more,
                                          RingPosition& position, Boxes& boxes, float (&kept_total)[kKept]) {
     constexpr int kProducts = kPassMasks + (kWithTotal ? 1 : 0);
     constexpr bool kTotal = kGroup == 0 && kWithTotal;
@@ -106,17 +107,16 @@ __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u3
     const bool done = kLastGroup && pass == kPasses - 1;
     Accumulators<kTotal, kFirst, kCount> accumulators;
     accumulators.clear();
-    if constexpr (kFp8)
-        accumulate_fp8(accumulators, p, ring, full, empty, tile.row, warpgroup_row, tile.token, position);
+    if constexpr (kFp8) accumulate_fp8(accumulators, p, ring, full, empty, tile, warpgroup_row, position);
     else if constexpr (kSparse)
-        accumulators.accumulate_sparse(p, ring, full, empty, tile.row, warpgroup_row, pass, position);
+        accumulators.accumulate_sparse(p, ring, full, empty, tile, warpgroup_row, pass, position);
     else if constexpr (kPermutedX)
         accumulators.template accumulate<typename decltype(accumulators)::PermutedColumns>(
-            p, ring, full, empty, tile.row, warpgroup_row, pass, position);
+            p, ring, full, empty, tile, warpgroup_row, pass, position);
     else
-        accumulators.template accumulate<typename decltype(accumulators)::NaturalOrder>(p, ring, full, empty, tile.row,
+        accumulators.template accumulate<typename decltype(accumulators)::NaturalOrder>(p, ring, full, empty, tile,
                                                                                         warpgroup_row, pass, position);
-    accumulators.scale_rows(p, row);
+    accumulators.scale_rows(p, row - tile.row + tile.scaled_row(p));
     if constexpr (kGroup > 0) named_sync<256>(exchange.written);
     else if (!kLastGroup && not_first) named_sync<256>(exchange.read);
     if constexpr (kTotal && kKeepTotal) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u3
     }
 #pragma unroll
     for (int j = 0; j < kColumns / 4; ++j) {
-        const int token = tile.token + 8 * j;
+        const int token = tile.first_token() + 8 * j;
         const int first_mask = pass * kPassMasks + kFirst;
         float total[4], y[4] = {}, twice_p[4] = {};
         if constexpr (kTotal || kKeepTotal) {
@@ -143,11 +143,12 @@ __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u3
         } else {
 #pragma unroll
             for (int r = 0; r < 4; ++r)
-                y[r] = accumulators.add_terms(p, y[r], total[r], 4 * j + r, token + lane % 4 * 2 + r % 2, pass);
+                y[r] = accumulators.add_terms(p, y[r], total[r], 4 * j + r,
+                                              tile.row_of_weights(token + lane % 4 * 2 + r % 2), pass);
         }
         if (done) {
             if constexpr (kTrain) boxes.template put_results<kCount>(j, y, twice_p);
-            else store(p, y, row, owned, token, lane);
+            else store(p, tile, y, row, owned, token, lane);
         } else {
             if constexpr (kTotal && !kKeepTotal)
                 exchange.totals[j * 128] = make_float4(total[0], total[1], total[2], total[3]);
@@ -164,18 +165,18 @@ __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u3
 }
 
 template <int kGroup, typename Boxes>
-__device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32 empty, float4* exchange_memory,
-                                        int row_group, Boxes boxes) {
+__device__ __forceinline__ void consume(const Params& p, const Tiles& tiles, u32 ring, u32 full, u32 empty,
+                                        float4* exchange_memory, int row_group, Boxes boxes) {
     float4* totals = exchange_memory + row_group * (kExchanged * kExchangeStride) + threadIdx.x % 128;
     float4* terms = kKeepTotal ? totals : totals + kExchangeStride;
     const Exchange exchange{totals, terms, terms + kExchangeStride, 1 + 2 * row_group, 2 + 2 * row_group};
-    const int tiles = Tiles::count(p);
+    const int count = tiles.count(p);
     bool not_first = false;
     float kept_total[kKept];
     RingPosition position;
-    for (int index = Tiles::first(); index < tiles; index += Tiles::step()) {
-        const Tile tile = Tiles::at(p, index);
-        const bool last = index + Tiles::step() >= tiles;
+    for (int index = tiles.first(); index < count; index += tiles.step()) {
+        const LaunchTile tile = tiles.at(p, index);
+        const bool last = index + tiles.step() >= count;
         // One loop with two branches: as two separate loops, the two kinds of pass compile to wgmmas that wait for each
         // other (ptxas warning C7513).
 #pragma unroll 1
@@ -203,7 +204,7 @@ __device__ __forceinline__ auto boxes_of(const KernelParams& tp, u32 memory) {
 }  // namespace mglu
 
 extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1)
-    mglu_tile_wgmma(const __grid_constant__ mglu::LaunchParams tp) {
+    mglu_tile_wgmma(const __grid_constant__ mglu::LaunchParams tp MGLU_ITEM_PARAMS) {
     using namespace mglu;
     extern __shared__ __align__(1024) u8 shared[];
     const u32 ring = shared_address(shared);
@@ -226,19 +227,30 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
     if constexpr (kCluster > 1) arrive_in_cluster(), wait_for_cluster();
     __syncthreads();
     let_next_kernel_start();
+#if MGLU_ITEMS
+    // group_tokens has ended, since the launch that gathers x has waited for it.
+    const Tiles tiles = Tiles::of<kThreads>(items);
+#else
+    const Tiles tiles;
+#endif
 
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == kConsumers) {
         if constexpr (kConsumers > 1) lower_register_limit<kProducerRegisters>();
-        if (threadIdx.x % 128 == 0) produce(tp, ring, landed, empty);
+        if (threadIdx.x % 128 == 0) produce(tp, tiles, ring, landed, empty);
         if constexpr (kSparse)
-            if (threadIdx.x % 128 >= 32) expand_x(tp, ring, landed, full);
+            if (threadIdx.x % 128 >= 32) expand_x(tp, tiles, ring, landed, full);
     } else {
         if constexpr (kConsumers > 1) raise_register_limit<kConsumerRegisters>();
         const int row_group = warpgroup / kMaskGroups;
         const u32 released = kCluster > 1 ? address_in_cluster(empty, threadIdx.x % kCluster) : empty;
         const auto boxes = boxes_of(tp, staging);
-        if (warpgroup % kMaskGroups == 0) consume<0>(tp, ring, full, released, exchange_memory, row_group, boxes);
-        else if constexpr (kMaskGroups == 2) consume<1>(tp, ring, full, released, exchange_memory, row_group, boxes);
+        if (warpgroup % kMaskGroups == 0)
+            consume<0>(tp, tiles, ring, full, released, exchange_memory, row_group, boxes);
+        else if constexpr (kMaskGroups == 2)
+            consume<1>(tp, tiles, ring, full, released, exchange_memory, row_group, boxes);
+#if MGLU_ITEMS
+        tiles.clear_other_rows<128 * kConsumers>(tp, items.max_items);
+#endif
     }
 }

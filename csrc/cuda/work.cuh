@@ -101,6 +101,11 @@ __device__ __forceinline__ Item find_item(const ItemParams& p, int block, int* r
     return {expert < p.experts ? expert : -1, count, block / p.rows};
 }
 
+// The row of x for a place, after group_tokens has ended.
+__device__ __forceinline__ int row_of_x_at(const ItemParams& p, int place) {
+    return p.is_sorted ? place : p.items[4 * p.max_items + place] / p.top_k;
+}
+
 // The item of this block, one of `row_blocks` blocks of the item, a multiple of kCluster; the blocks of a cluster have
 // the same item. All threads of the block call this after they have waited for earlier kernels. After the block's next
 // barrier, `rows` holds the numbers of the item's rows of the result.
@@ -147,6 +152,15 @@ struct Tile {
     int row;    // first row of the block; lower than `owned` if the tile would run past the end
     int owned;  // the tile writes the rows from here on
     int token;
+
+    // The tile's first row as a row of all stored weights and masks, and of all scales.
+    __device__ __forceinline__ int stored_row(const Params&) const { return row; }
+    __device__ __forceinline__ int scaled_row(const Params&) const { return row; }
+    __device__ __forceinline__ int first_token() const { return token; }
+    // The end of the tokens that belong to the tile, and where a token's result and its mask weights are.
+    __device__ __forceinline__ int end(const Params& p) const { return p.tokens; }
+    __device__ __forceinline__ int result_row(int token) const { return token; }
+    __device__ __forceinline__ int row_of_weights(int token) const { return token; }
 };
 
 // The tiles of tile_wgmma, whose blocks loop over them. Tiles are ordered by swaths of kSwath row tiles, and by tokens
@@ -162,15 +176,94 @@ struct TileOrder {
     static __device__ __forceinline__ int first() { return blockIdx.x / kCluster; }
     static __device__ __forceinline__ int step() { return gridDim.x / kCluster; }
 
-    // This block's part of the cluster's tile `index`.
-    static __device__ __forceinline__ Tile at(const Params& p, int index) {
-        const int columns = clusters_along_tokens(p);
+    using Taken = Tile;
+
+    // This block's part of the cluster's tile `index`, if there are `columns` clusters along tokens.
+    static __device__ __forceinline__ Tile at(const Params& p, int index, int columns) {
         const int swath = index / (kSwath * columns);
         const int inside = index - swath * (kSwath * columns);
         const int height = min(kSwath, row_tiles(p) - swath * kSwath);
         const int owned = (swath * kSwath + inside % height) * kRows;
         const int rank = kCluster > 1 ? rank_in_cluster() : 0;
         return {min(owned, p.out_features - kRows), owned, (inside / height * kCluster + rank) * kTokens};
+    }
+    static __device__ __forceinline__ Tile at(const Params& p, int index) {
+        return at(p, index, clusters_along_tokens(p));
+    }
+};
+
+// A tile of an item. Its tokens are places, and each block of a cluster has kTokens of them. Scales of kRowsOfScale rows
+// belong together. The entry is read where it is needed, since it would occupy registers while sums are accumulated.
+template <int kTokens, int kCluster, int kRowsOfScale>
+struct ItemTile {
+    int row;
+    int owned;
+    int item;
+    const ItemEntry* entries;
+    const int* rows;  // of all places; null where place i is row i
+
+    __device__ __forceinline__ int stored_row(const Params& p) const {
+        return entries[item].expert * p.out_features + row;
+    }
+    __device__ __forceinline__ int scaled_row(const Params& p) const {
+        return entries[item].expert * ((p.out_features + kRowsOfScale - 1) / kRowsOfScale * kRowsOfScale) + row;
+    }
+    __device__ __forceinline__ int first_token() const {
+        return entries[item].first + (kCluster > 1 ? rank_in_cluster() * kTokens : 0);
+    }
+    __device__ __forceinline__ int end(const Params&) const { return entries[item].first + entries[item].count; }
+    __device__ __forceinline__ int result_row(int token) const { return rows != nullptr ? rows[token] : token; }
+    __device__ __forceinline__ int row_of_weights(int token) const {
+        return token < entries[item].first + entries[item].count ? result_row(token) : 0;
+    }
+};
+
+// The tiles of tile_wgmma for experts, in the order of TileOrder: items take the place of tiles of tokens. The items of
+// an expert are neighbours, so that its weights are read from memory once.
+template <int kRows, int kTokens, int kCluster, int kSwath, int kRowsOfScale>
+class ItemOrder {
+    using Order = TileOrder<kRows, 1, 1, kSwath>;  // of items, as if they were tokens
+    const ItemEntry* const entries_;
+    const int* const rows_;
+    int items_ = 0;  // entries with an expert, which are the first ones
+
+  public:
+    using Taken = ItemTile<kTokens, kCluster, kRowsOfScale>;
+
+    // All kThreads threads of the block call this, after group_tokens has ended.
+    template <int kThreads>
+    static __device__ __forceinline__ ItemOrder of(const ItemParams& p) {
+        ItemOrder order(p);
+        for (int first = 0; first < p.max_items; first += kThreads) {
+            const int i = first + static_cast<int>(threadIdx.x);
+            order.items_ += __syncthreads_count(i < p.max_items && order.entries_[i].expert >= 0);
+        }
+        return order;
+    }
+    __device__ __forceinline__ explicit ItemOrder(const ItemParams& p)
+        : entries_(reinterpret_cast<const ItemEntry*>(p.items)),
+          rows_(p.is_sorted ? nullptr : p.items + 4 * p.max_items) {}
+
+    __device__ __forceinline__ int count(const Params& p) const { return Order::row_tiles(p) * items_; }
+    static __device__ __forceinline__ int first() { return blockIdx.x / kCluster; }
+    static __device__ __forceinline__ int step() { return gridDim.x / kCluster; }
+
+    __device__ __forceinline__ Taken at(const Params& p, int index) const {
+        const Tile tile = Order::at(p, index, items_);
+        return {tile.row, tile.owned, tile.token, entries_, rows_};
+    }
+
+    // Writes zeros to the rows that belong to no expert, with kThreads threads of each block.
+    template <int kThreads>
+    __device__ __forceinline__ void clear_other_rows(const Params& p, int max_items) const {
+        for (int i = items_ + blockIdx.x; i < max_items && entries_[i].count > 0; i += gridDim.x) {
+            const ItemEntry entry = entries_[i];
+            for (int place = entry.first; place < entry.first + entry.count; ++place) {
+                u16* out = static_cast<u16*>(p.out);
+                out += static_cast<i64>(rows_ != nullptr ? rows_[place] : place) * p.out_features;
+                for (int c = threadIdx.x; c < p.out_features; c += kThreads) out[c] = 0;
+            }
+        }
     }
 };
 

@@ -28,36 +28,7 @@ int activation_code(std::string_view activation) {
     refuse("activation: got '" + std::string(activation) + "', must be one of " + names);
 }
 
-const Format& find_format(std::string_view weight_format) {
-    std::string names;
-    for (const Format& known : kFormats) {
-        if (known.name == weight_format) return known;
-        names += (names.empty() ? "" : ", ") + std::string(known.name);
-    }
-    refuse("weight_format: got '" + std::string(weight_format) + "', must be one of " + names);
-}
-
 std::string for_format(const Format& format) { return " for weight_format='" + std::string(format.name) + "'"; }
-
-void check_device(const char* argument, const Tensor& tensor, const Tensor& x) {
-    if (tensor.device != x.device || (x.device == Device::cuda && tensor.device_index != x.device_index))
-        refuse(std::string(argument) + ": got device " + tensor.device_name() + ", must be x's device " +
-               x.device_name());
-}
-
-void check_x_and_weight(const Tensor& x, const Tensor& weight, const Format& format) {
-    if (!is_floating(x.dtype)) refuse(std::string("x: got dtype ") + name(x.dtype) + ", must be floating");
-    if (weight.dtype != format.dtype.value_or(x.dtype))
-        refuse(std::string("weight: got dtype ") + name(weight.dtype) + ", must be " +
-               (format.dtype ? name(*format.dtype) : std::string("x's dtype ") + name(x.dtype)) + for_format(format));
-    if (x.dims < 1) refuse("x: got 0 dimensions, must be 1 or more");
-    if (weight.dims != 2)
-        refuse("weight: got shape " + weight.shape() + ", must be [out_features, in_features" +
-               (format.packed == 2 ? " / 2]" : "]"));
-    if (const std::int64_t in_features = format.packed * weight.sizes[1]; x.last_size() != in_features)
-        refuse("x: got last size " + std::to_string(x.last_size()) + " (shape " + x.shape() +
-               "), must be weight's in_features " + std::to_string(in_features));
-}
 
 // Whether x is rounded, to the only other format than dense.
 bool rounds(std::string_view activation_format, const Tensor& x, const Format& format) {
@@ -68,26 +39,6 @@ bool rounds(std::string_view activation_format, const Tensor& x, const Format& f
     if (x.dtype == Scalar::float64)
         refuse("x: got dtype float64, must be float16, bfloat16 or float32 for activation_format='fp8_token'");
     return true;
-}
-
-void check_scale(const std::optional<Tensor>& scale, const Tensor& x, const Tensor& weight, const Format& format) {
-    if (!format.dtype) {
-        if (scale)
-            refuse("weight_scale: got a tensor of shape " + scale->shape() + ", must be None" + for_format(format));
-        return;
-    }
-    const std::vector<std::int64_t> sizes = format.scale_sizes(weight.sizes[0], x.last_size());
-    Tensor expected;
-    expected.dims = static_cast<std::int64_t>(sizes.size());
-    expected.sizes = sizes.data();
-    const std::string dtype = name(format.scale_dtype);
-    if (!scale) refuse("weight_scale: got None, must be " + dtype + " " + expected.shape() + for_format(format));
-    if (scale->dtype != format.scale_dtype)
-        refuse(std::string("weight_scale: got dtype ") + name(scale->dtype) + ", must be " + dtype +
-               for_format(format));
-    if (!std::equal(scale->sizes, scale->sizes + scale->dims, sizes.begin(), sizes.end()))
-        refuse("weight_scale: got shape " + scale->shape() + ", must be " + expected.shape() + for_format(format));
-    check_device("weight_scale", *scale, x);
 }
 
 void check_mask_weights(const Tensor& mask_weights, const Tensor& x, std::int64_t n_masks) {
@@ -126,6 +77,56 @@ bool has_vector_rows(const LayerCall& call) {
 
 }  // namespace
 
+const Format& find_format(std::string_view weight_format) {
+    std::string names;
+    for (const Format& known : kFormats) {
+        if (known.name == weight_format) return known;
+        names += (names.empty() ? "" : ", ") + std::string(known.name);
+    }
+    refuse("weight_format: got '" + std::string(weight_format) + "', must be one of " + names);
+}
+
+void check_x_and_weight(const char* argument, const Tensor& x, const Tensor& weight, const Format& format) {
+    const std::string name_of_x = argument;
+    if (!is_floating(x.dtype)) refuse(name_of_x + ": got dtype " + name(x.dtype) + ", must be floating");
+    if (weight.dtype != format.dtype.value_or(x.dtype))
+        refuse(std::string("weight: got dtype ") + name(weight.dtype) + ", must be " +
+               (format.dtype ? name(*format.dtype) : name_of_x + "'s dtype " + name(x.dtype)) + for_format(format));
+    if (x.dims < 1) refuse(name_of_x + ": got 0 dimensions, must be 1 or more");
+    if (weight.dims != 2)
+        refuse("weight: got shape " + weight.shape() + ", must be [out_features, in_features" +
+               (format.packed == 2 ? " / 2]" : "]"));
+    if (const std::int64_t in_features = format.packed * weight.sizes[1]; x.last_size() != in_features)
+        refuse(name_of_x + ": got last size " + std::to_string(x.last_size()) + " (shape " + x.shape() +
+               "), must be weight's in_features " + std::to_string(in_features));
+}
+
+void check_scale(const std::optional<Tensor>& scale, const Tensor& x, const Tensor& weight, const Format& format) {
+    if (!format.dtype) {
+        if (scale)
+            refuse("weight_scale: got a tensor of shape " + scale->shape() + ", must be None" + for_format(format));
+        return;
+    }
+    const std::vector<std::int64_t> sizes = format.scale_sizes(weight.sizes[0], x.last_size());
+    Tensor expected;
+    expected.dims = static_cast<std::int64_t>(sizes.size());
+    expected.sizes = sizes.data();
+    const std::string dtype = name(format.scale_dtype);
+    if (!scale) refuse("weight_scale: got None, must be " + dtype + " " + expected.shape() + for_format(format));
+    if (scale->dtype != format.scale_dtype)
+        refuse(std::string("weight_scale: got dtype ") + name(scale->dtype) + ", must be " + dtype +
+               for_format(format));
+    if (!std::equal(scale->sizes, scale->sizes + scale->dims, sizes.begin(), sizes.end()))
+        refuse("weight_scale: got shape " + scale->shape() + ", must be " + expected.shape() + for_format(format));
+    check_device("weight_scale", *scale, x);
+}
+
+void check_device(const char* argument, const Tensor& tensor, const Tensor& x, const char* name_of_x) {
+    if (tensor.device != x.device || (x.device == Device::cuda && tensor.device_index != x.device_index))
+        refuse(std::string(argument) + ": got device " + tensor.device_name() + ", must be " + name_of_x +
+               "'s device " + x.device_name());
+}
+
 std::vector<std::int64_t> LayerCall::result_sizes() const {
     std::vector<std::int64_t> sizes(x.sizes, x.sizes + x.dims);
     sizes.back() = out_features;
@@ -136,7 +137,7 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
                    const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
                    std::string_view weight_format, std::string_view activation_format) {
     const Format& format = find_format(weight_format);
-    check_x_and_weight(x, weight, format);
+    check_x_and_weight("x", x, weight, format);
     check_device("weight", weight, x);
     const bool rounds_x = rounds(activation_format, x, format);
     check_scale(weight_scale, x, weight, format);

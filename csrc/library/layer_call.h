@@ -39,6 +39,14 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
                    const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
                    std::string_view weight_format, std::string_view activation_format);
 
+// Checks that the operators over experts share with a layer; `argument` is the name of x. `x` has the leading sizes of the
+// call. All throw std::invalid_argument.
+struct Format;
+const Format& find_format(std::string_view weight_format);
+void check_x_and_weight(const char* argument, const Tensor& x, const Tensor& weight, const Format& format);
+void check_scale(const std::optional<Tensor>& scale, const Tensor& x, const Tensor& weight, const Format& format);
+void check_device(const char* argument, const Tensor& tensor, const Tensor& x, const char* name_of_x = "x");
+
 // The tensors that must be made contiguous before the kernels of their device take them.
 struct Copies {
     bool x, weight, packed_masks, mask_weights, weight_scale;

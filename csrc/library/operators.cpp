@@ -21,7 +21,7 @@ using stable::detail::from;
 using stable::detail::StableLibrary;
 using stable::detail::to;
 
-// The same strings as in mglu_ops/ops.py; a test compares the two.
+// The same strings as in mglu_ops/ops.py and mglu_ops/expert_ops.py; a test compares them.
 constexpr const char* kSchemas[] = {
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
@@ -34,6 +34,23 @@ constexpr const char* kSchemas[] = {
     "-> (Tensor, Tensor)",
     "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
     "ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "pack_expert_logits(Tensor mask_logits) -> Tensor",
+    "experts_forward(Tensor x, Tensor weight, Tensor packed_masks, Tensor expert_ids, str activation=\"silu\", "
+    "Tensor? mask_weights=None, Tensor? weight_scale=None, str weight_format=\"dense\", "
+    "str activation_format=\"dense\") -> Tensor",
+    "experts_down(Tensor y, Tensor weight, Tensor expert_ids, Tensor expert_weights, Tensor? weight_scale=None, "
+    "str weight_format=\"dense\") -> Tensor",
+    "experts_down_backward(Tensor grad_output, Tensor y, Tensor weight, Tensor expert_ids, Tensor expert_weights, "
+    "bool[3] needs) -> (Tensor, Tensor, Tensor)",
+    "grouped_forward(Tensor x, Tensor weight, Tensor packed_masks, Tensor offs, str activation=\"silu\", "
+    "Tensor? mask_weights=None, Tensor? weight_scale=None, str weight_format=\"dense\", "
+    "str activation_format=\"dense\") -> Tensor",
+    "grouped_forward_ste(Tensor x, Tensor weight, Tensor mask_logits, Tensor offs, str activation=\"silu\", "
+    "Tensor? mask_weights=None) -> (Tensor, Tensor)",
+    "grouped_forward_train(Tensor x, Tensor weight, Tensor packed_masks, Tensor offs, str activation=\"silu\", "
+    "Tensor? mask_weights=None) -> (Tensor, Tensor)",
+    "grouped_backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor offs, Tensor partials, "
+    "bool[2] needs, ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 };
 
 // torch's own to<std::string> leaks a copy at each call (torch 2.11 to 2.13).
@@ -94,6 +111,34 @@ void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
     stack[1] = give(std::move(packed_masks));
 }
 
+// mglu::experts_forward, or mglu::grouped_forward if `is_sorted`.
+template <bool is_sorted>
+void boxed_experts_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    const auto x = to<stable::Tensor>(stack[0]);
+    const auto weight = to<stable::Tensor>(stack[1]);
+    const auto packed_masks = to<stable::Tensor>(stack[2]);
+    const auto routing = to<stable::Tensor>(stack[3]);
+    const std::string activation = to_string(stack[4]);
+    const auto mask_weights = to<std::optional<stable::Tensor>>(stack[5]);
+    const auto weight_scale = to<std::optional<stable::Tensor>>(stack[6]);
+    const std::string weight_format = to_string(stack[7]);
+    const std::string activation_format = to_string(stack[8]);
+    stack[0] = give(experts_forward(x.get(), weight.get(), packed_masks.get(), routing.get(), is_sorted, activation,
+                                    mask_weights ? mask_weights->get() : nullptr,
+                                    weight_scale ? weight_scale->get() : nullptr, weight_format, activation_format));
+}
+
+void boxed_experts_down(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    const auto y = to<stable::Tensor>(stack[0]);
+    const auto weight = to<stable::Tensor>(stack[1]);
+    const auto expert_ids = to<stable::Tensor>(stack[2]);
+    const auto expert_weights = to<stable::Tensor>(stack[3]);
+    const auto weight_scale = to<std::optional<stable::Tensor>>(stack[4]);
+    const std::string weight_format = to_string(stack[5]);
+    stack[0] = give(experts_down(y.get(), weight.get(), expert_ids.get(), expert_weights.get(),
+                                 weight_scale ? weight_scale->get() : nullptr, weight_format));
+}
+
 class Registration {
   public:
     Registration() {
@@ -104,7 +149,10 @@ class Registration {
             .impl("pack_logits", &boxed_pack_logits)
             .impl("unpack_masks", &boxed_unpack_masks)
             .impl("forward", &boxed_forward)
-            .impl("forward_ste", &boxed_forward_ste);
+            .impl("forward_ste", &boxed_forward_ste)
+            .impl("experts_forward", &boxed_experts_forward<false>)
+            .impl("grouped_forward", &boxed_experts_forward<true>)
+            .impl("experts_down", &boxed_experts_down);
     }
 
   private:

@@ -26,6 +26,19 @@ bool is_floating(Scalar dtype) {
            dtype == Scalar::float64;
 }
 
+std::int64_t item_bytes(Scalar dtype) {
+    switch (dtype) {
+        case Scalar::int16:
+        case Scalar::float16:
+        case Scalar::bfloat16: return 2;
+        case Scalar::int32:
+        case Scalar::float32: return 4;
+        case Scalar::int64:
+        case Scalar::float64: return 8;
+        default: return 1;
+    }
+}
+
 std::int64_t Tensor::elements() const {
     std::int64_t count = 1;
     for (std::int64_t i = 0; i < dims; ++i) count *= sizes[i];

@@ -26,6 +26,7 @@ enum class Device : std::int32_t { cpu = 0, cuda = 1 };
 
 const char* name(Scalar dtype);
 bool is_floating(Scalar dtype);
+std::int64_t item_bytes(Scalar dtype);  // 1 for a dtype that is not known
 
 // Does not own its data, sizes and strides.
 struct Tensor {

@@ -1,10 +1,13 @@
 #include "torch_call.h"
 
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/accelerator.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include "experts.h"
 #include "forward.h"
 #include "layer_call.h"
 #include "masks.h"
@@ -39,6 +42,33 @@ Tensor view_or_copy(AtenTensorHandle handle, const char* argument, bool copy, Ha
     if (!copy) return view_argument(handle, argument);
     owner = contiguous_copy(handle);
     return view(owner.get());
+}
+
+void check_on_cpu(const char* op, const char* argument, const Tensor& tensor) {
+    if (tensor.device != Device::cpu)
+        refuse(std::string(argument) + ": got device " + tensor.device_name() +
+               ", must be a CPU: this library has no GPU kernels for mglu::" + op + ", which mglu_ops in Python has");
+}
+
+// A handle of a matrix that the caller owns.
+Handle matrix(void* data, std::int64_t rows, std::int64_t columns, std::int64_t row_stride, std::int64_t column_stride,
+              Scalar dtype) {
+    const std::int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
+    AtenTensorHandle handle = nullptr;
+    raise_unless_ok(aoti_torch_create_tensor_from_blob(data, 2, sizes, strides, 0, static_cast<std::int32_t>(dtype),
+                                                       static_cast<std::int32_t>(Device::cpu), -1, &handle),
+                    "a matrix");
+    return Handle(handle);
+}
+
+// torch's product of y and an expert's transposed weight, as torch.nn.functional.linear computes it in Python.
+void multiply(const Tensor& y, const Tensor& weight, std::int64_t expert, const Tensor& out) {
+    const auto [d, h] = std::pair(weight.sizes[1], weight.sizes[2]);
+    auto* data = static_cast<char*>(weight.data) + expert * weight.strides[0] * item_bytes(weight.dtype);
+    const Handle rows = matrix(y.data, y.sizes[0], h, h, 1, y.dtype);
+    const Handle transposed = matrix(data, h, d, weight.strides[2], weight.strides[1], weight.dtype);
+    const Handle result = matrix(out.data, y.sizes[0], d, d, 1, out.dtype);
+    raise_unless_ok(aoti_torch_cpu_mm_out(result.get(), rows.get(), transposed.get()), "a product of matrices");
 }
 
 }  // namespace
@@ -102,6 +132,56 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
         return view(workspace.get()).data;
     };
     forward(call, view(result.get()), executor);
+    return result;
+}
+
+Handle experts_forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks,
+                       AtenTensorHandle routing, bool is_sorted, std::string_view activation,
+                       AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,
+                       std::string_view activation_format) {
+    check_on_cpu(is_sorted ? "grouped_forward" : "experts_forward", "x", view_argument(x, "x"));
+    const char* index = is_sorted ? "offs" : "expert_ids";
+    Handle owners[6];
+    const auto describe_with = [&](const Copies& copies, bool copy_routing) {
+        std::optional<Tensor> weights, scale;
+        if (mask_weights != nullptr)
+            weights = view_or_copy(mask_weights, "mask_weights", copies.mask_weights, owners[3]);
+        if (weight_scale != nullptr) scale = view_or_copy(weight_scale, "weight_scale", copies.weight_scale, owners[4]);
+        return describe_experts(view_or_copy(x, "x", copies.x, owners[0]),
+                                view_or_copy(weight, "weight", copies.weight, owners[1]),
+                                view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]),
+                                view_or_copy(routing, index, copy_routing, owners[5]), is_sorted, activation, weights,
+                                scale, weight_format, activation_format);
+    };
+    ExpertsCall call = describe_with({}, false);
+    call = describe_with(needed_copies(call), !call.routing.is_contiguous());
+    Handle result = empty(call.result_sizes(), call.layer.x.dtype, call.layer.x);
+    forward(call, view(result.get()), executor_for(call.layer.x));
+    return result;
+}
+
+Handle experts_down(AtenTensorHandle y, AtenTensorHandle weight, AtenTensorHandle expert_ids,
+                    AtenTensorHandle expert_weights, AtenTensorHandle weight_scale, std::string_view weight_format) {
+    check_on_cpu("experts_down", "y", view_argument(y, "y"));
+    const Tensor given = view_argument(weight, "weight");
+    Handle owners[5];
+    const auto describe_with = [&](bool copy) {
+        const auto as_needed = [&](AtenTensorHandle handle, const char* argument, int owner) {
+            return view_or_copy(handle, argument, copy && !view(handle).is_contiguous(), owners[owner]);
+        };
+        std::optional<Tensor> scale;
+        if (weight_scale != nullptr) scale = as_needed(weight_scale, "weight_scale", 4);
+        const bool copies_weight = copy && given.last_size() > 1 && given.last_stride() != 1;
+        return describe_down(as_needed(y, "y", 0), view_or_copy(weight, "weight", copies_weight, owners[1]),
+                             as_needed(expert_ids, "expert_ids", 2), as_needed(expert_weights, "expert_weights", 3),
+                             scale, weight_format);
+    };
+    describe_with(false);
+    const DownCall call = describe_with(true);
+    Handle result = empty(call.result_sizes(), call.y.dtype, call.y);
+    experts_down(
+        call, view(result.get()), executor_for(call.y),
+        [&](const Tensor& rows, std::int64_t expert, const Tensor& out) { multiply(rows, given, expert, out); });
     return result;
 }
 

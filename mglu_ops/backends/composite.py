@@ -31,13 +31,7 @@ from ..activations import get_activation
 from ..formats import FORMATS
 from ..layer_call import LayerArguments, LayerCall
 from ..masks import n_masks_of, unpack_one
-from .base import (
-    Backend,
-    BackwardArguments,
-    PreparedBackward,
-    PreparedCall,
-    PreparedForwardTrain,
-)
+from .base import Backend, BackwardArguments, PreparedBackward, PreparedCall, PreparedForwardTrain
 
 _FEW_TOKENS = 32
 """With fewer tokens than this, a float64 copy of the weight costs more than the products that it saves."""

@@ -27,9 +27,9 @@ def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
     result is a sum over its masks, so the caller must divide the weights that read it by their number.
 
     Args:
-        layer: the layer, whose weight is replaced.
-        gate: `[out_features, in_features]`, W_g.
-        up: `[out_features, in_features]`, W_u.
+        layer: the layer, or the experts, whose weight is replaced.
+        gate: `[out_features, in_features]`, W_g; with num_experts in front for experts.
+        up: `[out_features, in_features]`, W_u, likewise.
         init: a key of WEIGHTS.
     """
     assert layer.mask_logits is not None
@@ -37,7 +37,9 @@ def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
     if init == "magnitude":
         # The logits become |W_g| - |W_u|, scaled as logits are, plus noise of that scale in all masks but the first.
         difference = gate.float().abs() - up.float().abs()
-        scaled = difference * (LOGITS_STD / difference.square().mean().sqrt().clamp(min=1e-30))
-        layer.mask_logits[1:] += scaled
+        size = difference.square().mean((-2, -1), keepdim=True).sqrt()
+        scaled = difference * (LOGITS_STD / size.clamp(min=1e-30))
+        masks = layer.mask_logits.movedim(-3, 0)
+        masks[1:] += scaled
         # On ties, assign the weight to the gate, as `WEIGHTS` does.
-        layer.mask_logits[0] = torch.where(difference >= 0, scaled.clamp(min=1e-6), scaled)
+        masks[0] = torch.where(difference >= 0, scaled.clamp(min=1e-6), scaled)

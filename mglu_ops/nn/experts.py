@@ -146,7 +146,7 @@ class MGLUExperts(_Experts, MGLU):
         """The result `[T K, out_features]`, computed in the order of experts, which has all gradients."""
         top_k, weight, scale = expert_ids.shape[1], self.on_rank(self.weight), self.on_rank(self.weight_scale)
         order, offs = sort_pairs(expert_ids, weight.shape[0])
-        inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+        inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
         x = _Gather.apply(x, order, inverse, top_k)
         weights = None if mask_weights is None else _Gather.apply(mask_weights, order, inverse, top_k)
         if self.packed_masks is None:
@@ -314,7 +314,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, _, inverse, copies = inputs
-        ctx.sizes = len(x), copies
+        ctx.sizes = x.shape[0], copies
         ctx.save_for_backward(inverse)
 
     @staticmethod

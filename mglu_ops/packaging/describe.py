@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import map_arg
 from torch.utils import _pytree as pytree
 
+from ..expert_calls import ExpertArguments
 from ..layer_call import LayerArguments
 from .inputs import Expression, Sizes, dense_order
 from .package import InputInfo, LayerInfo, PackageInfo, WeightInfo
@@ -76,9 +77,10 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return {**dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
-def fake_arguments_of(layer: Node) -> LayerArguments:
+def fake_arguments_of(layer: Node) -> LayerArguments | ExpertArguments:
     """The arguments of a layer, with a fake tensor for each tensor."""
-    return LayerArguments(**map_arg(arguments_of(layer), lambda node: node.meta["val"]))
+    kind = LayerArguments if layer.target is torch.ops.mglu.forward.default else ExpertArguments
+    return kind(**map_arg(arguments_of(layer), lambda node: node.meta["val"]))
 
 
 def _describe_layer(layer: Node) -> LayerInfo:
@@ -86,12 +88,13 @@ def _describe_layer(layer: Node) -> LayerInfo:
     return LayerInfo(
         n_masks=int(given.n_masks),
         out_features=int(given.out_features),
-        in_features=int(given.in_features),
+        in_features=int(given.x.shape[-1]),
         dtype=_name(given.x.dtype),
         activation=given.activation,
         mask_weights_dtype=None if given.mask_weights is None else _name(given.mask_weights.dtype),
         weight_format=given.weight_format,
         activation_format=given.activation_format,
+        experts=int(given.weight.shape[0]) if isinstance(given, ExpertArguments) else 0,
     )
 
 

@@ -71,6 +71,8 @@ def _layers(package: str | Path) -> list[LayerInfo]:
     info = read_info(package)
     if info.device != "cuda" or info.backend != "cuda":
         raise PackageError(f"{package} does not call the library on a GPU (backend {info.backend})")
+    if any(layer.experts for layer in info.layers):
+        raise PackageError(f"{package} has experts, for which the library has no GPU kernels")
     return info.layers
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import notices
+from .. import expert_ops, notices
 from ..backends.triton import Triton
 from ..files import as_path, check_writable
 from ..formats import round_activation
@@ -53,7 +53,8 @@ def export(
 
     MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
     package holds one bit per weight and mask, and no logits. A layer that calls `mglu::forward` itself stays as it is,
-    with its weight and x in any formats of `mglu_ops.formats`. The model does not change.
+    with its weight and x in any formats of `mglu_ops.formats`. So do the operators over experts, of which a model that
+    learns its masks gets `mglu::grouped_forward`. The model does not change.
 
     A package is code: whoever loads it runs what it holds.
 
@@ -68,9 +69,11 @@ def export(
             model allows it. If False, the package takes the shapes of `example_inputs` only.
         backend: what runs the layers. "cpu" and "cuda" call the operator, which mglu_ops provides in a Python process
             and `libmglu_ops.so` in any other. "triton" (GPU) and "composite" (matrix products, any device) are compiled
-            into the package, which then needs no operator library. "auto" is the operator of the inputs' device.
+            into the package, which then needs no operator library; experts run on neither. "auto" is the operator of
+            the inputs' device.
         dynamic_shapes: the argument of that name of `torch.export.export`, in place of `dynamic_tokens`.
         shim: call `libmglu_ops.so` directly (see `packaging.shim`), also in Python: `mglu_ops.load(path, library=...)`.
+            It has no C functions for experts.
         weights: a file for the parameters and packed masks, which are then not in the package. `mglu_ops.load` takes
             it, and packages made with one file share its tensors. If the file exists, it is extended.
         multi_arch: add code that the drivers of later GPUs compile, for the kernels of Inductor and Triton; the kernels
@@ -110,6 +113,7 @@ def export(
         _check_masks(fused)
         backend = device.type if backend == "auto" else backend
         _check_backend(backend, device, shim, multi_arch)
+        _check_experts(fused, backend, shim)
         info = describe(program, fused, path, device, backend, shim, weights is None, multi_arch)
         if backend == "triton":
             _check_triton(info.layers, device)
@@ -194,6 +198,19 @@ def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: b
         )
     if shim and backend not in ("cpu", "cuda"):
         raise ValueError(f"shim: with backend {backend!r} there is no operator to call")
+
+
+def _check_experts(program: ExportedProgram, backend: str, shim: bool) -> None:
+    """Check that the operators over experts of a model can stay calls of operators, as they must."""
+    names = [f"mglu::{schema.split('(')[0]}" for schema in expert_ops.SCHEMAS]
+    called = [node.target.name() for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    name = next((name for name in called if name in names), None)
+    if name is None:
+        return
+    if backend in _RULES:
+        raise ValueError(f"backend: got {backend!r}, which has no code for the model's {name}; must be 'cpu' or 'cuda'")
+    if shim:
+        raise ValueError(f"shim: got True, but libmglu_ops.so has no C function for the model's {name}; must be False")
 
 
 def _check_triton(layers: Sequence[LayerInfo], device: torch.device) -> None:
@@ -318,8 +335,10 @@ def _check_masks(program: ExportedProgram) -> None:
         name = names.get(arguments_of(layer)["packed_masks"].name)
         if name is None:
             continue  # an input of the model
+        masks = tensors[name]
         try:
-            check_packed_masks(tensors[name], int(fake_arguments_of(layer).in_features))
+            in_rows = masks.flatten(0, -3) if masks.dim() > 3 else masks  # of all experts
+            check_packed_masks(in_rows, int(fake_arguments_of(layer).x.shape[-1]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"model: {name}: {str(error).removeprefix('packed_masks: ')}") from None
 

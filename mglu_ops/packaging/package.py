@@ -79,7 +79,10 @@ class WeightInfo:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """An MGLU layer of a package: the properties on which its kernel depends. `dtype` is x's."""
+    """An MGLU layer of a package: the properties on which its kernel depends.
+
+    `dtype` is x's. `experts` are the experts of a layer of them, each of which is such a layer; 0 for any other layer.
+    """
 
     n_masks: int
     out_features: int
@@ -89,6 +92,7 @@ class LayerInfo:
     mask_weights_dtype: str | None
     weight_format: str = "dense"
     activation_format: str = "dense"
+    experts: int = 0
 
     def call(self, device: torch.device, tokens: int) -> LayerCall:
         """A call of the layer with contiguous tensors at aligned addresses."""
@@ -154,8 +158,11 @@ class PackageInfo:
 
     def __str__(self) -> str:
         gpu = "" if self.arch is None else f" sm_{self.arch[0]}{self.arch[1]}{' and later' if self.multi_arch else ''}"
+        in_cpp = "from libmglu_ops.so in C++"
+        if self.device == "cuda" and any(layer.experts for layer in self.layers):
+            in_cpp = "and no C++, where libmglu_ops.so has no GPU kernels for experts"
         needs = {
-            "operator": "needs mglu::forward: from mglu_ops in Python, from libmglu_ops.so in C++",
+            "operator": f"needs the operators of mglu_ops: from mglu_ops in Python, {in_cpp}",
             "shim": "needs libmglu_ops.so",
             "nothing": "needs no operator library",
         }[self.calls]

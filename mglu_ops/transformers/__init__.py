@@ -1,4 +1,4 @@
-"""Llama, Qwen3 and Mistral with MGLU feed-forward layers for Hugging Face Transformers.
+"""Llama, Qwen3, Mistral, Qwen3-MoE and Mixtral with MGLU feed-forward layers for Hugging Face Transformers.
 
 Importing this package registers the models with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. It needs
 transformers 5.17 or later: `pip install ".[transformers]"` in a clone. The page beside this file shows its use.
@@ -12,15 +12,25 @@ import torch.distributed
 
 from . import requirements  # noqa: F401 (checks what is installed, before the imports below need it)
 from .architectures import register
-from .configuration import MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
+from .configuration import (
+    MGLULlamaConfig,
+    MGLUMistralConfig,
+    MGLUMixtralConfig,
+    MGLUQwen3Config,
+    MGLUQwen3MoeConfig,
+)
 from .conversion import from_swiglu
 from .modeling import (
     MGLULlamaForCausalLM,
     MGLULlamaModel,
     MGLUMistralForCausalLM,
     MGLUMistralModel,
+    MGLUMixtralForCausalLM,
+    MGLUMixtralModel,
     MGLUQwen3ForCausalLM,
     MGLUQwen3Model,
+    MGLUQwen3MoeForCausalLM,
+    MGLUQwen3MoeModel,
     freeze,
 )
 from .quantization import MGLUQuantizationConfig
@@ -36,10 +46,16 @@ __all__ = [
     "MGLUMistralConfig",
     "MGLUMistralForCausalLM",
     "MGLUMistralModel",
+    "MGLUMixtralConfig",
+    "MGLUMixtralForCausalLM",
+    "MGLUMixtralModel",
     "MGLUQuantizationConfig",
     "MGLUQwen3Config",
     "MGLUQwen3ForCausalLM",
     "MGLUQwen3Model",
+    "MGLUQwen3MoeConfig",
+    "MGLUQwen3MoeForCausalLM",
+    "MGLUQwen3MoeModel",
     "MGLUTrainer",
     "MGLUTrainerMixin",
     "freeze",

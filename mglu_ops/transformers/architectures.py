@@ -6,7 +6,13 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .modeling import MGLULlamaForCausalLM, MGLUMistralForCausalLM, MGLUQwen3ForCausalLM
+from .modeling import (
+    MGLULlamaForCausalLM,
+    MGLUMistralForCausalLM,
+    MGLUMixtralForCausalLM,
+    MGLUQwen3ForCausalLM,
+    MGLUQwen3MoeForCausalLM,
+)
 
 
 class Architecture(NamedTuple):
@@ -23,7 +29,9 @@ class Architecture(NamedTuple):
         return cls(model.config_class, (decoder.__bases__[-1], model.__bases__[-1]), (decoder, model))
 
 
-ARCHITECTURES = tuple(map(Architecture.of, (MGLULlamaForCausalLM, MGLUQwen3ForCausalLM, MGLUMistralForCausalLM)))
+_DENSE = (MGLULlamaForCausalLM, MGLUQwen3ForCausalLM, MGLUMistralForCausalLM)
+_MIXTURES = (MGLUQwen3MoeForCausalLM, MGLUMixtralForCausalLM)
+ARCHITECTURES = tuple(map(Architecture.of, (*_DENSE, *_MIXTURES)))
 
 
 def register() -> None:

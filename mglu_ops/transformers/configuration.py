@@ -1,4 +1,4 @@
-"""Configurations of Llama, Qwen3 and Mistral with the keys of an MGLU feed-forward layer."""
+"""Configurations of Llama, Qwen3, Mistral, Qwen3-MoE and Mixtral with the keys of an MGLU feed-forward layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig, MistralConfig, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from ..nn.arguments import check_flags, check_masks, check_weight_init
 
@@ -36,7 +36,6 @@ class MGLUConfigMixin:
         mask_top_k: number of masks that a token keeps, 1 to n_masks; None for no router. (Transformers takes a key
             `top_k` for an option of `generate`.)
         learnable_masks: True for masks that are learned, as logits; False for packed masks, one bit a weight.
-        router_aux_loss_coef: factor of the load-balancing loss, which is added to the loss in training; 0 for none.
         weight_init: how new weights of MGLU layers are drawn: `paper` as Transformers draws linear layers, `leveled`
             with the factor of `mglu_ops.nn.MGLU`.
         needs_import: the module that registers the `model_type`, for people who read the file; no code reads it.
@@ -45,7 +44,6 @@ class MGLUConfigMixin:
     n_masks: int = 1
     mask_top_k: int | None = None
     learnable_masks: bool = True
-    router_aux_loss_coef: float = 0.0
     weight_init: str = "paper"
     needs_import: str = "mglu_ops.transformers"
 
@@ -57,8 +55,28 @@ class MGLUConfigMixin:
         """
         check_flags(learnable_masks=self.learnable_masks)
         check_weight_init(self.weight_init)
-        check_mask_keys(self.n_masks, self.mask_top_k, self.router_aux_loss_coef)
+        check_masks(self.n_masks, True, self.mask_top_k, "mask_top_k")
         check_feed_forward(self)
+
+
+@dataclass(kw_only=True, repr=False)
+class MGLUBalanceConfigMixin(MGLUConfigMixin):
+    """The keys of a configuration without experts. Mixtures have the same key for the routers of their experts.
+
+    Attributes:
+        router_aux_loss_coef: factor of the load-balancing loss of the routers of masks, which is added to the loss in
+            training; 0 for none.
+    """
+
+    router_aux_loss_coef: float = 0.0
+
+    def validate_balance(self) -> None:
+        """Check the keys of this class.
+
+        Raises:
+            ValueError: a value is out of range, or there is a load-balancing loss but no router.
+        """
+        check_mask_keys(self.n_masks, self.mask_top_k, self.router_aux_loss_coef)
 
 
 def check_mask_keys(n_masks: int, mask_top_k: object, router_aux_loss_coef: object) -> None:
@@ -89,31 +107,52 @@ def check_feed_forward(config: Any) -> None:
         raise ValueError("per_layer_config: got a value, must be None; all MGLU layers of a model are alike")
 
 
-def _plan(base: type[Any]) -> dict[str, str]:
+_DENSE_PLAN = {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
+_EXPERTS_PLAN = {"layers.*.mlp.experts.mglu": "mglu_colwise"}  # the style refuses experts with a clear error
+
+
+def _plan(base: type[Any], feed_forward: dict[str, str] = _DENSE_PLAN) -> dict[str, str]:
     """The tensor-parallel plan of a configuration, with MGLU in place of the two projections of SwiGLU."""
-    plan = {name: style for name, style in base.base_model_tp_plan.items() if ".mlp." not in name}
-    return plan | {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
+    return {name: style for name, style in base.base_model_tp_plan.items() if ".mlp." not in name} | feed_forward
 
 
 @strict
-class MGLULlamaConfig(MGLUConfigMixin, LlamaConfig):
-    """`LlamaConfig` with the keys of `MGLUConfigMixin`."""
+class MGLULlamaConfig(MGLUBalanceConfigMixin, LlamaConfig):
+    """`LlamaConfig` with the keys of `MGLUBalanceConfigMixin`."""
 
     model_type = "mglu_llama"
     base_model_tp_plan: ClassVar[dict[str, str]] = _plan(LlamaConfig)
 
 
 @strict
-class MGLUQwen3Config(MGLUConfigMixin, Qwen3Config):
-    """`Qwen3Config` with the keys of `MGLUConfigMixin`."""
+class MGLUQwen3Config(MGLUBalanceConfigMixin, Qwen3Config):
+    """`Qwen3Config` with the keys of `MGLUBalanceConfigMixin`."""
 
     model_type = "mglu_qwen3"
     base_model_tp_plan: ClassVar[dict[str, str]] = _plan(Qwen3Config)
 
 
 @strict
-class MGLUMistralConfig(MGLUConfigMixin, MistralConfig):
-    """`MistralConfig` with the keys of `MGLUConfigMixin`."""
+class MGLUMistralConfig(MGLUBalanceConfigMixin, MistralConfig):
+    """`MistralConfig` with the keys of `MGLUBalanceConfigMixin`."""
 
     model_type = "mglu_mistral"
     base_model_tp_plan: ClassVar[dict[str, str]] = _plan(MistralConfig)
+
+
+@strict
+class MGLUQwen3MoeConfig(MGLUConfigMixin, Qwen3MoeConfig):
+    """`Qwen3MoeConfig` with the keys of `MGLUConfigMixin`."""
+
+    model_type = "mglu_qwen3_moe"
+    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(Qwen3MoeConfig, _DENSE_PLAN | _EXPERTS_PLAN)
+    base_model_ep_plan = None
+
+
+@strict
+class MGLUMixtralConfig(MGLUConfigMixin, MixtralConfig):
+    """`MixtralConfig` with the keys of `MGLUConfigMixin`."""
+
+    model_type = "mglu_mixtral"
+    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(MixtralConfig, _EXPERTS_PLAN)
+    base_model_ep_plan = None

@@ -6,13 +6,14 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ..nn import MGLU
 from ..nn.conversion import WEIGHTS, take_over_glu
 from .architectures import ARCHITECTURES
-from .configuration import check_feed_forward, check_mask_keys
+from .configuration import MGLUBalanceConfigMixin, check_feed_forward, check_mask_keys
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -26,7 +27,7 @@ def from_swiglu(
     mask_top_k: int | None = None,
     router_aux_loss_coef: float = 0.0,
 ) -> Any:
-    """Make an MGLU model from a Llama, Qwen3 or Mistral model: **a start for training, not an equivalent model**.
+    """Make an MGLU model from a SwiGLU model: **a start for training, not an equivalent model**.
 
     One matrix and masks cannot hold what two matrices hold, so that the result predicts badly at first. Train it
     further, or distil it from `model`, which is not changed and shares no tensor with the result
@@ -44,23 +45,27 @@ def from_swiglu(
     With one mask, `magnitude` is the choice of W and M with the least `|W_g - M * W|^2 + |W_u - (1 - M) * W|^2`.
     Further masks differ from the first where the two magnitudes are close, because equal masks would stay equal in
     training. The result of MGLU is a sum over the masks; without a router, the down projection is therefore divided by
-    `n_masks`.
+    `n_masks`. In a mixture, this is done in each expert.
 
-    Everything else is copied: embeddings (tied ones stay tied), attention, norms, the configuration, the generation
-    configuration, device, dtype, and whether the model is in training mode. Masks are learned, and in float32.
+    Everything else is copied: embeddings (tied ones stay tied), attention, norms, the routers of experts, the
+    configuration, the generation configuration, device, dtype, and whether the model is in training mode. Masks are
+    learned, and in float32.
 
     Args:
-        model: a `LlamaForCausalLM`, `Qwen3ForCausalLM`, `MistralForCausalLM`, or the decoder of one, on one device.
+        model: a `LlamaForCausalLM`, `Qwen3ForCausalLM`, `MistralForCausalLM`, `Qwen3MoeForCausalLM` or
+            `MixtralForCausalLM`, or the decoder of one, on one device.
         n_masks: number of masks, 1 to 16.
         init: how the weight is made, as in the table.
         mask_top_k: number of masks that a token keeps; None for no router. A router starts at random.
-        router_aux_loss_coef: factor of the load-balancing loss.
+        router_aux_loss_coef: factor of the load-balancing loss; 0 for a mixture, whose configuration has the factor of
+            its experts' routers under this name.
 
     Returns:
         A model of the MGLU class that corresponds to the class of `model`.
 
     Raises:
-        TypeError: `model` is of another class, or a projection of its feed-forward layers is not an `nn.Linear`.
+        TypeError: `model` is of another class, or its feed-forward layers have other projections or experts than
+            Transformers makes, such as those of adapters.
         ValueError: the layers have biases or an activation that MGLU does not know, the model is on several devices or
             has no data, or another argument is out of range.
     """
@@ -73,29 +78,46 @@ def from_swiglu(
         raise ValueError(f"init: got {init!r}, must be one of {', '.join(WEIGHTS)}")
     check_mask_keys(n_masks, mask_top_k, router_aux_loss_coef)
     check_feed_forward(source)
+    has_balance = issubclass(architecture.config, MGLUBalanceConfigMixin)
+    if router_aux_loss_coef and not has_balance:
+        raise ValueError(
+            f"router_aux_loss_coef: got {router_aux_loss_coef} for a {type(model).__name__}, must be 0: its "
+            "configuration has the factor of the experts' routers under this name, which is copied"
+        )
     layers = model.base_model.layers
-    for index, layer in enumerate(layers):
-        _check_projections(layer.mlp, f"model: layers.{index}.mlp")
+    matrices = [_matrices(layer.mlp, f"model: layers.{index}.mlp") for index, layer in enumerate(layers)]
     device = _device_of(model)
 
     left_out = ("model_type", "architectures", "transformers_version")
     kept = {key: value for key, value in source.to_dict().items() if key not in left_out}
-    config = architecture.config(
-        **kept, n_masks=n_masks, mask_top_k=mask_top_k, router_aux_loss_coef=router_aux_loss_coef
-    )
+    balance = {"router_aux_loss_coef": router_aux_loss_coef} if has_balance else {}
+    config = architecture.config(**kept, **balance, n_masks=n_masks, mask_top_k=mask_top_k)
     factory = AutoModelForCausalLM if type(model) is architecture.swiglu[1] else AutoModel
     with torch.device(device):
         result = factory.from_config(config, dtype=model.dtype, attn_implementation=source._attn_implementation)
     _take_over(model, result)
-    for old, new in zip(layers, result.base_model.layers, strict=True):
-        mglu: MGLU = new.mlp.mglu
-        take_over_glu(mglu, old.mlp.gate_proj.weight, old.mlp.up_proj.weight, init)
-        down = old.mlp.down_proj.weight.clone()
-        new.mlp.down_proj.weight = nn.Parameter(down if mglu.top_k is not None else down / mglu.n_masks)
+    for (gate, up, down), layer in zip(matrices, result.base_model.layers, strict=True):
+        new = getattr(layer.mlp, "experts", layer.mlp)
+        take_over_glu(new.mglu, gate, up, init)
+        scaled = nn.Parameter(down.clone() if mask_top_k is not None else down / n_masks)
+        if isinstance(new.down_proj, nn.Linear):
+            new.down_proj.weight = scaled
+        else:
+            new.down_proj = scaled
     return result
 
 
-def _check_projections(mlp: nn.Module, name: str) -> None:
+def _matrices(mlp: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of the gate, up and down projections of a feed-forward layer, stacked if it has experts."""
+    if hasattr(mlp, "experts"):
+        experts: Any = mlp.experts
+        if type(experts) not in (Qwen3MoeExperts, MixtralExperts) or not experts.gate_up_proj.is_floating_point():
+            raise TypeError(
+                f"{name}.experts: got {type(experts).__name__}, must be the experts of Transformers in a floating "
+                "dtype; merge adapters and undo quantization before"
+            )
+        return *experts.gate_up_proj.chunk(2, dim=1), experts.down_proj
+    weights: list[Tensor] = []
     for projection in _PROJECTIONS:
         linear = getattr(mlp, projection, None)
         if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
@@ -105,6 +127,9 @@ def _check_projections(mlp: nn.Module, name: str) -> None:
             )
         if linear.bias is not None:
             raise ValueError(f"{name}.{projection}: got a bias, must have none; an MGLU layer has no bias")
+        weights.append(linear.weight)
+    gate, up, down = weights
+    return gate, up, down
 
 
 def _device_of(model: PreTrainedModel) -> torch.device:
@@ -116,15 +141,20 @@ def _device_of(model: PreTrainedModel) -> torch.device:
 
 
 def _take_over(model: PreTrainedModel, result: Any) -> None:
-    """Copy the settings of `model` to `result`, and all its tensors outside of feed-forward layers."""
-    state = {key: value.clone() for key, value in model.state_dict().items() if ".mlp." not in key}
+    """Copy the settings of `model` to `result`, and all its tensors but gate, up and down projections."""
+    state = {key: value.clone() for key, value in model.state_dict().items() if _is_copied(key)}
     missing, unexpected = result.load_state_dict(state, strict=False, assign=True)
     assert not unexpected, unexpected
-    assert all(".mlp." in key for key in missing), missing
+    assert not any(map(_is_copied, missing)), missing
     result.tie_weights()
     for name, parameter in result.named_parameters():
-        if ".mlp." not in name:
+        if _is_copied(name):
             parameter.requires_grad_(model.get_parameter(name).requires_grad)
     if model.can_generate():
         result.generation_config = copy.deepcopy(model.generation_config)
     result.train(model.training)
+
+
+def _is_copied(key: str) -> bool:
+    """Whether a tensor of this name is the same in both models; of a feed-forward layer, the router of its experts."""
+    return ".mlp." not in key or ".mlp.gate." in key

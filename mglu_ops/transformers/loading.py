@@ -41,10 +41,13 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
         if _is_of(key, layers):
             raise ValueError(
                 f"{source}: {key} has shape {list(found)}, but the configuration says {list(expected)}; check "
-                "hidden_size, intermediate_size and n_masks (ignore_mismatched_sizes does not hold for MGLU layers)"
+                "hidden_size, n_masks, intermediate_size and in mixtures also the number and the sizes of experts "
+                "(ignore_mismatched_sizes does not hold for MGLU layers)"
             )
     if missing := sorted(key for key in info.missing_keys if _is_of(key, layers)):
-        reason = _reason(set(info.unexpected_keys), len(set(map(_owner, missing))) < len(layers))
+        # Masks of other layers than the model's do not tell in which form its own are.
+        telling = {key for key in info.unexpected_keys if _is_of(key, layers) or not key.endswith((LOGITS, PACKED))}
+        reason = _reason(telling, len(set(map(_owner, missing))) < len(layers))
         raise ValueError(f"{source}: has no {_first_of(missing)}; {reason}")
     kinds = set(map(_kind, layers))
     unused = sorted(key for key in info.unexpected_keys if _is_of(_kind(key), kinds))
@@ -170,13 +173,16 @@ def _first_of(keys: list[str]) -> str:
     return f"{keys[0]} and {len(keys) - 1} more" if len(keys) > 1 else keys[0]
 
 
+_SWIGLU = (
+    "it is a SwiGLU model: load it with its own class, and make an MGLU model of it, which must be trained, with "
+    "mglu_ops.transformers.from_swiglu(model, n_masks=...)"
+)
 _REASONS = {
     LOGITS: "it holds the logits of masks, and the configuration says learnable_masks=False: load it with "
     "learnable_masks=True, then pack the masks with mglu_ops.transformers.freeze(model)",
     PACKED: "it holds packed masks, and the configuration says learnable_masks=True: load it with "
     "learnable_masks=False; logits cannot be made from packed masks",
-    "gate_proj.weight": "it is a SwiGLU model: load it with its own class, and make an MGLU model of it, which must be "
-    "trained, with mglu_ops.transformers.from_swiglu(model, n_masks=...)",
+    **dict.fromkeys(("gate_proj.weight", "w1.weight", "gate_up_proj"), _SWIGLU),
 }
 """What a tensor that the model does not have tells about the kind of a checkpoint, and what to do."""
 

@@ -1,14 +1,12 @@
-"""Models: Llama, Qwen3 and Mistral with an MGLU feed-forward layer.
+"""Models: Llama, Qwen3 and Mistral with an MGLU feed-forward layer, Qwen3-MoE and Mixtral with MGLU experts.
 
-Attention, norms, caches and losses come from the Transformers classes that these models derive from. Everything
-specific to MGLU is in two mixins, which all architectures share.
+Attention, norms, caches, losses and the routing of tokens to experts come from the Transformers classes that these
+models derive from. Everything specific to MGLU is in mixins, which the architectures share.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -19,9 +17,13 @@ from transformers import (
     LlamaModel,
     MistralForCausalLM,
     MistralModel,
+    MixtralForCausalLM,
+    MixtralModel,
     PreTrainedModel,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeModel,
 )
 from transformers import initialization as init
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -31,7 +33,15 @@ from transformers.utils.output_capturing import OutputRecorder
 from .. import nn as mglu_nn
 from .. import notices
 from ..nn import MGLU, MGLUFeedForward
-from .configuration import ACTIVATIONS, MGLUConfigMixin, MGLULlamaConfig, MGLUMistralConfig, MGLUQwen3Config
+from .configuration import (
+    MGLUConfigMixin,
+    MGLULlamaConfig,
+    MGLUMistralConfig,
+    MGLUMixtralConfig,
+    MGLUQwen3Config,
+    MGLUQwen3MoeConfig,
+)
+from .feed_forward import MGLUMoeExperts, feed_forward, narrow
 from .loading import check_adapter, check_dtypes, check_loaded, shapes_of_layers, warn_of_quantizer
 from .model_card import write_model_card
 from .quantization import describe_stored_weights, stored_weights
@@ -50,7 +60,10 @@ class MGLUPreTrainedMixin(_Model):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise the weight as Transformers does in linear layers; gain and masks as `mglu_ops.nn` does."""
+        """Initialise weights as Transformers does in linear layers; gain and masks as `mglu_ops.nn` does."""
+        if isinstance(module, MGLUMoeExperts):
+            init.normal_(module.down_proj, std=self.config.initializer_range)
+            return
         if not isinstance(module, MGLU):
             super()._init_weights(module)
             return
@@ -171,36 +184,6 @@ def update_config(model: Any) -> None:
     describe_stored_weights(model, model.config)
 
 
-@contextmanager
-def _narrow(config: Any) -> Iterator[None]:
-    """Set intermediate_size to 1 while a base class builds SwiGLU layers, which are replaced at once."""
-    intermediate_size = config.intermediate_size
-    config.intermediate_size = 1
-    try:
-        yield
-    finally:
-        config.intermediate_size = intermediate_size
-
-
-def _feed_forward(config: Any, weight_format: str, activation_format: str) -> MGLUFeedForward:
-    layer = MGLUFeedForward(
-        config.hidden_size,
-        config.intermediate_size,
-        n_masks=config.n_masks,
-        activation=ACTIVATIONS[config.hidden_act],
-        learnable_masks=config.learnable_masks,
-        top_k=config.mask_top_k,
-        weight_init=config.weight_init,
-        weight_format=weight_format,
-        activation_format=activation_format,
-    )
-    logits = layer.mglu.mask_logits
-    if logits is not None:
-        # Training steps are too small for 16 bits (`parameter_groups`), and in float16 tiny logits become 0.
-        layer.mglu.mask_logits = nn.Parameter(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-    return layer
-
-
 class MGLUModelMixin(MGLUPreTrainedMixin):
     """A decoder whose layers have MGLU feed-forward layers; put it before the model class of Transformers.
 
@@ -211,18 +194,16 @@ class MGLUModelMixin(MGLUPreTrainedMixin):
     def __init__(self, config: Any) -> None:
         if not isinstance(config, MGLUConfigMixin):
             raise TypeError(f"config: got {type(config).__name__}, must be a configuration of mglu_ops.transformers")
-        with _narrow(config):
+        with narrow(config):
             super().__init__(config)
         stored = stored_weights(config)
         for index, layer in enumerate(self.layers):
-            layer.mlp = _feed_forward(config, *stored.formats_of(f"layers.{index}.mlp.mglu"))
+            layer.mlp = feed_forward(layer.mlp, f"layers.{index}.mlp", config, stored)
         self.post_init()
 
 
-class MGLUForCausalLMMixin(MGLUPreTrainedMixin):
+class MGLULanguageModelMixin(MGLUPreTrainedMixin):
     """A language model on a decoder of `MGLUModelMixin`; put it before the class of Transformers.
-
-    In training, it adds the load-balancing loss of the routers to its loss.
 
     Attributes:
         decoder_class: the class of the decoder.
@@ -236,6 +217,10 @@ class MGLUForCausalLMMixin(MGLUPreTrainedMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+class MGLUForCausalLMMixin(MGLULanguageModelMixin):
+    """A language model without experts, which in training adds the load-balancing loss of the routers to its loss."""
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -287,6 +272,37 @@ class MGLUForCausalLMMixin(MGLUPreTrainedMixin):
         )
 
 
+class MGLUMoePreTrainedMixin(_Model):
+    """A model whose experts always run on the operators of `mglu_ops`; put it before the other mixins."""
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Return `eager`, which for Transformers means the code of the experts' class.
+
+        Raises:
+            ValueError: another implementation was requested, all of which read the two matrices of SwiGLU.
+        """
+        if requested_experts not in (None, "eager"):
+            raise ValueError(
+                f"experts_implementation: got {requested_experts!r}, must be None or 'eager': experts with MGLU run on "
+                "the operators of mglu_ops"
+            )
+        return "eager"
+
+
+class MGLUMoeModelMixin(MGLUMoePreTrainedMixin, MGLUModelMixin):
+    """A decoder whose layers have MGLU experts; put it before the model class of Transformers."""
+
+
+class MGLUMoeForCausalLMMixin(MGLUMoePreTrainedMixin, MGLULanguageModelMixin):
+    """A language model with MGLU experts, whose forward is that of its base class."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.router_aux_loss_coef = config.router_aux_loss_coef
+        self.num_experts = config.num_experts
+        self.num_experts_per_tok = config.num_experts_per_tok
+
+
 def _recorded(base: type[Any]) -> dict[str, Any]:
     """The additional outputs of a model: its base class's, and the logits of the routers."""
     return {**base._can_record_outputs, "router_logits": OutputRecorder(nn.Linear, layer_name="router")}
@@ -332,3 +348,29 @@ class MGLUMistralForCausalLM(MGLUForCausalLMMixin, MistralForCausalLM):
 
     config_class = MGLUMistralConfig
     decoder_class = MGLUMistralModel
+
+
+class MGLUQwen3MoeModel(MGLUMoeModelMixin, Qwen3MoeModel):
+    """`Qwen3MoeModel` with MGLU experts; layers without experts have MGLU feed-forward layers."""
+
+    config_class = MGLUQwen3MoeConfig
+
+
+class MGLUQwen3MoeForCausalLM(MGLUMoeForCausalLMMixin, Qwen3MoeForCausalLM):
+    """`Qwen3MoeForCausalLM` with MGLU experts."""
+
+    config_class = MGLUQwen3MoeConfig
+    decoder_class = MGLUQwen3MoeModel
+
+
+class MGLUMixtralModel(MGLUMoeModelMixin, MixtralModel):
+    """`MixtralModel` with MGLU experts."""
+
+    config_class = MGLUMixtralConfig
+
+
+class MGLUMixtralForCausalLM(MGLUMoeForCausalLMMixin, MixtralForCausalLM):
+    """`MixtralForCausalLM` with MGLU experts."""
+
+    config_class = MGLUMixtralConfig
+    decoder_class = MGLUMixtralModel

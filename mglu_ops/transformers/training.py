@@ -41,8 +41,10 @@ class MGLUTrainerMixin(_Trainer):
     def __init__(self, *args: Any, mask_lr: float | None = None, **kwargs: Any) -> None:
         self.mask_lr = mask_lr
         super().__init__(*args, **kwargs)
-        coefficient = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", 0)
-        if coefficient and (self.label_smoother is not None or self.compute_loss_func is not None):
+        config = getattr(self.model, "config", None)
+        coefficient = getattr(config, "router_aux_loss_coef", 0)
+        has_balance = coefficient and getattr(config, "output_router_logits", True)  # a mixture may leave it out
+        if has_balance and (self.label_smoother is not None or self.compute_loss_func is not None):
             raise ValueError(
                 f"router_aux_loss_coef: got {coefficient} with label_smoothing_factor or compute_loss_func, must be 0: "
                 "Trainer then takes the labels away from the model, which adds no load-balancing loss to its loss"

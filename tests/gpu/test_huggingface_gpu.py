@@ -33,13 +33,13 @@ def graphs(model: Any, expected: list[list[int]] | None = None) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("form", ["logits", "packed"])
 def test_cuda_graphs_give_the_same_tokens_in_as_few_graphs_as_swiglu(name: str, form: str) -> None:
-    sizes = {"initializer_range": 0.5, "hidden_size": 64, "intermediate_size": 128}
+    sizes = {"initializer_range": 0.5, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 96}
     model = tiny(name, **sizes).cuda()
     expected = generated(model)
     if form == "packed":
         assert all(mglu.packed_masks.is_cuda for mglu in mglus(frozen(model)))
     # Mistral's sliding-window cache costs every model a second graph.
-    assert graphs(model, expected) == graphs(tiny_swiglu(name, **sizes).cuda())
+    assert graphs(model, expected) <= graphs(tiny_swiglu(name, **sizes).cuda())

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
 import mglu_ops.transformers as mt
+from mglu_ops.nn.masked_linear import packed_logits
 
 
 def adapted(model: Any) -> Any:
@@ -31,9 +32,9 @@ def adapted(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("learnable", [True, False], ids=["logits", "packed"])
-@pytest.mark.parametrize("top_k", [None, 1])
-def test_lora_trains_merges_and_freezes(learnable: bool, top_k: int | None, tmp_path: Path) -> None:
-    model = tiny(learnable_masks=learnable, mask_top_k=top_k)
+@pytest.mark.parametrize(("name", "top_k"), [("llama", None), ("llama", 1), ("mixtral", None)])
+def test_lora_trains_merges_and_freezes(learnable: bool, name: str, top_k: int | None, tmp_path: Path) -> None:
+    model = tiny(name, learnable_masks=learnable, mask_top_k=top_k)
     before, masks = logits(model), [mask_bits(mglu) for mglu in mglus(model)]
     peft_model = adapted(model)
     names = {name for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
@@ -52,7 +53,7 @@ def test_lora_trains_merges_and_freezes(learnable: bool, top_k: int | None, tmp_
 
 
 def mask_bits(mglu: Any) -> torch.Tensor:
-    return mglu.packed_masks if mglu.mask_logits is None else torch.ops.mglu.pack_logits(mglu.mask_logits)
+    return mglu.packed_masks if mglu.mask_logits is None else packed_logits(mglu.mask_logits)
 
 
 def test_an_adapter_is_loaded_onto_its_model(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME, TOKENS, logits, mglus, tiny, tiny_swiglu
+from hf_models import BY_NAME, MIXTURES, TOKENS, logits, mglus, tiny, tiny_swiglu
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
@@ -39,7 +39,7 @@ def test_all_but_the_feed_forward_layers_is_copied(name: str, init: str, tmp_pat
     assert result.config._attn_implementation == model.config._attn_implementation
     state = result.state_dict()
     for key, value in before.items():
-        if ".mlp." not in key:
+        if ".mlp." not in key or key.endswith(".mlp.gate.weight"):
             assert torch.equal(state[key], value), key
     assert result.lm_head.weight is result.model.embed_tokens.weight
     frozen_names = [key for key, parameter in result.named_parameters() if not parameter.requires_grad]
@@ -75,6 +75,26 @@ def test_weights_are_made_as_the_table_says(init: str) -> None:
             assert torch.equal(masks[0], gate.abs() >= up.abs())
             assert all(0.6 < share < 0.9 for share in agreement), "further masks mostly agree with the first"
         assert max(agreement) < 1
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("init", ["magnitude", "up"])
+def test_every_expert_is_made_as_the_table_says(name: str, init: str) -> None:
+    model = tiny_swiglu(name)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj[1] *= 100  # logits do not grow with the weights
+    result = from_swiglu(model, 3, init=init)
+    for old, new in zip(model.model.layers, result.model.layers, strict=True):
+        mglu = new.mlp.experts.mglu
+        gate, up = old.mlp.experts.gate_up_proj.chunk(2, dim=1)
+        expected = torch.where(gate.abs() >= up.abs(), gate, up) if init == "magnitude" else up
+        assert torch.equal(mglu.weight, expected)
+        assert torch.equal(new.mlp.experts.down_proj, old.mlp.experts.down_proj / 3)
+        first, *further = masks_of(mglu).unbind(1)
+        assert torch.equal(first, gate.abs() >= up.abs()) == (init == "magnitude")
+        assert all(0.6 < (first == masks).float().mean() < 0.9 for masks in further) == (init == "magnitude")
+        for of_expert in mglu.mask_logits:
+            assert of_expert.std().item() == pytest.approx(0.01, rel=0.5)
 
 
 def test_elements_of_equal_magnitude_come_from_the_gate() -> None:
@@ -140,6 +160,11 @@ def without_linear(model: Any) -> Any:
     return model
 
 
+def with_other_experts(model: Any) -> Any:
+    model.model.layers[1].mlp.experts = nn.Identity()
+    return model
+
+
 def with_bias(model: Any) -> Any:
     model.model.layers[1].mlp.up_proj.bias = nn.Parameter(torch.zeros(44))
     return model
@@ -150,6 +175,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "own bias": (lambda: with_bias(tiny_swiglu()), {}, ValueError, r"model: layers\.1\.mlp\.up_proj: got a bias"),
     "activation": (lambda: tiny_swiglu(hidden_act="mish"), {}, ValueError, "hidden_act: got 'mish', must be one of"),
     "module": (lambda: without_linear(tiny_swiglu()), {}, TypeError, r"layers\.1\.mlp\.up_proj: got Sequential, must"),
+    "experts": (
+        lambda: with_other_experts(tiny_swiglu("mixtral")),
+        {},
+        TypeError,
+        r"model: layers\.1\.mlp\.experts: got Identity, must be the experts of Transformers",
+    ),
+    "balance of experts": (
+        lambda: tiny_swiglu("qwen3_moe"),
+        {"mask_top_k": 1, "router_aux_loss_coef": 0.1},
+        ValueError,
+        "router_aux_loss_coef: got 0.1 for a Qwen3MoeForCausalLM, must be 0",
+    ),
     "mglu": (tiny, {}, TypeError, "model: got MGLULlamaForCausalLM, must be one of LlamaModel, LlamaForCausalLM"),
     "class": (
         lambda: LlamaForSequenceClassification(LlamaConfig(**{**tiny_swiglu().config.to_dict(), "num_labels": 2})),

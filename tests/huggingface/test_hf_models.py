@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME, SIZES, TOKENS, frozen, logits, mglus, tiny, tiny_swiglu
+from hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, frozen, logits, mglus, sizes_of, tiny, tiny_swiglu
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig
 from transformers.activations import ACT2FN
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import mglu_ops.transformers as mt
 from mglu_ops.activations import get_activation
-from mglu_ops.nn import NaiveMGLU, check_masks
+from mglu_ops.nn import NaiveMGLU, NaiveMGLUExperts, check_masks
 from mglu_ops.transformers.configuration import ACTIVATIONS
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
@@ -39,21 +42,43 @@ class NaiveFeedForward(nn.Module):
         return self.down_proj(self.naive(x))
 
 
+class NaiveExperts(nn.Module):
+    """The paper's layer in each expert of a mixture, in place of Transformers' experts."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        mglu = experts.mglu
+        sizes = mglu.num_experts, mglu.in_features, mglu.out_features
+        self.naive = NaiveMGLUExperts(*sizes, n_masks=mglu.n_masks, activation=mglu.activation, top_k=mglu.top_k)
+        self.naive.load_state_dict(mglu.state_dict())
+        self.down_proj = experts.down_proj
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("tkd,tkhd,tk->th", self.naive(x, ids), self.down_proj[ids], weights)
+
+
 @EACH
-@pytest.mark.parametrize("changes", [{}, {"n_masks": 3, "mask_top_k": 2, "hidden_act": "gelu_pytorch_tanh"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n_masks": 3, "mask_top_k": 2, "hidden_act": "gelu_pytorch_tanh", "mlp_only_layers": [1]}],
+    ids=["plain", "routed"],
+)
 def test_a_model_equals_transformers_model_with_the_papers_layer(name: str, changes: dict[str, Any]) -> None:
     model = tiny(name, **changes)
     reference = tiny_swiglu(name)
     reference.load_state_dict(model.state_dict(), strict=False)
     for own, other in zip(model.model.layers, reference.model.layers, strict=True):
-        other.mlp = NaiveFeedForward(own.mlp)
+        if hasattr(own.mlp, "experts"):
+            other.mlp.experts = NaiveExperts(own.mlp.experts)
+        else:
+            other.mlp = NaiveFeedForward(own.mlp)
     torch.testing.assert_close(logits(model), logits(reference), rtol=1e-4, atol=1e-5)
 
 
 @EACH
 def test_auto_classes_know_the_models(name: str) -> None:
     architecture = BY_NAME[name]
-    config = AutoConfig.for_model(f"mglu_{name}", **SIZES)
+    config = AutoConfig.for_model(f"mglu_{name}", **sizes_of(name))
     assert type(config) is architecture.config
     assert type(AutoModel.from_config(config)) is architecture.mglu[0]
     assert type(AutoModelForCausalLM.from_config(config)) is architecture.mglu[1]
@@ -62,13 +87,14 @@ def test_auto_classes_know_the_models(name: str) -> None:
 
 @EACH
 def test_the_tensor_parallel_plan_names_the_layers(name: str) -> None:
-    model = tiny(name)
+    model = tiny(name, mlp_only_layers=[1])
     plan = model.config.base_model_tp_plan
-    assert plan["layers.*.mlp.mglu"] == "mglu_colwise"
-    assert plan["layers.*.mlp.down_proj"] == "rowwise"
+    if name != "mixtral":
+        assert plan["layers.*.mlp.mglu"] == "mglu_colwise"
+        assert plan["layers.*.mlp.down_proj"] == "rowwise"
     assert plan["layers.*.self_attn.o_proj"] == "rowwise"
-    modules = {module for module, _ in model.model.named_modules()}
-    assert {pattern.replace("*", "0") for pattern in plan} <= modules
+    modules = {re.sub(r"\d+", "*", module) for module, _ in model.model.named_modules()}
+    assert plan.keys() <= modules
 
 
 @EACH
@@ -78,7 +104,23 @@ def test_the_constructor_sets_all_that_transformers_sets(name: str) -> None:
     assert vars(model).keys() == vars(base).keys()
     assert vars(model.model).keys() == vars(base.model).keys()
     assert dict(model.named_children()).keys() == dict(base.named_children()).keys()
-    assert model.tp_plan.keys() - base.tp_plan.keys() == {"model.layers.*.mlp.mglu"}
+    added = {"mglu"} if name not in MIXTURES else {"mglu", "experts.mglu"} if name == "qwen3_moe" else {"experts.mglu"}
+    assert model.tp_plan.keys() - base.tp_plan.keys() == {f"model.layers.*.mlp.{layer}" for layer in added}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_experts_do_not_do_is_refused(name: str) -> None:
+    model = tiny(name)
+    with pytest.raises(ValueError, match=r"experts_implementation: got 'batched_mm', must be None or 'eager'"):
+        model.set_experts_implementation("batched_mm")
+    with pytest.raises(ValueError, match="experts_implementation: got 'grouped_mm', must be None or 'eager'"):
+        AutoModelForCausalLM.from_config(model.config, experts_implementation="grouped_mm")
+    style = model.tp_plan["model.layers.*.mlp.experts.mglu"]
+    with pytest.raises(TypeError, match=r"tp_plan: got .* for a MGLUExperts, must be for an MGLU"):
+        ALL_PARALLEL_STYLES[style].install_forward(mglus(model)[0], None)
+    model.config.distributed_config = DistributedConfig(enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="does not define an expert-parallel plan"):
+        print(model.tp_plan)
 
 
 @pytest.mark.parametrize("cls", BY_NAME["llama"].mglu)
@@ -198,13 +240,20 @@ def test_generate_gives_the_same_tokens_in_every_form(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "backend"),
-    [("logits", "aot_eager"), ("packed", "aot_eager"), pytest.param("packed", "inductor", marks=pytest.mark.long)],
+    ("name", "form", "backend"),
+    [
+        ("llama", "logits", "aot_eager"),
+        ("llama", "packed", "aot_eager"),
+        ("qwen3_moe", "packed", "aot_eager"),
+        pytest.param("mixtral", "logits", "aot_eager", marks=pytest.mark.long),
+        pytest.param("llama", "packed", "inductor", marks=pytest.mark.long),
+        pytest.param("mixtral", "packed", "inductor", marks=pytest.mark.long),
+    ],
 )
-def test_generate_compiles_into_one_graph(form: str, backend: str) -> None:
+def test_generate_compiles_into_one_graph(name: str, form: str, backend: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = tiny(initializer_range=0.5, num_hidden_layers=1)
+    model = tiny(name, initializer_range=0.5, num_hidden_layers=1)
     expected = generated(model)
     if form == "packed":
         frozen(model)

@@ -11,7 +11,7 @@ from hf_models import BY_NAME, mglus
 from processes import snippets
 
 import mglu_ops.transformers as mt
-from mglu_ops.transformers.configuration import ACTIVATIONS, MGLUConfigMixin
+from mglu_ops.transformers.configuration import ACTIVATIONS, MGLUBalanceConfigMixin
 
 PAGE = Path(mt.__file__).with_name("README.md").read_text()
 
@@ -20,11 +20,12 @@ def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     found = snippets(PAGE, "python")
-    assert len(found) == 6
+    assert len(found) == 7
     for snippet in found:
         exec(compile(snippet, "README.md", "exec"), names)
     assert names["tokens"].shape == (1, 24 + 8)
     assert all(mglu.packed_masks is not None and mglu.weight_format == "fp8_row" for mglu in mglus(names["model"]))
+    assert names["mixture"](names["text"]).logits.shape == (32, 24, 256)
     assert type(names["student"]) is mt.MGLULlamaForCausalLM
 
 
@@ -33,7 +34,7 @@ def test_tables_name_every_class_and_key() -> None:
         for cls in (architecture.config, *architecture.swiglu, *architecture.mglu):
             assert f"`{cls.__name__}`" in PAGE
         assert f"`mglu_{name}`" in PAGE
-    for key in MGLUConfigMixin.__dataclass_fields__:
+    for key in MGLUBalanceConfigMixin.__dataclass_fields__:
         assert f"| `{key}` |" in PAGE
     line = re.search(r"`hidden_act` is one of (.*?)\.", PAGE, flags=re.DOTALL)
     assert line is not None

@@ -59,6 +59,15 @@ def test_logits_are_not_decayed_and_have_a_rate_of_their_own(weight_init: str, m
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
 
 
+def test_a_mixture_has_the_groups_of_a_layer(tmp_path: Path) -> None:
+    model = tiny("mixtral", mask_top_k=1)
+    optimizer = trainer(model, tmp_path).create_optimizer()
+    mlp = model.model.layers[0].mlp
+    assert group_of(optimizer, mlp.experts.mglu.mask_logits)["name"] == "mask_logits"
+    for weight in (mlp.experts.mglu.weight, mlp.experts.mglu.router.weight, mlp.experts.down_proj, mlp.gate.weight):
+        assert group_of(optimizer, weight)["weight_decay"] == 0.1
+
+
 def test_the_trainer_of_transformers_decays_logits(tmp_path: Path) -> None:
     """This is why the mixin is needed; if this test fails, it no longer is."""
     model = tiny()
@@ -100,9 +109,10 @@ def assert_close(result: Any, expected: Any) -> None:
 
 
 ROUTED = {"n_masks": 4, "mask_top_k": 2, "router_aux_loss_coef": 0.1}
+MIXTURE = {"name": "qwen3_moe", "n_masks": 4, "mask_top_k": 2, "output_router_logits": True}
 
 
-@pytest.mark.parametrize("model_options", [{}, ROUTED], ids=["plain", "routed"])
+@pytest.mark.parametrize("model_options", [{}, ROUTED, MIXTURE], ids=["plain", "routed", "mixture"])
 def test_gradient_checkpointing_trains_the_same_model(model_options: dict[str, Any], tmp_path: Path) -> None:
     expected = trained(tmp_path / "a", model_options)
     start = tiny(**model_options)
@@ -115,9 +125,10 @@ def test_gradient_checkpointing_trains_the_same_model(model_options: dict[str, A
     [
         ({}, "aot_eager"),
         pytest.param(ROUTED, "aot_eager", marks=pytest.mark.long),
+        pytest.param({"name": "mixtral"}, "aot_eager", marks=pytest.mark.long),
         pytest.param({}, "inductor", marks=pytest.mark.long),
     ],
-    ids=["plain", "routed", "inductor"],
+    ids=["plain", "routed", "mixture", "inductor"],
 )
 def test_a_compiled_model_trains_the_same_model(model_options: dict[str, Any], backend: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
@@ -214,6 +225,17 @@ def test_reentrant_checkpoints_are_refused_with_a_balance(tmp_path: Path) -> Non
         trained(tmp_path, ROUTED, **options)
 
 
+def test_the_balance_of_experts_is_that_of_transformers() -> None:
+    """`router_aux_loss_coef` of a mixture is of the routers of experts, not of those of masks."""
+    model = tiny(**MIXTURE, router_aux_loss_coef=0.5).train()
+    output = model(TOKENS, labels=TOKENS)
+    assert [logits.shape for logits in output.router_logits] == [(TOKENS.numel(), 4)] * 2
+    language = model(TOKENS, labels=TOKENS, output_router_logits=False).loss
+    torch.testing.assert_close(output.loss, language + 0.5 * output.aux_loss)
+    output.aux_loss.backward()
+    assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers)
+
+
 @pytest.mark.parametrize("form", ["label smoothing", "own loss"])
 def test_a_loss_without_the_balance_is_refused(form: str, tmp_path: Path) -> None:
     def make(**model_options: Any) -> Any:
@@ -222,6 +244,8 @@ def test_a_loss_without_the_balance_is_refused(form: str, tmp_path: Path) -> Non
         own_loss = None if smoothing else (lambda outputs, labels, num_items_in_batch: outputs.logits.sum())
         return mt.MGLUTrainer(model=tiny(**model_options), args=arguments, compute_loss_func=own_loss)
 
-    make(), make(**{**ROUTED, "router_aux_loss_coef": 0.0})
+    make(), make(**{**ROUTED, "router_aux_loss_coef": 0.0}), make(**{**MIXTURE, "output_router_logits": False})
     with pytest.raises(ValueError, match=r"router_aux_loss_coef: got 0\.1 with label_smoothing_factor or compute_loss"):
         make(**ROUTED)
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef: got 0\.001 with label_smoothing_factor or compute_"):
+        make(**MIXTURE)

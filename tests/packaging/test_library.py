@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from budgets import assert_matches
+from expert_layers import ROUTINGS, make_down, make_experts, sorted_rows
 from library_fixtures import needs_compiler
 from processes import python, run
 from stored_weights import stored_layer
 from torch import Tensor
 
 import mglu_ops
-from mglu_ops import ops
+from mglu_ops import expert_ops, ops
 from mglu_ops.backends import reference
+from mglu_ops.expert_calls import ExpertArguments
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.layer_call import LayerArguments
 from mglu_ops.packaging import library as build
@@ -26,6 +30,9 @@ from mglu_ops.packaging.library import BuildError, build_runtime, source_directo
 
 pytest_plugins = ["library_fixtures"]
 pytestmark = [needs_compiler]
+
+Call = tuple[str, tuple[Any, ...]]
+"""The name and the arguments of a call of an operator."""
 
 
 def symbols(library: Path, which: str) -> list[str]:
@@ -72,12 +79,13 @@ def test_cmake_comes_from_the_path_or_from_its_python_package(monkeypatch: pytes
     assert Path(build._find_cmake()).name == "cmake"
 
 
+NAMES = [schema.split("(")[0] for schema in (*ops.SCHEMAS, *expert_ops.SCHEMAS)]
+
 ALONE = """
 import json, sys, torch
 torch.ops.load_library(sys.argv[1])
 assert "mglu_ops" not in sys.modules
-names = ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "forward_train", "backward")
-schemas = [str(torch._C._jit_get_schemas_for_operator(f"mglu::{name}")[0]) for name in names]
+schemas = [str(torch._C._jit_get_schemas_for_operator(f"mglu::{name}")[0]) for name in sys.argv[2:]]
 generator = torch.Generator().manual_seed(0)
 def freed(tensor):
     copy = tensor.clone()
@@ -124,8 +132,8 @@ print(json.dumps([schemas, results]))
 
 
 def test_the_operators_of_the_library_agree_with_those_of_python(library: Path) -> None:
-    schemas, results = json.loads(python("-c", ALONE, library))
-    assert schemas == [str(getattr(torch.ops.mglu, name.split("(")[0]).default._schema) for name in ops.SCHEMAS]
+    schemas, results = json.loads(python("-c", ALONE, library, *NAMES))
+    assert schemas == [str(getattr(torch.ops.mglu, name).default._schema) for name in NAMES]
     generator = torch.Generator().manual_seed(0)
     for dtype, (packed, y) in zip((torch.float32, torch.float16, torch.bfloat16), results, strict=True):
         shapes = ((3, 24, 45), (24, 45), (2, 5, 3), (5, 2, 45))
@@ -144,10 +152,10 @@ def test_the_operators_of_the_library_agree_with_those_of_python(library: Path) 
 STORED = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
-def outcome(arguments):
-    try: return torch.ops.mglu.forward(*arguments)
+def outcome(name, arguments):
+    try: return getattr(torch.ops.mglu, name)(*arguments)
     except Exception as error: return str(error).splitlines()[0]
-torch.save([outcome(arguments) for arguments in torch.load(sys.argv[2])], sys.argv[3])
+torch.save([outcome(*call) for call in torch.load(sys.argv[2])], sys.argv[3])
 """
 
 
@@ -194,26 +202,108 @@ def stored_calls() -> Iterator[LayerArguments]:
                 yield layer._replace(weight_scale=wrong)
 
 
-def outcome(call: LayerArguments) -> Tensor | str:
+def outcome(name: str, arguments: Sequence[Any]) -> Tensor | str:
     """The result of a call, or the text of its error with the names of dtypes as C++ writes them."""
     try:
-        return torch.ops.mglu.forward(*call)
+        return getattr(torch.ops.mglu, name)(*arguments)
     except (TypeError, ValueError) as error:
-        return str(error).replace("torch.", "")
+        return re.sub(r"torch\.(?!nn)", "", str(error))
 
 
-def test_stored_weights_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
-    calls = [*stored_calls(), *rounding_calls()]
-    torch.save([tuple(call) for call in calls], tmp_path / "calls.pt")
-    python("-c", STORED, library, tmp_path / "calls.pt", tmp_path / "outcomes.pt")
-    for call, found in zip(calls, torch.load(tmp_path / "outcomes.pt"), strict=True):
-        expected = outcome(call)
+def assert_as_in_python(calls: Sequence[Call], library: Path, folder: Path) -> None:
+    """Assert that the library gives the bits and the errors of Python."""
+    torch.save(calls, folder / "calls.pt")
+    python("-c", STORED, library, folder / "calls.pt", folder / "outcomes.pt")
+    for (name, arguments), found in zip(calls, torch.load(folder / "outcomes.pt"), strict=True):
+        expected = outcome(name, arguments)
         if isinstance(found, str) or isinstance(expected, str):
             assert found == expected
         else:
-            torch.testing.assert_close(
-                found, expected, rtol=0, atol=0, equal_nan=True, msg=f"{call.weight_format}, {call.x.dtype}"
+            words = f"{name}, {[str(one) for one in arguments if not isinstance(one, Tensor)]}, {arguments[0].dtype}"
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=words)
+
+
+def test_stored_weights_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
+    assert_as_in_python([("forward", tuple(call)) for call in (*stored_calls(), *rounding_calls())], library, tmp_path)
+
+
+def of_experts(given: ExpertArguments) -> Call:
+    x, weight, packed_masks, *rest, ids, offs = given
+    name, routing = ("grouped_forward", offs) if ids is None else ("experts_forward", ids)
+    return name, (x, weight, packed_masks, routing, *rest)
+
+
+def expert_calls() -> Iterator[Call]:
+    """Right calls of the operators over experts, of few and of many rows an expert."""
+    dtypes = torch.float32, torch.float16, torch.bfloat16
+    for number, (name, dtype) in enumerate(itertools.product(FORMATS, dtypes)):
+        formats = [one for one, stored in ACTIVATION_FORMATS.items() if name in stored]
+        for tokens, top_k, experts in ((7, 3, 5), (40, 2, 3)):
+            layer = make_experts(
+                *(tokens, top_k, experts, 256, 140, 3),
+                routing=ROUTINGS[(number + tokens) % len(ROUTINGS)],
+                dtype=dtype,
+                index_dtype=(torch.int32, torch.int64)[number % 2],
+                weighted=tokens == 7,
+                weight_format=name,
+                activation_format=formats[number % len(formats)],
             )
+            yield of_experts(layer.given)
+            yield of_experts(sorted_rows(layer)[0])
+            weights = (dtype, torch.float32, torch.float64)[number % 3]
+            yield "experts_down", tuple(make_down(layer, name, weights))
+
+
+def transposed(tensor: Tensor | None) -> Tensor:
+    """The same tensor, whose last two dimensions change places in memory."""
+    assert tensor is not None
+    return tensor.mT.contiguous().mT
+
+
+def other_expert_calls() -> Iterator[Call]:
+    """Right calls with tensors of every layout, and wrong calls."""
+    layer = make_experts(weighted=True)
+    given, (grouped, _), down = layer.given, sorted_rows(layer), make_down(layer)
+    x, y, ids, offs, factors = given.x, down.y, given.routing, grouped.routing, down.expert_weights
+    weight, masks, stored = (
+        given.weight,
+        given.packed_masks,
+        make_experts(in_features=128, weight_format="fp8_block").given,
+    )
+    yield from map(
+        of_experts,
+        (
+            given._replace(**{name: transposed(value) for name, value in given.tensors().items()}),
+            given._replace(weight=weight.repeat(1, 2, 1)[:, ::2], packed_masks=masks.repeat(2, 1, 1, 1)[:4]),
+            grouped._replace(x=grouped.x.repeat(1, 2)[:, 5:29], mask_weights=transposed(grouped.mask_weights)),
+            grouped._replace(offs=torch.tensor([5, 3, -1, 100], dtype=torch.int32)),
+            given._replace(x=x[None]),
+            given._replace(x=x[:, 1:]),
+            *(given._replace(weight=wrong) for wrong in (weight[0], weight[:0], weight.half())),
+            given._replace(packed_masks=masks[1:]),
+            *(given._replace(expert_ids=wrong) for wrong in (ids.short(), ids[1:], ids[:, :0], ids[0])),
+            given._replace(activation="swish"),
+            given._replace(weight_format="fp7"),
+            given._replace(weight_scale=torch.ones(4, 2)),
+            *(stored._replace(weight_scale=wrong) for wrong in (None, torch.ones(()), torch.ones(3, 1, 1))),
+            *(grouped._replace(offs=wrong) for wrong in (offs.long(), offs[1:], offs[None])),
+        ),
+    )
+    for call in (
+        down._replace(**{name: transposed(value) for name, value in down.tensors().items()}),
+        *(down._replace(y=wrong) for wrong in (y[0], y[:, :1], y[..., 1:])),
+        *(down._replace(weight=wrong) for wrong in (down.weight[0], down.weight.half())),
+        down._replace(expert_ids=ids.short()),
+        *(down._replace(expert_weights=wrong) for wrong in (ids, factors[1:], factors[0])),
+        down._replace(weight_scale=torch.ones(4, 24)),
+        down._replace(weight=down.weight.to(torch.int8), weight_format="int8_row"),
+        down._replace(weight_format="fp7"),
+    ):
+        yield "experts_down", tuple(call)
+
+
+def test_experts_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
+    assert_as_in_python([*expert_calls(), *other_expert_calls()], library, tmp_path)
 
 
 TOGETHER = """
@@ -221,12 +311,12 @@ import sys, torch
 if sys.argv[2] == "library first": torch.ops.load_library(sys.argv[1])
 import mglu_ops
 if sys.argv[2] == "python first": torch.ops.load_library(sys.argv[1])
-for name in ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "forward_train", "backward"):
+for name in sys.argv[3:]:
     overloads = [schema.overload_name for schema in torch._C._jit_get_schemas_for_operator(f"mglu::{name}")]
     assert overloads.count("") == 1, overloads
     table = torch._C._dispatch_dump_table(f"mglu::{name}")
     (cpu,) = [line for line in table.splitlines() if line.startswith("CPU:")]
-    assert "ops.py" in cpu, cpu
+    assert "registering.py" in cpu, cpu
 torch.manual_seed(0)
 layer = mglu_ops.nn.MGLU(20, 6, n_masks=2)
 x = torch.randn(3, 20, requires_grad=True)
@@ -243,4 +333,4 @@ print("fine")
 @pytest.mark.parametrize("order", ["library first", pytest.param("python first", marks=pytest.mark.long)])
 def test_operators_are_registered_once(library: Path, order: str) -> None:
     """The kernels of Python stay in force, with their gradients, vmap rules and fake kernels."""
-    assert "fine" in python("-c", TOGETHER, library, order)
+    assert "fine" in python("-c", TOGETHER, library, order, *NAMES)

@@ -22,7 +22,7 @@ def test_a_description_is_read_back(tmp_path: Path) -> None:
     assert read_info(path) == replace(info, path=str(path))
     assert str(read_info(path)).splitlines() == [
         f"{path}: 1 MGLU layer, backend cpu, cpu, weights in a file of their own",
-        f"  torch {info.torch}; needs mglu::forward: from mglu_ops in Python, from libmglu_ops.so in C++",
+        f"  torch {info.torch}; needs the operators of mglu_ops: from mglu_ops in Python, from libmglu_ops.so in C++",
         "  input x: float32 [1.., 64]",
         "  only where x.shape[0] % 2 == 0",
         "  not fused: a reason",

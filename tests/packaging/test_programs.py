@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from library_fixtures import inputs, needs_compiler, run_package, tensor_files
+from library_fixtures import TOKENS, inputs, needs_compiler, run_package, tensor_files
 from processes import ROOT, run, snippets
 
 import mglu_ops
@@ -38,6 +38,15 @@ def test_a_package_gives_the_bits_that_it_gives_in_python(library: Path, package
     write_tensor(tmp_path / "y.tensor", mglu_ops.load(packages / "operator.pt2")(inputs(7)))
     files = packages / "x7.tensor", tmp_path / "y.tensor"
     process = run_package(library.parent, packages / "operator.pt2", "--tolerance", "0", *files)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_experts_give_the_bits_that_they_give_in_python(library, expert_package, tmp_path, tokens):
+    write_tensor(tmp_path / "x.tensor", inputs(tokens))
+    write_tensor(tmp_path / "y.tensor", mglu_ops.load(expert_package)(inputs(tokens)))
+    files = tmp_path / "x.tensor", tmp_path / "y.tensor"
+    process = run_package(library.parent, expert_package, "--tolerance", "0", *files)
     assert process.returncode == 0, process.stdout + process.stderr
 
 

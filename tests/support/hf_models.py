@@ -26,22 +26,31 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+# Of mixtures, beside SIZES; mixtral's experts have the intermediate_size.
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 BY_NAME: dict[str, Architecture] = {a.config.model_type.removeprefix("mglu_"): a for a in ARCHITECTURES}
+MIXTURES = ("qwen3_moe", "mixtral")
 TOKENS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def sizes_of(name: str) -> dict[str, Any]:
+    """The sizes of the tiny models of an architecture."""
+    own = {"moe_intermediate_size": 28} if name == "qwen3_moe" else {}
+    return {**SIZES, **own, **(EXPERTS if name in MIXTURES else {})}
 
 
 def tiny(name: str = "llama", **changes: Any) -> Any:
     """A language model with MGLU whose weights are drawn with seed 0, in evaluation mode."""
     torch.manual_seed(0)
     architecture = BY_NAME[name]
-    return architecture.mglu[1](architecture.config(**{**SIZES, "n_masks": 2, **changes})).eval()
+    return architecture.mglu[1](architecture.config(**{**sizes_of(name), "n_masks": 2, **changes})).eval()
 
 
 def tiny_swiglu(name: str = "llama", **changes: Any) -> Any:
     """The same with SwiGLU."""
     torch.manual_seed(0)
     model_class = BY_NAME[name].swiglu[1]
-    return model_class(model_class.config_class(**{**SIZES, **changes})).eval()
+    return model_class(model_class.config_class(**{**sizes_of(name), **changes})).eval()
 
 
 def frozen(model: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import mglu_ops
 from mglu_ops.__main__ import main
-from mglu_ops.nn import MGLU, NaiveMGLU
+from mglu_ops.nn import MGLU, MGLUExpertsFeedForward, NaiveMGLU
 from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.tensor_file import write_tensor
@@ -114,6 +114,22 @@ def more_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mglu_ops.export(layers, example, folder / "shim.pt2", shim=True)
 
     return once(tmp_path_factory, "more_packages", make)
+
+
+def frozen_experts() -> nn.Module:
+    """Experts whose tokens keep some of the masks."""
+    torch.manual_seed(0)
+    return mglu_ops.freeze(MGLUExpertsFeedForward(5, 64, 40, 2, n_masks=3, mask_top_k=2).eval())
+
+
+@pytest.fixture(scope="session")
+def expert_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`experts.pt2` of `frozen_experts`, which takes any number of tokens."""
+
+    def make(folder: Path) -> None:
+        mglu_ops.export(frozen_experts(), (inputs(1),), folder / "experts.pt2")
+
+    return once(tmp_path_factory, "experts", make) / "experts.pt2"
 
 
 def tensor_files(packages: Path) -> list[Path]:

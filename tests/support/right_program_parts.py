@@ -115,6 +115,13 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "addmm": ("{a}t = {a}.t()", "{g}0 = x.new_zeros(8)", "{g} = torch.addmm({g}0, x, {a}t)"),
 }
 
+# The same for experts, whose x, weight and masks have a dimension more.
+PROJECTIONS_OF_EXPERTS: dict[str, tuple[str, ...]] = {
+    "bmm": ("{a}t = {a}.mT", "{g} = torch.bmm(x, {a}t)"),
+    "matmul": ("{a}t = {a}.transpose(-2, -1)", "{g} = x @ {a}t"),
+    "einsum": ("{g} = torch.einsum('eth,edh->etd', x, {a})",),
+}
+
 # Gate and value from one product with both masked weights.
 JOINTS: dict[str, tuple[str, ...]] = {
     "cat": ("j{i} = torch.cat([a{i}, b{i}])", "k{i} = F.linear(x, j{i})", "g{i}, v{i} = k{i}.chunk(2, -1)"),

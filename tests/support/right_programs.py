@@ -1,7 +1,7 @@
 """Random MGLU programs that are right, as source with one tensor operation per statement.
 
 `perturbations` inserts other statements between these. `draw(seed)` makes a program from the parts in
-`right_program_parts`.
+`right_program_parts`; from `EXPERTS` on, the seeds are those of programs with experts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from right_program_parts import (
     JOINTS,
     PRODUCTS,
     PROJECTIONS,
+    PROJECTIONS_OF_EXPERTS,
     SPELLINGS,
     SUMS,
     TAILS,
@@ -32,6 +33,9 @@ from torch import Tensor
 
 SIZE = 8
 """The number of input features and of output features. They are equal, so that shapes do not reveal a transpose."""
+
+EXPERTS = 1_000_000
+"""The first seed of programs with experts, of which there are `SIZE`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Program(SourceProgram):
         generator = torch.Generator().manual_seed(self.seed * 1000 + sum(map(ord, name)))
         stack = (self.n_masks, SIZE, SIZE) if name in "LM" else (SIZE, SIZE)
         shape = (self.tokens, SIZE) if name in ("x", "x0") else stack
+        if self.seed >= EXPERTS and name != "V":
+            shape = (SIZE, *shape)
         if name == "P":
             return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         if name == "Q":
@@ -118,12 +124,18 @@ _ARGUMENT = re.compile(r"x0?|W0?|V|K|Q|S|B|G|L|M|P|l\d|m\d")
 def draw(seed: int) -> Program:
     """The program that belongs to a seed."""
     dice = random.Random(seed)
+    has_experts = seed >= EXPERTS
     spelling = SPELLINGS[dice.choice(list(SPELLINGS))]
     n_masks = dice.choice([1, 1, 2, 3])
-    masks_before, mask_stage = _masks(dice, spelling, n_masks)
-    layer_before, stages = _layer(dice, spelling)
+    masks_before, mask_stage = _masks(dice, spelling, n_masks, "[:, {i}]" if has_experts else "[{i}]")
+    layer_before, stages = _layer(dice, spelling, has_experts)
     # Each write to a sum ends a layer, and several layers must not share the product with the whole weight.
     sums = [name for name in SUMS if not (layer_before and "+=" in name)]
+    weights, tails = list(WEIGHTS), list(TAILS)
+    if has_experts:  # without the parts that are written for x and weights of two dimensions
+        sums.remove("mask weights")
+        sums = [name for name in sums if name != "y += term"]
+        weights, tails = ["W", "cloned W", "product"], [name for name in TAILS if name != "tied weight"]
     before, after_term, after = SUMS[dice.choice(sums)]
     stages = [mask_stage, *stages, (after_term,) if after_term else ()]
     order = [(i, stage) for i in range(n_masks) for stage in stages]
@@ -134,13 +146,13 @@ def draw(seed: int) -> Program:
         seed,
         statements=(
             *INPUTS[dice.choice(list(INPUTS))],
-            *WEIGHTS[dice.choice(list(WEIGHTS))],
+            *WEIGHTS[dice.choice(weights)],
             *masks_before,
             *layer_before,
             *before,
             *(line.format(i=i, l=f"l{i}") for i, stage in order for line in stage),
             *(line.format(terms=terms) for line in after),
-            *TAILS[dice.choice(list(TAILS))],
+            *TAILS[dice.choice(tails)],
         ),
         given=spelling.given,
         n_masks=n_masks,
@@ -167,19 +179,21 @@ def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
     return tuple(trained)
 
 
-def _masks(dice: random.Random, spelling: Spelling, n_masks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _masks(
+    dice: random.Random, spelling: Spelling, n_masks: int, index: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The statements that make all masks, and those that make mask i: from a tensor for each mask, or a stack."""
     if spelling.given == "bytes":
         return (), spelling.lines
     one, stack = ("l", "L") if spelling.given == "logits" else ("m", "M")
     how = dice.choice(["separate", "slices", "unbind", "made as a stack"])
     if how == "slices" or (how == "made as a stack" and not _is_straight_through(spelling)):
-        return (), (f"{one}{{i}} = {stack}[{{i}}]", *spelling.lines)
+        return (), (f"{one}{{i}} = {stack}{index}", *spelling.lines)
     if how == "unbind":
         targets = ", ".join(f"{one}{i}" for i in range(n_masks)) + "," * (n_masks == 1)
-        return (f"{targets} = {stack}.unbind(0)",), spelling.lines
+        return (f"{targets} = {stack}.unbind({index.count(':')})",), spelling.lines
     if how == "made as a stack":
-        return tuple(line.format(i="", l="L") for line in spelling.lines), ("m{i} = m[{i}]",)
+        return tuple(line.format(i="", l="L") for line in spelling.lines), (f"m{{i}} = m{index}",)
     return (), spelling.lines
 
 
@@ -188,19 +202,23 @@ def _is_straight_through(spelling: Spelling) -> bool:
     return bool(spelling.lines) and not any("{l}" in line for line in spelling.complements)
 
 
-def _layer(dice: random.Random, spelling: Spelling) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _layer(dice: random.Random, spelling: Spelling, has_experts: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """The statements for all masks, and for mask i the statements for complement, gate, value, activation and term."""
     complement = dice.choice(spelling.complements)
     products = BOOL_PRODUCTS if "~" in spelling.complements[0] else PRODUCTS
     product = products[dice.choice(list(products))]
-    projection = PROJECTIONS[dice.choice(list(PROJECTIONS))]
+    projections = PROJECTIONS_OF_EXPERTS if has_experts else PROJECTIONS
+    projection = projections[dice.choice(list(projections))]
     activation = ACTIVATIONS[dice.choice(list(ACTIVATIONS))]
     term = dice.choice(["y{i} = z{i} * v{i}", "y{i} = v{i} * z{i}"])
     value = dice.choice(["masked", "masked", "joined", "difference of weights", "difference of products"])
+    if has_experts and value == "joined":
+        value = "masked"
     named = {"i": "{i}", "l": "{l}"}
     gate = [line.format(a="a{i}", m="m{i}", g="g{i}", **named) for line in (*product, *projection)]
     if value == "difference of products":
-        return ("rest = F.linear(x, W)",), [tuple(gate), ("v{i} = rest - g{i}",), activation, (term,)]
+        rest = "torch.bmm(x, W.mT)" if has_experts else "F.linear(x, W)"
+        return (f"rest = {rest}",), [tuple(gate), ("v{i} = rest - g{i}",), activation, (term,)]
     if value == "joined":
         masked = [line.format(a=a, m=m, **named) for a, m in (("a{i}", "m{i}"), ("b{i}", "n{i}")) for line in product]
         return (), [(complement,), (*masked, *JOINTS[dice.choice(list(JOINTS))]), activation, (term,)]

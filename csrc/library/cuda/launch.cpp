@@ -19,8 +19,6 @@ namespace {
 constexpr std::int64_t kMaxTokens = 512;  // of a launch; calls with more make several (MAX_TOKENS in device_code.py)
 constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kCopyThreads = 256;
 
-std::int64_t item_bytes(Scalar dtype) { return dtype == Scalar::float32 ? 4 : 2; }
-
 // The number of an element type in csrc/cuda/element.cuh.
 int element(const char* argument, Scalar dtype) {
     switch (dtype) {

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -17,9 +18,11 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../../cpu/mglu_cpu.h"
+#include "../experts.h"
 #include "../formats.h"
 #include "../forward.h"
 #include "../masks.h"
@@ -79,13 +82,6 @@ struct Owned {
     std::unique_ptr<unsigned char[]> data;
 };
 
-// The bytes of an element: the number in the name of a dtype is its bits, and `bool` has none.
-std::size_t item_size(mglu::Scalar dtype) {
-    const std::string name = mglu::name(dtype);
-    const std::size_t number = name.find_first_of("123456789");
-    return number == std::string::npos ? 1 : std::stoul(name.substr(number)) / 8;
-}
-
 std::unique_ptr<Owned> make(Random& random, std::vector<std::int64_t> sizes, mglu::Scalar dtype, bool zeros_and_ones) {
     auto owned = std::make_unique<Owned>();
     if (random.chance(8) && !sizes.empty()) sizes[random.below(sizes.size())] += random.chance(50) ? 1 : 7;
@@ -106,7 +102,7 @@ std::unique_ptr<Owned> make(Random& random, std::vector<std::int64_t> sizes, mgl
         is_empty = is_empty || sizes[i] == 0;
         last += (std::max<std::int64_t>(sizes[i], 1) - 1) * owned->strides[i];
     }
-    const std::size_t bytes = is_empty ? 0 : static_cast<std::size_t>(last + 1) * item_size(dtype);
+    const std::size_t bytes = is_empty ? 0 : static_cast<std::size_t>(last + 1) * mglu::item_bytes(dtype);
     owned->data.reset(new unsigned char[bytes]);
     for (std::size_t i = 0; i < bytes; ++i)
         owned->data[i] = static_cast<unsigned char>(zeros_and_ones ? random.below(2) : random.below(256));
@@ -124,7 +120,7 @@ std::unique_ptr<Owned> result(const std::vector<std::int64_t>& sizes, mglu::Scal
     owned->sizes = sizes;
     owned->strides.assign(sizes.size(), 1);
     for (std::size_t i = sizes.size(); i-- > 0;) owned->strides[i] = count, count *= sizes[i];
-    owned->data.reset(new unsigned char[static_cast<std::size_t>(count) * item_size(dtype)]);
+    owned->data.reset(new unsigned char[static_cast<std::size_t>(count) * mglu::item_bytes(dtype)]);
     owned->tensor = {owned->data.get(),
                      static_cast<std::int64_t>(sizes.size()),
                      owned->sizes.data(),
@@ -133,6 +129,63 @@ std::unique_ptr<Owned> result(const std::vector<std::int64_t>& sizes, mglu::Scal
                      mglu::Device::cpu,
                      -1};
     return owned;
+}
+
+// A call of an operator over experts. The ids or offs are any numbers.
+template <std::size_t n_floats, std::size_t n_any>
+void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const mglu::Scalar (&any)[n_any],
+                  const char* activation) {
+    const mglu::Executor executor{mglu::cpu::serial};
+    const auto below = [&](int limit) { return static_cast<std::int64_t>(random.below(limit)); };
+    const std::int64_t tokens = below(12), top_k = below(4), experts = below(5), d = below(20), n = below(5);
+    const mglu::Format& format = random.pick(mglu::kFormats);
+    const std::int64_t h = format.packed * below(70);
+    const mglu::Scalar dtype = random.pick(floats);
+    const auto of = [&](std::vector<std::int64_t> sizes, mglu::Scalar usual) {
+        return make(random, std::move(sizes), random.chance(3) ? random.pick(any) : usual, false);
+    };
+    std::vector<std::int64_t> scales = format.scale_sizes(d, h);
+    scales.insert(scales.begin(), experts);
+    const auto weight = of({experts, d, h / format.packed}, format.dtype.value_or(dtype));
+    const auto scale = of(scales, format.scale_dtype);
+    const std::optional<mglu::Tensor> given_scale = format.dtype ? std::optional(scale->tensor) : std::nullopt;
+    const bool is_sorted = random.chance(30), is_down = random.chance(40);
+    const auto routing = is_sorted && !is_down
+                             ? of({experts}, mglu::Scalar::int32)
+                             : of({tokens, top_k}, random.chance(50) ? mglu::Scalar::int32 : mglu::Scalar::int64);
+    if (!routing->tensor.is_contiguous()) return;
+    for (std::int64_t i = 0; i < routing->tensor.elements(); ++i) {  // most numbers are those of experts
+        const std::int64_t value = random.chance(80) ? below(6) : below(1 << 30) - (1 << 29);
+        if (routing->tensor.dtype == mglu::Scalar::int32)
+            static_cast<std::int32_t*>(routing->tensor.data)[i] = static_cast<std::int32_t>(value);
+        else if (routing->tensor.dtype == mglu::Scalar::int64)
+            static_cast<std::int64_t*>(routing->tensor.data)[i] = value;
+    }
+    if (is_down) {
+        const auto y = of({tokens, top_k, h}, dtype), factors = of({tokens, top_k}, random.pick(floats));
+        const mglu::DownCall call =
+            mglu::describe_down(y->tensor, weight->tensor, routing->tensor, factors->tensor, given_scale, format.name);
+        const bool has_dense_rows = weight->tensor.last_size() <= 1 || weight->tensor.last_stride() == 1;
+        if (!y->tensor.is_contiguous() || !factors->tensor.is_contiguous() || !has_dense_rows ||
+            (given_scale && !scale->tensor.is_contiguous()))
+            return;
+        const auto zero = [](const mglu::Tensor&, std::int64_t, const mglu::Tensor& out) {
+            std::memset(out.data, 0, static_cast<std::size_t>(out.elements() * mglu::item_bytes(out.dtype)));
+        };
+        mglu::experts_down(call, result(call.result_sizes(), y->tensor.dtype)->tensor, executor, zero);
+        return;
+    }
+    const std::int64_t rows = is_sorted ? tokens * top_k : tokens;
+    const auto x = of({rows, h}, dtype), masks = of({experts, d, (h + 7) / 8, n}, mglu::Scalar::uint8);
+    const auto mask_weights =
+        is_sorted ? of({rows, n}, random.pick(floats)) : of({tokens, top_k, n}, random.pick(floats));
+    const std::optional<mglu::Tensor> given_weights =
+        random.chance(40) ? std::optional(mask_weights->tensor) : std::nullopt;
+    const mglu::ExpertsCall call =
+        mglu::describe_experts(x->tensor, weight->tensor, masks->tensor, routing->tensor, is_sorted, activation,
+                               given_weights, given_scale, format.name, random.chance(80) ? "dense" : "fp8_token");
+    if (!mglu::needed_copies(call).any())
+        mglu::forward(call, result(call.result_sizes(), x->tensor.dtype)->tensor, executor);
 }
 
 void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& refused) {
@@ -174,6 +227,8 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                                    given_scale, format.name, random.chance(70) ? "dense" : "fp8_token");
                 if (mglu::needed_copies(call).any()) continue;
                 mglu::forward(call, result(call.result_sizes(), call.x.dtype)->tensor, executor);
+            } else if (random.chance(50)) {
+                fuzz_experts(random, floats, any, random.pick(activations));
             } else if (random.chance(50)) {
                 const auto masks = make(random, {n, d, h}, random.pick(any), random.chance(60));
                 mglu::check_masks(masks->tensor);

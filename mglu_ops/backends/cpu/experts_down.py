@@ -1,8 +1,8 @@
 """`mglu::experts_down` on a CPU, by the kernels of one layer.
 
 A layer whose only mask is zero everywhere has the gate 0 and the value `y W^T`. With the activation sigmoid, which is
-1/2 there, and the mask weight 2 w, its result is `w y W^T`, for a weight in any format. The row of zeros stands for the
-masks of all rows of W. For more rows of a dense weight, the library's product takes less time, as the kernel multiplies twice.
+1/2 there, and the mask weight 2 w, its result is `w y W^T`, for a weight in any format. One row of zeros stands for the
+masks of all rows of W. For many rows of a dense weight, the library's product takes less time.
 
 Each product is rounded to y's dtype before the sum over the experts of a token.
 """

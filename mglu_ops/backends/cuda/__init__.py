@@ -27,12 +27,12 @@ from ..base import (
     PreparedGroupedForwardTrain,
 )
 from . import experts_training, training
-from .choice import LaunchChoice, choose
+from .choice import LaunchChoice, choose, choose_experts
 from .compiler import has_cuda_core, is_cached
 from .current import current_device, current_stream, empty
 from .device import Gpu, gpu_of
 from .experts import CudaDown, CudaExperts
-from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma, experts, experts_down, group_tokens, quantize_x
+from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma, experts_down, group_tokens, quantize_x
 from .kernels import pack as packing
 from .kernels.base import ELEMENTS
 from .kernels.experts import ExpertLaunch
@@ -128,7 +128,7 @@ class Cuda(Backend):
                 f"{group_tokens.MOST_ROWS}"
             )
         gpu = gpu_of(layer.device.index)
-        return experts.choose(call, gpu).violation(call, gpu)
+        return choose_experts(call, gpu).violation(call, gpu)
 
     def prepare_experts(self, call: ExpertCall, launch: ExpertLaunch | None = None) -> CudaExperts:
         """Choose the launch of a supported call of experts, or take `launch`; see `prepare`."""
@@ -140,7 +140,7 @@ class Cuda(Backend):
             if problem is not None:
                 raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
             with torch.cuda.device(device):
-                sequence = (launch or experts.choose(call, gpu)).sequence(call, gpu, device)
+                sequence = (launch or choose_experts(call, gpu)).sequence(call, gpu, device)
         return CudaExperts(sequence, device, call.layer.dtype, call.result_shape)
 
     def _unsupported_down_reason(self, call: ExpertCall) -> str | None:

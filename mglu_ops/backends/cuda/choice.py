@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ...expert_calls import ExpertCall
 from ...layer_call import LayerCall
 from . import launch_tables
 from .device import Gpu
-from .kernels import CHOICES, tile_wgmma_choice
+from .kernels import CHOICES, experts, tile_experts, tile_wgmma_choice
 from .kernels.base import LaunchConfig, has_aligned_rows, has_x_in_rows, mask_alignment, weight_is_vectorizable
 
 
@@ -56,6 +57,12 @@ def choose(call: LayerCall, gpu: Gpu) -> LaunchChoice:
 def without_tables(call: LayerCall, gpu: Gpu) -> LaunchConfig:
     """Choose the launch of a call without tables: the first that a kernel offers."""
     return next(config for config in (choose(call, gpu) for choose in CHOICES) if config is not None)
+
+
+def choose_experts(call: ExpertCall, gpu: Gpu) -> experts.ExpertLaunch:
+    """Choose the launch of a call of experts, by the rows that an expert has if all have as many."""
+    tiles = tile_experts.choose(call, gpu) if call.layer.tokens >= tile_experts.least_rows(call.layer) else None
+    return tiles or experts.choose(call, gpu)
 
 
 def _slow_reason(call: LayerCall) -> str | None:

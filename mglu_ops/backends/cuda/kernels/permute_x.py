@@ -11,7 +11,7 @@ from .base import launch_of
 
 NAME = "permute_x"
 
-_BLOCK_ELEMENTS = 8 * 8 * 64
+BLOCK_ELEMENTS = 8 * 8 * 64
 """Each of a block's 8 warps takes 8 tokens by 64 columns."""
 
 
@@ -27,7 +27,7 @@ def copy_bytes(call: LayerCall, block_tokens: int, sub: int) -> int:
 
 def blocks(call: LayerCall, block_tokens: int, sub: int) -> int:
     """Blocks of the launch."""
-    return ceil_div(_elements(call, block_tokens, sub), _BLOCK_ELEMENTS)
+    return ceil_div(_elements(call, block_tokens, sub), BLOCK_ELEMENTS)
 
 
 def launch(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int, sub: int) -> Launch:

@@ -14,10 +14,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from math import ceil
+from math import ceil, expm1
 from pathlib import Path
 from typing import Any
 
+from ....expert_calls import ExpertCall
 from ....layer_call import LayerCall
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
@@ -91,15 +92,38 @@ class CostModel:
             copied = call.out_features * call.in_features * (call.weight.bits / 8 + call.dtype.itemsize)
             copying = _DECODE_LAUNCH_US + copied / self.dram_bytes_per_us
             return copying + self.microseconds(replace(config, decoded=False), config.as_read(call), gpu)
-        shared_rows = config.mask_groups == 2
         token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
+        return self._microseconds_of_tiles(config, call, gpu, token_tiles, 1)
+
+    def microseconds_of_experts(self, config: TileWgmma, call: ExpertCall, gpu: Gpu) -> float:
+        """Estimate the time of a launch for experts, whose loads nobody knows.
+
+        A quarter of the estimate is for exponentially distributed loads, and the rest for balanced ones. With the
+        former, an expert has more than n rows with the probability exp(-n / mean), so that it has
+        1 / (1 - exp(-rows of an item / mean)) items.
+        """
+        used = min(call.experts, call.rows)
+        mean, of_item = call.rows / used, config.block_tokens * config.cluster
+        gathered = 4 * call.rows * call.layer.in_features / self.l2_bytes_per_us
+        slower = replace(self, l2_bytes_per_us=self.l2_bytes_per_us * _L2_OF_EXPERTS)
+        balanced, exponential = (
+            slower._microseconds_of_tiles(config, call.layer, gpu, config.cluster * used * items, used)
+            for items in (ceil(mean / of_item), 1 / -expm1(-of_item / mean))
+        )
+        return _GROUP_US + gathered + 0.75 * balanced + 0.25 * exponential
+
+    def _microseconds_of_tiles(
+        self, config: TileWgmma, call: LayerCall, gpu: Gpu, token_tiles: float, experts: int
+    ) -> float:
+        """The time of tiles, with W of a number of experts in memory."""
+        shared_rows = config.mask_groups == 2
         waves = waves_of(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
         decoding = 0 if config.fp8 else config.passes * _DECODE_COLUMNS[call.weight.format.name]
         columns = config.row_groups * (self._columns(config, call.n_masks) + decoding)
         column_us = self.column_us * (_FP8_COLUMN if config.fp8 else 1)
         multiplying = waves * (columns * call.in_features * column_us + (self.exchange_us if shared_rows else 0))
         bytes_of_column = call.bytes_of_columns(8) / 8  # of one row of W and its masks
-        from_memory = call.out_features * bytes_of_column / self.dram_bytes_per_us
+        from_memory = experts * call.out_features * bytes_of_column / self.dram_bytes_per_us
         bytes_of_tile = config.rows * bytes_of_column / config.cluster + 2 * min(config.block_tokens, call.tokens)
         from_l2 = waves * gpu.multiprocessors * bytes_of_tile / self.l2_bytes_per_us
         reading = config.passes * call.in_features * max(from_memory, from_l2)
@@ -125,6 +149,13 @@ class CostModel:
         return columns * self.cluster if config.cluster > 1 else columns
 
 
+_GROUP_US = 3.0
+"""Time of `group_tokens`."""
+
+_L2_OF_EXPERTS = 0.8
+"""Bandwidth of L2 for experts, in that of a layer. This and the weights of balanced and exponential loads choose the
+fastest launches of those timed for 24 calls with balanced and skewed loads on an H100 (csrc/cuda/tile_wgmma.md)."""
+
 _DECODE_LAUNCH_US = 2.0
 """Fixed time of `decode_weight`."""
 
@@ -139,7 +170,7 @@ _DECODE_COLUMNS = {"dense": 0, "fp8_row": 20, "fp8_block": 40, "int8_row": 20, "
 """The time to decode 64 rows of W for a pass, in columns of tokens; measured with 1 to 8 masks (tile_wgmma.md)."""
 
 
-def waves_of(blocks: int, multiprocessors: int, last_wave: float) -> float:
+def waves_of(blocks: float, multiprocessors: int, last_wave: float) -> float:
     """Waves of blocks, with one block per SM. The last blocks of many waves overlap."""
     waves = blocks / multiprocessors
     return ceil(waves) if waves <= 4 else waves + last_wave

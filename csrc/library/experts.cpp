@@ -1,0 +1,330 @@
+#include "experts.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "../cpu/kernels.h"
+#include "formats.h"
+#include "forward.h"
+
+namespace mglu {
+
+namespace {
+
+#include "../cpu/element.h"
+
+// --- Checks, with the messages of mglu_ops/expert_checks.py ----------------------------------------------------------
+
+void check_rank(const char* argument, const Tensor& tensor, std::int64_t dims, const char* shape) {
+    if (tensor.dims != dims) refuse(std::string(argument) + ": got shape " + tensor.shape() + ", must be " + shape);
+}
+
+void check_experts_of(const char* argument, const Tensor& tensor, const Tensor& weight) {
+    if (tensor.dims == 0 || tensor.sizes[0] != weight.sizes[0])
+        refuse(std::string(argument) + ": got shape " + tensor.shape() +
+               ", must begin with E = " + std::to_string(weight.sizes[0]) + " experts");
+}
+
+void check_weight_of_experts(const Tensor& weight) {
+    if (weight.dims != 3 || weight.sizes[0] == 0)
+        refuse("weight: got shape " + weight.shape() +
+               ", must be [E, ...] with the weights of at least 1 expert in 3 sizes");
+}
+
+void check_offs(const Tensor& offs, std::int64_t experts, const Tensor& x) {
+    if (offs.dtype != Scalar::int32)
+        refuse(std::string("offs: got dtype ") + name(offs.dtype) +
+               ", must be int32, as for torch.nn.functional.grouped_mm");
+    if (offs.dims != 1 || offs.sizes[0] != experts)
+        refuse("offs: got shape " + offs.shape() + ", must be [" + std::to_string(experts) +
+               "], the end of each expert's rows");
+    check_device("offs", offs, x);
+}
+
+void check_ids(const Tensor& ids, const char* argument, const Tensor& x) {
+    if (ids.dtype != Scalar::int32 && ids.dtype != Scalar::int64)
+        refuse(std::string("expert_ids: got dtype ") + name(ids.dtype) + ", must be int32 or int64");
+    const std::string tokens = std::to_string(x.sizes[0]);
+    if (ids.dims != 2 || ids.sizes[0] != x.sizes[0] || ids.sizes[1] == 0)
+        refuse("expert_ids: got shape " + ids.shape() + ", must be [T, K] = [" + tokens + ", K] with K of at least 1");
+    check_device("expert_ids", ids, x, argument);
+}
+
+// Says in the errors of one layer's checks that they see the tensors of one expert.
+template <typename Check>
+auto of_each_expert(Check check) {
+    try {
+        return check();
+    } catch (const std::invalid_argument& error) {
+        refuse(std::string(error.what()) + " (of each expert)");
+    }
+}
+
+// --- Parts and rows of tensors ---------------------------------------------------------------------------------------
+
+char* element(const Tensor& tensor, std::int64_t offset) {
+    return static_cast<char*>(tensor.data) + offset * item_bytes(tensor.dtype);
+}
+
+// The part of one expert.
+Tensor part(const Tensor& tensor, std::int64_t expert = 0) {
+    Tensor of_expert = tensor;
+    of_expert.data = element(tensor, expert * tensor.strides[0]);
+    of_expert.dims = tensor.dims - 1;
+    of_expert.sizes = tensor.sizes + 1;
+    of_expert.strides = tensor.strides + 1;
+    return of_expert;
+}
+
+std::optional<Tensor> part(const std::optional<Tensor>& tensor, std::int64_t expert = 0) {
+    return tensor ? std::optional(part(*tensor, expert)) : std::nullopt;
+}
+
+// A contiguous matrix with memory of its own.
+class Matrix {
+  public:
+    Matrix(std::int64_t rows, std::int64_t columns, Scalar dtype)
+        : sizes_{rows, columns}, strides_{columns, 1}, dtype_(dtype), row_bytes_(columns * item_bytes(dtype)) {
+        memory_.reset(new char[static_cast<std::size_t>(rows * row_bytes_)]);
+    }
+    Matrix(const Matrix&) = delete;
+
+    Tensor tensor() const { return {memory_.get(), 2, sizes_.data(), strides_.data(), dtype_, Device::cpu, -1}; }
+
+    // Copies rows of a tensor, which are `stride` elements apart, `shared` of them from the same row.
+    void gather(const Tensor& from, std::int64_t stride, std::span<const std::int64_t> rows, std::int64_t shared) {
+        for (std::size_t i = 0; i < rows.size(); ++i)
+            std::memcpy(memory_.get() + i * row_bytes_, element(from, rows[i] / shared * stride), row_bytes_);
+    }
+
+    // Copies this matrix to rows of a contiguous tensor.
+    void scatter(const Tensor& to, std::span<const std::int64_t> rows) const {
+        for (std::size_t i = 0; i < rows.size(); ++i)
+            std::memcpy(element(to, rows[i] * sizes_[1]), memory_.get() + i * row_bytes_, row_bytes_);
+    }
+
+  private:
+    std::array<std::int64_t, 2> sizes_, strides_;
+    Scalar dtype_;
+    std::size_t row_bytes_;
+    std::unique_ptr<char[]> memory_;
+};
+
+// Calls `body(expert, rows)` for each expert that has rows, with these rows in ascending order. `routing`, contiguous,
+// has the expert of each row, or the ends of the experts' rows. Ends out of range are clamped, also where they descend.
+template <typename Body>
+void for_each_expert(const Tensor& routing, bool is_sorted, std::int64_t experts, std::int64_t rows, Body body) {
+    const auto value = [&](std::int64_t i) {
+        return routing.dtype == Scalar::int32 ? static_cast<const std::int32_t*>(routing.data)[i]
+                                              : static_cast<const std::int64_t*>(routing.data)[i];
+    };
+    std::vector<std::int64_t> ends(experts), sorted(rows);
+    if (is_sorted) {
+        std::iota(sorted.begin(), sorted.end(), 0);
+        for (std::int64_t e = 0, last = 0; e < experts; ++e)
+            ends[e] = last = std::max(last, std::clamp<std::int64_t>(value(e), 0, rows));
+    } else {
+        const auto has_expert = [&](std::int64_t row) { return value(row) >= 0 && value(row) < experts; };
+        for (std::int64_t row = 0; row < rows; ++row)
+            if (has_expert(row)) ++ends[value(row)];
+        std::partial_sum(ends.begin(), ends.end(), ends.begin());
+        std::vector<std::int64_t> places(experts);
+        std::copy(ends.begin(), ends.end() - 1, places.begin() + 1);
+        for (std::int64_t row = 0; row < rows; ++row)
+            if (has_expert(row)) sorted[places[value(row)]++] = row;
+    }
+    for (std::int64_t e = 0, first = 0; e < experts; first = ends[e++])
+        if (first < ends[e]) body(e, std::span<const std::int64_t>(sorted).subspan(first, ends[e] - first));
+}
+
+// --- experts_down ----------------------------------------------------------------------------------------------------
+
+// The most rows of an expert that the kernel of one layer multiplies with a dense weight, as in
+// mglu_ops/backends/cpu/experts_down.py, which tells how.
+constexpr std::size_t kMostRows = 4;
+
+float float_at(const Tensor& tensor, std::int64_t i) {
+    switch (tensor.dtype) {
+        case Scalar::float16: return to_float(static_cast<const Float16*>(tensor.data)[i]);
+        case Scalar::bfloat16: return to_float(static_cast<const BFloat16*>(tensor.data)[i]);
+        case Scalar::float64: return static_cast<float>(static_cast<const double*>(tensor.data)[i]);
+        default: return static_cast<const float*>(tensor.data)[i];
+    }
+}
+
+// The layer that gives half of a mask weight times the product of y and the transposed weight: its gate is 0, where
+// sigmoid is 1/2. `zeros` are a row of its mask.
+LayerCall product_layer(const DownCall& call, std::int64_t expert, const Tensor& y, const Tensor& mask_weights,
+                        const Tensor& zeros) {
+    LayerCall layer{};
+    layer.x = y;
+    layer.weight = part(call.weight, expert);
+    layer.packed_masks = zeros;
+    layer.mask_weights = mask_weights;
+    layer.weight_scale = part(call.weight_scale, expert);
+    layer.weight_format = call.weight_format;
+    layer.activation = static_cast<int>(cpu::Activation::sigmoid);
+    layer.tokens = y.sizes[0];
+    layer.out_features = call.weight.sizes[1];
+    layer.in_features = layer.x_row_stride = y.sizes[1];
+    layer.n_masks = layer.mask_weight_row_stride = 1;
+    return layer;
+}
+
+template <typename Element>
+void down(const DownCall& call, const Tensor& out, const Executor& executor, const Product& product) {
+    const std::int64_t tokens = call.y.sizes[0], top_k = call.y.sizes[1], in_features = call.y.sizes[2];
+    const std::int64_t out_features = call.weight.sizes[1], width = (in_features + 7) / 8;
+    std::vector<float> terms(static_cast<std::size_t>(tokens * top_k * out_features));
+    std::vector<std::uint8_t> row_of_zeros(static_cast<std::size_t>(width));
+    const std::int64_t sizes[] = {out_features, width, 1}, strides[] = {0, 1, 1};
+    const Tensor zeros{row_of_zeros.data(), 3, sizes, strides, Scalar::uint8, Device::cpu, -1};
+    const auto multiply = [&](std::int64_t expert, std::span<const std::int64_t> rows) {
+        const auto count = static_cast<std::int64_t>(rows.size());
+        Matrix y(count, in_features, call.y.dtype), result(count, out_features, call.y.dtype);
+        Matrix weights(count, 1, Scalar::float32);
+        y.gather(call.y, in_features, rows, 1);
+        auto* factors = static_cast<float*>(weights.tensor().data);
+        for (std::int64_t i = 0; i < count; ++i) factors[i] = float_at(call.expert_weights, rows[i]);
+        const bool multiplies_twice = call.weight_format != WeightFormat::dense || rows.size() <= kMostRows;
+        if (multiplies_twice) {
+            for (std::int64_t i = 0; i < count; ++i) factors[i] *= 2;
+            forward(product_layer(call, expert, y.tensor(), weights.tensor(), zeros), result.tensor(), executor);
+            std::fill(factors, factors + count, 1.0f);  // the result has them
+        } else {
+            product(y.tensor(), expert, result.tensor());
+        }
+        const auto* products = static_cast<const Element*>(result.tensor().data);
+        for (std::int64_t i = 0; i < count; ++i)
+            for (std::int64_t c = 0; c < out_features; ++c)
+                terms[rows[i] * out_features + c] = to_float(products[i * out_features + c]) * factors[i];
+    };
+    for_each_expert(call.expert_ids, false, call.weight.sizes[0], tokens * top_k, multiply);
+    auto* results = static_cast<Element*>(out.data);
+    for (std::int64_t t = 0; t < tokens; ++t)
+        for (std::int64_t c = 0; c < out_features; ++c) {
+            float sum = terms[t * top_k * out_features + c];
+            for (std::int64_t k = 1; k < top_k; ++k) sum += terms[(t * top_k + k) * out_features + c];
+            results[t * out_features + c] = from_float<Element>(sum);
+        }
+}
+
+}  // namespace
+
+std::vector<std::int64_t> ExpertsCall::result_sizes() const {
+    if (is_sorted) return {rows, layer.out_features};
+    return {routing.sizes[0], top_k, layer.out_features};
+}
+
+ExpertsCall describe_experts(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, const Tensor& routing,
+                             bool is_sorted, std::string_view activation, const std::optional<Tensor>& mask_weights,
+                             const std::optional<Tensor>& weight_scale, std::string_view weight_format,
+                             std::string_view activation_format) {
+    check_rank("x", x, 2, is_sorted ? "[S, in_features]" : "[T, in_features]");
+    check_weight_of_experts(weight);
+    check_experts_of("packed_masks", packed_masks, weight);
+    if (weight_scale) check_experts_of("weight_scale", *weight_scale, weight);
+    is_sorted ? check_offs(routing, weight.sizes[0], x) : check_ids(routing, "x", x);
+    // Mask weights have the sizes of x for each expert of a token.
+    const std::int64_t top_k = is_sorted ? 1 : routing.sizes[1];
+    const std::int64_t sizes[] = {x.sizes[0], top_k, x.sizes[1]}, strides[] = {x.strides[0], 0, x.strides[1]};
+    Tensor of_pairs = x;
+    if (!is_sorted) of_pairs.dims = 3, of_pairs.sizes = sizes, of_pairs.strides = strides;
+    ExpertsCall call{};
+    call.layer = of_each_expert([&] {
+        return describe(of_pairs, part(weight), part(packed_masks), activation, mask_weights, part(weight_scale),
+                        weight_format, activation_format);
+    });
+    call.rows = call.layer.tokens;
+    call.layer.x = x;
+    call.layer.x_row_stride = x.strides[0];
+    call.layer.tokens = 0;
+    call.routing = routing;
+    call.is_sorted = is_sorted;
+    call.experts = weight.sizes[0];
+    call.top_k = top_k;
+    call.weight_stride = weight.strides[0];
+    call.masks_stride = packed_masks.strides[0];
+    call.scale_stride = weight_scale ? weight_scale->strides[0] : 0;
+    return call;
+}
+
+Copies needed_copies(const ExpertsCall& call) {
+    Copies copies = needed_copies(call.layer);
+    copies.mask_weights = call.layer.mask_weights && !call.layer.mask_weights->is_contiguous();
+    return copies;
+}
+
+void forward(const ExpertsCall& call, const Tensor& out, const Executor& executor) {
+    if (out.elements() == 0) return;
+    const LayerCall& given = call.layer;
+    std::memset(out.data, 0, static_cast<std::size_t>(out.elements() * item_bytes(out.dtype)));
+    const auto run = [&](std::int64_t expert, std::span<const std::int64_t> rows) {
+        const auto count = static_cast<std::int64_t>(rows.size());
+        Matrix x(count, given.in_features, given.x.dtype), result(count, given.out_features, given.x.dtype);
+        Matrix mask_weights(count, given.n_masks, given.mask_weights ? given.mask_weights->dtype : given.x.dtype);
+        x.gather(given.x, given.x_row_stride, rows, call.top_k);
+        LayerCall layer = given;
+        layer.x = x.tensor();
+        layer.tokens = count;
+        layer.x_row_stride = given.in_features;
+        layer.weight.data = element(given.weight, expert * call.weight_stride);
+        layer.packed_masks.data = element(given.packed_masks, expert * call.masks_stride);
+        if (given.weight_scale) layer.weight_scale->data = element(*given.weight_scale, expert * call.scale_stride);
+        if (given.mask_weights) {
+            mask_weights.gather(*given.mask_weights, given.n_masks, rows, 1);
+            layer.mask_weights = mask_weights.tensor();
+            layer.mask_weight_row_stride = given.n_masks;
+        }
+        forward(layer, result.tensor(), executor);
+        result.scatter(out, rows);
+    };
+    for_each_expert(call.routing, call.is_sorted, call.experts, call.rows, run);
+}
+
+DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expert_ids, const Tensor& expert_weights,
+                       const std::optional<Tensor>& weight_scale, std::string_view weight_format) {
+    const Format& format = find_format(weight_format);
+    check_rank("y", y, 3, "[T, K, in_features]");
+    check_weight_of_experts(weight);
+    if (weight_scale) check_experts_of("weight_scale", *weight_scale, weight);
+    check_ids(expert_ids, "y", y);
+    if (!is_floating(expert_weights.dtype))
+        refuse(std::string("expert_weights: got dtype ") + name(expert_weights.dtype) +
+               ", must be float16, bfloat16, float32 or float64");
+    const auto check_begins = [&](const char* argument, const Tensor& tensor, bool has_rank) {
+        if (!has_rank || !std::equal(tensor.sizes, tensor.sizes + 2, expert_ids.sizes))
+            refuse(std::string(argument) + ": got shape " + tensor.shape() + ", must begin with expert_ids' " +
+                   expert_ids.shape());
+    };
+    check_begins("y", y, true);
+    check_begins("expert_weights", expert_weights, expert_weights.dims == 2);
+    check_device("expert_weights", expert_weights, y, "y");
+    of_each_expert([&] {
+        check_x_and_weight("y", y, part(weight), format);
+        check_device("weight", weight, y, "y");
+        check_scale(part(weight_scale), y, part(weight), format);
+    });
+    return {y, weight, expert_ids, expert_weights, weight_scale, format.code};
+}
+
+void experts_down(const DownCall& call, const Tensor& out, const Executor& executor, const Product& product) {
+    if (out.elements() == 0) return;
+    switch (call.y.dtype) {
+        case Scalar::float32: return down<float>(call, out, executor, product);
+        case Scalar::bfloat16: return down<BFloat16>(call, out, executor, product);
+        case Scalar::float16: return down<Float16>(call, out, executor, product);
+        default:
+            refuse(std::string("y: got dtype ") + name(call.y.dtype) +
+                   ", which this library has no CPU kernel for; it has float16, bfloat16 and float32 (mglu_ops in "
+                   "Python takes float64)");
+    }
+}
+
+}  // namespace mglu

@@ -1,0 +1,98 @@
+"""The feed-forward layers of the models: an MGLU layer, or MGLU experts in a block of Transformers that routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+
+from .. import expert_ops
+from ..nn import MGLU, MGLUExperts, MGLUFeedForward
+from .configuration import ACTIVATIONS
+from .quantization import MGLUQuantizationConfig
+
+
+class MGLUMoeExperts(nn.Module):
+    """The experts of a mixture, called as Transformers calls them.
+
+    Args:
+        config: the configuration of a mixture.
+        options: the keyword arguments of `MGLUExperts`.
+
+    Attributes:
+        mglu: `MGLUExperts(num_experts, hidden_size, intermediate size of an expert, ...)`.
+        down_proj: Parameter `[num_experts, hidden_size, intermediate size of an expert]`.
+    """
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__()
+        is_qwen = isinstance(config, Qwen3MoeConfig)  # where intermediate_size is that of layers without experts
+        intermediate = config.moe_intermediate_size if is_qwen else config.intermediate_size
+        self.mglu = MGLUExperts(config.num_experts, config.hidden_size, intermediate, **options)
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, intermediate))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sums `[tokens, hidden_size]` of the results of each token's experts.
+
+        Args:
+            hidden_states: `[tokens, hidden_size]`.
+            top_k_index: int32 or int64 `[tokens, K]`: the experts of each token. One outside of
+                `0 ... num_experts - 1` contributes nothing.
+            top_k_weights: floating `[tokens, K]`.
+        """
+        y = self.mglu(hidden_states, top_k_index)
+        return expert_ops.experts_down(y, self.down_proj, top_k_index, top_k_weights)
+
+
+@contextmanager
+def narrow(config: Any) -> Iterator[None]:
+    """Set the sizes of hidden layers to 1 while a base class builds SwiGLU layers, which are replaced at once."""
+    names = ("intermediate_size", "moe_intermediate_size")
+    sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    for name in sizes:
+        setattr(config, name, 1)
+    try:
+        yield
+    finally:
+        for name, size in sizes.items():
+            setattr(config, name, size)
+
+
+def feed_forward(mlp: nn.Module, name: str, config: Any, stored: MGLUQuantizationConfig) -> nn.Module:
+    """Make what replaces a feed-forward layer of Transformers.
+
+    Args:
+        mlp: the layer, with SwiGLU. If it routes tokens to experts, only these are replaced, in place.
+        name: its name in the decoder.
+        config: the configuration of the decoder.
+        stored: what the configuration says of the weights.
+    """
+    has_experts = hasattr(mlp, "experts")
+    weight_format, activation_format = stored.formats_of(f"{name}.experts.mglu" if has_experts else f"{name}.mglu")
+    options: dict[str, Any] = {
+        "n_masks": config.n_masks,
+        "activation": ACTIVATIONS[config.hidden_act],
+        "learnable_masks": config.learnable_masks,
+        "top_k": config.mask_top_k,
+        "weight_init": config.weight_init,
+        "weight_format": weight_format,
+        "activation_format": activation_format,
+    }
+    if has_experts:
+        mlp.experts = experts = MGLUMoeExperts(config, **options)
+        _widen_logits(experts.mglu)
+        return mlp
+    layer = MGLUFeedForward(config.hidden_size, config.intermediate_size, **options)
+    _widen_logits(layer.mglu)
+    return layer
+
+
+def _widen_logits(mglu: MGLU) -> None:
+    """Make logits of 16 bits float32: training steps are too small for 16 bits, and in float16 tiny logits become 0."""
+    logits = mglu.mask_logits
+    if logits is not None:
+        mglu.mask_logits = nn.Parameter(logits.to(torch.promote_types(logits.dtype, torch.float32)))

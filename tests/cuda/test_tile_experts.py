@@ -1,0 +1,134 @@
+"""`tile_wgmma` over the items of experts compiles without spills, and what launches are chosen and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import quick_only_for
+from test_cuda_compile import HOPPER, REGISTERS_PER_SM, compiled
+
+from mglu_ops.backends.cuda.choice import choose_experts
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.backends.cuda.kernels import permute_x, quantize_x
+from mglu_ops.backends.cuda.kernels.tile_experts import TileItems, candidates, choose
+from mglu_ops.backends.cuda.kernels.tile_wgmma_costs import costs_of
+from mglu_ops.expert_calls import ExpertCall
+from mglu_ops.formats import FORMATS
+from mglu_ops.layer_call import LayerCall
+
+QWEN, MIXTRAL, GPT_OSS = (128, 768, 2048, 8), (8, 14336, 4096, 2), (32, 2880, 2880, 4)
+"""Experts, out_features, in_features and the experts of a token."""
+
+
+def expert_call(n_masks: int, tokens: int, model: tuple[int, int, int, int] = QWEN, **options: Any) -> ExpertCall:
+    experts, d, h, top_k = model
+    dtype = (torch.bfloat16, torch.float16)[n_masks % 2]
+    layer = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, 1, d, h, **options)
+    return ExpertCall.contiguous(layer, experts, tokens, top_k)
+
+
+def check(call: ExpertCall, launch: TileItems | None) -> None:
+    assert launch is not None
+    assert launch.violation(call, HOPPER) is None
+    for kernel, target, macros in launch.sources(call, HOPPER):
+        registers, spills, log = compiled(kernel, target, macros)
+        # csrc/cuda/tile_wgmma.md has these spills, which a single layer does not have.
+        weighted = call.layer.mask_weights_dtype is not None and launch.config.mask_groups == 2
+        scales_columns = call.layer.weight.format.columns is not None
+        assert spills <= (52 if weighted or scales_columns or call.layer.n_masks >= 8 else 0), log
+        assert "serialized" not in log, log
+        threads = launch.config.threads if kernel == launch.config.kernel else 256
+        assert registers * threads <= REGISTERS_PER_SM, log
+
+
+@pytest.mark.parametrize("tokens", quick_only_for([256], [32, 256, 1024, 8192]))
+@pytest.mark.parametrize("n_masks", quick_only_for([1, 4], range(1, 17)))
+def test_compiles_without_spills(n_masks: int, tokens: int) -> None:
+    options = {"mask_weights_dtype": torch.float32} if n_masks % 4 else {}
+    call = expert_call(n_masks, tokens, GPT_OSS, **options)
+    check(call, choose(call, HOPPER))
+    invariant = replace(call, layer=replace(call.layer, batch_invariant=True))
+    check(invariant, choose(invariant, HOPPER))
+
+
+@pytest.mark.parametrize("n_masks", quick_only_for([2], [1, 2, 4, 8, 16]))
+@pytest.mark.parametrize("name", quick_only_for(["fp8_block"], [name for name in FORMATS if name != "dense"]))
+def test_compiles_for_fewer_bits_without_spills(name: str, n_masks: int) -> None:
+    for tokens in (32, 1024):
+        call = expert_call(n_masks, tokens, MIXTRAL, weight_format=name)
+        check(call, choose(call, HOPPER))
+        if name.startswith("fp8"):
+            in_fp8 = replace(call, layer=replace(call.layer, activation_format="fp8_token"))
+            launch = choose(in_fp8, HOPPER)
+            assert launch is not None
+            assert launch.config.fp8
+            check(in_fp8, launch)
+
+
+def test_gathers_x_after_grouping() -> None:
+    """The launch before tile_wgmma gathers x: tile_wgmma reads the items before it waits for that launch."""
+    call = expert_call(4, 256, weight_format="fp8_row")
+    in_fp8 = replace(call, layer=replace(call.layer, activation_format="fp8_token"))
+    for one, gather in ((call, permute_x.NAME), (in_fp8, quantize_x.NAME)):
+        launch = choose(one, HOPPER)
+        assert launch is not None
+        assert [kernel for kernel, *_ in launch.sources(one, HOPPER)] == ["tile_wgmma", "group_tokens", gather]
+
+
+def test_tiles_grow_with_the_rows_of_an_expert() -> None:
+    """A tile has the mean number of rows of an expert, and more where they are few, since loads are ragged."""
+    widths = []
+    for tokens in (32, 256, 1024, 4096):
+        launch = choose(expert_call(1, tokens), HOPPER)
+        assert launch is not None
+        widths.append(launch.item_rows)
+    assert widths == sorted(widths)
+    assert widths[0] == 16
+    assert 16 <= widths[1] <= 48
+    assert widths[-1] >= 96
+
+
+def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
+    costs = costs_of(HOPPER)
+    few, many = expert_call(1, 4), expert_call(1, 16)  # 32 experts, and all 128
+    config = choose(few, HOPPER).config  # type: ignore[union-attr]
+    times = [costs.microseconds_of_experts(config, call, HOPPER) for call in (few, many)]
+    assert 3 < times[1] / times[0] < 4
+    layer = many.layer
+    read = 128 * layer.out_features * layer.in_features * (2 + 1 / 8) / costs.dram_bytes_per_us
+    assert read < times[1] < 1.4 * read
+
+
+def test_which_kernel_runs_experts() -> None:
+    """decode_mma runs few rows an expert, and more where threads read the masks (360 bytes a row of gpt-oss)."""
+
+    def kernel(call: ExpertCall, **changes: Any) -> str:
+        return choose_experts(replace(call, layer=replace(call.layer, **changes)), HOPPER).config.kernel
+
+    assert [kernel(expert_call(1, tokens)) for tokens in (1, 128, 192, 4096)] == ["decode_mma"] * 2 + ["tile_wgmma"] * 2
+    assert [kernel(expert_call(1, tokens, GPT_OSS)) for tokens in (128, 192)] == ["decode_mma", "tile_wgmma"]
+    assert kernel(expert_call(4, 128, GPT_OSS)) == "tile_wgmma"
+    assert kernel(expert_call(1, 1), batch_invariant=True) == "tile_wgmma"
+    call = expert_call(1, 4096)
+    assert kernel(replace(call, masks_stride=2 * call.masks_stride)) == "decode_mma"
+    assert choose_experts(call, KNOWN_GPUS[8, 0]).config.kernel == "decode_mma"
+
+
+def test_what_the_kernel_refuses() -> None:
+    call = expert_call(4, 256)
+    config = next(iter(candidates(call, HOPPER)))
+    refused = {
+        "grouped": TileItems(config, False),
+        "permuted, sparse or fp8": TileItems(replace(config, permuted=False, sparse=False), True),
+    }
+    for reason, launch in refused.items():
+        assert reason in str(launch.violation(call, HOPPER))
+    apart = replace(call, weight_stride=2 * call.weight_stride)
+    assert choose(apart, HOPPER) is None
+    assert "weight: got 3145728 elements" in str(TileItems(config, True).violation(apart, HOPPER))
+    assert choose(replace(apart, experts=1), HOPPER) is not None
+    assert choose(call, KNOWN_GPUS[8, 0]) is None
+    assert choose(replace(call, layer=replace(call.layer, dtype=torch.float32)), HOPPER) is None
