@@ -138,24 +138,31 @@ class FusionReport:
         return json.dumps(asdict(self), indent=2)
 
 
+_LAYERS = tuple(
+    getattr(torch.ops.mglu, name)
+    for name in ("forward", "forward_ste", "experts_forward", "grouped_forward", "grouped_forward_ste")
+)
+
+
 def layers_present(graph: Graph) -> list[SiteReport]:
     """The layers of a graph that call the operator as the program was written."""
     found = []
     for node in graph.nodes:
         op = getattr(node.target, "_overloadpacket", node.target)
-        if op not in (torch.ops.mglu.forward, torch.ops.mglu.forward_ste) or len(node.args) < 3:
+        if op not in _LAYERS:
             continue
-        packs = op is torch.ops.mglu.forward_ste
+        names = (argument.name for argument in op.default._schema.arguments)
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        packs = "mask_logits" in given
+        masks = given.get("mask_logits", given.get("packed_masks"))
         layer = report_at(
             node,
-            dtype_of(node.args[0]),
-            n_masks=size(node.args[2], 0 if packs else -1) or 0,
-            activation=str(node.args[3] if len(node.args) > 3 else node.kwargs.get("activation", "silu")),
-            operator="forward_ste" if packs else "forward",
-            weight_format=str(node.args[6] if len(node.args) > 6 else node.kwargs.get("weight_format", "dense")),
-            activation_format=str(
-                node.args[7] if len(node.args) > 7 else node.kwargs.get("activation_format", "dense")
-            ),
+            dtype_of(given.get("x")),
+            n_masks=size(masks, -3 if packs else -1) or 0,
+            activation=str(given.get("activation", "silu")),
+            operator=op.__name__,
+            weight_format=str(given.get("weight_format", "dense")),
+            activation_format=str(given.get("activation_format", "dense")),
             packed=AT_EACH_CALL if packs else BEFOREHAND,
         )
         found.append(layer)

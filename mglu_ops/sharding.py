@@ -241,7 +241,7 @@ def _grouped_backward(
     mask_weights_dtype: Any,
 ) -> list[Option]:
     grads = _needed(
-        [_partial, Shard(1), Shard(2), _partial], [*needs, logits_dtype is not None, mask_weights_dtype is not None]
+        (_partial, Shard(1), Shard(2), _partial), [*needs, logits_dtype is not None, mask_weights_dtype is not None]
     )
     return [_replicated(6, 4), (grads, [Shard(1), _replicate, Shard(1), Shard(1), _replicate, Shard(2)])]
 
@@ -250,7 +250,7 @@ def _experts_down(
     y: Any, weight: Any, expert_ids: Any, expert_weights: Any, weight_scale: Any = None, weight_format: str = "dense"
 ) -> list[Option]:
     _check_blocks(weight, weight_format, 1)
-    options = [
+    options: list[Option] = [
         _replicated(4 + len(_if_given(weight_scale, _replicate))),
         ([Shard(1)], [_replicate, Shard(1), _replicate, _replicate, *_if_given(weight_scale, Shard(1))]),
         ([Shard(0)], [Shard(0), _replicate, Shard(0), Shard(0), *_if_given(weight_scale, _replicate)]),
@@ -299,10 +299,14 @@ _register(_mglu.forward.default, _forward, _position(_mglu.forward.default, "wei
 _register(_mglu.forward_ste.default, _forward_ste)
 _register(_mglu.forward_train.default, _forward_train)
 _register(_mglu.backward.default, _backward, _position(_mglu.backward.default, "needs"))
-for _op, _rule in ((_mglu.experts_forward, _experts_forward), (_mglu.grouped_forward, _grouped_forward)):
-    _register(_op.default, _rule, _position(_op.default, "weight_format"))
 _register(_mglu.grouped_forward_ste.default, _grouped_forward_ste)
 _register(_mglu.grouped_forward_train.default, _grouped_forward_train)
-_register(_mglu.experts_down.default, _experts_down, _position(_mglu.experts_down.default, "weight_format"))
-for _op, _rule in ((_mglu.grouped_backward, _grouped_backward), (_mglu.experts_down_backward, _experts_down_backward)):
-    _register(_op.default, _rule, _position(_op.default, "needs"))
+_RULES: dict[Any, tuple[Callable[..., list[Option]], str]] = {
+    _mglu.experts_forward.default: (_experts_forward, "weight_format"),
+    _mglu.grouped_forward.default: (_grouped_forward, "weight_format"),
+    _mglu.experts_down.default: (_experts_down, "weight_format"),
+    _mglu.grouped_backward.default: (_grouped_backward, "needs"),
+    _mglu.experts_down_backward.default: (_experts_down_backward, "needs"),
+}
+for _op, (_rule, _first_option) in _RULES.items():
+    _register(_op, _rule, _position(_op, _first_option))

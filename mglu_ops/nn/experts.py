@@ -70,7 +70,11 @@ class _Experts(MaskedLinear):
             return tensor
         from torch.distributed.tensor import DTensor, Partial
 
-        assert isinstance(tensor, DTensor)
+        if not isinstance(tensor, DTensor):
+            raise TypeError(
+                f"{type(self).__name__}: got a {type(tensor).__name__} in a layer that ParallelExperts has divided, "
+                "must be a DTensor: call the MGLUExpertsFeedForward, and not the experts in it"
+            )
         of_gradient = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
         return tensor.to_local(grad_placements=of_gradient)
 

@@ -394,9 +394,11 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
 
         assert isinstance(weight, DTensor)
         mesh, placements = weight.device_mesh, weight.placements
-        return tuple(DTensor.from_local(part, mesh, placements) for part in quantized(chosen, weight.to_local()))  # type: ignore[return-value]
-    stored, scales = zip(*map(chosen.quantize, weight), strict=True)
-    return torch.stack(stored), torch.stack(scales)
+        stored, scale = quantized(chosen, weight.to_local())
+        assert scale is not None
+        return DTensor.from_local(stored, mesh, placements), DTensor.from_local(scale, mesh, placements)
+    each, scales = zip(*map(chosen.quantize, weight), strict=True)
+    return torch.stack(each), torch.stack(scales)
 
 
 def top_k_mask_weights(logits: Tensor, top_k: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import expert_parallel
 import pytest
 import sharded_training
 import tensor_parallel
@@ -34,6 +35,10 @@ def test_tensor_parallel_layers_in_16_bits(dtype: torch.dtype, tmp_path: Path) -
     checks = ["placements", "results", "freezing"]
     arguments = ("cuda", dtype, checks, tensor_parallel.WIDE)
     run_on_ranks(tensor_parallel.run_checks, tmp_path, *arguments, backend="nccl")
+
+
+def test_divided_experts_in_16_bits(tmp_path: Path) -> None:
+    run_on_ranks(expert_parallel.run_on_gpu, tmp_path, tensor_parallel.WIDE, backend="nccl")
 
 
 def test_compiled_layers(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from mglu_ops.layer_call import LayerCall
 from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import LayerInfo
+from mglu_ops.packaging.seal import PackageError
 from mglu_ops.sizes import round_up
 
 HERE = Path(__file__).parent
@@ -46,6 +47,13 @@ def write_table(folder: Path, n_masks: int) -> str:
     write_small_package(folder / "model.pt2", device="cuda", backend="cuda", layers=layers, arch=[9, 0])
     device_code.write(folder, ["sm_90"], [folder / "model.pt2"])
     return (folder / device_code.TABLE).read_text()
+
+
+def test_a_package_of_experts_is_refused(tmp_path: Path) -> None:
+    layers = [LAYER, replace(LAYER, experts=8)]
+    write_small_package(tmp_path / "model.pt2", device="cuda", backend="cuda", layers=layers, arch=[9, 0])
+    with pytest.raises(PackageError, match="has experts, for which the library has no GPU kernels"):
+        device_code.write(tmp_path, ["sm_90"], [tmp_path / "model.pt2"])
 
 
 def compile_table(folder: Path) -> None:

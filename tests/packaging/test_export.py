@@ -94,9 +94,9 @@ def test_weights_of_another_layout_are_refused(packages, library, name, change, 
 class RoutedExperts(nn.Module):
     """Experts, with ids and weights of experts as inputs, and a down projection in a format."""
 
-    def __init__(self, weight_format: str) -> None:
+    def __init__(self, weight_format: str = "dense", in_features: int = 128) -> None:
         super().__init__()
-        layer = make_experts(experts=3, in_features=128, out_features=128, weight_format=weight_format)
+        layer = make_experts(experts=3, in_features=in_features, out_features=128, weight_format=weight_format)
         names = "weight", "packed_masks", "weight_scale", "down_weight", "down_scale"
         given, down = layer.given, make_down(layer, weight_format)
         for name, value in zip(names, (*given[1:3], given.weight_scale, down.weight, down.weight_scale), strict=True):
@@ -119,7 +119,7 @@ def test_a_package_gives_the_bits_of_the_operators_over_experts(tmp_path: Path, 
     def example(tokens: int) -> tuple[Tensor, ...]:
         return torch.randn(tokens, 128), torch.randint(-1, 4, (tokens, 2)), torch.rand(tokens, 2)
 
-    mglu_ops.export(model, example(1), path, dynamic_shapes=({0: Dim.AUTO},) * 3)
+    mglu_ops.export(model, example(1), path)
     package = mglu_ops.load(path)
     for tokens in (1, 2, 7, 64):
         given = example(tokens)
@@ -157,6 +157,14 @@ def test_a_package_of_experts_that_learn_holds_no_logits(tmp_path: Path) -> None
 def test_experts_are_refused_by_name_where_they_do_not_run(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         mglu_ops.export(frozen_experts(), (inputs(1),), tmp_path / "model.pt2", **options)
+
+
+def test_packed_masks_of_experts_are_checked(tmp_path: Path) -> None:
+    model = RoutedExperts(in_features=20)
+    model.packed_masks[2] = 255  # also the padding
+    example = torch.randn(1, 20), torch.zeros(1, 2, dtype=torch.int64), torch.rand(1, 2)
+    with pytest.raises(ValueError, match=r"model: packed_masks: .*padding"):
+        mglu_ops.export(model, example, tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
 

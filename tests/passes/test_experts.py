@@ -21,6 +21,7 @@ from right_programs import EXPERTS, draw
 from spellings import from_source, straight_through
 from torch import Tensor, nn
 
+from compile_passes import proof
 from compile_passes.exported import fuse_exported
 from mglu_ops.backends import composite_experts_training
 
@@ -163,6 +164,21 @@ def test_real_masks() -> None:
     assert capture.calls["mglu.grouped_forward"] == 1
 
 
+def test_operators_that_the_program_calls() -> None:
+    """They are reported as layers that are there already."""
+    source = (
+        "e = torch.arange(1, 5, dtype=torch.int32) * 8; r = x.flatten(0, 1); "
+        "p = torch.zeros(4, 8, 1, 2, dtype=torch.uint8); "
+        "y = torch.ops.mglu.grouped_forward(r, w, p, e, activation='relu'); "
+        "torch.ops.mglu.grouped_forward_ste(r, w, l, e)[0] + y"
+    )
+    present = compiled(source).report.present
+    assert [(site.operator, site.n_masks, site.activation) for site in present] == [
+        ("grouped_forward", MASKS, "relu"),
+        ("grouped_forward_ste", MASKS, "silu"),
+    ]
+
+
 # --- What is not one layer of each expert ----------------------------------------------------------------------------
 
 REFUSED = {
@@ -228,6 +244,11 @@ def test_experts_that_the_operators_do_not_train(monkeypatch: pytest.MonkeyPatch
     reasons = compiled(source, ("x",)).reasons
     assert reasons == ["the operator does not train experts of torch.float64 on cpu: no products"]
     fused(source)
+
+
+def test_experts_of_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "is_distributed", lambda node: True)
+    assert "is a DTensor" in compiled(f"m = l[:, 0] > 0; {TERM}").reasons[0]
 
 
 # --- grouped_mm ------------------------------------------------------------------------------------------------------

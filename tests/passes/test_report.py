@@ -156,6 +156,7 @@ def test_arguments_of_the_operator() -> None:
         *(("forward", 3, activation, "float16") for activation in ("silu", "gelu", "relu")),
         ("forward_ste", 5, "tanh", "float16"),
         ("forward", 0, "silu", "float16"),
+        ("forward", 3, "silu", "float16"),
     ]
 
 

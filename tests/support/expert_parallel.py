@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tensor_parallel import (
     STEPS,
+    WIDTH,
     Setting,
     assert_same_gradients,
     assert_same_parameters,
@@ -41,16 +42,20 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ExpertSetting(Setting):
-    """Two layers of 8 experts, of which a token has 3."""
+    """Two layers of 8 experts, of which a token has 3.
+
+    In 16 bits there is one layer, because a rounding of its result could choose other experts in the second.
+    """
 
     @staticmethod
-    def here() -> ExpertSetting:
-        return ExpertSetting(init_device_mesh("cpu", (dist.get_world_size(),)), "cpu", torch.float64)
+    def of(device: str = "cpu", dtype: torch.dtype = torch.float64, width: int = WIDTH) -> ExpertSetting:
+        return ExpertSetting(init_device_mesh(device, (dist.get_world_size(),)), device, dtype, width)
 
     def model(self, **options: Any) -> nn.Sequential:  # type: ignore[override] # another kind of layer
         torch.manual_seed(0)
-        layers = (MGLUExpertsFeedForward(8, self.width, 16, 3, n_masks=3, **options) for _ in range(2))
-        return nn.Sequential(*layers).to(self.dtype)
+        count, intermediate = (2, 16) if self.dtype.itemsize > 2 else (1, self.width)
+        layers = (MGLUExpertsFeedForward(8, self.width, intermediate, 3, n_masks=3, **options) for _ in range(count))
+        return nn.Sequential(*layers).to(self.device, self.dtype)
 
     def divided(self, way: str, model: nn.Sequential, src_data_rank: int | None = 0, **layouts: Any) -> nn.Sequential:
         plan = {"*": ParallelExperts(way, **layouts)}
@@ -124,6 +129,16 @@ def check_router_logits(setting: ExpertSetting) -> None:
         assert_same_gradients(setting, got, want, way)
 
 
+def check_compiled(setting: ExpertSetting) -> None:
+    """Compiled layers give the results and gradients of eager layers in one process, in a graph without breaks."""
+    for way in WAYS:
+        torch._dynamo.reset()
+        alone, divided = setting.model(mask_top_k=2), setting.divided(way, setting.model(mask_top_k=2))
+        compiled = torch.compile(divided, backend="aot_eager", fullgraph=True)
+        want = gradients(alone, alone, setting.x())
+        assert_same_gradients(setting, gradients(divided, compiled, setting.x()), want, way)
+
+
 def check_training(setting: ExpertSetting) -> None:
     """Some steps of AdamW give one process's parameters and change masks, which then are packed by each rank."""
     for way in WAYS:
@@ -172,6 +187,9 @@ def check_bad_input(setting: ExpertSetting) -> None:
             divided[0].experts.packed_masks.to_local()[0, 0, -1, 0] |= 0x80
         with pytest.raises(ValueError, match="packed_masks: padding bits past in_features=36 are set"):
             divided(setting.x())  # on all ranks
+        learned = setting.divided(way, setting.model())[0].experts
+        with pytest.raises(TypeError, match="MGLUExperts: got a Tensor in a layer that ParallelExperts has divided"):
+            learned(setting.x()[0], torch.zeros(8, 2, dtype=torch.int32))
 
 
 def check_materialized(setting: ExpertSetting) -> None:
@@ -226,9 +244,13 @@ CHECKS = (
 )
 
 
+def run_on_gpu(rank: int, width: int) -> None:
+    check_results(ExpertSetting.of("cuda", torch.bfloat16, width))
+
+
 def run_checks(rank: int) -> None:
-    setting = ExpertSetting.here()
-    for check in CHECKS:
+    setting = ExpertSetting.of()
+    for check in (*CHECKS, *([check_compiled] if setting.mesh.size() >= 4 else [])):
         check(setting)
 
 
@@ -237,7 +259,7 @@ def run_checks(rank: int) -> None:
 
 def save(rank: int, folder: str) -> None:
     """Save a trained model that is divided in each way."""
-    setting = ExpertSetting.here()
+    setting = ExpertSetting.of()
     for way in WAYS:
         model = setting.divided(way, setting.model())
         train(setting, model, optimizer_of(model), range(2))
@@ -250,7 +272,7 @@ def save(rank: int, folder: str) -> None:
 def load(rank: int, folder: str) -> None:
     """Load each checkpoint into a model that is divided in the other way: the bits are the same."""
     for way, other in zip(WAYS, reversed(WAYS), strict=True):
-        setting = ExpertSetting.here()
+        setting = ExpertSetting.of()
         _load(setting.divided(other, setting.model()), folder, way)
 
 
