@@ -61,13 +61,9 @@ class ParallelExperts(ParallelStyle):
             raise TypeError(
                 f"module: got {type(module).__name__}, must be an MGLUExpertsFeedForward for ParallelExperts"
             )
-        prepare(module.experts, self.divide, device_mesh)
-        return distribute_module(module, device_mesh, self._partition, self._gathered, self._summed)
-
-    def _partition(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Divide the tensors of a module; `distribute_module` replicates the parameters of the routers."""
-        if isinstance(module, MGLUExpertsFeedForward):
-            divide(module, module.experts, self.divide, mesh, self.src_data_rank)
+        divide(module, module.experts, self.divide, device_mesh, self.src_data_rank)
+        # This replicates the parameters of the routers.
+        return distribute_module(module, device_mesh, None, self._gathered, self._summed)
 
     def _gathered(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         x, *rest = inputs
@@ -79,8 +75,17 @@ class ParallelExperts(ParallelStyle):
         return (y, *(one.to_local() for one in logits)) if logits else y
 
 
-def prepare(experts: MGLUExperts, way: str, mesh: DeviceMesh) -> None:
-    """Check that a layer can be divided in this way, and set the number of the rank's first expert."""
+def divide(module: nn.Module, experts: MGLUExperts, way: str, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Place the tensors of a layer on the ranks, and tell it the number of the rank's first expert.
+
+    Args:
+        module: the module that has `down_proj`.
+        experts: the layer, in this module.
+        way: a key of DIVISIONS.
+        mesh: the ranks, in one dimension.
+        src_data_rank: the rank whose values all get; None if each has them already.
+    """
+    of_experts, of_down_proj = DIVISIONS[way]
     ranks = mesh.size()
     if way == "rows":
         check_rows_of_ranks("intermediate_size", experts.out_features, ranks, experts.weight_format)
@@ -88,11 +93,6 @@ def prepare(experts: MGLUExperts, way: str, mesh: DeviceMesh) -> None:
     else:
         check_rows_of_ranks("num_experts", experts.num_experts, ranks, "dense")
         experts.first_expert = mesh.get_local_rank() * (experts.num_experts // ranks)
-
-
-def divide(module: nn.Module, experts: MGLUExperts, way: str, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Place the tensors of a layer, whose `down_proj` is in `module`, on the ranks."""
-    of_experts, of_down_proj = DIVISIONS[way]
     place(module, "down_proj", of_down_proj, mesh, src_data_rank)
     for name, placement in of_experts.items():
         place(experts, name, placement, mesh, src_data_rank)

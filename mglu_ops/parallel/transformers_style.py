@@ -12,7 +12,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Colwis
 from ..nn.arguments import check_rows_of_ranks
 from ..nn.masked_linear import MaskedLinear
 from .colwise import ROWS, place
-from .experts import divide, prepare
+from .experts import divide
 
 NAME = "mglu_colwise"
 
@@ -54,7 +54,6 @@ class TransformersParallelExperts(TensorParallelLayer):
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Place all tensors of the experts, so that the loader reads those of this rank, and let the module sum."""
         experts: Any = module.mglu
-        prepare(experts, self.way, mesh)
         divide(module, experts, self.way, mesh, None)
         _replicate_router(experts, mesh)
         return super().install_forward(module, mesh)

@@ -17,6 +17,7 @@ import mglu_ops
 import mglu_ops.transformers as mt
 
 SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # sizes that two ranks divide
+MIXTURE: dict[str, Any] = {**SIZES, "n_masks": 3, "mask_top_k": 2}  # so that the router of masks has a gradient
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -88,7 +89,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def check_mixture(rank: int, folder: Path) -> None:
-    expected = logits(tiny("qwen3_moe", **SIZES))
+    expected = logits(tiny("qwen3_moe", **MIXTURE))
     for by_experts in (False, True):
         model = load(folder / "logits", enable_expert_parallel=by_experts)
         layer = mglus(model)[0]
@@ -96,7 +97,7 @@ def check_mixture(rank: int, folder: Path) -> None:
         assert layer.mask_logits.to_local().numel() == layer.mask_logits.numel() // 2
         torch.testing.assert_close(whole(logits(model)), expected, rtol=1e-4, atol=1e-5)
         own = gradients(model)
-        for name, gradient in gradients(tiny("qwen3_moe", **SIZES)).items():
+        for name, gradient in gradients(tiny("qwen3_moe", **MIXTURE)).items():
             assert gradient.abs().sum() > 0, name
             torch.testing.assert_close(own[name], gradient, rtol=1e-3, atol=1e-5)
         mt.freeze(model).save_pretrained(folder / f"saved-{by_experts}")
@@ -108,9 +109,9 @@ def check_mixture(rank: int, folder: Path) -> None:
 
 @pytest.mark.long
 def test_two_ranks_divide_rows_or_experts_of_a_mixture(tmp_path: Path) -> None:
-    model = tiny("qwen3_moe", **SIZES)
+    model = tiny("qwen3_moe", **MIXTURE)
     model.save_pretrained(tmp_path / "logits")
-    frozen = mt.freeze(tiny("qwen3_moe", **SIZES))
+    frozen = mt.freeze(tiny("qwen3_moe", **MIXTURE))
     expected = logits(frozen)
     mglu_ops.quantize(frozen, "int8_row").save_pretrained(tmp_path / "quantized")
     run_on_ranks(check_mixture, tmp_path, tmp_path)
