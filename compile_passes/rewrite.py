@@ -25,7 +25,6 @@ from .shapes import (
     dtype_of,
     has_shape,
     requires_grad,
-    same_shape,
     size,
     slice_of,
     sources,
@@ -267,11 +266,10 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 
 def _logits_of(recogniser: Recogniser, masks: Node) -> Node | None:
-    """The logits of straight-through masks, if the graph has them in the shape of the masks."""
+    """The logits of which a node is the straight-through masks, if the graph has them."""
     value = recogniser.value(masks)
-    carrier = value.mask.carrier if isinstance(value, Binary) and value.is_gate(1) else None
-    is_whole = carrier is not None and carrier.node is masks and carrier.index is None
-    return carrier.logits if carrier is not None and is_whole and same_shape(masks, carrier.logits) else None
+    carrier = value.mask.carrier if isinstance(value, Binary) else None
+    return carrier.logits if carrier is not None and carrier.node is masks else None
 
 
 def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
@@ -381,4 +379,4 @@ def _stack(graph: Graph, layer: Layer, nodes: Sequence[Node]) -> Node:
     dim = _dim_of_masks(layer)
     if len(nodes) == 1:
         return graph.call_method("unsqueeze", (*nodes, dim))
-    return graph.call_function(torch.stack, (list(nodes), dim))
+    return graph.call_function(torch.stack, (list(nodes), dim) if dim else (list(nodes),))

@@ -101,7 +101,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     # Expressions that no rule knows, of masked weights
     "reads a masked weight by": (
         "term(*(torch.tensordot(x, w * f, ([1], [1])) for f in (b[0], ~b[0])))",
-        "term(*(torch.bmm(stack([x, x + 1]), (stack([w, o]) * f).mT) for f in (b[:2], ~b[:2])))",
         "term(torch.mv(w * b[0], x[0]), torch.mv(w * ~b[0], x[0]))",
         "of_weights(x, w * b[0], torch.addcmul(w, w, b[0].to(w.dtype), value=-1))",
         "of_weights(x, *(torch.zeros_like(w).masked_scatter(f, w) for f in (b[0], ~b[0])))",

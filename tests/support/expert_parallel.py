@@ -195,8 +195,7 @@ def check_bad_input(setting: ExpertSetting) -> None:
 def check_materialized(setting: ExpertSetting) -> None:
     """A model on meta is divided first, and then gets memory and initial values."""
     for way in WAYS:
-        with torch.device("meta"):
-            model = setting.divided(way, setting.model())
+        model = setting.divided(way, setting.model().to("meta"))
         model.to_empty(device="cpu")
         for layer in model:
             nn.init.constant_(layer.down_proj, 9)

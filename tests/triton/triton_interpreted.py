@@ -11,7 +11,7 @@ import pytest
 import torch
 from backend_calls import run_on, unsupported
 from budgets import assert_matches
-from expert_layers import ExpertLayer
+from expert_training import ExpertLayer
 from hypothesis import given
 from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
 from not_finite import assert_right_or_not_finite
