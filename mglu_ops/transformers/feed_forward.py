@@ -44,10 +44,13 @@ class MGLUMoeExperts(nn.Module):
                 `0 ... num_experts - 1` contributes nothing.
             top_k_weights: floating `[tokens, K]`.
         """
-        if self.mglu.first_expert:
-            top_k_index = top_k_index - self.mglu.first_expert  # ids of other ranks' experts leave the range
+        experts = self.mglu
+        while not isinstance(experts, MGLUExperts):
+            experts = experts.base_layer  # adapters of PEFT wrap the layer once for each parameter
+        if experts.first_expert:
+            top_k_index = top_k_index - experts.first_expert  # ids of other ranks' experts leave the range
         y = self.mglu(hidden_states, top_k_index)
-        down_proj, weights = map(self.mglu.on_rank, (self.down_proj, top_k_weights))
+        down_proj, weights = map(experts.on_rank, (self.down_proj, top_k_weights))
         return expert_ops.experts_down(y, down_proj, top_k_index, weights)
 
 

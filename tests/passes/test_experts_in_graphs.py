@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from compile_passes import proof
 from compile_passes.exported import fuse_exported
-from mglu_ops.backends import composite_experts_training
 
 SAME = 10 * BUDGET[torch.float64]
 E, T, D, H, MASKS = 4, 8, 8, 8, 2
@@ -239,7 +238,7 @@ def test_a_slope_that_does_not_pass() -> None:
 
 def test_experts_that_the_operators_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU only bfloat16 is trained; in inference there is no such limit."""
-    monkeypatch.setattr(composite_experts_training, "unsupported_reason", lambda device, dtype: "no products")
+    monkeypatch.setattr(proof, "untrainable_reason", lambda device, dtype: "no products")
     source = f"m = l[:, 0] > 0; {TERM}"
     reasons = compiled(source, ("x",)).reasons
     assert reasons == ["the operator does not train experts of torch.float64 on cpu: no products"]
