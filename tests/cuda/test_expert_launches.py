@@ -82,12 +82,12 @@ def test_the_batch_invariant_launch_depends_only_on_the_layer() -> None:
         assert len(configs) == 1
 
 
-@pytest.mark.parametrize("arch", quick_only_for([(9, 0)], ARCHITECTURES), ids=str)
+@pytest.mark.parametrize("arch", quick_only_for([(9, 0)], [(8, 0), (9, 0)]), ids=str)
 @pytest.mark.parametrize(
     ("name", "n_masks"),
     [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.long)
-        for case in itertools.product(FORMATS, (1, 3, 4, 7, 8, 12, 15, 16))
+        for case in itertools.product(FORMATS, (1, 4, 8, 15, 16))
     ],
 )
 def test_items_compile_without_spills(name: str, n_masks: int, arch: tuple[int, int]) -> None:
