@@ -100,8 +100,10 @@ def test_items_compile_without_spills(name: str, n_masks: int, arch: tuple[int, 
             continue
         seen.add(key)
         registers, spills, log = compiled(kernel, target, macros)
-        # 15 masks use all registers, and spill a few words outside the loop, as in a layer without experts.
-        assert spills <= (40 if n_masks == 15 else 0), f"{launch}: {log}"
+        # 15 masks use all registers, and spill a few words outside the loop, as in a layer without experts. So do some
+        # launches for other GPUs than Hopper, for which they are not tuned.
+        most = 64 if arch != (9, 0) else 40 if n_masks == 15 else 0
+        assert spills <= most, f"{launch}: {log}"
         assert registers * launch.config.resident_threads() <= REGISTERS_PER_SM, f"{launch}: {log}"
 
 
