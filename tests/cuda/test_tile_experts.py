@@ -38,7 +38,7 @@ def check(call: ExpertCall, launch: TileItems | None) -> None:
         # csrc/cuda/tile_wgmma.md has these spills, which a single layer does not have.
         weighted = call.layer.mask_weights_dtype is not None and launch.config.mask_groups == 2
         scales_columns = call.layer.weight.format.columns is not None
-        assert spills <= (52 if weighted or scales_columns or call.layer.n_masks >= 8 else 0), log
+        assert spills <= (120 if weighted or scales_columns or call.layer.n_masks >= 8 else 16), log
         assert "serialized" not in log, log
         threads = launch.config.threads if kernel == launch.config.kernel else 256
         assert registers * threads <= REGISTERS_PER_SM, log
