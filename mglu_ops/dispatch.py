@@ -7,6 +7,7 @@ Nothing is tuned or timed at run time. `backend=` overrides the choice, for test
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -258,35 +259,35 @@ def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
 def _prepare(backend: Backend, call: LayerCall, given: LayerArguments, launch: Any) -> PreparedCall:
     """A prepared call, which first rounds x if it must, and copies what is not `in_rows` and cannot be viewed so."""
     if call.activation_format != "dense" and not backend.rounds_x:
-        return _OfRoundedX(backend.prepare(call.with_rounded_x(), launch))
+        return OfRoundedX(backend.prepare(call.with_rounded_x(), launch))
     prepared = backend.prepare(call, launch)
     scale, weights = given.weight_scale, given.mask_weights
     copies = _is_copied(given.x) or (weights is not None and _is_copied(weights))
     copies = copies or (scale is not None and not scale.is_contiguous())
-    return _OfCopiedRows(prepared) if copies else prepared
+    return InRows(prepared) if copies else prepared
 
 
 def _is_copied(tensor: Tensor) -> bool:
     return as_rows(tensor).data_ptr() != tensor.data_ptr()
 
 
-class _OfCopiedRows:
-    """A prepared call that first copies arguments to rows, in the layout that it was prepared for."""
+class InRows:
+    """A prepared call, of a layer or of experts, that first brings its arguments `in_rows`."""
 
-    def __init__(self, prepared: PreparedCall) -> None:
+    def __init__(self, prepared: Callable[[Any], Tensor]) -> None:
         self._prepared = prepared
 
-    def __call__(self, given: LayerArguments) -> Tensor:
+    def __call__(self, given: Any) -> Tensor:
         return self._prepared(given.in_rows())
 
 
-class _OfRoundedX:
-    """A prepared call that first rounds x to the activation format `fp8_token`."""
+class OfRoundedX:
+    """A prepared call, of a layer or of experts, that first rounds x to the activation format `fp8_token`."""
 
-    def __init__(self, prepared: PreparedCall) -> None:
+    def __init__(self, prepared: Callable[[Any], Tensor]) -> None:
         self._prepared = prepared
 
-    def __call__(self, given: LayerArguments) -> Tensor:
+    def __call__(self, given: Any) -> Tensor:
         x = round_activation(given.x).contiguous()
         return self._prepared(given._replace(x=x, activation_format="dense").in_rows())
 

@@ -16,10 +16,19 @@ from . import batch_invariance, dispatch
 from .backends import BACKENDS, Backend, composite_experts
 from .backends.base import GroupedBackwardArguments, PreparedExperts
 from .backends.cuda import experts_training
-from .dispatch import CALLS_KEPT, NOTICEABLE_WEIGHTS, REFUSED, Choice, cuda_backend, is_kept, warn_of_fallback
+from .dispatch import (
+    CALLS_KEPT,
+    NOTICEABLE_WEIGHTS,
+    REFUSED,
+    Choice,
+    InRows,
+    OfRoundedX,
+    cuda_backend,
+    is_kept,
+    warn_of_fallback,
+)
 from .expert_calls import DownArguments, ExpertArguments, ExpertCall
 from .expert_checks import check_experts
-from .formats import round_activation
 from .layer_call import Key
 
 _prepared: dict[Key, PreparedExperts] = {}
@@ -123,31 +132,10 @@ def _prepare(backend: Backend, call: ExpertCall, given: ExpertArguments, launch:
     """A prepared call, which first rounds x if it must, and copies what is not `in_rows`."""
     if call.layer.activation_format != "dense" and not backend.rounds_x:
         rounded = replace(call, layer=call.layer.with_rounded_x())
-        return _OfRoundedX(backend.prepare_experts(rounded, launch))
+        return OfRoundedX(backend.prepare_experts(rounded, launch))
     prepared = backend.prepare_experts(call, launch)
     changes = any(a is not b for a, b in zip(given, given.in_rows(), strict=True))
-    return _InRows(prepared) if changes else prepared
-
-
-class _InRows:
-    """A prepared call that first brings its arguments `in_rows`."""
-
-    def __init__(self, prepared: PreparedExperts) -> None:
-        self._prepared = prepared
-
-    def __call__(self, given: ExpertArguments) -> Tensor:
-        return self._prepared(given.in_rows())
-
-
-class _OfRoundedX:
-    """A prepared call that first rounds x to the activation format `fp8_token`."""
-
-    def __init__(self, prepared: PreparedExperts) -> None:
-        self._prepared = prepared
-
-    def __call__(self, given: ExpertArguments) -> Tensor:
-        x = round_activation(given.x).contiguous()
-        return self._prepared(given._replace(x=x, activation_format="dense").in_rows())
+    return InRows(prepared) if changes else prepared
 
 
 # --- The second half, and training -----------------------------------------------------------------------------------
