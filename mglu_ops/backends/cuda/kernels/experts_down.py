@@ -233,7 +233,7 @@ def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int
         config.threads,
         config.shared_bytes(call),
         overlap=gpu.arch >= (9, 0),
-        parameters=parameters(f"{NAME}.cu", "DownParams"),
+        parameters=parameters("params.cuh", "DownParams"),
         integers={
             "weight_stride": call.weight_stride,
             "weight_row_stride": call.layer.weight.layout.strides[0],
@@ -257,7 +257,7 @@ def combine_launch(call: ExpertCall, products: torch.dtype, gpu: Gpu, device: in
         _COMBINE_THREADS,
         0,
         overlap=gpu.arch >= (9, 0),
-        parameters=parameters(f"{COMBINE}.cu", "CombineParams"),
+        parameters=parameters("params.cuh", "CombineParams"),
         integers={"id_bytes": call.index_dtype.itemsize, "experts": call.experts, "out_features": out_features},
     )
 
