@@ -195,7 +195,7 @@ void launch_plain(const Variant& variant, const DeviceFacts& device, Params p, s
     if (variant.rounds_x) {
         const Function kernel = found != nullptr ? load_cubin(device, found->quantize_x, 0)
                                                  : compile_quantize_x(device, variant.arch, variant.element);
-        round_x(p, executor.allocate(rounded_bytes(p, 0, item)), 0, kernel, false, item, executor.stream);
+        round_x(p, executor.allocate(rounded_bytes(p, 0, item)), 0, kernel, device.arch >= 90, item, executor.stream);
     }
     launch(found != nullptr ? load_cubin(device, found->cubin, 0) : compile_plain(device, variant, tokens), geometry,
            executor.stream, &p);
