@@ -50,21 +50,20 @@ struct Boxes {
     bool swizzle_masks;
 };
 
-// How a launch takes the rows of experts as items, each up to `rows` rows of one expert (csrc/cuda/work.cuh). Other launches
-// may precede or follow it.
+// How a launch takes the rows of experts as items, each up to `rows` rows of one expert (csrc/cuda/work.cuh), and the
+// cubins of the launches before and after it; -1 for those that it does without.
 struct ItemLaunch {
-    int experts = 0;  // none for a layer without experts
-    int top_k = 0;    // experts of a token; 0 where the rows are sorted by expert
-    int rows = 0;     // the most of an item
-    int group_tokens =
-        -1;            // the cubin that first writes the table of items; -1 where blocks find their items themselves
-    int gather = -1;   // the cubin that then writes x in the order of experts; -1 where the kernel reads x itself
-    int columns = 0;   // of the gathered x
-    int combine = -1;  // for mglu::experts_down, the cubin that adds a token's products; -1 where the kernel does
+    int experts = 0;        // none for a layer without experts
+    int top_k = 0;          // experts of a token; 0 where the rows are sorted by expert
+    int rows = 0;           // the most of an item
+    int group_tokens = -1;  // writes the table of items first, unless blocks find their items
+    int gather = -1;        // then writes x in the order of experts, with `columns`, unless the kernel reads x
+    int columns = 0;
+    int combine = -1;  // of mglu::experts_down: adds the products of a token, unless the kernel does
 };
 
-// The launch of a layer, or of mglu::experts_down, which has no masks, for a range of numbers of tokens: of rows of x, or
-// for mglu::experts_down of its result. mglu_ops/packaging/device_code.py writes these rows from the
+// The launch of a layer, or of mglu::experts_down, which has no masks, for a range of numbers of tokens. Tokens are the
+// rows of x, or of the result of mglu::experts_down. mglu_ops/packaging/device_code.py writes these rows from the
 // launches that Python's CUDA backend chooses for an architecture. launch.cpp adjusts them to the number of SMs and the
 // shared memory of the GPU.
 struct TunedLaunch {

@@ -88,7 +88,7 @@ unsigned grid_blocks(const TunedLaunch& tuned, const DeviceFacts& device, std::i
     const std::int64_t blocks = items * tuned.blocks;
     if (!tuned.persistent) {
         if (blocks > INT32_MAX)
-            refuse("x: got so many rows that a grid cannot hold their " + std::to_string(blocks) + " blocks");
+            refuse("x: got rows for " + std::to_string(blocks) + " blocks, must be fewer than 2147483648");
         return static_cast<unsigned>(blocks);
     }
     const std::int64_t resident = device.sms * std::max(tuned.blocks_per_sm, 1u), cluster = tuned.cluster;
@@ -212,8 +212,8 @@ const DeviceFacts& device_for(const Tensor& weight, std::int64_t out_features, s
 
 // --- Experts ---------------------------------------------------------------------------------------------------------
 
-// Limits of group_tokens and the most rows for which blocks find their items: mglu_ops/backends/cuda/kernels/experts.py and
-// group_tokens.py.
+// The limits of group_tokens, and the most rows for which blocks find their items, as in group_tokens.py and experts.py
+// of mglu_ops/backends/cuda/kernels.
 constexpr std::int64_t kMostExperts = 1024, kMostRows = 1 << 20, kMostRowsToFind = 64;
 constexpr std::int64_t kEntryBytes = 16;
 
@@ -387,8 +387,8 @@ void forward(const ExpertsCall& call, void* out, const Executor& executor) {
     const DeviceFacts& device = device_for(one.weight, one.out_features, one.in_features);
     if (call.experts > kMostExperts || call.rows > kMostRows)
         refuse("weight: got " + std::to_string(call.experts) + " experts for " + std::to_string(call.rows) +
-               " rows, the GPU kernels take up to " + std::to_string(kMostExperts) + " and " +
-               std::to_string(kMostRows));
+               " rows, must be at most " + std::to_string(kMostExperts) + " for at most " + std::to_string(kMostRows) +
+               " rows on a GPU");
     const Variant variant = variant_of(one, device);
     const Layer layer{variant, one.out_features, one.in_features, call.experts, call.is_sorted ? 0 : call.top_k};
     const TunedLaunch* tuned = has_tuned_layout(call) ? find_tuned(layer, device, one.tokens) : nullptr;
@@ -419,12 +419,9 @@ void experts_down(const DownCall& call, void* out, const Executor& executor) {
     const Layer layer{variant, out_features, in_features, experts, top_k};
     const std::int64_t most = most_tokens(layer, device);
     if (most == 0)
-        refuse("weight: got shape " + call.weight.shape() +
-               ", and this libmglu_ops.so has no GPU kernel of mglu::experts_down "
-               "for " +
-               std::to_string(top_k) + " experts a token in " + name(call.y.dtype) +
-               "; build it with --arch "
-               "and --package for this GPU and this model");
+        refuse("weight: got shape " + call.weight.shape() + ", for which this library has no GPU kernel of " +
+               "mglu::experts_down with " + std::to_string(top_k) + " experts a token in " + name(call.y.dtype) +
+               "; build it with --arch and --package for this GPU and this model");
     for (std::int64_t first = 0; first < tokens; first += most) {
         const std::int64_t count = std::min(most, tokens - first);
         launch_down(*find_tuned(layer, device, count), device, call, first, count, out, executor);
