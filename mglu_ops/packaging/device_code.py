@@ -95,6 +95,10 @@ class _Cubins:
             self.lines.append(_row(kernel=f'"mglu_{kernel}"', code=f"mglu_cubin_{number}"))
         return self._found[key]
 
+    def indices(self, sources: Sequence[tuple[str, str, dict[str, int]]]) -> dict[str, int]:
+        """The numbers of kernels, compiled from `(kernel, target, macros)`, by name."""
+        return {kernel: self.index(kernel, target, macros) for kernel, target, macros in sources}
+
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
@@ -219,7 +223,7 @@ def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> 
     call = layer.expert_call(torch.device("cuda"), tokens)
     launch = choose_experts(call, gpu)
     config, item = launch.config, launch.of_item(call)
-    kernels = {kernel: cubins.index(kernel, *rest) for kernel, *rest in launch.sources(call, gpu)}
+    kernels = cubins.indices(launch.sources(call, gpu))
     gather, columns, fp8_tokens = -1, 0, 0
     if isinstance(launch, TileItems):
         fp8_tokens = launch.config.block_tokens if launch.config.fp8 else 0
@@ -254,7 +258,7 @@ def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> di
     config = experts_down.choose(call, gpu)
     if config is None:
         return None
-    kernels = {kernel: cubins.index(kernel, *rest) for kernel, *rest in experts_down.sources(config, call, gpu)}
+    kernels = cubins.indices(experts_down.sources(config, call, gpu))
     return {
         "cubin": kernels[experts_down.NAME],
         "blocks": ceil_div(layer.out_features, config.rows),

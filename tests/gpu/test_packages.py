@@ -261,7 +261,7 @@ def test_experts_give_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(device_code, "_chosen_tokens", lambda layer: sizes[layer.top_k])
     library = mglu_ops.build_runtime(
         tmp_path / "runtime",
-        flags=["-O1"],
+        flags=["-O0"],
         program=True,
         archs=[f"sm_{arch[0]}{arch[1]}"],
         packages=[package, tmp_path / "layers.pt2"],
