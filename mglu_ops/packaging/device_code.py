@@ -44,7 +44,7 @@ def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) ->
 
     Raises:
         ValueError: an architecture is not of the form sm_90, or unknown, or one of the two lists is empty.
-        PackageError: a package is damaged, for a CPU, or calls `mglu::experts_down` in a way that has no kernel.
+        PackageError: a package is damaged, for a CPU, or calls `mglu::experts_down` so that no kernel takes it.
         CompileError: neither NVRTC nor nvcc is here, or a kernel was refused.
     """
     if not (archs and packages):

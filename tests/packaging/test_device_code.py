@@ -118,6 +118,9 @@ def choose_or_decode(call: LayerCall, gpu: Gpu) -> LaunchChoice:
     return replace(choice, config=replace(choice.config, decoded=True, permuted=True, sparse=False, stages=2))
 
 
+of_one_program = pytest.mark.parametrize("program", [8], indirect=True)
+"""All tables have the same experts."""
+
 SCALARS = {torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, None: -1}
 """The numbers of dtypes in csrc/library/tensor.h."""
 
@@ -271,6 +274,7 @@ def expert_call(layer: LayerInfo, tokens: int) -> ExpertCall:
 
 
 @needs_compiler
+@of_one_program
 @pytest.mark.parametrize("sms", [2, 132])
 def test_cpp_launches_the_experts_that_python_launches(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
@@ -295,6 +299,7 @@ def test_cpp_launches_the_experts_that_python_launches(
 
 
 @needs_compiler
+@of_one_program
 @pytest.mark.parametrize("sms", [2, 132])
 def test_cpp_launches_the_down_projections_that_python_launches(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
@@ -331,6 +336,7 @@ def test_cpp_launches_the_down_projections_that_python_launches(
 
 
 @needs_compiler
+@of_one_program
 def test_cpp_compiles_plain_kernels_for_experts_that_are_not_in_the_table(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
 ) -> None:
@@ -356,6 +362,7 @@ def test_cpp_compiles_plain_kernels_for_experts_that_are_not_in_the_table(
 
 
 @needs_compiler
+@of_one_program
 def test_down_projections_without_a_kernel_are_refused(program: tuple[Path, LayerInfo], tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError,
