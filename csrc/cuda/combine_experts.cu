@@ -2,20 +2,10 @@
 // products[t, k], without the pairs whose id is no expert. It follows experts_down.cu, or a library's grouped products.
 #include "element.cuh"
 #include "expert_items.cuh"
+#include "params.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
-
-struct CombineParams {
-    const void* products;        // [tokens, kTopK, out_features], or with `places` in another order
-    const i64* places;           // the row of each pair in products, or null: its own
-    const void* expert_ids;      // [tokens, kTopK]
-    const void* expert_weights;  // [tokens, kTopK]
-    void* out;                   // [tokens, out_features]
-    int id_bytes;
-    int experts;
-    int out_features;
-};
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;

@@ -18,27 +18,11 @@
 // least kRows, fewer than 65536 pairs.
 #include "element.cuh"
 #include "expert_items.cuh"
+#include "params.cuh"
 #include "ptx.cuh"
 #include "weight_format.cuh"
 
 namespace mglu {
-
-struct DownParams {
-    const void* y;               // [pairs, in_features], contiguous
-    const void* weight;          // [experts, out_features, in_features]
-    const void* weight_scale;    // as the format has it, for each expert; contiguous, or null
-    const void* expert_ids;      // [pairs]
-    const void* expert_weights;  // [pairs]
-    void* out;                   // [out_features] for one token, else float32 [pairs, out_features]
-    i64 weight_stride;           // stored elements from one expert to the next
-    i64 weight_row_stride;       // and from one row to the next
-    i64 scale_stride;            // scales of an expert
-    int id_bytes;
-    int pairs;
-    int experts;
-    int out_features;
-    int in_features;
-};
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);

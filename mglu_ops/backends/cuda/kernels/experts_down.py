@@ -22,7 +22,7 @@ _COLUMNS = 128
 _COMBINE_THREADS = 128
 _MOST_ROWS_OF_EXPERT = 64
 """The most rows an expert, on average, for which this kernel is faster than library products of sorted rows."""
-_MOST_ROWS = 2**14
+MOST_ROWS = 2**14
 """The most rows whose order blocks find."""
 _LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
 """Where `grouped_mm` reads no offset on the host."""
@@ -68,7 +68,11 @@ class ExpertsDown:
         rings = self.teams * self.stages * self.stage_bytes(call)
         sums = 4 * self.teams * self.rows if self.block_tokens == 1 else 0
         counts = 0 if self.block_tokens == 1 else 4 * min(self.threads // 32, 4) * call.experts
-        return rings + sums + 8 * self._most_items(call) + counts + 4 + 2 * call.rows
+        return rings + sums + counts + 4 + self.order_bytes(call)
+
+    def order_bytes(self, call: ExpertCall) -> int:
+        """Bytes of the dynamic shared memory for the items and the order of rows: all that depends on their number."""
+        return 8 * self._most_items(call) + 2 * call.rows
 
     def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
         """Blocks in x and in y: those that are resident, at most."""
@@ -155,7 +159,7 @@ def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
         return "there are no products"
     if uses_library(call, gpu):
         return None
-    if call.rows > _MOST_ROWS or choose(call, gpu) is None:
+    if call.rows > MOST_ROWS or choose(call, gpu) is None:
         return f"the order of {call.rows} rows of {call.experts} experts does not fit into shared memory"
     return None
 
@@ -163,7 +167,7 @@ def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
 def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
     """Whether products of sorted rows by `torch.nn.functional.grouped_mm` are faster, and possible."""
     layer = call.layer
-    many = call.rows > _MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT * call.experts
+    many = call.rows > MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT * call.experts
     return (
         many
         and layer.dtype is torch.bfloat16
@@ -233,7 +237,7 @@ def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int
         config.threads,
         config.shared_bytes(call),
         overlap=gpu.arch >= (9, 0),
-        parameters=parameters(f"{NAME}.cu", "DownParams"),
+        parameters=parameters("params.cuh", "DownParams"),
         integers={
             "weight_stride": call.weight_stride,
             "weight_row_stride": call.layer.weight.layout.strides[0],
@@ -257,7 +261,7 @@ def combine_launch(call: ExpertCall, products: torch.dtype, gpu: Gpu, device: in
         _COMBINE_THREADS,
         0,
         overlap=gpu.arch >= (9, 0),
-        parameters=parameters(f"{COMBINE}.cu", "CombineParams"),
+        parameters=parameters("params.cuh", "CombineParams"),
         integers={"id_bytes": call.index_dtype.itemsize, "experts": call.experts, "out_features": out_features},
     )
 
