@@ -86,8 +86,7 @@ class ExpertsDown:
         return units, 1
 
     def pair_bytes(self, call: ExpertCall) -> int:
-        """Bytes of the products of a pair of a token and an expert: float32 for each part, and their number for each
-        tile of rows."""
+        """Bytes of a pair's products: float32 for each part, and the number of parts for each tile of rows."""
         out_features = call.layer.out_features
         return 4 * self.parts * out_features + (ceil_div(out_features, self.rows) if self.parts > 1 else 0)
 
@@ -283,7 +282,7 @@ def combine_launch(call: ExpertCall, config: ExpertsDown | None, gpu: Gpu, devic
 def launches(
     config: ExpertsDown | None, call: ExpertCall, gpu: Gpu, device: int
 ) -> tuple[Launch | None, Launch | None, int]:
-    """The launches of the products and of their sum, of which one may not be needed, and `pair_bytes`; see `CudaDown`."""
+    """The launches and `pair_bytes` of a `CudaDown`; one of the launches may not be needed."""
     if config is None:
         return None, combine_launch(call, None, gpu, device), 0
     products = products_launch(config, call, gpu, device)
