@@ -66,7 +66,8 @@ struct DownParams {
     const void* weight_scale;    // as the format has it, for each expert; contiguous, or null
     const void* expert_ids;      // [pairs]
     const void* expert_weights;  // [pairs]
-    void* out;                   // [out_features] for one token, else float32 [pairs, out_features]
+    void* out;                   // [out_features] for one token, else float32 [kParts, pairs, out_features], and then
+                                 // with kParts > 1 the parts of each pair and tile of rows, u8 [pairs, tiles]
     i64 weight_stride;           // stored elements from one expert to the next
     i64 weight_row_stride;       // and from one row to the next
     i64 scale_stride;            // scales of an expert
@@ -79,7 +80,7 @@ struct DownParams {
 
 // Of combine_experts.
 struct CombineParams {
-    const void* products;        // [tokens, top_k, out_features], or with `places` in another order
+    const void* products;        // as DownParams::out, or with `places` [rows, out_features] in another order
     const i64* places;           // the row of each pair in products, or null: its own
     const void* expert_ids;      // [tokens, top_k]
     const void* expert_weights;  // [tokens, top_k]

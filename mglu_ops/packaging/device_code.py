@@ -261,7 +261,7 @@ def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> di
     kernels = cubins.indices(experts_down.sources(config, call, gpu))
     return {
         "cubin": kernels[experts_down.NAME],
-        "blocks": ceil_div(layer.out_features, config.rows),
+        "blocks": ceil_div(layer.out_features, config.rows) * config.parts,
         "cluster": 1,
         "persistent": config.block_tokens > 1,
         "threads": config.threads,
@@ -273,6 +273,7 @@ def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> di
             top_k=layer.top_k,
             rows=config.block_tokens,
             combine=kernels.get(experts_down.COMBINE, -1),
+            pair_bytes=config.pair_bytes(call),
         ),
     }
 

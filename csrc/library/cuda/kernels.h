@@ -59,7 +59,8 @@ struct ItemLaunch {
     int group_tokens = -1;  // writes the table of items first, unless blocks find their items
     int gather = -1;        // then writes x in the order of experts, with `columns`, unless the kernel reads x
     int columns = 0;
-    int combine = -1;  // of mglu::experts_down: adds the products of a token, unless the kernel does
+    int combine = -1;    // of mglu::experts_down: adds the products of a token, unless the kernel does
+    int pair_bytes = 0;  // that the products of a pair of a token and an expert take
 };
 
 // The launch of a layer, or of mglu::experts_down, which has no masks, for a range of numbers of tokens. Tokens are the

@@ -334,7 +334,7 @@ void launch_down(const TunedLaunch& tuned, const DeviceFacts& device, const Down
     p.expert_ids = at(call.expert_ids, pair);
     p.expert_weights = at(call.expert_weights, pair);
     void* const result = static_cast<char*>(out) + first * out_features * item;
-    p.out = by.combine < 0 ? result : executor.allocate(4 * pairs * out_features);
+    p.out = by.combine < 0 ? result : executor.allocate(by.pair_bytes * pairs);
     p.weight_stride = call.weight.strides[0];
     p.weight_row_stride = call.weight.strides[1];
     p.id_bytes = static_cast<int>(item_bytes(call.expert_ids.dtype));
