@@ -138,7 +138,7 @@ def activations(rows: pd.DataFrame) -> Iterator[str]:
         yield grid(f"tokens, {layer}", in_order(here, ["tokens", "case"], "n_masks", here.cell))
 
 
-@table("experts", "experts_layer")
+@table("experts", "experts_fp8", "experts_layer")
 def experts(rows: pd.DataFrame) -> Iterator[str]:
     """Layers of experts, with a line for each number of tokens: us, launches if they were counted, how many times the
     read ceiling that is, and how many times as fast as the fastest SwiGLU.
