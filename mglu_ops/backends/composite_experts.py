@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..activations import get_activation
-from ..expert_calls import DownArguments, ExpertArguments, ExpertCall, sort_pairs
+from ..expert_calls import DownArguments, ExpertArguments, ExpertCall, inverse_of, sort_pairs
 from ..formats import FORMATS
 from ..masks import unpack_one
 from ..sizes import ceil_div
@@ -88,7 +88,7 @@ class _Blocks:
         places = torch.where(has_expert, places, 0)
         if pairs is None:
             return _Blocks(of_blocks, sorted_rows, is_used, places, has_expert)
-        back = pairs.argsort()
+        back = inverse_of(pairs)
         return _Blocks(of_blocks, pairs[sorted_rows], is_used, places[back], has_expert[back])
 
     def chunks(self, weights_of_one: int) -> Iterator[slice]:
@@ -213,7 +213,7 @@ def down_backward_by_grouped_products(
     """`down_backward` by grouped products of rows sorted by expert."""
     y, weight, ids, expert_weights, *_ = given
     pairs, offs = sort_pairs(ids, weight.shape[0])
-    back, has_expert = pairs.argsort(), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
+    back, has_expert = inverse_of(pairs), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
     rows, grad = y.flatten(0, 1)[pairs], grad_output[pairs // ids.shape[1]]
     weights = expert_weights.view(-1, 1)[pairs].float()
     of_y, of_weight, of_expert_weights = y.new_empty(0), y.new_empty(0), expert_weights.new_empty(0)
