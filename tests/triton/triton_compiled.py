@@ -55,7 +55,7 @@ def compile_products_of_experts(
     x, of_x = (torch.empty(1024, columns, dtype=dtype) for columns in (in_features, 768))
     weight = torch.empty(128, 768, in_features, dtype=dtype)
     kernel = f"{function}_kernel"
-    recorder, tile = _Recorder(getattr(grouped, kernel)), grouped.tile_of(dtype, capability // 10, tf32)
+    recorder, tile = _Recorder(getattr(grouped, kernel)), grouped.tile_of(dtype, capability // 10)
     replaced = {kernel: recorder, "_tile": lambda a: tile, "rounds_to_tf32": lambda a: tf32}
     with mock.patch.multiple(grouped, **replaced):
         operands = (x, weight.mT) if function == "grouped_products" else (of_x, x)

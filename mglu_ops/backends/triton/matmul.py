@@ -20,7 +20,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def dot(a, b, total, PRECISION: tl.constexpr = "ieee"):
     """`total + a b`; the interpreter holds bfloat16 as integers, and its products of them are wrong.
 
-    PRECISION is "ieee" or "tf32", and is for float32.
+    PRECISION is Triton's `input_precision`, for float32.
     """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
