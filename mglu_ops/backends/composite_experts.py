@@ -220,13 +220,18 @@ def down_backward_by_grouped_products(
     if needs[0] or needs[2]:
         products = experts_training.product(grad, weight.contiguous(), offs)  # undefined without an expert
         if needs[0]:
-            of_y = torch.where(has_expert, products * weights, 0).to(y.dtype)[back].view(y.shape)
+            of_y = torch.where(has_expert, _times(products, weights), 0)[back].view(y.shape)
         if needs[2]:
             sums = (products.float() * rows).sum(-1, keepdim=True)
             of_expert_weights = torch.where(has_expert, sums, 0)[back].view(ids.shape).to(expert_weights.dtype)
     if needs[1]:
-        of_weight = experts_training.product((grad * weights).to(y.dtype).t(), rows, offs)
+        of_weight = experts_training.product(_times(grad, weights).t(), rows, offs)
     return of_y, of_weight, of_expert_weights
+
+
+def _times(rows: Tensor, weights: Tensor) -> Tensor:
+    """`rows * weights` in the dtype of rows, rounded once, without a tensor in float32."""
+    return torch.mul(rows, weights, out=torch.empty_like(rows))
 
 
 # --- A training step on a GPU ----------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@
 dtypes and GPUs it reads the ends of the experts' rows on the host. These kernels read them on the device. Each element
 is one sum in float32, in an order that depends on the sizes alone.
 
-A product in float32 is six products of parts in bfloat16 on tensor cores. Where torch may use TF32, it is three, which
-are more exact than TF32. Both are faster than products in float32 and in TF32 by Triton, whose results also have larger
-errors than the library's: sums of the former are in a single chain, and the latter cuts its operands off.
+A product in float32 is six products of bfloat16 parts on tensor cores, which are faster than FMAs and have smaller
+errors, since fewer sums are rounded. Where torch may use TF32, it is three, with smaller errors than TF32. Triton's own
+TF32 has larger ones than the library's, because it cuts operands off instead of rounding them.
 
 Importing this module imports Triton.
 """
@@ -256,7 +256,7 @@ def tile_of(dtype: torch.dtype, major: int) -> Tile:
     """The tile of products of a dtype on GPUs of a major compute capability, for any of which it has the memory."""
     has_large_tiles = major in (9, 10)
     if dtype is torch.float32:
-        return Tile(128, 128, 32, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)
+        return Tile(128, 128, 64, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)
     return Tile(128, 256, 64, 8, 4) if has_large_tiles else Tile(128, 128, 64, 8, 3)
 
 
