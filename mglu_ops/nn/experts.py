@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import expert_ops
-from ..expert_calls import sort_pairs
+from ..expert_calls import inverse_of, sort_pairs
 from ..layer_call import as_rows
 from .arguments import check_dtype, check_flags, check_int, check_sizes
 from .feed_forward import FeedForwardOptions
@@ -146,7 +146,7 @@ class MGLUExperts(_Experts, MGLU):
         """The result `[T K, out_features]`, computed in the order of experts, which has all gradients."""
         top_k, weight, scale = expert_ids.shape[1], self.on_rank(self.weight), self.on_rank(self.weight_scale)
         order, offs = sort_pairs(expert_ids, weight.shape[0])
-        inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+        inverse = inverse_of(order)
         x = _Gather.apply(x, order, inverse, top_k)
         weights = None if mask_weights is None else _Gather.apply(mask_weights, order, inverse, top_k)
         if self.packed_masks is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...expert_calls import DownArguments, ExpertArguments, sort_pairs
+from ...expert_calls import DownArguments, ExpertArguments, inverse_of, sort_pairs
 from .current import current_device, current_stream, empty
 from .driver import Launch
 from .launch import LaunchSequence
@@ -109,7 +109,7 @@ class CudaDown:
         # The products are freed on return, after the launches, as the workspace of CudaExperts.
         if self.products is None:
             pairs, offs = sort_pairs(expert_ids, experts)
-            places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+            places = inverse_of(pairs)
             products = functional.grouped_mm(y.flatten(0, 1)[pairs], weight.mT, offs=offs)
             self.combine(stream, {**pointers, "products": products.data_ptr(), "places": places.data_ptr()})
         else:
