@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ pytest.importorskip("vllm", reason="vLLM is not a dependency of the tests: it br
 pytest.importorskip("mglu_ops.transformers")
 pytestmark = pytest.mark.long
 
-KINDS = ("llama", "mistral", "qwen3")
+KINDS = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral")
 PROMPT, NEW_TOKENS = [1, 5, 9, 30, 2, 7], 12
 HIDDEN, INTERMEDIATE, N_MASKS = 20, 24, 3
 
@@ -60,7 +61,9 @@ class InVllm:
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
         self.config.__enter__()
-        os.environ["VLLM_DIST_IDENT"] = f"mglu_ops_{os.getppid()}"  # names the shared memory of these ranks
+        first = [os.getpid()]
+        torch.distributed.broadcast_object_list(first)
+        os.environ["VLLM_DIST_IDENT"] = f"mglu_ops_{first[0]}"  # names the shared memory of these ranks
         init_distributed_environment(self.ranks, self.rank, local_rank=self.rank, backend="gloo")
         initialize_model_parallel(self.ranks, backend="gloo")
 
@@ -77,11 +80,24 @@ def settings(top_k: int | None, **changes: Any) -> Any:
     return SimpleNamespace(**{"hidden_act": "silu", **sizes, **changes})
 
 
-def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, intermediate: int) -> None:
-    """The layer of vLLM, loaded by vLLM's loader from a whole checkpoint, computes what the layer of mglu_ops does."""
+def load(module: torch.nn.Module, checkpoint: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Load a module as vLLM does, and check that nothing is missing."""
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    from mglu_ops.vllm.layers import MGLUMLP, check_loaded
+    from mglu_ops.vllm.layers import check_loaded
+
+    loaded = AutoWeightsLoader(module).load_weights(checkpoint.items())
+    assert loaded == {name for name, _ in module.named_parameters()}
+    check_loaded(module)
+    for part in module.modules():
+        if method := getattr(part, "quant_method", None):
+            method.process_weights_after_loading(part)
+    return module
+
+
+def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, intermediate: int) -> None:
+    """The layer of vLLM, loaded by vLLM's loader from a whole checkpoint, computes what the layer of mglu_ops does."""
+    from mglu_ops.vllm.layers import MGLUMLP
     from mglu_ops.vllm.quantization import MGLUConfig
 
     torch.manual_seed(0)
@@ -94,22 +110,15 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
         config.quantization_config, quant_config = entry(weight_format), MGLUConfig()
     checkpoint = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
     with InVllm(rank, 2), torch.no_grad():
-        mlp = MGLUMLP(config, quant_config, "mlp")
-        loaded = AutoWeightsLoader(mlp).load_weights(checkpoint.items())
-        assert loaded == {name for name, _ in mlp.named_parameters()}
-        check_loaded(mlp)
+        mlp = load(MGLUMLP(config, quant_config, "mlp"), checkpoint)
         assert mlp.mglu.weight.shape == (intermediate // 2, HIDDEN)
         assert mlp.mglu.weight.dtype == reference.mglu.weight.dtype
         assert mlp.mglu.packed_masks.shape == (intermediate // 2, 3, N_MASKS)
-        for module in mlp.modules():  # as vLLM's loader does at its end
-            if method := getattr(module, "quant_method", None):
-                method.process_weights_after_loading(module)
         torch.testing.assert_close(mlp(x), reference(x))
         if weight_format != "dense":
             mglu_ops.quantize(reference, weight_format, activation_format="fp8_token")
             config.quantization_config = entry(weight_format, activation_format="fp8_token")
-            rounding = MGLUMLP(config, quant_config, "mlp")
-            AutoWeightsLoader(rounding).load_weights(checkpoint.items())
+            rounding = load(MGLUMLP(config, quant_config, "mlp"), checkpoint)
             torch.testing.assert_close(rounding(x), reference(x))
 
 
@@ -126,6 +135,58 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
 )
 def test_a_layer_on_two_ranks(top_k, packed, weight_format, intermediate, tmp_path):
     run_on_ranks(check_mlp, tmp_path, top_k, packed, weight_format, intermediate)
+
+
+def make_small(kind: str, **changes: Any) -> Any:
+    """A small random model of Transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} if kind in ("qwen3_moe", "mixtral") else {}
+    if kind == "qwen3_moe":
+        experts |= {"moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": False}
+    config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, **experts, n_masks=N_MASKS, **changes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # larger than at the start of training, so that tokens differ
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+EXPERTS = [
+    ("qwen3_moe", True, 2, "dense", {}),
+    ("mixtral", False, None, "dense", {}),
+    ("qwen3_moe", False, 2, "fp8_row", {"activation_format": "fp8_token"}),
+    ("mixtral", False, None, "int4_group", {}),
+    ("mixtral", False, None, "fp8_block", {}),
+]
+
+
+def check_experts(rank: int) -> None:
+    """Each mixture, spread over its experts or over their rows, computes what that of Transformers does."""
+    from vllm.config import get_current_vllm_config
+
+    from mglu_ops.vllm.experts import MGLUMoE
+
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
+    with InVllm(rank, 2), torch.no_grad():
+        for (kind, learnable, top_k, weight_format, options), by_experts in product(EXPERTS, (False, True)):
+            model = make_small(kind, learnable_masks=learnable, mask_top_k=top_k)
+            if weight_format != "dense":
+                mglu_ops.quantize(model, weight_format, **options)
+                model.config.quantization_config = entry(weight_format, **options)
+            reference = model.model.layers[1].mlp
+            get_current_vllm_config().parallel_config.enable_expert_parallel = by_experts
+            mixture = load(MGLUMoE(model.config, None, "model.layers.1.mlp"), reference.state_dict())
+            size = 256 if kind == "mixtral" else 32
+            expected = (2, 64, size) if by_experts else (4, 64, size // 2)
+            assert mixture.experts.down_proj.shape == expected
+            torch.testing.assert_close(mixture(x), reference(x[None])[0])
+
+
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    run_on_ranks(check_experts, tmp_path)
 
 
 def check_refusals(rank: int) -> None:
@@ -216,16 +277,7 @@ EAGER = {"enforce_eager": True}
 
 def make_model(kind: str, learnable_masks: bool, top_k: int | None, weight_format: str, folder: Path) -> list[int]:
     """Save a small random model, and return the tokens that Transformers generates with it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    masks = {"n_masks": 3, "mask_top_k": top_k, "learnable_masks": learnable_masks}
-    config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, **masks)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():  # larger than at the start of training, so that tokens differ
-        torch.nn.init.normal_(parameter, std=0.2)
+    model = make_small(kind, mask_top_k=top_k, learnable_masks=learnable_masks)
     if weight_format != "dense":
         mglu_ops.quantize(model, weight_format)
     model.save_pretrained(folder)
