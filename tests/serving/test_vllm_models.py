@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,8 +222,44 @@ def check_refusals(rank: int) -> None:
             check_loaded(quantized)
 
 
-def test_configs_and_checkpoints_that_are_refused(tmp_path: Path) -> None:
-    run_on_ranks(check_refusals, tmp_path)
+def check_refused_mixtures(rank: int) -> None:
+    from vllm.config import get_current_vllm_config
+
+    from mglu_ops.vllm.experts import MGLUMoE
+    from mglu_ops.vllm.layers import check_loaded
+
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2}
+    by_experts = {"enable_expert_parallel": True}
+    with InVllm(rank, 2):
+        parallel = get_current_vllm_config().parallel_config
+        for changes, options, message in (
+            ({"num_experts_per_tok": 5}, {}, "num_experts_per_tok: got 5, must be an int from 1 to num_experts=4"),
+            ({"moe_intermediate_size": 25}, {}, "moe_intermediate_size: got 25, must be a multiple of the number"),
+            ({"num_experts": 5}, by_experts, "num_experts: got 5, must be a multiple of the number of ranks, 2"),
+            (
+                {},
+                {**by_experts, "data_parallel_size": 2},
+                "data_parallel_size: got 2, must be 1 with",
+            ),
+            ({}, {**by_experts, "enable_eplb": True}, "enable_eplb: got True, must be False"),
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in options.items():
+                    patch.setattr(parallel, name, value)
+                with pytest.raises(ValueError, match=message):
+                    MGLUMoE(settings(None, **mixture | changes), None, "mlp")
+        experts = MGLUMoE(settings(None, **mixture), None, "mlp").experts
+        with pytest.raises(ValueError, match=r"weight: got shape \[3, 24, 20\], must be \[num_experts=4, \.\.\.\]"):
+            experts.mglu.load_weights([("weight", torch.zeros(3, INTERMEDIATE, HIDDEN))])
+        logits = torch.ones(4, N_MASKS, INTERMEDIATE, HIDDEN)
+        experts.mglu.load_weights([("mask_logits", logits), ("weight", torch.zeros(4, INTERMEDIATE, HIDDEN))])
+        with pytest.raises(ValueError, match=r"experts\.down_proj: the checkpoint has no such tensor"):
+            check_loaded(torch.nn.ModuleDict({"experts": experts}))
+
+
+@pytest.mark.parametrize("check", [check_refusals, check_refused_mixtures])
+def test_configs_and_checkpoints_that_are_refused(check: Callable[[int], None], tmp_path: Path) -> None:
+    run_on_ranks(check, tmp_path)
 
 
 def check_beside_another(rank: int) -> None:
@@ -271,6 +308,7 @@ if __name__ == "__main__":  # vLLM spawns processes
 """
 
 TWO_RANKS = {"tensor_parallel_size": 2}
+BY_EXPERTS = {"enable_expert_parallel": True}
 TRANSFORMERS_BACKEND = {"hf_overrides": {"architectures": ["TransformersForCausalLM"]}}
 EAGER = {"enforce_eager": True}
 
@@ -300,6 +338,10 @@ def make_model(kind: str, learnable_masks: bool, top_k: int | None, weight_forma
         ("mistral", False, 1, "int8_row", EAGER),
         ("llama", False, 2, "fp8_row", {**TWO_RANKS, **EAGER}),
         ("qwen3", False, None, "fp8_block", {**TWO_RANKS, **EAGER}),
+        ("qwen3_moe", True, 2, "dense", EAGER),
+        ("mixtral", False, None, "fp8_row", {}),
+        ("qwen3_moe", False, 1, "fp8_row", {**TWO_RANKS, **BY_EXPERTS}),
+        ("mixtral", True, None, "dense", {**TWO_RANKS, **EAGER}),
     ],
     ids=lambda value: "-".join(value) or "compiled" if isinstance(value, dict) else str(value),
 )
