@@ -338,6 +338,7 @@ def make_model(kind: str, learnable_masks: bool, top_k: int | None, weight_forma
         ("mistral", False, 1, "int8_row", EAGER),
         ("llama", False, 2, "fp8_row", {**TWO_RANKS, **EAGER}),
         ("qwen3", False, None, "fp8_block", {**TWO_RANKS, **EAGER}),
+        ("mixtral", False, None, "dense", {**TRANSFORMERS_BACKEND, **EAGER}),
         ("qwen3_moe", True, 2, "dense", EAGER),
         ("mixtral", False, None, "fp8_row", {}),
         ("qwen3_moe", False, 1, "fp8_row", {**TWO_RANKS, **BY_EXPERTS}),
@@ -356,11 +357,20 @@ def test_the_engine_generates_the_tokens_of_transformers(
     assert json.loads(line.removeprefix("tokens: ")) == expected
 
 
-def test_the_transformers_backend_takes_no_quantized_weights(tmp_path: Path) -> None:
-    make_model("llama", False, None, "fp8_row", tmp_path / "model")
-    process = generate({**TRANSFORMERS_BACKEND, **EAGER}, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "weight_format", "architecture", "message"),
+    [
+        ("llama", "fp8_row", "TransformersForCausalLM", "the Transformers backend, which casts quantized weights"),
+        ("mixtral", "dense", "TransformersMoEForCausalLM", "with which vLLM replaces experts by its own with SwiGLU"),
+    ],
+)
+def test_what_the_transformers_backend_cannot_run_is_refused(
+    kind: str, weight_format: str, architecture: str, message: str, tmp_path: Path
+) -> None:
+    make_model(kind, False, None, weight_format, tmp_path / "model")
+    process = generate({"hf_overrides": {"architectures": [architecture]}, **EAGER}, tmp_path)
     assert process.returncode != 0
-    assert "the Transformers backend, which casts quantized weights" in process.stdout + process.stderr
+    assert message in process.stdout + process.stderr
 
 
 def generate(options: dict[str, Any], tmp_path: Path) -> Any:
