@@ -6,6 +6,8 @@ from pathlib import Path
 
 import expert_parallel
 import pytest
+import token_exchange
+import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 
@@ -27,3 +29,9 @@ def test_two_ranks_equal_one_process_which_loads_their_checkpoints(tmp_path: Pat
 @pytest.mark.long
 def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
     run_on_ranks(expert_parallel.run_checks, tmp_path, ranks=4)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_that_exchange_tokens_equal_one_process(ranks: int, tmp_path: Path) -> None:
+    checks = list(token_exchange.CHECKS)
+    run_on_ranks(token_exchange.run_checks, tmp_path, "cpu", torch.float64, checks, ranks=ranks)
