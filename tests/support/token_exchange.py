@@ -5,11 +5,13 @@ The one process has the tokens of all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
 from expert_parallel import KINDS, ExpertSetting
-from tensor_parallel import STEPS, assert_same_gradients, assert_same_parameters, gradients, optimizer_of, train
+from tensor_parallel import STEPS, WIDTH, assert_same_gradients, assert_same_parameters, gradients, optimizer_of, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -117,9 +119,10 @@ CHECKS = {
     "training": check_training,
     "bad_input": check_bad_input,
 }
+IN_16_BITS = ["results", "idle_rank", "inference"]
 
 
-def run_checks(rank: int, device: str, dtype: torch.dtype, names: list[str], *width: int) -> None:
-    setting = ExpertSetting.of(device, dtype, *width)
+def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
+    setting = ExpertSetting.of(device, dtype, width)
     for name in names:
         CHECKS[name](setting)
