@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 import torch
 from hf_models import TOKENS, logits, mglus, tiny
