@@ -226,6 +226,18 @@ def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
     yield grid("out x in", lines.rename(columns="one rank, several, us: n_m = {}".format))
 
 
+@table("parallelism", result="tensor_parallel")
+def parallelism(rows: pd.DataFrame) -> Iterator[str]:
+    """The fastest of one rank and several for each layer and number of tokens, and its gain over one rank."""
+    problem = ["layer", "case", "n_masks", "tokens"]
+    is_one = rows.variant == rows.variant.iloc[0]
+    one = rows[is_one].set_index(problem).microseconds.rename("one")
+    best = rows.join(one, on=problem).sort_values("microseconds", kind="stable").drop_duplicates(problem).sort_index()
+    cell = best.variant.where(is_one[best.index], best.variant + ": " + (best.one / best.microseconds).map(ratio))
+    lines = in_order(best, problem[:3], "tokens", cell).sort_index(axis="columns").rename(columns="T = {}".format)
+    yield grid("out x in", lines.rename_axis(index={"case": "work"}))
+
+
 @table("cpu_one_token", "cpu_one_token_xeon", "cpu_tokens", "cpu_tokens_xeon", "cpu_tokens_zen4")
 def cpu(rows: pd.DataFrame) -> Iterator[str]:
     """The least times of each problem, in microseconds."""
