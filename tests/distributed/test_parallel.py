@@ -47,7 +47,7 @@ def run_page() -> None:
     assert names["mixture"].mlp.experts.mask_logits.to_local().shape == (8 // dist.get_world_size(), 4, 128, 64)
     exec(exchanged, names)
     assert names["own"].shape == (3 + dist.get_rank(), 64)
-    assert names["mixture"][0].gate.weight.to_local().shape == (8 // dist.get_world_size(), 64)
+    assert names["mixture"][0].experts.weight.to_local().shape == (8 // dist.get_world_size(), 128, 64)
     exec(fully_sharded, names)
     assert names["model"][1].mglu.mask_logits.to_local().shape == (1, 256 // dist.get_world_size(), 64)
     assert [group["name"] for group in names["groups"]] == ["weights", "mask_logits"]
