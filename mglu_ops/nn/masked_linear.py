@@ -13,7 +13,7 @@ from .. import expert_ops, ops
 from ..activations import get_activation
 from ..checks import FLOATING
 from ..formats import WeightFormat, check_activation_format, get_format
-from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
+from ..masks import check_layout, check_padding, clear_padding_, n_masks_of, packed_shape
 from .arguments import WEIGHT_INITS, check_columns, check_dtype, check_masks, check_sizes, check_weight_init
 from .leveling import level_gain
 
@@ -359,7 +359,7 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
     """
     if not isinstance(packed_masks, Tensor):
         raise TypeError(f"{name}: got {type(packed_masks).__name__}, must be a torch.uint8 tensor")
-    shape = list(packed_masks.shape)
+    shape, one = list(packed_masks.shape), packed_masks
     if len(rows) > 1:
         expected = [*rows[:-1], *packed_shape(module.n_masks, rows[-1], module.in_features)]
         if shape != expected:
@@ -367,12 +367,13 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
                 f"{name}: got shape {shape}, must be [num_experts, out_features, ceil(in_features / 8), n_masks] = "
                 f"{expected}"
             )
-        packed_masks = packed_masks.flatten(0, 1)
+        # The metadata of one layer. In torch 2.11, DTensors that are divided along dimension 1 cannot be flattened.
+        one = torch.empty(shape[1:], dtype=packed_masks.dtype, layout=packed_masks.layout, device="meta")
     try:
-        check_layout(packed_masks, module.in_features, math.prod(rows))
-        if n_masks_of(packed_masks) != module.n_masks:
-            raise ValueError(f"got n_masks={n_masks_of(packed_masks)} (shape {shape}), must be {module.n_masks}")
-        check_packed_masks(packed_masks, module.in_features)
+        check_layout(one, module.in_features, rows[-1])
+        if n_masks_of(one) != module.n_masks:
+            raise ValueError(f"got n_masks={n_masks_of(one)} (shape {shape}), must be {module.n_masks}")
+        check_padding(packed_masks, module.in_features)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {str(error).removeprefix('packed_masks: ')}") from None
 

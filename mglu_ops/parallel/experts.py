@@ -110,7 +110,9 @@ def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, exper
 
     Rows travel sorted by expert, so that a rank needs only the number of rows for each of its experts to know theirs.
     """
-    experts, mesh = layer.experts, layer.down_proj.device_mesh
+    experts, down_proj = layer.experts, layer.down_proj
+    assert isinstance(down_proj, DTensor)
+    mesh = down_proj.device_mesh
     group, ranks, top_k = mesh.get_group(), mesh.size(), expert_ids.shape[1]
     order, offs = sort_pairs(expert_ids, experts.num_experts)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
@@ -120,8 +122,8 @@ def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, exper
     sent, got = counts.sum(2).tolist()
 
     rows = all_to_all_single_autograd(GatherRows.apply(x, order, inverse, top_k), got, sent, group)
-    first = experts.first_expert
-    ids = torch.arange(first, first + experts.num_experts // ranks, device=x.device).repeat(ranks)
+    own = experts.num_experts // ranks
+    ids = mesh.get_local_rank() * own + torch.arange(experts.num_experts, device=x.device) % own
     ids = ids.repeat_interleave(counts[1].flatten(), output_size=sum(got)).unsqueeze(1)
     results = weighted_sum(layer, rows, ids, expert_weights.new_ones(ids.shape))
     results = all_to_all_single_autograd(results, sent, got, group)
