@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -16,7 +15,7 @@ from ..expert_calls import sort_pairs
 from ..layer_call import as_rows
 from .arguments import check_dtype, check_flags, check_int, check_sizes
 from .feed_forward import FeedForwardOptions
-from .masked_linear import MaskedLinear, UnroutedOptions
+from .masked_linear import MaskedLinear, UnroutedOptions, init_as_linear_
 from .mglu import MGLU
 from .naive import NaiveMGLU
 from .packed_buffers import check_masks_in_use
@@ -284,7 +283,7 @@ class MGLUExpertsFeedForward(nn.Module):
 
     @torch.no_grad()
     def _reset_down_proj(self) -> None:
-        nn.init.kaiming_uniform_(self.down_proj.flatten(0, 1), a=math.sqrt(5))
+        init_as_linear_(self.down_proj)
 
     def forward(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Map x `[..., hidden_size]` to `[..., hidden_size]`.

@@ -175,7 +175,7 @@ class MaskedLinear(nn.Module):
         if self.weight_scale is not None:
             shape = (*self.leading, self.out_features, self.in_features)
             weight = self.weight.new_empty(shape, dtype=torch.float32)
-        nn.init.kaiming_uniform_(weight.flatten(0, -2), a=math.sqrt(5))
+        init_as_linear_(weight)
         weight.mul_(self.weight_gain)
         if self.weight_scale is not None:
             stored, scale = quantized(get_format(self.weight_format), weight)
@@ -378,6 +378,13 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
         raise type(error)(f"{name}: {str(error).removeprefix('packed_masks: ')}") from None
 
 
+def init_as_linear_(weight: Tensor) -> None:
+    """Draw weights `[..., out_features, in_features]` as `nn.Linear` does, also DTensors that cannot be flattened."""
+    std = nn.init.calculate_gain("leaky_relu", math.sqrt(5)) / math.sqrt(weight.shape[-1])
+    bound = math.sqrt(3.0) * std
+    nn.init.uniform_(weight, -bound, bound)
+
+
 def packed_logits(mask_logits: Tensor) -> Tensor:
     """The packed masks of logits `[n_masks, out_features, in_features]`, or of a stack of such along dimension 0."""
     return (ops.pack_logits if mask_logits.dim() == 3 else expert_ops.pack_expert_logits)(mask_logits)
@@ -390,14 +397,15 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
     """
     if weight.dim() == 2 or chosen.is_dense:
         return chosen.quantize(weight)
-    if any(placement.is_shard(0) for placement in getattr(weight, "placements", ())):  # each rank has whole experts
+    if any(placement.is_shard() for placement in getattr(weight, "placements", ())):
         from torch.distributed.tensor import DTensor
 
         assert isinstance(weight, DTensor)
-        mesh, placements = weight.device_mesh, weight.placements
-        stored, scale = quantized(chosen, weight.to_local())
-        assert scale is not None
-        return DTensor.from_local(stored, mesh, placements), DTensor.from_local(scale, mesh, placements)
+        mesh, placements, own = weight.device_mesh, weight.placements, weight.to_local()
+        if own.shape[1] % chosen.rows == 0:  # each rank has whole experts, or whole blocks of rows
+            stored, scale = quantized(chosen, own)
+            assert scale is not None
+            return DTensor.from_local(stored, mesh, placements), DTensor.from_local(scale, mesh, placements)
     each, scales = zip(*map(chosen.quantize, weight), strict=True)
     return torch.stack(each), torch.stack(scales)
 
