@@ -395,17 +395,23 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
 
     Only one weight at a time is copied to float32.
     """
-    if weight.dim() == 2 or chosen.is_dense:
+    if chosen.is_dense:
         return chosen.quantize(weight)
-    if any(placement.is_shard() for placement in getattr(weight, "placements", ())):
+    placements = getattr(weight, "placements", ())
+    if any(placement.is_shard() for placement in placements):
         from torch.distributed.tensor import DTensor
 
         assert isinstance(weight, DTensor)
-        mesh, placements, own = weight.device_mesh, weight.placements, weight.to_local()
-        if own.shape[1] % chosen.rows == 0:  # each rank has whole experts, or whole blocks of rows
+        mesh, own = weight.device_mesh, weight.to_local()
+        shards = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard())
+        is_of_columns = any(placement.is_shard(weight.dim() - 1) for placement in placements)
+        # Each rank has equally many whole rows, and all rows that share a scale.
+        if not is_of_columns and own.numel() * shards == weight.numel() and own.shape[-2] % chosen.rows == 0:
             stored, scale = quantized(chosen, own)
             assert scale is not None
             return DTensor.from_local(stored, mesh, placements), DTensor.from_local(scale, mesh, placements)
+    if weight.dim() == 2:
+        return chosen.quantize(weight)
     each, scales = zip(*map(chosen.quantize, weight), strict=True)
     return torch.stack(each), torch.stack(scales)
 
