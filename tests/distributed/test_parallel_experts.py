@@ -19,15 +19,15 @@ ON_CPU = ("cpu", torch.float64)
 
 def check_and_save(rank: int, folder: str) -> None:
     expert_parallel.run_checks(rank, *ON_CPU, [name for name in expert_parallel.CHECKS if name != "compiled"])
-    expert_parallel.save(rank, "cpu", folder)
-    expert_parallel.load(rank, "cpu", folder)
+    expert_parallel.save(rank, *ON_CPU, folder)
+    expert_parallel.load(rank, *ON_CPU, folder)
 
 
 def test_two_ranks_equal_one_process_which_loads_their_checkpoints(tmp_path: Path) -> None:
     """One test for all checks, because starting two processes takes longer than the checks."""
     run_on_ranks(check_and_save, tmp_path, str(tmp_path))
     (tmp_path / "to_load").mkdir()
-    expert_parallel.load_whole("cpu", str(tmp_path), str(tmp_path / "to_load"))
+    expert_parallel.load_whole(*ON_CPU, str(tmp_path), str(tmp_path / "to_load"))
 
 
 @pytest.mark.long
@@ -45,9 +45,9 @@ def test_ranks_that_exchange_tokens_equal_one_process(ranks: int, tmp_path: Path
 def test_two_ranks_load_the_checkpoint_of_one_process(tmp_path: Path) -> None:
     of_one = tmp_path / "of_one"
     of_one.mkdir()
-    run_on_ranks(expert_parallel.save, tmp_path, "cpu", str(tmp_path))
-    expert_parallel.load_whole("cpu", str(tmp_path), str(of_one))
-    run_on_ranks(expert_parallel.load, of_one, "cpu", str(of_one))
+    run_on_ranks(expert_parallel.save, tmp_path, *ON_CPU, str(tmp_path))
+    expert_parallel.load_whole(*ON_CPU, str(tmp_path), str(of_one))
+    run_on_ranks(expert_parallel.load, of_one, *ON_CPU, str(of_one))
 
 
 @pytest.mark.long

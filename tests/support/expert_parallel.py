@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from tensor_parallel import (
     STEPS,
     WIDTH,
@@ -208,7 +209,32 @@ def check_materialized(setting: ExpertSetting) -> None:
             for tensor, inputs in ((layer.down_proj, 16), (layer.experts.weight, setting.width)):
                 bound = inputs**-0.5
                 assert 0.98 * bound < tensor.full_tensor().abs().max() <= bound, way
-        assert model(setting.x()).isfinite().all()
+        with torch.no_grad():
+            assert model(setting.x()).isfinite().all()
+
+
+def check_trained_step(setting: ExpertSetting) -> None:
+    """A step of SGD has the updates of one process, for divided and for fully sharded layers."""
+    for way in WAYS:
+        assert_same_step(setting, setting.divided(way, setting.model()), None, way)
+    assert_same_step(setting, shard_fully(setting.model(), setting.mesh), setting.mesh, "fully_shard")
+
+
+def assert_same_step(setting: ExpertSetting, model: nn.Module, parts: DeviceMesh | None, what: str) -> None:
+    """Train a step with the whole batch, or with the share of this rank, and compare the updates of parameters.
+
+    An update is as large as its parameter, so that a parameter of 16 bits has room for it.
+    """
+    initial, alone = setting.model(), setting.model()
+    F.mse_loss(alone(setting.x(0)), setting.x(STEPS)).backward()  # as in `train`
+    rates = [(one.norm() / one.grad.norm()).item() for one in alone.parameters()]
+    for one, mesh in ((alone, None), (model, parts)):
+        groups = [{"params": [p], "lr": rate} for p, rate in zip(one.parameters(), rates, strict=True)]
+        train(setting, one, torch.optim.SGD(groups), range(1), mesh)
+    for (name, before), after, found in zip(
+        initial.named_parameters(), alone.parameters(), model.parameters(), strict=True
+    ):
+        setting.assert_same(whole(found.detach()) - before, after.detach() - before, f"{what}: {name}", factor=3)
 
 
 def shard_fully(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
@@ -238,7 +264,10 @@ CHECKS = {"placements": check_placements, "results": check_results, "sequence_pa
 CHECKS |= {"router_logits": check_router_logits, "training": check_training, "quantized": check_quantized}
 CHECKS |= {"bad_input": check_bad_input, "materialized": check_materialized, "fully_sharded": check_fully_sharded}
 CHECKS |= {"compiled": check_compiled}
-IN_16_BITS = ["results", "quantized"]
+CHECKS |= {"trained_step": check_trained_step}
+IN_16_BITS = ["results", "sequence_parts", "router_logits", "quantized", "trained_step"]
+WITHOUT_TRAINING = ["placements", "bad_input", "materialized"]
+"""Those that need no gradients, which a GPU computes in bfloat16 only."""
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
@@ -250,9 +279,9 @@ def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str],
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def save(rank: int, device: str, folder: str) -> None:
+def save(rank: int, device: str, dtype: torch.dtype, folder: str) -> None:
     """Save a trained model that is divided in each way."""
-    setting = ExpertSetting.of(device)
+    setting = ExpertSetting.of(device, dtype)
     for way in WAYS:
         model = setting.divided(way, setting.model())
         train(setting, model, optimizer_of(model), range(2))
@@ -262,17 +291,17 @@ def save(rank: int, device: str, folder: str) -> None:
             torch.save(full, f"{folder}/{way}.pt")
 
 
-def load(rank: int, device: str, folder: str) -> None:
+def load(rank: int, device: str, dtype: torch.dtype, folder: str) -> None:
     """Load each checkpoint into a model that is divided in the other way: the bits are the same."""
-    setting = ExpertSetting.of(device)
+    setting = ExpertSetting.of(device, dtype)
     for way, other in zip(WAYS, reversed(WAYS), strict=True):
         _load(setting.divided(other, setting.model()), folder, way)
 
 
-def load_whole(device: str, folder: str, to: str) -> None:
+def load_whole(device: str, dtype: torch.dtype, folder: str, to: str) -> None:
     """Load each checkpoint into a model of one process, without a process group, and save it again."""
     for way in WAYS:
-        model = ExpertSetting(None, device, torch.float64).model()
+        model = ExpertSetting(None, device, dtype).model()
         _load(model, folder, way)
         dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{to}/{way}")
         shutil.copy(f"{folder}/{way}.pt", to)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from expert_parallel import KINDS, ExpertSetting
+from expert_parallel import KINDS, ExpertSetting, assert_same_step
 from tensor_parallel import STEPS, WIDTH, assert_same_gradients, assert_same_parameters, gradients, optimizer_of, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -103,6 +103,14 @@ def check_training(setting: ExpertSetting) -> None:
     assert not torch.equal(expected[0].experts.mask_logits > 0, before)
 
 
+def check_trained_step(setting: ExpertSetting) -> None:
+    """A step of SGD, also for dtypes in which several steps need not stay together."""
+    model = exchanging(setting, setting.model())
+    of_experts = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    fully_shard(model, mesh=setting.mesh, ignored_params=of_experts)
+    assert_same_step(setting, model, setting.mesh, "exchanged tokens")
+
+
 def check_bad_input(setting: ExpertSetting) -> None:
     with pytest.raises(ValueError, match="tokens: got 'own', must be 'replicated' or 'sharded'"):
         ParallelExperts("experts", tokens="own")
@@ -117,9 +125,10 @@ CHECKS = {
     "idle_rank": check_idle_rank,
     "inference": check_inference,
     "training": check_training,
+    "trained_step": check_trained_step,
     "bad_input": check_bad_input,
 }
-IN_16_BITS = ["results", "idle_rank", "inference"]
+IN_16_BITS = ["results", "idle_rank", "inference", "trained_step"]
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
