@@ -15,6 +15,7 @@ from benchmarks.learning.experiments import (
     BEST,
     FROZEN,
     LARGER,
+    OTHERWISE,
     PAPER,
     SAME_WEIGHTS,
     SLOW,
@@ -125,6 +126,15 @@ COMPARISONS = {
         Comparison(_with(one.activation, one.n_masks), replace(one, learned=True), FIXED, one, sizes)
         for one in FROZEN
         for sizes in [("25M", "90M") if one.activation == "relu" else ("25M",)]
+    ],
+    "Other ways to learn masks": [
+        Comparison(
+            f"{_with(one.activation, one.n_masks)}, {'continuous at first' if one.continuous else 'a budget of flips'}",
+            one,
+            "our recipe",
+            best_with(one.activation, one.n_masks),
+        )
+        for one in OTHERWISE
     ],
     "As many training operations": [
         Comparison(f"{_with('relu', 4)}, half as wide", best_with("relu", 4, 0.5), "SwiGLU", SWIGLU),

@@ -162,6 +162,14 @@ MIXTURE = tuple(
 """Mixtures of experts. A token's experts are together as wide as the layer of the dense model."""
 FROZEN = tuple(replace(best_with(gate, n), learned=False) for gate in ("relu", "silu") for n in (1, 4))
 """Random masks that are not learned."""
+OTHERWISE = tuple(
+    replace(best_with(gate, n), **how)
+    for how in ({"continuous": 0.5}, {"flips": 0.2, "mask_lr": 1.0})
+    for gate in ("relu", "silu")
+    for n in (1, 4)
+)
+"""Masks that learn otherwise than by AdamW on logits with hard masks: they are continuous in the first half of the
+steps, or have a budget of flips. With our recipe, about 15% of the bits differ from the start at the end."""
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
@@ -288,6 +296,11 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds(FROZEN),
         *seeds(replace(one, size="90M") for one in FROZEN[:2]),
         *seeds(EQUAL_FP8_BYTES),
+    ],
+    # Other ways to learn masks, after our recipe and masks that are not learned.
+    "masks": [
+        *seeds([one for frozen in FROZEN for one in (replace(frozen, learned=True), frozen)]),
+        *seeds(OTHERWISE, SEEDS[:2]),
     ],
     # Mixtures of 8 experts, 2 of them active, at equal width and at equal bytes of experts.
     "mixture": seeds(MIXTURE),

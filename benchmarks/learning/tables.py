@@ -218,6 +218,8 @@ def label(recipe: Recipe) -> str:
         "logits_std": f"logits from N(0, {recipe.logits_std:g})",
         "gate_ratio": f"gate ratio {recipe.gate_ratio:g} at the start",
         "straight_through": f"{recipe.straight_through} gradient, slope {SLOPE:g}",
+        "continuous": f"continuous masks in the first {recipe.continuous:.0%} of the steps",
+        "flips": f"{recipe.flips:g} flips of a mask bit by accumulators",
         "scaled_sum": "sum / sqrt(n_m)",
         "scale": f"times {recipe.scale:g}",
         "weight_gain": f"initial weights times {recipe.weight_gain:g}",
@@ -254,7 +256,7 @@ def masks(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     **{f"learning_{name}": partial(experiment, name=name) for name in EXPERIMENTS},
-    "learning_masks": masks,
+    "learning_mask_statistics": masks,
     "learning_choice": choice,
 }
 """Name of a table to the function that makes it from the folder of the results."""

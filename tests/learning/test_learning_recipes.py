@@ -39,6 +39,10 @@ def test_names_of_runs_are_unique_and_survive_a_file_system():
         {"active": 2},
         {"experts": 4, "layer": "glu_shared"},
         {"experts": 4, "down_gain": 0.5},
+        {"continuous": 1.5},
+        {"continuous": 0.5, "top_k": 1},
+        {"flips": 0.2, "learned": False},
+        {"flips": 0.2, "continuous": 0.5},
     ],
 )
 def test_a_wrong_recipe_is_named(wrong):
@@ -47,8 +51,9 @@ def test_a_wrong_recipe_is_named(wrong):
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
-def test_the_initial_gate_ratio(ratio):
-    model = Recipe(gate_ratio=ratio).model()
+@pytest.mark.parametrize("flips", [0, 0.2])
+def test_the_initial_gate_ratio(ratio, flips):
+    model = Recipe(gate_ratio=ratio, flips=flips).model()
     for layer in training.masked_layers(model):
         assert abs(float((layer.mask_logits > 0).float().mean()) - ratio) < 0.03
 
