@@ -13,6 +13,7 @@ from itertools import chain
 from benchmarks.learning.experiments import (
     AGAIN,
     BEST,
+    EQUAL_TIME,
     FROZEN,
     LARGER,
     OTHERWISE,
@@ -145,6 +146,21 @@ COMPARISONS = {
                 ("leveled ReGLU, twice as wide", leveled_glu("relu", 2.0)),
                 ("leveled SwiGLU, twice as wide", leveled_glu("silu", 2.0)),
             )
+        ),
+    ],
+    "As much time a training step": [
+        *(
+            Comparison(f"{_with('relu', one.n_masks)}, {one.width:g} times as wide", one, name, other)
+            for one in EQUAL_TIME[1:3]
+            for name, other in (
+                ("SwiGLU", SWIGLU),
+                ("leveled SwiGLU", leveled_glu("silu")),
+                (f"ReLU squared, {EQUAL_TIME[0].width:.3g} times as wide", EQUAL_TIME[0]),
+            )
+        ),
+        *(
+            Comparison(_with("relu", 4), best_with("relu", 4), f"{name}, {other.width:.3g} times as wide", other)
+            for name, other in zip(("ReLU squared", "leveled SwiGLU", _with("relu", 1)), EQUAL_TIME[3:], strict=True)
         ),
     ],
     "As many bytes, if weights have 8 bits": [

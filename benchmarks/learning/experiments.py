@@ -146,6 +146,21 @@ EQUAL_FP8_BYTES = (
     *(leveled_glu(gate, round(same_fp8_load(n_masks), 4)) for gate in ("relu", "silu") for n_masks in (1, 4)),
     *(best_with("relu", n_masks, round(1 / same_fp8_load(n_masks), 4)) for n_masks in (1, 4)),
 )
+EQUAL_TIME = (
+    # SwiGLU's 11.9 ms a step.
+    leveled_lu("relu_squared", 1.5625),
+    *(best_with("relu", n_masks, width) for n_masks, width in ((1, 0.875), (4, 0.375))),
+    # The 18.7 ms of four masks.
+    leveled_lu("relu_squared", 4.0625),
+    leveled_glu("silu", 2.625),
+    best_with("relu", 1, 2.375),
+)
+"""Layers whose steps take as long as those of SwiGLU and of four masks with 25M weights, by the times of other widths.
+
+The times are those in `learning_cost.csv`. SwiGLU's grow by 4.1 ms a unit of width from 8.0 ms, which all layers of
+that size have in common. Those of masks grow from there to their time at a width of 1. ReLU squared is taken to cost
+as much as GELU, and to grow by two thirds of SwiGLU's slope, since it has two matrices instead of three. Widths are
+multiples of 1/16, so that the kernels have whole tiles."""
 MIXTURE = tuple(
     replace(one, experts=8, active=2)
     for one in (
@@ -296,6 +311,11 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds(FROZEN),
         *seeds(replace(one, size="90M") for one in FROZEN[:2]),
         *seeds(EQUAL_FP8_BYTES),
+    ],
+    # Equal training time.
+    "time": [
+        *seeds([SWIGLU, leveled_glu("silu"), RELU_SQUARED[0], RELU_SQUARED[1], *EQUAL_TIME[:3]]),
+        *seeds([best_with("relu", 4), *EQUAL_TIME[3:]]),
     ],
     # Other ways to learn masks, after our recipe and masks that are not learned.
     "masks": [

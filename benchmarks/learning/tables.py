@@ -116,7 +116,8 @@ def timed_source(found: Sequence[Finished], results: Path) -> str:
     if not path.is_file():
         return source(found)
     facts, _ = read_table(path)
-    return f"{source(found)} Times of a step: one {facts['device']}, commit {facts['commit'][:7]}."
+    commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
+    return f"{source(found)} Times of a step: one {facts['device']}, commit {commits}."
 
 
 def experiment(results: Path, name: str) -> str:
