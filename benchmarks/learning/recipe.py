@@ -37,7 +37,7 @@ def _sizes(layers: int, hidden: int, heads: int) -> Sizes:
     return Sizes(layers, hidden, 4 * hidden, heads, heads, vocabulary=8192, context=CONTEXT, rope_base=10_000.0)
 
 
-SIZES = {"10M": _sizes(6, 256, 4), "25M": _sizes(10, 384, 6), "90M": _sizes(12, 640, 10)}
+SIZES = {"10M": _sizes(6, 256, 4), "25M": _sizes(10, 384, 6), "90M": _sizes(12, 640, 10), "300M": _sizes(18, 1024, 16)}
 """Name to sizes. The name is the approximate number of weights with SwiGLU."""
 
 

@@ -154,15 +154,20 @@ class Training:
         self.progress.rows.append(self.point(mean, worst.item()))
 
     @torch.no_grad()
-    def held_out(self) -> float:
-        """The loss on all held-out text, in nats a byte."""
+    def losses(self) -> dict[str, float]:
+        """The loss on held-out text, in nats a byte: on all of it, and on each kind of text if there are several."""
         sizes = self.corpus.token_bytes.to(self.device)
-        nats = torch.zeros((), device=self.device, dtype=torch.float64)
-        size = torch.zeros((), device=self.device, dtype=torch.int64)
-        for batch in held_out_batches(self.corpus.held_out, self.device):
-            nats += self.nats(batch)
-            size += sizes[batch[:, 1:]].sum()
-        return float(nats) / float(size)
+        sums = {}
+        for kind, tokens in self.corpus.held_out_parts.items():
+            nats = torch.zeros((), device=self.device, dtype=torch.float64)
+            size = torch.zeros((), device=self.device, dtype=torch.int64)
+            for batch in held_out_batches(tokens, self.device):
+                nats += self.nats(batch)
+                size += sizes[batch[:, 1:]].sum()
+            sums[kind] = float(nats), float(size)
+        nats_of_all, size_of_all = map(sum, zip(*sums.values(), strict=True))
+        kinds = {f"held_out_{kind}": nats / size for kind, (nats, size) in sums.items() if len(sums) > 1}
+        return {"held_out": nats_of_all / size_of_all, **kinds}
 
     @torch.no_grad()
     def nats(self, batch: Tensor) -> Tensor:
@@ -180,7 +185,7 @@ class Training:
             "megabytes": round(self.recipe.megabytes * self.progress.step / self.steps, 3),
             "train": float(f"{loss:.6g}"),
             "worst": float(f"{worst:.6g}"),
-            "held_out": float(f"{self.held_out():.6g}"),
+            **{name: float(f"{loss:.6g}") for name, loss in self.losses().items()},
             "seconds": round(self.progress.seconds, 1),
         }
         return row | self._masks()

@@ -310,9 +310,32 @@ def test_held_out_loss_is_in_nats_a_byte_of_the_text(text):
             logits = (run.model.loss.norm(x) @ run.model.embedding.weight.t()).double().log_softmax(-1)[0]
             nats -= float(sum(logits[j, tokens[j + 1]] for j in range(16)))
     predicted = text.held_out[1 : 16 * windows + 1].tolist()
-    assert run.held_out() == pytest.approx(nats / sum(map(text.token_bytes.tolist().__getitem__, predicted)), rel=1e-3)
+    assert run.losses()["held_out"] == pytest.approx(
+        nats / sum(map(text.token_bytes.tolist().__getitem__, predicted)), rel=1e-3
+    )
     assert windows * 16 > 0.9 * len(text.held_out)
     assert int(text.token_bytes[text.held_out.long()].sum()) == text.sizes.held_out_bytes
+
+
+def test_each_kind_of_text_has_its_own_held_out_loss(text, tmp_path):
+    first = {"held_out_tokens": 16 * 4 * 3, "held_out_bytes": 0}
+    rest = {"held_out_tokens": text.sizes.held_out_tokens - 16 * 4 * 3, "held_out_bytes": 0}
+    several = replace(text, sizes=replace(text.sizes, parts={"a": first, "b": rest}))
+    run = training.Training(tiny_run(text, 4), several, "cpu", compiled=False)
+    found = run.losses()
+    for kind, tokens in (("a", text.held_out[:192]), ("b", text.held_out[192:])):
+        alone = training.Training(
+            tiny_run(text, 4),
+            replace(text, held_out=tokens, sizes=replace(text.sizes, held_out_tokens=len(tokens))),
+            "cpu",
+            compiled=False,
+        )
+        assert alone.losses() == {"held_out": found[f"held_out_{kind}"]}
+    assert min(found.values()) < found["held_out"] < max(found.values())
+    assert train.run(run.recipe, several, tmp_path, "cpu", compiled=False)
+    facts, rows = read_table(tmp_path / f"{run.recipe.name}.csv")
+    assert json.loads(facts["corpus.parts"]) == several.sizes.parts
+    assert all({"held_out", "held_out_a", "held_out_b"} <= row.keys() for row in rows)
 
 
 def test_flips_are_those_of_one_step(text):
