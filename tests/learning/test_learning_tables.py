@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,47 @@ def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
     (ratios, *_) = plots.gate_ratios(found).axes[0].get_lines()
     assert (ratios.get_label(), ratios.get_xydata().tolist()) == ("SwiMGLU, n_m = 4", [[1, 0.5], [2, 0.52]])
     paths = plots.draw(tmp_path, tmp_path / "out")
-    assert [path.name for path in paths] == ["learning_curves.svg", "learning_by_masks.svg", "learning_gate_ratios.svg"]
-    for path, label in zip(paths, ("SwiMGLU, n_m = 4", "our recipe", "SwiMGLU, n_m = 4"), strict=True):
+    labels = {"curves": "SwiMGLU, n_m = 4", "by_masks": "our recipe", "gate_ratios": "SwiMGLU, n_m = 4"}
+    labels["pareto"] = "lowest loss at no higher cost"
+    assert [path.name for path in paths] == [f"learning_{name}.svg" for name in labels]
+    for path, label in zip(paths, labels.values(), strict=True):
         assert label in path.read_text()
+
+
+def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+    from benchmarks.learning import plots
+
+    assert plots.frontier([(2, 5), (1, 7), (3, 6), (4, 5), (2, 6), (5, 1)]) == [(1, 7), (2, 5), (5, 1)]
+    assert plots.frontier([]) == []
+    shown = [
+        experiments.SWIGLU,
+        *experiments.RELU_SQUARED,
+        *experiments.GELU_GATES,
+        *experiments.EQUAL_TIME,
+        *experiments.BEST.values(),
+    ]
+    hidden = [
+        experiments.LARGER,
+        PAPER,
+        Recipe("glu", lr=3e-4),
+        replace(experiments.BEST[1], weight_gain=1.0),
+        *experiments.FROZEN,
+        *experiments.OTHERWISE,
+        *experiments.MIXTURE,
+        experiments.AGAIN[0],
+    ]
+    assert [plots.is_pareto(one) for one in shown + hidden] == [True] * len(shown) + [False] * len(hidden)
+    for one, losses in ((experiments.SWIGLU, (0.8, 0.82)), (experiments.BEST[1], (0.78, 0.80)), (PAPER, (0.1, 0.1))):
+        for seed, loss in enumerate(losses):
+            finished(tmp_path, replace(one, seed=seed), loss)
+    points = plots.pareto_points(tables.runs(tmp_path), "25M")
+    assert [(one.recipe, one.loss, one.megabytes, one.pflop) for one in points] == [
+        (experiments.SWIGLU, pytest.approx(0.81), 41, 6.004),
+        (experiments.BEST[1], pytest.approx(0.79), 41, 6.004),
+    ]
+    squares = 2 * 2 * 0.01**2  # of two layers, whose seeds are 0.01 from their mean; PAPER's have none
+    assert points[0].noise == pytest.approx(2 * (squares / 3 / 2) ** 0.5)
 
 
 def claim(text: str) -> claims.Claim:
@@ -86,6 +125,8 @@ def claim(text: str) -> claims.Claim:
 def test_claims_and_comparisons_are_about_recipes_that_are_run():
     every = set(experiments.chosen(experiments.EXPERIMENTS))
     assert every >= claims.COMPARED
+    for one in chain(*claims.COMPARISONS.values(), *claims.CHOICES.values()):
+        assert all(every >= {*one.at(size)} for size in one.sizes)
     asked = [(one.layer, one.other) for comparisons in claims.COMPARISONS.values() for one in comparisons]
     assert len(set(asked)) == len(asked)
     assert claim("SwiGLU is better than GELU").published == pytest.approx(0.0849, abs=1e-4)
