@@ -73,7 +73,7 @@ def measure(recipes: Iterable[Recipe], out: Path, resume: bool = False) -> None:
     Raises:
         ValueError: the rows to keep were measured on another device, with another torch or by another protocol.
     """
-    facts, rows = environment(PROTOCOL), []
+    facts, rows = environment(PROTOCOL), list[dict[str, str]]()
     if resume:
         earlier, rows = read_table(out / f"{NAME}.csv")
         for fact in ("device", "torch", "protocol"):

@@ -178,10 +178,10 @@ MIXTURE = tuple(
 FROZEN = tuple(replace(best_with(gate, n), learned=False) for gate in ("relu", "silu") for n in (1, 4))
 """Random masks that are not learned."""
 OTHERWISE = tuple(
-    replace(best_with(gate, n), **how)
-    for how in ({"continuous": 0.5}, {"flips": 0.2, "mask_lr": 1.0})
+    one
     for gate in ("relu", "silu")
-    for n in (1, 4)
+    for best in (best_with(gate, 1), best_with(gate, 4))
+    for one in (replace(best, continuous=0.5), replace(best, flips=0.2, mask_lr=1.0))
 )
 """Masks that learn otherwise than by AdamW on logits with hard masks: they are continuous in the first half of the
 steps, or have a budget of flips. With our recipe, about 15% of the bits differ from the start at the end."""

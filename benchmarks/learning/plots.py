@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import plots
 from benchmarks.learning.claims import CONFIDENCE, GELU, deviation, losses_of
@@ -163,7 +163,7 @@ def pareto(found: Sequence[Finished]) -> Figure:
         for name, (style, belongs) in families().items():
             own = [one for one in points if belongs(one.recipe)]
             places = [getattr(one, cost) for one in own], [one.loss for one in own]
-            look = {"color": style.color, "marker": style.marker, "markersize": 4, "linestyle": "none"}
+            look: Any = {"color": style.color, "marker": style.marker, "markersize": 4, "linestyle": "none"}
             axes.errorbar(*places, [one.noise for one in own], elinewidth=0.4, label=name, **look)
         best = frontier((getattr(one, cost), one.loss) for one in points)
         if best:
