@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.learning.corpus import Corpus, Sizes
-from benchmarks.learning.experiments import EXPERIMENTS, chosen
+from benchmarks.learning.experiments import EXPERIMENTS, USUAL, chosen
 from benchmarks.learning.recipe import CONTEXT, SEQUENCES, Recipe
 from benchmarks.learning.training import Training, keep_all_graphs
 from benchmarks.records import environment, parser_of, read_table, write_table
@@ -91,6 +91,6 @@ def measure(recipes: Iterable[Recipe], out: Path, resume: bool = False) -> None:
 
 if __name__ == "__main__":
     parser = parser_of(__doc__, resume=True)
-    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=USUAL, metavar="NAME")
     options = parser.parse_args()
     measure(chosen(options.only), options.out, options.resume)

@@ -25,6 +25,8 @@ from benchmarks.records import read_table
 from mglu_ops.nn.leveling import glu_level_gain, level_gain, lu_level_gain
 
 RESULTS = Path("benchmarks/results/learning")
+TEXT_RESULTS = Path("benchmarks/results/learning_text")
+"""The results of the experiment `text`, which reads another corpus than all others."""
 SEEDS = (0, 1, 2)
 SWIGLU = Recipe("glu")
 PAPER = Recipe("mglu")
@@ -161,6 +163,14 @@ The times are those in `learning_cost.csv`. SwiGLU's grow by 4.1 ms a unit of wi
 that size have in common. Those of masks grow from there to their time at a width of 1. ReLU squared is taken to cost
 as much as GELU, and to grow by two thirds of SwiGLU's slope, since it has two matrices instead of three. Widths are
 multiples of 1/16, so that the kernels have whole tiles."""
+TEXT = {
+    size: tuple(
+        replace(one, size=size, megabytes=megabytes)
+        for one in (leveled_glu("silu"), RELU_SQUARED[1], best_with("relu", 1), best_with("relu", 4))
+    )
+    for size, megabytes in {"25M": 60.0, "90M": 120.0, "300M": 240.0}.items()
+}
+"""Size to layers of equal width, and ReLU squared with as many bytes as SwiGLU; the text grows with the model."""
 MIXTURE = tuple(
     replace(one, experts=8, active=2)
     for one in (
@@ -324,8 +334,12 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     ],
     # Mixtures of 8 experts, 2 of them active, at equal width and at equal bytes of experts.
     "mixture": seeds(MIXTURE),
+    # Larger models and three kinds of text.
+    "text": [*seeds(TEXT["25M"]), *seeds(TEXT["90M"], SEEDS[:2]), *TEXT["300M"]],
 }
-"""Name to runs. A run in several experiments is trained once."""
+"""Name to runs. A run in several experiments of the same text is trained once."""
+USUAL = [name for name in EXPERIMENTS if name != "text"]
+"""The experiments that read one corpus, whose results are in RESULTS."""
 
 
 def chosen(names: Iterable[str]) -> list[Recipe]:
@@ -372,7 +386,7 @@ def main() -> None:
     parser.add_argument(
         "--done", type=Path, nargs="*", default=[RESULTS], help="folders with results that are not repeated"
     )
-    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=USUAL, metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", help="train every run with these seeds instead of its own")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply the text of every run (default: 1)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after about this time")

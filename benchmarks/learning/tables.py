@@ -14,7 +14,16 @@ from typing import Any
 
 from benchmarks.frames import form, markdown
 from benchmarks.learning import cost
-from benchmarks.learning.experiments import BEST, EXPERIMENTS, RESULTS, SWIGLU, same_load, same_training
+from benchmarks.learning.experiments import (
+    BEST,
+    EXPERIMENTS,
+    RESULTS,
+    SWIGLU,
+    TEXT_RESULTS,
+    USUAL,
+    same_load,
+    same_training,
+)
 from benchmarks.learning.recipe import KINDS, SIZES, SLOPE, Recipe
 from benchmarks.records import read_table
 
@@ -61,14 +70,14 @@ def recipe_of(facts: Mapping[str, str]) -> Recipe:
     return Recipe(**values)
 
 
-def runs(results: Path) -> list[Finished]:
-    """All finished runs.
+def runs(results: Path, name: str = RESULTS.name) -> list[Finished]:
+    """All finished runs whose results are in a folder of this name.
 
     Raises:
         FileNotFoundError: no run is finished.
         ValueError: the runs read different texts.
     """
-    folder, costs = results / RESULTS.name, results / f"{cost.NAME}.csv"
+    folder, costs = results / name, results / f"{cost.NAME}.csv"
     ms = {row["name"]: float(row["ms"]) for row in read_table(costs)[1]} if costs.is_file() else {}
     found = []
     for facts, rows in map(read_table, sorted(folder.glob("*.csv"))):
@@ -124,16 +133,18 @@ def experiment(results: Path, name: str) -> str:
     """The table of an experiment: a row for each recipe with a finished run, then the names of the other recipes.
 
     'To SwiGLU' is the difference to the mean of the SwiGLU runs of the same size, text and learning rate, in nats a
-    byte. A mean over several seeds is followed by the largest distance between two of them.
+    byte. A mean over several seeds is followed by the largest distance between two of them. With several kinds of text,
+    the loss of each kind follows.
     """
-    found = runs(results)
+    folder = RESULTS.name if name in USUAL else TEXT_RESULTS.name
+    found = runs(results, folder) if name in USUAL or (results / folder).is_dir() else []
     of, lines, missing = by_recipe(found), [], []
     for recipe in dict.fromkeys(replace(one, seed=0) for one in EXPERIMENTS[name]):
         if recipe in of:
             lines.append(cells(of[recipe], of.get(baseline(recipe))))
         else:
             missing.append(label(recipe))
-    parts = [timed_source(found, results)]
+    parts = [timed_source(found, results)] if found else []
     if lines:
         parts.append(markdown(lines[0], [[*one.values()] for one in lines]))
     if missing:
@@ -150,6 +161,11 @@ def cells(seeds: Sequence[Finished], swiglu: Sequence[Finished] | None) -> dict[
         "weights": f"{float(one.facts['weights']) / 1e6:.1f} M",
         "MB a token": f"{one.load:.1f}",
         "nats a byte": f"{mean_loss(seeds):.4f}" + (f" ({max(losses) - min(losses):.4f})" if len(seeds) > 1 else ""),
+        **{
+            column.removeprefix("held_out_"): f"{statistics.fmean(float(run.rows[-1][column]) for run in seeds):.4f}"
+            for column in last
+            if column.startswith("held_out_")
+        },
         "to SwiGLU": f"{mean_loss(seeds) - mean_loss(swiglu):+.4f}" if swiglu and swiglu is not seeds else "",
         "seeds": str(len(seeds)),
         "gate ratio": f"{float(last['gate_ratio']):.3f}" if has_masks else "",

@@ -17,22 +17,29 @@ from benchmarks.records import write_table
 pytest_plugins = ["learning_fixtures"]
 
 
-def finished(folder: Path, one: Recipe, loss: float, device: str = "a GPU", **last: object) -> None:
+def finished(
+    folder: Path, one: Recipe, loss: float, device: str = "a GPU", name: str = "learning", **last: object
+) -> None:
     """Write a result as a run does, without training."""
     facts = {f"recipe.{key}": str(value) for key, value in asdict(one).items()}
     facts |= {"commit": "0123456789", "device": device, "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
     facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
     facts |= {"corpus.held_out_bytes": "5200000", "corpus.held_out_tokens": "1300000", "tflop": "6004"}
     last = {"train": 3.0, "worst": 3.5, "gate_ratios": "[0.5, 0.52]", "agreement": 0.5, "flips": 0.001} | last
-    write_table(
-        [{"step": 10, "megabytes": one.megabytes, "held_out": loss, **last}], facts, folder / "learning", one.name
-    )
+    write_table([{"step": 10, "megabytes": one.megabytes, "held_out": loss, **last}], facts, folder / name, one.name)
 
 
 def test_recipes_survive_their_file(tmp_path, monkeypatch):
-    every = experiments.chosen(experiments.EXPERIMENTS)
+    assert tables.TABLES["learning_text"](tmp_path).startswith("Not run: SwiGLU, initial weights times 1.2574; ReLU")
+    every = experiments.chosen(experiments.USUAL)
     for one in every:
         finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
+    for one in experiments.EXPERIMENTS["text"]:
+        loss = {"held_out_python": 0.7 + one.seed, "held_out_c": 0.8}
+        finished(tmp_path, one, 0.75, name="learning_text", gate_ratio=0.5, flipped=0.1, **loss)
+    head, _, first, *_ = [line.split(" | ") for line in tables.TABLES["learning_text"](tmp_path).splitlines()[2:]]
+    losses = {name: value for name, value in zip(head, first, strict=True) if name in ("python", "c")}
+    assert losses == {"python": "1.7000", "c": "0.8000"}
     monkeypatch.setattr(tables, "runs", cache(tables.runs))  # reading hundreds of files for each table takes a minute
     assert {run.recipe for run in tables.runs(tmp_path)} == set(every)
     older = {f"recipe.{key}": str(value) for key, value in asdict(Recipe("glu")).items() if key != "distilled"}
@@ -174,3 +181,11 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
 @pytest.mark.gpu
 def test_the_kernels_of_a_step_take_milliseconds():
     assert 1 < cost.cost(Recipe("glu", size="10M"), compiled=False) < 1000
+
+
+@pytest.mark.gpu
+def test_other_ways_to_learn_masks_take_about_as_long_as_ours():
+    ours, *others = (
+        cost.cost(Recipe("mglu", n_masks=4, size="10M", **how)) for how in ({}, {"continuous": 0.5}, {"flips": 0.2})
+    )
+    assert all(0.7 < other / ours < 1.5 for other in others), (ours, others)
