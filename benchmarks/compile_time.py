@@ -113,7 +113,7 @@ class Case:
         build: returns the model and its input.
         backend: `inductor` to compile it, or `aot_eager` to trace it only.
         may_report: whether the report may mention products, because they look like a part of an MGLU layer.
-        layers: how many MGLU layers it has, which the pass must fuse; it is then compiled with fusion, too.
+        layers: how many MGLU layers it has, all of which the pass must fuse; 0 to compile without fusion only.
         n_masks: their number of masks.
     """
 

@@ -1,9 +1,9 @@
 """SwiGLU's experts in Triton, in the way of vLLM's fused_moe: tokens sorted into blocks of experts, and one product.
 
 A pair is a token and one of its experts; pair t K + k belongs to the k-th expert of token t. One launch sorts pairs
-into blocks. A block is a fixed number of places for pairs of one expert, the last of which may be empty. The programs
-of the product compute a tile of a block each. In contrast to vLLM's, those of the first half compute gate and value
-together, and activate there.
+into blocks. A block is a fixed number of places for pairs of one expert, the last of which may be empty. Each program
+of a product computes a tile of a block. In contrast to vLLM's kernel, the programs of the first half compute gate and
+value together, and apply the activation.
 """
 
 from __future__ import annotations

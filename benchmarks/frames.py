@@ -20,7 +20,7 @@ EXTRA = ("chosen", "left_out", "peak_mb", "errors", "bits_repeat")
 def load(results: Path, name: str) -> pd.DataFrame:
     """The rows of `<name>.csv` in the folder of the results, whose environment is in `attrs`.
 
-    The columns are those of the file, except that each name in `extra` has a column of its own and `least` is called
+    It has the columns of the file, except that each name in `extra` has a column of its own and `least` is called
     `microseconds`. Two are added: `layer`, such as `8192 x 2048`, and `rate`, in tokens a second.
 
     Raises:
@@ -90,7 +90,7 @@ def share(ours_over_theirs: float) -> str:
 
 
 def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "microseconds") -> pd.Series:
-    """A figure of each row as text; if the row has no time, why it was left out, or "wrong"."""
+    """A figure of each row as text; for a row without a time, the reason (`left_out`), or "wrong"."""
     cells = rows[column].map(form).astype(object)
     return cells.where(rows.microseconds.notna(), rows.left_out.astype(object).fillna("wrong"))
 

@@ -197,7 +197,7 @@ def bench(
 ) -> list[Row]:
     """Measure a problem by `rounds` timed calls of each form, and return a row for each form.
 
-    `sizes` are those of the model as in `LlamaConfig`, by default of `MODELS[problem.name]`. On a CPU, which shows that
+    `sizes` are the model's sizes as in `LlamaConfig`, by default `MODELS[problem.name]`. On a CPU, which shows that
     everything works, nothing is compiled.
     """
     sizes = sizes or MODELS[problem.name]

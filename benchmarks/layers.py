@@ -38,8 +38,8 @@ def mglu(x: Tensor, weight: Tensor, packed: Tensor) -> Tensor:
 class Layers:
     """Distinct layers of one shape: MGLU has a weight and masks, SwiGLU has the weights of two MGLU layers.
 
-    There are `count` MGLU layers, by default as many as take more than a gigabyte together with their results. `dtype`
-    is that of x and of dense weights.
+    There are `count` MGLU layers, by default as many as take more than a gigabyte together with their results. x and
+    dense weights have `dtype`.
 
     Attributes:
         x: the input `[tokens, h]`, the same for all layers.

@@ -222,7 +222,7 @@ def draw(results: Path, out: Path) -> list[Path]:
     """Draw every plot whose results are in `results` into the folder `out`, as SVG.
 
     Raises:
-        FileNotFoundError: there are no results.
+        FileNotFoundError: no results were found.
     """
     paths = []
     for name, (tables, picture) in PLOTS.items():

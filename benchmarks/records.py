@@ -40,7 +40,7 @@ class Row:
         in_features: columns of the weight.
         n_masks: number of masks; 0 for a layer without masks.
         dtype: of x and the weight.
-        microseconds: median time per layer, or per call; NaN if the result was wrong, or if the row is left out.
+        microseconds: median time per layer, or per call; NaN if the result was wrong, or nothing was measured.
         spread: distance between the quartiles of the times, in microseconds.
         fraction_of_ceiling: time of the read ceiling divided by this one's; NaN if there is none.
         error: norm of the error relative to the norm of the float64 result; NaN if there is nothing to compare.

@@ -181,7 +181,7 @@ def select(names: Sequence[str]) -> dict[str, Suite]:
     """The suites of these names; without names, all suites that can run here.
 
     Raises:
-        SuiteError: a name is unknown, a named suite cannot run here, or there is no GPU to measure.
+        SuiteError: a name is unknown, a named suite cannot run here, or a GPU is missing.
     """
     if unknown := [name for name in names if name not in SUITES]:
         raise SuiteError(f"no suite is named {', '.join(unknown)}; there are {', '.join(SUITES)}")
@@ -213,7 +213,7 @@ def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
         The number of rows whose result was wrong.
 
     Raises:
-        SuiteError: as in `select`, or there are no results to make tables or plots from.
+        SuiteError: as in `select`, or results to make tables or plots from are missing.
     """
     wrong: list[Row] = []
     for name, suite in select(names).items():

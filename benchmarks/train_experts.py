@@ -60,7 +60,8 @@ MODELS = {
 class Problem:
     """Experts of a model, the loads of the experts, and a number of tokens, each with `top_k` rows.
 
-    Balanced experts are drawn with equal probability, those of `zipf` in proportion to 1, 1/2, 1/3 and so on.
+    With `balanced` loads, experts are drawn with equal probability; with `zipf`, in proportion to 1, 1/2, 1/3 and so
+    on.
     """
 
     model: str

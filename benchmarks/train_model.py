@@ -170,7 +170,7 @@ def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[
 def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
-    """Measure one problem and return a row for each model; the arguments are those of `train.bench`."""
+    """Measure one problem and return a row for each model; `train.bench` describes the arguments."""
     release(device)
     found, columns, distance = trainings(problem, device)
     release(device)

@@ -71,7 +71,7 @@ class Layer:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the weight and the masks are those of experts, `[E, out_features, in_features]`."""
+        """Whether weight and masks belong to experts, and the weight is `[E, out_features, in_features]`."""
         return holds_experts(self.weight)
 
     @property

@@ -291,7 +291,7 @@ def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[N
 
 
 def _pack(graph: Graph, layer: Layer, packing: torch._ops.OpOverload, masks: Node) -> Node:
-    """Pack masks `[n_masks, ...]`, or those of experts `[E, n_masks, ...]` as the rows of one layer."""
+    """Pack masks `[n_masks, ...]`, or the masks `[E, n_masks, ...]` of experts as the rows of one layer."""
     masks = _transpose(graph, layer, masks)
     if not layer.is_of_experts:
         return graph.call_function(packing, (masks,))
@@ -343,7 +343,7 @@ def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
 
 
 def _dim_of_masks(layer: Layer) -> int:
-    """The dimension that counts the masks where they are stacked: after that of the experts."""
+    """The dimension that counts the masks where they are stacked; with experts, the second."""
     return 1 if layer.is_of_experts else 0
 
 

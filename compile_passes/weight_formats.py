@@ -299,7 +299,7 @@ def _applied(node: Node, values: tuple[float, ...]) -> tuple[float, ...] | None:
     item, dtype = _read_by(node)[0], dtype_of(node)
     before = dtype_of(item)
     assert before is not None and dtype is not None, "they have been compared"  # noqa: PT018
-    if symbol_of(node) in _CASTS:  # not run as it is, since it may name a device
+    if symbol_of(node) in _CASTS:  # not run unchanged, since it may name a device
         cast = [number for value in values if (number := as_dtype(value, dtype)) is not None]
         return tuple(cast) if len(cast) == len(values) else None
     result = evaluate(node, {item: Operand(values, before)}, dtype)
@@ -307,7 +307,7 @@ def _applied(node: Node, values: tuple[float, ...]) -> tuple[float, ...] | None:
 
 
 def _is_unpacked(stored: Tensor, codes: Tensor, functions: Sequence[tuple[float, ...]]) -> bool:
-    """Whether elements, as `_from_bytes` describes them, are those that `int4_group` unpacks from bytes."""
+    """Whether elements, as `_from_bytes` describes them, are what `int4_group` unpacks from bytes."""
     octets, one = torch.arange(256, dtype=_PACKED.dtype, device="cpu"), torch.ones(256, 1, device="cpu")
     for column, wanted in enumerate(_PACKED.dequantize(octets[:, None], one, torch.float32).T.tolist()):
         right = [i for i, values in enumerate(functions) if list(values) == wanted]

@@ -61,7 +61,7 @@ def check_inputs(x: Tensor, weight: Tensor, weight_format: WeightFormat = FORMAT
 
 
 def check_scale(weight: Tensor, scale: Tensor | None, weight_format: WeightFormat) -> None:
-    """Check that the scales are those of a weight of this format, on its device."""
+    """Check that a weight of this format has such scales, on its device."""
     where = f"for weight_format={weight_format.name!r}"
     if weight_format.is_dense:
         if scale is not None:

@@ -168,10 +168,10 @@ class ExpertCall:
 
     Attributes:
         layer: one expert's call with the number of rows that an expert has if all have as many. Its alignments hold for
-            every expert. For `experts_down` it has no masks, x is y, and out_features are those of the result.
+            every expert. For `experts_down` it has no masks, x is y, and out_features is the last size of the result.
         experts: E.
         rows: S, the rows of all experts together, with those that belong to none.
-        top_k: K, the rows of a token. None if the rows are sorted, and `offs` tells where those of an expert end.
+        top_k: K, the rows of a token. None if the rows are sorted, and `offs` tells where each expert's end.
         index_dtype: the dtype of the ids or offs.
         weight_stride: elements of the stored weight from one expert to the next.
         masks_stride: likewise for the packed masks.
@@ -258,7 +258,7 @@ class ExpertCall:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the rows are sorted by expert, and `offs` tells where those of an expert end."""
+        """Whether the rows are sorted by expert, and `offs` tells where each expert's end."""
         return self.top_k is None
 
     @property

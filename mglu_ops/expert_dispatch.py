@@ -102,7 +102,7 @@ def repeat(given: ExpertArguments) -> Tensor | None:
 def forward(given: ExpertArguments, *, backend: str | None = None, launch: Any = None) -> Tensor:
     """The result of a call whose arguments have been checked.
 
-    `backend` and `launch` are those of `dispatch.forward`, as are the errors.
+    `backend`, `launch` and the errors are as in `dispatch.forward`.
     """
     call = ExpertCall.of(given)
     if backend is not None:

@@ -30,7 +30,7 @@ replay with others.
 
 Gradients: `grouped_forward_ste` of x, weight, mask_logits and mask_weights; `grouped_forward` of x, of a dense weight
 and of mask_weights; `experts_forward`, which is for inference, of x and mask_weights; `experts_down` of y, of a dense
-weight and of expert_weights. Partial derivatives and backward are those of `mglu_ops.ops` for each expert's rows.
+weight and of expert_weights. Partial derivatives and backward are as in `mglu_ops.ops`, for each expert's rows.
 """
 
 from __future__ import annotations
@@ -479,4 +479,4 @@ for _op in (
     torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
 
 
-from . import flops  # noqa: E402, F401 (it registers formulas for the operators above and those of `ops`)
+from . import flops  # noqa: E402, F401 (it registers formulas for the operators of this module and of `ops`)

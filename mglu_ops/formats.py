@@ -4,7 +4,7 @@ With d = out_features and h = in_features:
 
 | format | weight | weight_scale | bits a weight |
 |---|---|---|---|
-| `dense` | x's dtype `[d, h]` | None | those of x's dtype |
+| `dense` | x's dtype `[d, h]` | None | as x's dtype |
 | `fp8_row` | float8_e4m3fn `[d, h]` | float32 `[d]` | 8 |
 | `fp8_block` | float8_e4m3fn `[d, h]` | float32 `[ceil(d / 128), ceil(h / 128)]` | 8 |
 | `int8_row` | int8 `[d, h]` | float32 `[d]` | 8 |
@@ -64,7 +64,7 @@ class WeightFormat:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the weight is stored as it is, in x's dtype."""
+        """Whether the weight is stored in x's dtype, without scales."""
         return self.dtype is None
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:

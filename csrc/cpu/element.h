@@ -8,7 +8,7 @@ struct Float16 {
     std::uint16_t bits;
 };
 
-// The weights of int8_row, and those of fp8_row in float8_e4m3fn.
+// The weights of int8_row, and of fp8_row (float8_e4m3fn).
 struct Int8 {
     std::int8_t bits;
 };

@@ -39,7 +39,7 @@ constexpr bool has_row_scales(WeightFormat format) {
 // the weight has row scales, else float32.
 Status forward_decoded(const Forward& call, ParallelFor parallel_for, ForwardFunction run);
 
-// Each function takes a checked, non-empty call whose instruction set runs here, with a dense weight. Those of AVX2,
+// Each function takes a checked, non-empty call whose instruction set runs here, with a dense weight. AVX2,
 // AVX-512 and AVX512-BF16 also take a few tokens with a weight in 8 bits and scales of rows. The last two take only
 // bfloat16.
 Status forward_portable(const Forward& call, ParallelFor parallel_for);

@@ -21,7 +21,7 @@ constexpr int chains_for(int masks, int tokens) {
     return kSumsValues<E> ? 1 : 4 * sums <= kSumRegisters ? 4 : 2 * sums <= kSumRegisters ? 2 : 1;
 }
 
-// The sums of one row. E is the type of x, W that of the weights.
+// The sums of one row. E is the type of x, W the type of the weights.
 template <class E, class W, int Tokens, int Masks>
 struct RowSums {
     static constexpr int kVecs = vecs_for(Masks), kChains = chains_for<E>(Masks, Tokens), kOctets = kOctetsAtOnce<E>;

@@ -11,7 +11,7 @@ MGLU_INLINE Mask load_mask_of_16(const std::uint8_t* bits, std::int64_t n_masks)
     return static_cast<Mask>(bits[0] | bits[n_masks] << 8);
 }
 
-// The sums of one row. E is the type of x, W that of the weights.
+// The sums of one row. E is the type of x, W the type of the weights.
 template <class E, class W, int Tokens, int Masks>
 struct RowSums : MaskSums<kSumsValues<E>, Tokens, Masks> {
     using Sums = MaskSums<kSumsValues<E>, Tokens, Masks>;

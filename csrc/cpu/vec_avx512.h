@@ -92,7 +92,7 @@ MGLU_INLINE Vec load_octet(const Float16* p) {
     return {_mm512_cvtph_ps(_mm256_broadcastsi128_si256(bits))};
 }
 
-// Converts sixteen weights in 8 bits; their type is that of the pointer.
+// Converts sixteen weights in 8 bits; the pointer has their type.
 MGLU_INLINE Vec floats_of(const Int8*, __m128i bytes) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))}; }
 MGLU_INLINE Vec floats_of(const Fp8*, __m128i bytes) {  // as to_float; bit 14 is a copy of the sign first
     const __m256i bit_14 = _mm256_set1_epi16(0x4000);

@@ -145,7 +145,7 @@ struct OctetMasks {
     }
 };
 
-// A group whose elements are those of `whole` where `part` is zero, and zero where `part` has the same element.
+// The elements of `whole` where `part` is zero, and zeros where `part` has the same elements.
 template <int kType, int kColumns>
 __device__ __forceinline__ Group<kType, kColumns> without(const Group<kType, kColumns>& whole,
                                                           const Group<kType, kColumns>& part) {

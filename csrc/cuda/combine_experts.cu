@@ -1,5 +1,5 @@
 // Adds the experts' products of each token with their weights, in the order of k: out[t] = sum_k expert_weights[t, k]
-// products[t, k], without the pairs whose id is no expert. It follows experts_down.cu, or a library's grouped products.
+// products[t, k], without the pairs whose id is out of range. It follows experts_down.cu, or a library's grouped products.
 #include "element.cuh"
 #include "expert_items.cuh"
 #include "params.cuh"

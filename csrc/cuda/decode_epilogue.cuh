@@ -31,7 +31,7 @@ struct EpilogueShape {
     // Whether neighbouring threads have neighbouring rows, and write them together.
     static constexpr bool kRowsFirst = kRowsFirst_;
 
-    // Where a sum lies among those of its product. The threads of a warp write and read different banks.
+    // Where a sum lies among the sums of its product. The threads of a warp write and read different banks.
     static __device__ __forceinline__ int place_of_sum(int token, int row) {
         const int place = kRowsFirst ? token * kRows + row : row * kColumns + token;
         return kRowsFirst ? place ^ place / 32 % 4 * 8 : place;

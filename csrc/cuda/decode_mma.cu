@@ -20,8 +20,8 @@
 // The order of a row's sums depends on in_features and on the launch configuration, not on the other tokens.
 //
 // W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row is copied to shared memory at
-// the start and multiplies the row's sums at the end; that of a block or of a group multiplies the sums of its 128
-// columns.
+// the start and multiplies the row's sums at the end; the scale of a block or of a group multiplies the sums of its
+// 128 columns.
 //
 // Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight 16-byte aligned, rows of masks aligned to
 // MGLU_MASK_VECTOR and contiguous, out_features >= 16.

@@ -2,7 +2,7 @@
 // tokens, which takes longer where there are many (tile_wgmma.md).
 //
 // Each thread decodes one vector of 16 bytes. The result is contiguous and has the scales of W: p.out, [out_features]
-// [in_features]. Requirements: those of tile_wgmma.
+// [in_features]. Requirements: as for tile_wgmma.
 #include "weight_format.cuh"
 
 namespace mglu {

@@ -19,8 +19,8 @@ struct PairRange {
     u16 count;
 };
 
-// The items of all pairs that have an expert. Those of one token are its pairs, in order. Otherwise pairs are sorted by
-// expert and number, so that all blocks divide them into the same items.
+// The items of all pairs that have an expert. For one token, its pairs in order. Otherwise pairs are sorted by expert
+// and number, so that all blocks divide them into the same items.
 template <int kTokens, int kWarps>
 class ExpertItems {
     static constexpr int kSortingWarps = kWarps < 4 ? kWarps : 4;

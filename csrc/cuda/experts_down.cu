@@ -10,7 +10,7 @@
 // For one token (kTokens == 1) a unit is a tile of rows with all experts of the token, whose sums the block adds with
 // their weights in the order of k, and writes the result. The kTeams teams of a block, each with a ring of its own,
 // divide the stages. For more tokens the block writes the sums of each pair in float32, and combine_experts.cu adds
-// those of a token.
+// the sums of a token.
 //
 // The sums of a row depend on in_features and on the launch configuration, not on the other rows of its item.
 //
@@ -70,7 +70,7 @@ static_assert(kColumns == kScaledTogether, "a stage has one group of columns");
 
 __device__ __forceinline__ constexpr int permuted_step(int row) { return kBits == 4 ? row / 2 % 4 : row % 4; }
 
-// The scale of a row of an expert's weight in the first stage. Where columns have scales, that of the next stage follows.
+// The scale of a row of an expert's weight in the first stage. Where columns have scales, the next stage's follows.
 __device__ __forceinline__ const u8* first_scale(const DownParams& p, int expert, int row) {
     const int groups = (p.in_features + kColumns - 1) / kColumns;
     const i64 place = kScalesRows<kFormat>                 ? row

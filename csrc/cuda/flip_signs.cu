@@ -2,7 +2,7 @@
 // GEMM (training.md). F_i is -1 where M_i = 1 and 1 elsewhere, so that a product with it flips sign bits, in float16
 // and bfloat16 alike. With MGLU_PARTS it writes M_i * W and (1 - M_i) * W for every mask instead.
 //
-// The rows of W are those of all experts, one expert after the other. Each expert has its own stack of matrices. A
+// W holds the rows of all experts, one expert after the other. Each expert has its own stack of matrices. A
 // layer without experts is one expert.
 //
 // The kernel is bound by its writes; W and the mask bits are read once.

@@ -1,4 +1,4 @@
-// Groups the rows of a call of experts by expert, and divides those of each expert into items (work.cuh), in one block.
+// Groups the rows of a call of experts by expert, and divides each expert's rows into items (work.cuh), in one block.
 //
 // From ids: a stable counting sort. Each warp counts the experts of a range of rows; the sums of these counts, over warps
 // and then over experts, tell where the first row of each warp and expert goes. From offs the rows are sorted already.
@@ -14,7 +14,7 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBatch = 4;  // rows of a lane that are read together
 
-// Replaces each value by that of an operation over all up to there; one warp calls this.
+// Replaces each value by the result of an operation over all values up to it; one warp calls this.
 template <typename Operation>
 __device__ __forceinline__ void scan(int* values, int count, Operation operation) {
     const int lane = threadIdx.x % 32, each = (count + 31) / 32;
@@ -55,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int groups = p.experts + 1;
     int* ends = shared;                // the places where groups end
-    int* item_ends = ends + groups;    // the entries where those of groups end
-    int* counts = item_ends + groups;  // [kWarps][groups]: rows, and then places after those of the warps before
+    int* item_ends = ends + groups;    // the table's entries where groups end
+    int* counts = item_ends + groups;  // [kWarps][groups]: rows, and then each warp's first place
     int* own = counts + warp * groups;
     // The rows of a warp.
     const int range = ((p.rows + kWarps - 1) / kWarps + 31) / 32 * 32;

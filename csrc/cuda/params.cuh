@@ -33,7 +33,7 @@ struct Params {
     int x_is_vectorizable;  // whether x allows 16-byte loads: contiguous rows that start at multiples of 16 bytes
 };
 
-// What a kernel of experts takes beside the parameters of one expert's layer, those of expert 0 (work.cuh).
+// What a kernel of experts takes beside the layer parameters of expert 0 (work.cuh).
 struct ItemParams {
     const void* expert_ids;  // int32 or int64 [tokens][top_k]; read only where blocks find their items themselves
     const int* items;        // what group_tokens wrote: [max_items][4], then the places' rows, [rows]

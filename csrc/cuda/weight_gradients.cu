@@ -7,7 +7,7 @@
 // Where dtypes agree, dW may overwrite D_0 and dlogits_i may overwrite D_i: a thread reads an element before it writes
 // it, and no other thread reads it. Arithmetic is in float32, and each element is read and written once.
 //
-// The rows of W are those of all experts, one expert after the other. Each expert has its own stack of D_i, and of
+// W holds the rows of all experts, one expert after the other. Each expert has its own stack of D_i, and of
 // dlogits_i. A layer without experts is one expert.
 #include "columns.cuh"
 

@@ -109,7 +109,7 @@ class PreparedGroupedForwardTrain(Protocol):
 
 
 class GroupedBackwardArguments(NamedTuple):
-    """The arguments of `mglu::grouped_backward`, in the order of its schema: those of `BackwardArguments` and offs."""
+    """The arguments of `mglu::grouped_backward`, in the order of its schema: `BackwardArguments` and offs."""
 
     grad_output: Tensor
     """`[S, out_features]`."""

@@ -7,7 +7,7 @@ in `mglu_ops.ops`).
 
 With one mask, gate and value are separate products (`_both_products`). They also are for inference on a CPU, where this
 costs up to twice the GEMMs and loses nothing to outliers; float64 has no wider result to protect, and keeps the flips.
-In float32 the sums are no wider than the operands, and the error of a total would enter every gate and value. There,
+In float32 the sums are as wide as the operands, and the error of a total would enter every gate and value. There,
 training on a CPU uses a float64 total (`_smaller_parts`), and a GPU, which may be slow in float64, separate products.
 
 The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps

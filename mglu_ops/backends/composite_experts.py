@@ -80,7 +80,7 @@ class _Blocks:
         sorted_rows = first[:, None] + torch.arange(size, device=offs.device)
         is_used = sorted_rows < ends[of_blocks, None]
         sorted_rows = sorted_rows.clamp_max(rows - 1)
-        # The place of each row: that of its block, and its place there.
+        # The place of each row: its block, and its place there.
         row = torch.arange(rows, device=offs.device)
         expert = torch.searchsorted(ends, row, right=True)
         has_expert, expert = expert < experts, expert.clamp_max(experts - 1)

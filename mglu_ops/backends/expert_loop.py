@@ -32,7 +32,7 @@ _ROWS_KEPT = 1024
 
 
 def layers(prepare: Callable[[LayerCall], P], call: ExpertCall) -> Callable[[int], P]:
-    """A function of an expert's rows that returns what runs its layer; `prepare` is that of a backend for one layer."""
+    """A function of an expert's rows that returns what runs its layer; `prepare` is a backend's, for one layer."""
     layer = call.layer
     if not call.is_sorted:  # then rows are gathered
         layer = replace(layer, x=Layout((layer.in_features, 1)))

@@ -19,7 +19,7 @@ def run(
 
     Args:
         commands: programs with their arguments.
-        environment: variables to add to those of this process.
+        environment: variables to add to this process's.
         seconds: how long they may take, all together. Then they are killed as by Ctrl-C.
 
     Returns:

@@ -65,7 +65,7 @@ class Parameters:
         """The struct with these sizes, strides and enumerations; pointers and maps are zeros.
 
         Raises:
-            TypeError: the names are not those of the struct.
+            TypeError: the struct has other names.
         """
         names = self.longs + self.ints
         if values.keys() != set(names):

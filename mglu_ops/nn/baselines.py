@@ -66,7 +66,7 @@ class GLU(nn.Module):
 
 
 class LU(nn.Module):
-    """`act(x W^T + b)`: the linear unit without a gate. Its arguments are those of `GLU`.
+    """`act(x W^T + b)`: the linear unit without a gate. It takes the arguments of `GLU`.
 
     Attributes:
         up_proj: `nn.Linear(in_features, out_features, bias)`, W and b.

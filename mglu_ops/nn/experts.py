@@ -65,7 +65,7 @@ class _Experts(MaskedLinear):
             check_masks_in_use(self, self.packed_masks)
 
     def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
-        """What this rank holds of a DTensor, if the layer is divided over ranks; otherwise the tensor as it is.
+        """What this rank holds of a DTensor, if the layer is divided over ranks; otherwise the tensor, unchanged.
 
         Of the gradient of a tensor that all ranks hold, each rank computes one term of a sum. The gradient of what only
         this rank holds has the tokens of all ranks; if these are their own, it is averaged over the ranks, as
@@ -95,7 +95,7 @@ class MGLUExperts(_Experts, MGLU):
 
         y[t, k] = MGLU of expert `expert_ids[t, k]` (x[t])
 
-    Options, initial values, checks on loading, `mglu_ops.freeze` and `mglu_ops.quantize` are those of `MGLU`; each
+    Options, initial values, checks on loading, `mglu_ops.freeze` and `mglu_ops.quantize` are as for `MGLU`; each
     expert starts as an `MGLU` of its sizes does. So is the `state_dict`, with num_experts as the first size of all but
     the router of masks, which all experts share.
 
@@ -124,7 +124,7 @@ class MGLUExperts(_Experts, MGLU):
     ) -> None:
         super().__init__(num_experts, in_features, out_features, **options)
 
-    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:  # type: ignore[override] # an MGLU takes no ids
+    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:  # type: ignore[override] # an MGLU has no ids
         """Map x `[..., in_features]` to `[..., K, out_features]`, in x's dtype or under autocast in autocast's.
 
         Nothing waits for the device, and no shape depends on the ids.
@@ -172,7 +172,7 @@ class MGLUExperts(_Experts, MGLU):
 class NaiveMGLUExperts(_Experts, NaiveMGLU):
     """`MGLUExperts` in plain PyTorch: a loop over the experts, and in it `NaiveMGLU`'s loop over the masks.
 
-    Constructor and `state_dict` are like those of `MGLUExperts`, with the options of `NaiveMGLU`. The loop waits for
+    Constructor and `state_dict` are as in `MGLUExperts`, with the options of `NaiveMGLU`. The loop waits for
     the device once for each expert. `mglu_ops.freeze` turns the layer into an `MGLUExperts`.
 
     Args:
@@ -186,7 +186,7 @@ class NaiveMGLUExperts(_Experts, NaiveMGLU):
         ValueError: an argument is out of range or of another type.
     """
 
-    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:  # type: ignore[override] # a NaiveMGLU takes no ids
+    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:  # type: ignore[override] # a NaiveMGLU has no ids
         """Map x `[..., in_features]` to `[..., K, out_features]`.
 
         Raises:
@@ -310,7 +310,7 @@ class MGLUExpertsFeedForward(nn.Module):
 def route(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """The weights in the logits' dtype, and the ids, `[..., top_k]`, of each token's experts.
 
-    The logits are `[..., num_experts]`; the other arguments are those of `MGLUExpertsFeedForward`.
+    The logits are `[..., num_experts]`; `MGLUExpertsFeedForward` describes the other arguments.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     weights, ids = F.softmax(logits, dim=-1, dtype=wide).topk(top_k, dim=-1)

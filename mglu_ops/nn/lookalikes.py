@@ -16,9 +16,9 @@ from .masked_linear import MaskedLinear
 
 
 class Lookalike(NamedTuple):
-    """A module with a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16, of a class outside of this package.
+    """A module of a class outside of this package, with a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16.
 
-    Or with those of E experts, `[E, d, h]` and `[E, n, d, h]`.
+    With E experts, they are `[E, d, h]` and `[E, n, d, h]`.
     """
 
     name: str  # of the module in the model, without wrappers; empty for the model itself

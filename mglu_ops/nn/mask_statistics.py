@@ -41,7 +41,7 @@ def mask_agreement(packed_masks: Tensor, in_features: int) -> Tensor:
     Independent masks with as many ones as zeros agree in half of their bits. Masks that agree in all of them compute
     the same term twice; masks that agree in none exchange gate and value.
 
-    Arguments and errors are those of `gate_ratio`.
+    Arguments and errors are as in `gate_ratio`.
 
     Returns:
         float32 `[n_masks, n_masks]`, symmetric, with ones on the diagonal, on the device of the masks. Nothing
@@ -194,5 +194,5 @@ def _masks_of_logits(owner: nn.Module, name: str) -> _Masks:
 
 
 def _as_one(packed_masks: Tensor) -> Tensor:
-    """The masks of all experts as those of one layer with as many rows."""
+    """The masks of all experts, as if one layer had all their rows."""
     return packed_masks.flatten(0, -3)

@@ -153,7 +153,7 @@ class MaskedLinear(nn.Module):
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The sizes before those of one layer in the shapes of tensors: none, or `num_experts`."""
+        """The first sizes of the tensors, before the sizes of one layer: none, or `num_experts`."""
         return () if self.num_experts is None else (self.num_experts,)
 
     @property

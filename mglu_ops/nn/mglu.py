@@ -35,7 +35,7 @@ class MGLU(MaskedLinear):
 
     The weight of a layer with fixed masks may be stored in 8 or 4 bits, with its scales in `weight_scale`, which is
     then in the `state_dict` too. `to(dtype)`, `half()` and their like do not cast the two. `load_state_dict`, with any
-    options, refuses them if their dtype or shape is not that of `weight_format`, or if one comes without the other.
+    options, refuses them if their dtype or shape does not fit `weight_format`, or if one comes without the other.
     After other loaders, such as accelerate's, the layer refuses the same when it is used.
 
     Args:
@@ -53,7 +53,7 @@ class MGLU(MaskedLinear):
             (`mglu_ops.formats`), which need `learnable_masks=False`. The layer then takes x in float16, bfloat16 or
             float32, computes its gradient, and has no gradient of the weight. `mglu_ops.quantize` makes such a layer
             of a frozen one; this argument, one to load a checkpoint into.
-        activation_format: `dense` to multiply x as it is. `fp8_token`, with weights in `fp8_row` or `fp8_block`, rounds
+        activation_format: `dense` to multiply x itself. `fp8_token`, with weights in `fp8_row` or `fp8_block`, rounds
             x to fp8 with one scale a token at each call, for inference only (`mglu_ops.quantize`). It is not in the
             `state_dict`; the attribute of this name may be changed at any time.
         save_activations: whether a forward pass with gradients keeps n_masks + 1 tensors of the result's size and dtype
@@ -76,7 +76,7 @@ class MGLU(MaskedLinear):
         ValueError: an argument is out of range or of another type.
     """
 
-    _leading_names: ClassVar[tuple[str, ...]] = ()  # of the sizes before those of one layer
+    _leading_names: ClassVar[tuple[str, ...]] = ()  # of the sizes in `leading`
     save_activations: bool = True  # also for a NaiveMGLU that `freeze` turned into an MGLU
 
     def __init__(
@@ -167,7 +167,7 @@ class MGLU(MaskedLinear):
         """Map x `[..., in_features]` to `[..., out_features]`, in x's dtype or under autocast in autocast's.
 
         Raises:
-            TypeError: x is not a dense tensor, or its dtype differs from that of a dense weight, without autocast; or a
+            TypeError: x is not a dense tensor, or without autocast its dtype differs from a dense weight's; or a
                 weight or scales that were not loaded by `load_state_dict` have another dtype than the weight format's.
             ValueError: x is on another device than weight, or its last size is not in_features; packed masks, a weight
                 or scales that were not loaded by `load_state_dict` have another shape than the layer's, or padding of

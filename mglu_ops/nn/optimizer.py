@@ -66,7 +66,7 @@ def parameter_groups(
         TypeError: `model` is not an `nn.Module`, a rate or the decay is not a number, or `mask_logits` is not as above.
         ValueError: a rate or the decay is negative or not finite, a name in `mask_logits` fits no parameter, a
             parameter has no shape yet (lazy modules), a module is a `FullyShardedDataParallel` (which flattens
-            parameters, so that norms and weights look alike), or there is no parameter to train.
+            parameters, so that norms and weights look alike), or no parameter can be trained.
     """
     check_model(model)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):

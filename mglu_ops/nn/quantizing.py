@@ -58,7 +58,7 @@ def quantize(
     Args:
         model: any module; the root may itself be an `MGLU`.
         weight_format: `fp8_row`, `fp8_block`, `int8_row`, or `int4_group`, which needs an even in_features.
-        activation_format: `dense` to multiply x as it is, or `fp8_token`, for `fp8_row` and `fp8_block`.
+        activation_format: `dense` to multiply x itself, or `fp8_token`, for `fp8_row` and `fp8_block`.
         skip: names of modules as in `model.named_modules()`, in which `*` stands for anything. An `MGLU` of that name,
             or in a module of that name, keeps its weight. Names have no `_orig_mod`, which `torch.compile` inserts.
 

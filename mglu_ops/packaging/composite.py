@@ -29,7 +29,7 @@ def forward(
     weight_format: str = "dense",
     activation_format: str = "dense",
 ) -> Tensor:
-    """The result `[..., out_features]` in x's dtype; the arguments are those of `mglu::forward`."""
+    """The result `[..., out_features]` in x's dtype; the arguments are as in `mglu::forward`."""
     if activation_format != "dense":
         x = round_activation(x)
     if weight_scale is not None:
@@ -58,7 +58,7 @@ def _gates_and_values(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Iterat
 
 
 def _mask(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
-    """Mask `index` as bool `[out_features, in_features]`. In a generated kernel it takes no memory."""
+    """Mask `index` as bool `[out_features, in_features]`. In a generated kernel it needs no memory."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed_masks.device)
     bits = (packed_masks[:, :, index].unsqueeze(-1) >> shifts) & 1
     return bits.reshape(packed_masks.shape[0], packed_masks.shape[1] * 8)[:, :in_features] != 0

@@ -4,9 +4,9 @@ A C++ compiler that links libstdc++ statically (`-static-libstdc++`, or an insta
 copy of it into the machine code of a package, and the code exports the copy's symbols. A Python process imports torch,
 and with it `libstdc++.so`, in a way that hides their functions from libraries that are loaded later. So the package
 calls the functions of its copy. But the identifiers of locale facets are unique symbols (`STB_GNU_UNIQUE`), of which a
-process has one each: those of `libstdc++.so`. The copy then looks up its facets by identifiers that another library
+process has one each, from `libstdc++.so`. The copy then looks up its facets by identifiers that another library
 numbers, and finds a wrong facet or none. The first `std::regex` of the package does that while it is loaded. Code of
-GCC 12 then throws `std::bad_cast`; that of GCC 13 does not check, and the process ends with a segmentation fault.
+GCC 12 then throws `std::bad_cast`; code of GCC 13 does not check, and the process ends with a segmentation fault.
 
 A C++ program that is linked to libtorch does not hide `libstdc++.so`. There, the package calls its functions too.
 """
@@ -42,7 +42,7 @@ def has_own_libstdcxx(package: Path) -> bool:
 def _exports_libstdcxx(library: IO[bytes]) -> bool:
     """Whether a shared library defines a function of libstdc++ for other libraries.
 
-    False for code of a system that has no ELF files, where a library's symbols do not take part in those of others.
+    False for code of a system without ELF files, where a library's symbols do not replace the symbols of others.
     """
 
     def read(offset: int, size: int) -> bytes:

@@ -52,7 +52,7 @@ def export(
     """Compile a model for inference into a `.pt2` package, which `mglu_ops.load` and C++ programs run.
 
     MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
-    package holds one bit per weight and mask, and no logits. A layer that calls `mglu::forward` itself stays as it is,
+    package holds one bit per weight and mask, and no logits. A layer that calls `mglu::forward` itself is kept,
     with its weight and x in any formats of `mglu_ops.formats`. So do the operators over experts, of which a model that
     learns its masks gets `mglu::grouped_forward`. The model does not change.
 
@@ -80,7 +80,7 @@ def export(
             of `libmglu_ops.so` do not depend on it. Needs nvcc, and a GPU before compute capability 9.0: from there on,
             torch compiles for instructions that later architectures lack.
         strict: raise an error if a layer is recognised and cannot be fused; otherwise such a layer is warned of, and
-            compiled as it is.
+            compiled unfused.
         assume_binary: see `mglu_ops.enable_fusion`. The values of constant masks are checked in any case.
         inductor_options: further settings of Inductor.
 
@@ -92,7 +92,7 @@ def export(
             none of its sizes can vary, or a file cannot be written.
         TypeError: `path` or `weights` is not a path.
         compile_passes.fusion.FusionError: under `strict`, a layer was not fused.
-        BuildError: there is no C++ compiler.
+        BuildError: no C++ compiler was found.
         PackageError: `weights` is a file that `export` did not write, or damaged.
     """
     from ..passes import FusionReport, fuse_exported, layers_of

@@ -127,7 +127,7 @@ def build_targets(
 def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
     """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`.
 
-    Arguments and errors are those of `build_runtime`. A BuildError says that neither NVRTC nor nvcc is here, or that
+    Arguments and errors are as in `build_runtime`. A BuildError says that neither NVRTC nor nvcc is here, or that
     a kernel was refused.
     """
     from ..backends.cuda.compiler import CompileError
@@ -183,7 +183,7 @@ _loaded: dict[str, ctypes.CDLL] = {}
 def load_library(path: str | Path) -> None:
     """Load `libmglu_ops.so` into this process, for packages that call its shims. A second call has no effect.
 
-    The operators stay those of `mglu_ops`, because the library registers only operators that the process lacks.
+    The operators of `mglu_ops` stay, because the library registers only operators that the process lacks.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -161,7 +161,7 @@ class PackageInfo:
     path: str = ""
 
     def texts(self) -> dict[str, str]:
-        """The text that `export` adds to those of the package: all of this but the path, as JSON."""
+        """The text that `export` adds to the texts of the package: all of this but the path, as JSON."""
         values = asdict(self)
         del values["path"]
         return {KEY: json.dumps(values)}

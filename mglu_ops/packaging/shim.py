@@ -1,6 +1,6 @@
 """`mglu::forward` as a C function of libmglu_ops.so, which a package calls without torch's dispatcher and its boxing.
 
-Inductor derives the name of the C function from that of the operator without its namespace: for `forward`, this would
+Inductor derives the name of the C function from the operator's without its namespace: for `forward`, this would
 be `aoti_torch_cpu_forward`, a name that other libraries may use too. So the graph of a package that calls the shim has
 the operator `mglu::mglu_forward` instead, which has the schema of `mglu::forward`, is only compiled and never runs.
 """

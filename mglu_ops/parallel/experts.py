@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..expert_calls import sort_pairs
+from ..expert_calls import inverse_of, sort_pairs
 from ..nn.arguments import check_rows_of_ranks
 from ..nn.experts import GatherRows, MGLUExperts, MGLUExpertsFeedForward, weighted_sum
 from .colwise import place
@@ -115,7 +115,7 @@ def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, exper
     mesh = down_proj.device_mesh
     group, ranks, top_k = mesh.get_group(), mesh.size(), expert_ids.shape[1]
     order, offs = sort_pairs(expert_ids, experts.num_experts)
-    inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    inverse = inverse_of(order)
     to_send = offs.diff(prepend=offs.new_zeros(1))
     to_get = all_to_all_single(to_send, None, None, group)
     counts = torch.stack([to_send, to_get]).view(2, ranks, -1)  # by rank and expert

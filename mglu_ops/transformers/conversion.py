@@ -65,7 +65,7 @@ def from_swiglu(
 
     Raises:
         TypeError: `model` is of another class, or its feed-forward layers have other projections or experts than
-            Transformers makes, such as those of adapters.
+            Transformers makes, such as an adapter's.
         ValueError: the layers have biases or an activation that MGLU does not know, the model is on several devices or
             has no data, or another argument is out of range.
     """

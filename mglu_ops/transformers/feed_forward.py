@@ -30,7 +30,7 @@ class MGLUMoeExperts(nn.Module):
 
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__()
-        is_qwen = isinstance(config, Qwen3MoeConfig)  # where intermediate_size is that of layers without experts
+        is_qwen = isinstance(config, Qwen3MoeConfig)  # where intermediate_size is for layers without experts
         intermediate = config.moe_intermediate_size if is_qwen else config.intermediate_size
         self.mglu = MGLUExperts(config.num_experts, config.hidden_size, intermediate, **options)
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, intermediate))

@@ -106,7 +106,7 @@ class MGLUPreTrainedMixin(_Model):
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save as Transformers does; the configuration says how masks and weights are stored.
 
-        It does so also after `mglu_ops.freeze` and `mglu_ops.quantize`. A folder without README.md gets a model card,
+        This also works after `mglu_ops.freeze` and `mglu_ops.quantize`. A folder without README.md gets a model card,
         which says what to import before loading.
 
         Raises:
@@ -308,7 +308,7 @@ class MGLUMoeModelMixin(MGLUMoePreTrainedMixin, MGLUModelMixin):
 
 
 class MGLUMoeForCausalLMMixin(MGLUMoePreTrainedMixin, MGLULanguageModelMixin):
-    """A language model with MGLU experts, whose forward is that of its base class."""
+    """A language model with MGLU experts, with the forward of its base class."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

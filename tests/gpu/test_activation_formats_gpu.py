@@ -36,7 +36,7 @@ def make(
 
 
 def assert_as_good_as_naive(found: Tensor, given: LayerArguments) -> None:
-    """Compare with the float64 layer of x as it is; where x is rounded to fp8, this error exceeds all others."""
+    """Compare with the float64 layer of the unrounded x; where x is rounded to fp8, this error exceeds all others."""
     exact, naive = naive_error(given)
     assert found.dtype == given.x.dtype
     assert relative_error(found, exact) <= max(NAIVE_FACTOR * naive, BUDGET[found.dtype])

@@ -95,7 +95,7 @@ def test_every_form(name: str) -> None:
 @pytest.mark.parametrize("activation_format", ["dense", "fp8_token"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_weight_format(name: str, activation_format: str) -> None:
-    """out_features are no multiple of the 128 rows of a block's scale."""
+    """With out_features that the 128 rows of a block's scale do not divide."""
     if activation_format != "dense" and not name.startswith("fp8"):
         pytest.skip("x is rounded for weights in fp8")
     for tokens, n_masks in ((5, 1), (60, 4), (90, 8)):

@@ -226,7 +226,7 @@ def test_reentrant_checkpoints_are_refused_with_a_balance(tmp_path: Path) -> Non
 
 
 def test_the_balance_of_experts_is_that_of_transformers() -> None:
-    """`router_aux_loss_coef` of a mixture is of the routers of experts, not of those of masks."""
+    """`router_aux_loss_coef` of a mixture is for the routers of experts, not for routers of masks."""
     model = tiny(**MIXTURE, router_aux_loss_coef=0.5).train()
     output = model(TOKENS, labels=TOKENS)
     assert [logits.shape for logits in output.router_logits] == [(TOKENS.numel(), 4)] * 2

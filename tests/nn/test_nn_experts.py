@@ -86,7 +86,7 @@ def test_results_and_gradients_in_fewer_bits(dtype, learnable_masks):
 @each_kind
 @learned_or_fixed
 def test_an_expert_is_an_mglu(kind, learnable_masks):
-    """So its gradients are that layer's, and those of an expert without rows are zeros."""
+    """So its gradients are that layer's, and an expert without rows has gradients of zeros."""
     layer = kind(4, 21, 12, n_masks=3, top_k=2, learnable_masks=learnable_masks, activation="gelu", dtype=F64)
     x, ids, grad = torch.randn(6, 21, dtype=F64), torch.tensor([0, 3, 0, 1, 3, 3]), torch.randn(6, 12, dtype=F64)
     got = results(layer, x, ids[:, None], grad[:, None])

@@ -55,7 +55,7 @@ def test_a_layer_takes_the_weight_of_torchao_in_its_own_format(weight_format: st
 
 
 def of_dequantized_weight(model: SwiMGLU, config: Any) -> MGLU:
-    """A dense layer with the weight as torchao quantizes and dequantizes that of a linear layer."""
+    """A dense layer with the weight that torchao quantizes and dequantizes in a linear layer."""
     linear = nn.Linear(256, 384, bias=False)
     linear.weight = nn.Parameter(model.mglu.weight.detach().clone())
     torchao.quantize_(linear, config)

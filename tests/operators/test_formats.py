@@ -151,7 +151,7 @@ def test_opcheck(name: str) -> None:
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_x_and_of_mask_weights(name: str, dtype: torch.dtype) -> None:
-    """They are those of the decoded weight, in eager mode and compiled."""
+    """They equal the decoded weight's, in eager mode and compiled."""
     given, _ = stored_layer(name, dtype, 5, 130, 264, 3)
     decoded = FORMATS[name].dequantize(given.weight, given.weight_scale, dtype)
 

@@ -201,7 +201,7 @@ REFUSED = {
     "silu(einsum('eth,edh->edt', x, w * m)) * einsum('eth,edh->edt', x, w * ~m)": "by `einsum`",
     "silu(einsum('eth,eht->et', x, w * m)) * einsum('eth,eht->et', x, w * ~m)": "by `einsum`",
     "silu(einsum('eth,edh,edh->etd', x, w, m.double())) * einsum('eth,edh->etd', x, w * ~m)": "by `einsum`",
-    # One weight, and a stack of its masks that is no stack of experts
+    # One weight, and a stack of its masks, which are not experts
     "silu(x @ (w[0] * m).mT) * (x @ (w[0] * ~m).mT)": "by `matmul`",
     # Experts of a weight that was masked as a whole
     "a, b = w * m, w * ~m; silu(linear(x[0], a[0])) * linear(x[0], b[0])": "by `getitem`",

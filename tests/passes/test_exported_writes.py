@@ -42,7 +42,7 @@ def flip(tensor: Tensor) -> None:
 torch.library.define("mglu_tests::flip_", "(Tensor(a!) mask) -> ()")
 torch.library.impl("mglu_tests::flip_", "CompositeExplicitAutograd", flip)
 
-# Some of these views are no views of every tensor, and no schema tells of which.
+# Some of these are views only of some tensors, and no schema tells of which.
 VIEWS = (
     "{t}",
     "{t}[0]",

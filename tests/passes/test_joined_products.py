@@ -132,7 +132,7 @@ def both(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
 
 
 def beside(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    """A layer, beside which a program has something unusual."""
+    """A layer; the program also has something unusual."""
     return activated(both(x, w, m[0]).chunk(2, 1))
 
 

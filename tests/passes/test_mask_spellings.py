@@ -146,7 +146,7 @@ USED_AS_MASKS: dict[int, tuple[str, ...]] = {
         "of_total(torch.inner(x, w), torch.inner(x, w * m[0]))",
         "of_total(torch.addmm(o.new_zeros(8), x, w.t()), linear(x, w * m[0]))",
         "of_total(einsum('bh,dh->bd', x, w), linear(x, w * m[0]))",
-        # The unmasked weight is no mask of its mask, nor are the branches of a `where`
+        # The unmasked weight does not mask its mask, nor do the branches of a `where` mask each other
         "(of_total(linear(x, w), linear(x, w * m[0])), linear(x, (2 * w) * m[0]))",
         "chosen = where(b[0], w, o).tanh() + where(b[0], w, 1 - o); (gated(x, w * o, b[0], ~b[0]), chosen)",
         # Stacks
@@ -164,7 +164,7 @@ USED_AS_MASKS: dict[int, tuple[str, ...]] = {
     ),
 }
 
-# The reason in the report -> programs of x, w and logits m, which are no masks.
+# The reason in the report -> programs of x, w and logits m, which the programs do not use as masks.
 NOT_USED_AS_MASKS: dict[str, tuple[str, ...]] = {
     "two different masks": (
         "of_weights(x, w * m[0], w * m[1])",

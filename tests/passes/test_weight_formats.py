@@ -301,7 +301,7 @@ UNPACKED: dict[str, Callable[[Tensor], Tensor]] = {
     "a view of the same bytes": lambda q: pairs(q & 15, q >> 4).view(torch.uint8).to(torch.int8) - 8,
     "transposed bytes": lambda q: pairs(q.t() & 15, q.t() >> 4).view(q.shape[0], -1).to(torch.int8) - 8,
 }
-"""Numbers of 4 bits that are not those of the format, not in its columns, or in a view that needs real memory."""
+"""Numbers of 4 bits that the format does not have, or has in other columns, or in a view that needs real memory."""
 
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "another order of rows": lambda q: numbers(q).flip(0),
@@ -352,7 +352,7 @@ def test_scales_that_the_program_rounds_stay_rounded() -> None:
 
 
 def test_one_spelling_of_scales_of_two_shapes() -> None:
-    """The calls are those of a format for `[12, 1]`; for `[2, 6]` they change the order of the scales."""
+    """The calls spell a format for `[12, 1]`; for `[2, 6]` they change the order of the scales."""
     function = layer(lambda q, s, dtype: q.to(dtype) * s.t().reshape(-1)[:, None])
     for shape in ((12, 1), (2, 6)):
         given = arguments("int8_row")
@@ -543,7 +543,7 @@ def test_shards_of_rows(mesh: DeviceMesh, name: str, wanted: str, decode: Decode
 
 
 class OfRows(Tensor):
-    """A weight in the format of rows that decodes itself wherever it is used, as those of torchao do."""
+    """A weight in the format of rows that decodes itself wherever it is used, as torchao's weights do."""
 
     q: Tensor
     s: Tensor

@@ -20,7 +20,7 @@ def run_example(name: str, *arguments: str | Path, **environment: str) -> subpro
 @needs_compiler
 @pytest.mark.long
 def test_a_block_is_exported_and_run_in_cpp(tmp_path: Path) -> None:
-    arguments = ("--hidden", "32", "--intermediate", "64", "--n-masks", "2", "--flag=-O0")
+    arguments = ("--hidden", "32", "--intermediate", "64", "--n-masks", "2")
     process = run_example("export_cpp.py", "--out", tmp_path, *arguments)
     assert process.returncode == 0, process.stderr
     assert "agree with PyTorch's, for 1, 7 and 64 tokens" in process.stdout

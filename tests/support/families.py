@@ -21,7 +21,7 @@ def family(
         *axes: the values of each parameter.
         fits: whether a combination makes sense.
         most: the most combinations with one value of the longest axis.
-        one_in: if given, one in so many values of the first axis has a quick combination.
+        one_in: if given, the first of every `one_in` values of the first axis has a quick combination.
     """
     lists = [list(axis) for axis in axes]
     longest = max(range(len(lists)), key=lambda axis: len(lists[axis]))

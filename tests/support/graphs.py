@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from budgets import BUDGET, relative_error
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from compile_passes.fusion import fuse_graph
+from compile_passes import view
+from compile_passes.fusion import _no_new_guards, fuse_graph
+from compile_passes.memory import Memory
 from compile_passes.report import FusionReport
 from compile_passes.rules import Rule
 from compile_passes.symbols import as_call
@@ -43,9 +47,10 @@ class Capture:
         self.before.extend(copy.deepcopy(graph) for graph in _graphs(gm))
         if self.fuse:
             for graph in _graphs(gm):
-                if self.check:
-                    self.decided |= check_rules(graph)
-                fuse_graph(graph, self.report, strict=self.strict, assume_binary=self.assume_binary)
+                with _memory_read_once(graph) if self.check else nullcontext():
+                    if self.check:
+                        self.decided |= check_rules(graph)
+                    fuse_graph(graph, self.report, strict=self.strict, assume_binary=self.assume_binary)
                 graph.lint()
             _recompile(gm)
         self.after.extend(_graphs(gm))
@@ -68,6 +73,15 @@ class Capture:
     @property
     def reasons(self) -> list[str]:
         return [site.reason or "" for site in self.report.missed]
+
+
+@contextmanager
+def _memory_read_once(graph: Graph) -> Iterator[None]:
+    """Let all views of a graph share its memory, which takes longer to find out than a graph takes to fuse."""
+    with _no_new_guards(graph):
+        memory = Memory(graph)
+    with patch.object(view, "Memory", lambda _: memory):
+        yield
 
 
 def _graphs(gm: GraphModule) -> list[Graph]:

@@ -19,7 +19,6 @@ from stored_weights import StoredLayers
 from torch import Tensor, nn
 
 import mglu_ops
-from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, MGLUExpertsFeedForward, NaiveMGLU
 from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import source_directory
@@ -141,7 +140,7 @@ def library() -> Path:
     """`libmglu_ops.so`, built by the command line; `run_package` is beside it."""
 
     def make(folder: Path) -> None:
-        assert main(["build-runtime", "--out", str(folder), "--program", "--flag=-O0"]) == 0
+        python("-m", "mglu_ops", "build-runtime", "--out", folder, "--program")
 
     return kept("library", make) / "libmglu_ops.so"
 

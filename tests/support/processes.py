@@ -18,8 +18,16 @@ BUILT = ROOT / "build" / "tests"
 def run(
     command: Sequence[str | Path], timeout: float = 300, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder with one thread, since tests that run beside it would stall several."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    """Run a command in a folder with one thread, since tests that run beside it would stall several.
+
+    CMake compiles without optimisation and keeps objects (cached_compiler.py).
+    """
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "CMAKE_CXX_COMPILER_LAUNCHER": f"{sys.executable};{Path(__file__).with_name('cached_compiler.py')}",
+    }
     return subprocess.run(
         [str(word) for word in command],
         capture_output=True,

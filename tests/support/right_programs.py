@@ -1,7 +1,7 @@
 """Random MGLU programs that are right, as source with one tensor operation per statement.
 
 `perturbations` inserts other statements between these. `draw(seed)` makes a program from the parts in
-`right_program_parts`; from `EXPERTS` on, the seeds are those of programs with experts.
+`right_program_parts`; from the seed `EXPERTS` on, programs have experts.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def stored_layer(
 
 
 def naive_error(given: LayerArguments) -> tuple[Tensor, float]:
-    """A layer's float64 result from x as it is, and the error of a naive layer that rounds x with amax / 448 to fp8."""
+    """A layer's float64 result from x, and the error of a naive layer that rounds x with amax / 448 to fp8."""
     x, scale = given.x.double(), given.weight_scale
     weight = FORMATS[given.weight_format].dequantize(given.weight, scale, torch.float64)
     masks = unpack(given.packed_masks, given.in_features)

@@ -67,7 +67,7 @@ class LaunchSequence:
         return sum(round_up(copy.nbytes, 16) for copy in self.copies)
 
     def __call__(self, stream: int, pointers: dict[str, int], workspace: int = 0) -> None:
-        """Launch on a stream, with the addresses of all pointers and matrices by name, and that of the workspace.
+        """Launch on a stream, with the addresses of all pointers and matrices by name, and of the workspace.
 
         Raises:
             LaunchError: the driver refused a launch; the context stays usable.

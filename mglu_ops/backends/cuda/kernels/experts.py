@@ -43,7 +43,7 @@ class ExpertLaunch:
     Attributes:
         config: the launch of one item's layer. Its `block_tokens` are the most rows of an item.
         grouped: whether `group_tokens` precedes it. Otherwise blocks find their items themselves, and each row of the
-            result has blocks, of which all but those of an item's first row exit at once.
+            result has blocks, which exit at once unless the row is the first of an item.
     """
 
     config: DecodeItems | Plain

@@ -27,7 +27,7 @@ def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
     """Pack bool masks or logits (`M = logits > 0`) `[n_masks, out_features, in_features]`.
 
     They are float16, bfloat16, float32 or bool, in any strides, on the current device. Masks or logits of up to 65,535
-    experts are `[E, n_masks, out_features, in_features]`; E is the first size of their result, too.
+    experts are `[E, n_masks, out_features, in_features]`; E is also the first size of their result.
 
     Raises:
         CompileError: NVRTC refused the kernel.

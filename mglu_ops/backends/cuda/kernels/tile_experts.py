@@ -136,7 +136,7 @@ class TileItems(ExpertLaunch):
 _ITEMS = {"MGLU_ITEMS": 1}
 
 _MOST_SUMS = 128
-"""Registers of a thread for sums, beside which it keeps an item."""
+"""Registers of a thread for sums; others hold its item."""
 
 
 def _tokens(call: ExpertCall) -> int:

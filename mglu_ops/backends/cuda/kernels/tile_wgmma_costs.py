@@ -153,7 +153,7 @@ _GROUP_US = 3.0
 """Time of `group_tokens`."""
 
 _L2_OF_EXPERTS = 0.8
-"""Bandwidth of L2 for experts, in that of a layer. This and the weights of balanced and exponential loads choose the
+"""Bandwidth of L2 for experts over that for a layer. This and the weights of balanced and exponential loads choose the
 fastest launches of those timed for 24 calls with balanced and skewed loads on an H100 (csrc/cuda/tile_wgmma.md)."""
 
 _DECODE_LAUNCH_US = 2.0
@@ -164,7 +164,7 @@ _FP8 = ProductCosts(100, 60), ProductCosts(13, 32), ProductCosts(10, 135)
 """The costs of products in fp8 as `alone`, `of_rows` and `of_masks`; measured with 1 to 8 masks (tile_wgmma.md)."""
 
 _FP8_COLUMN = 0.85
-"""The time of a product in fp8 for a column of in_features, in those of 16 bits."""
+"""The time of a product for a column of in_features, in fp8 over 16 bits."""
 
 _DECODE_COLUMNS = {"dense": 0, "fp8_row": 20, "fp8_block": 40, "int8_row": 20, "int4_group": 28}
 """The time to decode 64 rows of W for a pass, in columns of tokens; measured with 1 to 8 masks (tile_wgmma.md)."""
