@@ -256,7 +256,7 @@ def tile_of(dtype: torch.dtype, major: int) -> Tile:
     """The tile of products of a dtype on GPUs of a major compute capability, for any of which it has the memory."""
     has_large_tiles = major in (9, 10)
     if dtype is torch.float32:
-        return Tile(128, 128, 64, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)
+        return Tile(128, 128, 32, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)
     return Tile(128, 256, 64, 8, 4) if has_large_tiles else Tile(128, 128, 64, 8, 3)
 
 

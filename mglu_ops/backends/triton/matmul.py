@@ -17,10 +17,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def dot(a, b, total, PRECISION: tl.constexpr = "ieee"):
+def dot(a, b, total, PRECISION: tl.constexpr):
     """`total + a b`; the interpreter holds bfloat16 as integers, and its products of them are wrong.
 
-    PRECISION is Triton's `input_precision`, for float32.
+    PRECISION is Triton's `input_precision`, which only float32 heeds.
     """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
@@ -123,8 +123,8 @@ def matmul_kernel(
             packed = tl.load(m_ptr + offset[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
         packed = tl.reshape(packed, [BLOCK_ROWS, BLOCK_K // 8, MASKS])
         w = w.to(tl.float32).to(x.dtype)  # exact: both 16-bit types hold every number of fp8 and int8
-        total = dot(w, x_again, total)
-        flipped = dot(_flip(w, packed, BLOCK_ROWS, BLOCK_K, MASKS), x, flipped)
+        total = dot(w, x_again, total, "ieee")
+        flipped = dot(_flip(w, packed, BLOCK_ROWS, BLOCK_K, MASKS), x, flipped, "ieee")
 
     t = total[None, :, :]
     f = tl.reshape(flipped, [MASKS, BLOCK_ROWS, BLOCK_TOKENS])
