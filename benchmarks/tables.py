@@ -138,7 +138,7 @@ def activations(rows: pd.DataFrame) -> Iterator[str]:
         yield grid(f"tokens, {layer}", in_order(here, ["tokens", "case"], "n_masks", here.cell))
 
 
-@table("experts", "experts_layer")
+@table("experts", "experts_fp8", "experts_layer")
 def experts(rows: pd.DataFrame) -> Iterator[str]:
     """Layers of experts, with a line for each number of tokens: us, launches if they were counted, how many times the
     read ceiling that is, and how many times as fast as the fastest SwiGLU.
@@ -215,13 +215,27 @@ def overheads(rows: pd.DataFrame) -> Iterator[str]:
 @table("tensor_parallel")
 def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
     """Microseconds per layer on one rank and on several, and how many times as fast several are."""
-    one, several = rows.variant.unique()
     problem = ["layer", "case", "tokens", "n_masks"]
-    time, text = (in_order(rows, problem, "variant", figures) for figures in (rows.microseconds, shown(rows)))
-    gain = (time[one] / time[several]).map(speedup).reindex(text.index)
-    cells = text[one].fillna("") + ", " + text[several].fillna("") + ": " + gain.fillna("")
-    lines = cells.unstack("n_masks", sort=False).rename_axis(index={"case": "work"})
-    yield grid("out x in", lines.rename(columns=f"{one}, {several}, us: n_m = {{}}".format))
+    rows["cell"], alone = shown(rows), rows.variant == rows.variant.iloc[0]
+    one = rows[alone].set_index(problem)[["cell", "microseconds"]].set_axis(["one", "time"], axis="columns")
+    several = rows[~alone].join(one, on=problem)
+    gain = (several.time / several.microseconds).map(speedup).where(several.microseconds.notna(), "")
+    several["cell"] = several.one + ", " + several.cell + ": " + gain
+    lines = in_order(several, ["layer", "case", "tokens", "variant"], "n_masks", several.cell)
+    lines = lines.rename_axis(index={"case": "work", "variant": "on"})
+    yield grid("out x in", lines.rename(columns="one rank, several, us: n_m = {}".format))
+
+
+@table("parallelism", result="tensor_parallel")
+def parallelism(rows: pd.DataFrame) -> Iterator[str]:
+    """The fastest of one rank and several for each layer and number of tokens, and its gain over one rank."""
+    problem = ["layer", "case", "n_masks", "tokens"]
+    is_one = rows.variant == rows.variant.iloc[0]
+    one = rows[is_one].set_index(problem).microseconds.rename("one")
+    best = rows.join(one, on=problem).sort_values("microseconds", kind="stable").drop_duplicates(problem).sort_index()
+    cell = best.variant.where(is_one[best.index], best.variant + ": " + (best.one / best.microseconds).map(ratio))
+    lines = in_order(best, problem[:3], "tokens", cell).sort_index(axis="columns").rename(columns="T = {}".format)
+    yield grid("out x in", lines.rename_axis(index={"case": "work"}))
 
 
 @table("cpu_one_token", "cpu_one_token_xeon", "cpu_tokens", "cpu_tokens_xeon", "cpu_tokens_zen4")

@@ -67,6 +67,20 @@ def errors(rows: pd.DataFrame) -> str:
     return grid("n_m", cells.assign(**{"bits repeat": repeat}))
 
 
+@table("train_experts")
+def train_experts(rows: pd.DataFrame) -> Iterator[str]:
+    """Times of a training step of experts in ms and how far they spread, and the share of the naive layer's memory."""
+    rows["cell"] = shown(rows, ms) + (rows.spread / 1000).map(form(" ±{:.2f}"))
+    wide = rows.pivot(index=["case", "n_masks"], columns="variant")
+    time, peak = wide.microseconds, wide.peak_mb
+    cells = wide.cell.reindex(columns=[NAIVE, TRICK, OPERATOR, SWIGLU]).rename(columns=TIMES).fillna("")
+    for heading, other in (("over naive", NAIVE), ("over five lines", TRICK)):
+        cells[heading] = (time[other] / time[OPERATOR]).map(speedup)
+    cells["memory, of naive"] = (peak[OPERATOR] / peak[NAIVE]).map(share)
+    cells["of five lines"] = (peak[OPERATOR] / peak[TRICK]).map(share)
+    yield grid("experts", cells)
+
+
 @table("train_model")
 def train_model(rows: pd.DataFrame) -> Iterator[str]:
     """Tokens a second and peak memory of a step of whole models."""

@@ -1,9 +1,12 @@
-"""Times a feed-forward layer on several GPUs against one: decoding with frozen masks, and a training step.
+"""Times feed-forward layers and layers of experts on several GPUs against one: inference, and a training step.
 
 torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel --out DIR [--shapes 8192x2048] [--n-masks 1 4]
+    [--mixtures 128x768x2048x8]
 
-Each layer is `down_proj(mglu(x))`, column parallel and then row parallel, with the sum over the ranks. Every rank also
-holds the whole layer and runs it alone. Without GPUs the ranks are CPU processes, which shows that everything works.
+A dense layer is `down_proj(mglu(x))`, column parallel and then row parallel, with the sum over the ranks. A layer of
+experts has its router too; it is divided by experts, by rows, or by experts with tokens of each rank's own. Every rank
+also holds the whole layer and runs it alone. Without GPUs the ranks are CPU processes, which shows that everything
+works.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from __future__ import annotations
 import copy
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,38 +32,79 @@ from benchmarks.harness import Variant, capture, relative_error
 from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import clock_of, under_load
 from benchmarks.train import shape_of
+from benchmarks.train_experts import MODELS, Model
 from mglu_ops.accuracy import ERROR_BUDGET
-from mglu_ops.nn import MGLUFeedForward
-from mglu_ops.parallel import ColwiseMGLU
+from mglu_ops.nn import MGLUExpertsFeedForward, MGLUFeedForward
+from mglu_ops.parallel import ColwiseMGLU, ParallelExperts
 
 Call = Callable[[], object]
 
-SHAPES = ((8192, 2048), (14336, 4096))
+SHAPES = ((14336, 4096), (28672, 8192), (8192, 2048))
+MIXTURES = (MODELS["Qwen3-30B-A3B"],)
 MASKS = (1, 4)
-DECODED = (1, 2, 4, 8, 16, 32, 64)
+FORMATS = ("dense", "fp8_row")
+TOKENS = (1, 8, 8192)
 TRAINED = (8192,)
-ROUNDS = 15
-ROTATED_BYTES = 1e9
-"""Total bytes of the layers that a rank rotates through when it decodes, so that nothing comes from L2."""
+TOKENS_OF_EXPERTS = (1, 32, 256, 8192)
+ROUNDS = 9
+ROTATED_BYTES, ROTATED_BYTES_OF_EXPERTS = 1e9, 3e8
+"""Total bytes of the layers, or of the experts in use, that a rank rotates through, so that nothing comes from L2."""
 SECONDS = 0.02
 """How long a call is repeated before its clock starts, and is then timed."""
-DECODE, TRAIN = "decode", "training step"
+CHECKED = 64
+"""Tokens whose results are compared with float64."""
+INFERENCE, TRAIN = "inference", "training step"
 PROTOCOL = (
-    "down_proj(mglu(x)) in bfloat16; decode: frozen masks, rotating layers > 1 GB a rank, CUDA graphs; training step: "
-    "learned masks, forward and backward, eager; variants in turns whose order changes, all ranks at once; each turn "
-    "repeats its call for 20 ms and is then timed for 20 ms or one call; median over rounds of the slowest rank, us "
-    "per layer"
+    "down_proj(mglu(x)), or a layer of experts with its router, in bfloat16; inference: frozen masks, rotating layers "
+    "> 1 GB a rank or experts in use > 0.3 GB, CUDA graphs (all-to-all: eager); training step: learned masks, forward "
+    "and backward, eager; variants in turns whose order changes, all ranks at once; each turn repeats its call for "
+    "20 ms and is then timed for 20 ms or one call; median over rounds of the slowest rank, us per layer; the tokens "
+    "are those of all ranks together, and gradients of routers are not averaged"
 )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer's shape `(out_features, in_features)` and number of masks, the number of tokens, and what it does."""
+    """A layer and the number of tokens of all ranks together.
 
-    case: str
+    Attributes:
+        work: INFERENCE or TRAIN.
+        shape: `(out_features, in_features)` of the gated projection, or of each expert's.
+        weight_format: how the gated projection is stored.
+        experts: number of experts; 0 for a dense layer.
+        top_k: number of experts of a token.
+    """
+
+    work: str
     shape: tuple[int, int]
     n_masks: int
     tokens: int
+    weight_format: str = "dense"
+    experts: int = 0
+    top_k: int = 0
+
+    @property
+    def case(self) -> str:
+        stored = "" if self.weight_format == "dense" else f", {self.weight_format}"
+        return f"{self.work}{stored}" + (f", {self.experts} experts" if self.experts else "")
+
+    def divisions(self, ranks: int) -> dict[str, Any]:
+        """The plans of `parallelize_module` by name."""
+        if not self.experts:
+            return {f"{ranks} ranks": {"mglu": ColwiseMGLU(), "down_proj": RowwiseParallel()}}
+        return {
+            f"{ranks} ranks, experts": ParallelExperts("experts"),
+            f"{ranks} ranks, rows": ParallelExperts("rows"),
+            f"{ranks} ranks, experts, all-to-all": ParallelExperts("experts", tokens="sharded"),
+        }
+
+    def layers_to_rotate(self, layer: nn.Module, ranks: int) -> int:
+        """How many layers, each divided over the ranks, have as many bytes as are to be rotated through."""
+        own = sum(t.nbytes for t in layer.state_dict().values()) / ranks
+        if not self.experts:
+            return int(ROTATED_BYTES // own) + 1
+        in_use = min(1.0, self.tokens * self.top_k / self.experts)
+        return int(ROTATED_BYTES_OF_EXPERTS // (own * in_use)) + 1
 
 
 @dataclass(frozen=True)
@@ -95,34 +141,51 @@ class Ranks:
 def layer_of(problem: Problem, ranks: Ranks) -> nn.Module:
     """The layer of a problem, with the same random parameters on every rank."""
     d, h = problem.shape
-    layer = MGLUFeedForward(h, d, n_masks=problem.n_masks, device=ranks.device, dtype=torch.bfloat16)
+    kind: dict[str, Any] = {"n_masks": problem.n_masks, "device": ranks.device, "dtype": torch.bfloat16}
+    layer: nn.Module
+    if problem.experts:
+        layer = MGLUExpertsFeedForward(problem.experts, h, d, problem.top_k, **kind)
+        nn.init.eye_(layer.gate.weight)  # see `inputs_of`
+    else:
+        layer = MGLUFeedForward(h, d, **kind)
     for tensor in layer.state_dict().values():
         dist.broadcast(tensor, 0)
-    return mglu_ops.freeze(layer).requires_grad_(False) if problem.case == DECODE else layer
+    if problem.work == TRAIN:
+        return layer
+    mglu_ops.freeze(layer).requires_grad_(False)
+    return layer if problem.weight_format == "dense" else mglu_ops.quantize(layer, problem.weight_format)
 
 
-def parallel(layer: nn.Module, ranks: Ranks) -> nn.Module:
-    """A copy of a layer, divided over the ranks."""
-    return parallelize_module(copy.deepcopy(layer), ranks.mesh, {"mglu": ColwiseMGLU(), "down_proj": RowwiseParallel()})
+def inputs_of(problem: Problem, ranks: Ranks) -> Tensor:
+    """Random x `[tokens, in_features]`, the same on every rank.
 
-
-def decoding(problem: Problem, ranks: Ranks, x: Tensor, whole: nn.Module, is_parallel: bool) -> tuple[Call, int]:
-    """A call that runs as many layers as ROTATED_BYTES needs, the first of them `whole`, and their number.
-
-    On a GPU, the call replays a CUDA graph.
+    The router of experts copies the first features of x: multiples of 1/64 without repetition in a token, so that every
+    dtype and division chooses the same experts, each with the same probability.
     """
-    own = sum(t.nbytes for t in whole.state_dict().values()) // (ranks.mesh.size() if is_parallel else 1)
-    count = int(ROTATED_BYTES // own) + 1 if ranks.device.type == "cuda" else 1
-    every = chain([whole], (layer_of(problem, ranks) for _ in range(count - 1)))
-    layers = [parallel(layer, ranks) if is_parallel else layer for layer in every]
+    x = torch.randn(problem.tokens, problem.shape[1], device=ranks.device)
+    order = torch.rand(problem.tokens, problem.experts, device=ranks.device).argsort(1)
+    x[:, : problem.experts] = order / 64 - 1
+    x = x.bfloat16()
+    dist.broadcast(x, 0)
+    return x
+
+
+def divided(layer: nn.Module, plan: Any, ranks: Ranks) -> nn.Module:
+    """A copy of a layer, divided over the ranks by a plan; without a plan, all of it."""
+    layer = copy.deepcopy(layer)
+    return layer if plan is None else parallelize_module(layer, ranks.mesh, plan, src_data_rank=None)
+
+
+def inference(layers: list[nn.Module], x: Tensor, in_graph: bool) -> Call:
+    """A call that runs all layers; in a graph, the call replays it."""
 
     @torch.no_grad()
     def run(i: int) -> Tensor:
         return finished(layers[i](x))
 
-    if ranks.device.type == "cuda":
-        return capture(Variant("decode", run, count)).replay, count
-    return lambda: [run(i) for i in range(count)], count
+    if in_graph:
+        return capture(Variant(INFERENCE, run, len(layers))).replay
+    return lambda: [run(i) for i in range(len(layers))]
 
 
 def training(x: Tensor, layer: nn.Module) -> Call:
@@ -147,20 +210,25 @@ def finished(tensor: Tensor) -> Tensor:
 
 
 def bench(problem: Problem, ranks: Ranks, rounds: int, seconds: float) -> list[Row]:
-    """Measure a problem on all ranks together, and return one row for a single rank and one for all ranks."""
-    whole = layer_of(problem, ranks)
-    x = torch.randn(problem.tokens, problem.shape[1], device=ranks.device, dtype=torch.bfloat16)
-    dist.broadcast(x, 0)
-    divided = parallel(whole, ranks)
+    """Measure a problem on all ranks together, and return one row for a single rank and one for each division."""
+    whole, x = layer_of(problem, ranks), inputs_of(problem, ranks)
+    exact = copy.deepcopy(whole).double()
     errors, counts, calls = {}, {}, {}
-    for name, layer in {"one rank": whole, f"{ranks.mesh.size()} ranks": divided}.items():
+    for name, plan in {"one rank": None, **problem.divisions(ranks.mesh.size())}.items():
+        exchanges = isinstance(plan, ParallelExperts) and plan.tokens == "sharded"
+        own = x.tensor_split(ranks.mesh.size())[dist.get_rank()] if exchanges else x
+        layer = divided(whole, plan, ranks)
         with torch.no_grad():
-            exact = copy.deepcopy(whole).double()(x.double())
-            errors[name] = ranks.slowest(relative_error(finished(layer(x)), exact))
-        if problem.case == DECODE:
-            calls[name], counts[name] = decoding(problem, ranks, x, whole, layer is divided)
-        else:
-            calls[name], counts[name] = training(x, layer), 1
+            want = exact(own[:CHECKED].double())
+            errors[name] = ranks.slowest(relative_error(finished(layer(own))[:CHECKED], want))
+        if problem.work == TRAIN:
+            calls[name], counts[name] = training(own, layer), 1
+            continue
+        on_gpu = ranks.device.type == "cuda"
+        count = problem.layers_to_rotate(whole, 1 if plan is None else ranks.mesh.size()) if on_gpu else 1
+        layers = [layer, *(divided(whole, plan, ranks) for _ in range(count - 1))]
+        calls[name], counts[name] = inference(layers, own, on_gpu and not exchanges), count
+    del exact
     # A time is the slowest rank's, the same on all ranks, so that they make the same calls in the same order.
     times = under_load(calls, ranks.clock, rounds, seconds, most_seconds=math.inf)
     size, budget = (problem.tokens, problem.shape, problem.n_masks), ERROR_BUDGET[torch.bfloat16]
@@ -171,21 +239,47 @@ def bench(problem: Problem, ranks: Ranks, rounds: int, seconds: float) -> list[R
     return rows
 
 
+def mixture_of(text: str) -> Model:
+    """The sizes of a mixture of experts, written as `128x768x2048x8`."""
+    experts, d, h, top_k = map(int, text.split("x"))
+    return Model(experts, d, h, top_k)
+
+
+def problems(options: Any) -> list[Problem]:
+    """The problems of the command line, dense layers first."""
+    found = []
+    for shape, n_masks in product(options.shapes, options.n_masks):
+        found += [Problem(INFERENCE, shape, n_masks, *rest) for rest in product(options.tokens, options.formats)]
+        found += [Problem(TRAIN, shape, n_masks, tokens) for tokens in options.trained]
+    for (experts, d, h, top_k), n_masks, work in product(options.mixtures, options.n_masks, (INFERENCE, TRAIN)):
+        all_tokens = options.tokens_of_experts
+        found += [Problem(work, (d, h), n_masks, tokens, "dense", experts, top_k) for tokens in all_tokens]
+    return found
+
+
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
+    parser.add_argument("--shapes", type=shape_of, nargs="*", default=SHAPES, metavar="DxH", help="of dense layers")
     parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
-    parser.add_argument("--decoded", type=int, nargs="*", default=DECODED, help="numbers of tokens to decode")
-    parser.add_argument("--trained", type=int, nargs="*", default=TRAINED, help="numbers of tokens of a training step")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="of the weights of dense layers at inference")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="of dense layers at inference")
+    parser.add_argument("--trained", type=int, nargs="*", default=TRAINED, help="tokens of dense layers in training")
+    about = "experts, their out_features and in_features, and the experts of a token"
+    parser.add_argument("--mixtures", type=mixture_of, nargs="*", default=MIXTURES, metavar="ExDxHxK", help=about)
+    parser.add_argument("--tokens-of-experts", type=int, nargs="*", default=TOKENS_OF_EXPERTS, help="in both works")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="how long a turn repeats its call")
+    parser.add_argument("--most-seconds", type=float, default=math.inf, help="after which no further problem begins")
     options = parser.parse_args()
-    work = [*product([DECODE], options.decoded), *product([TRAIN], options.trained)]
     ranks = Ranks.start()
     torch.manual_seed(0)
     rows: list[Row] = []
-    for shape, n_masks, (case, tokens) in product(options.shapes, options.n_masks, work):
-        found = bench(Problem(case, shape, n_masks, tokens), ranks, options.rounds, options.seconds)
+    start = time.perf_counter()
+    for problem in problems(options):
+        if (elapsed := ranks.slowest(time.perf_counter() - start)) > options.most_seconds:
+            print(f"stopped after {elapsed:.0f} s, before {problem}", flush=True)
+            break
+        found = bench(problem, ranks, options.rounds, options.seconds)
         rows += found
         if dist.get_rank() == 0:
             print(*found, sep="\n", flush=True)

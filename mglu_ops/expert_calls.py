@@ -144,9 +144,20 @@ def sort_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         The pairs, int64 `[T K]`, those without an expert last, and offs, int32 `[E]`: the end of each expert's pairs.
     """
     ids = expert_ids.flatten()
-    ids, pairs = torch.where((ids >= 0) & (ids < experts), ids, experts).sort(stable=True)
+    ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    ids, pairs = ids.to(_sorted_dtype(experts, ids.dtype)).sort(stable=True)
     each = torch.arange(experts, dtype=ids.dtype, device=ids.device)
     return pairs, torch.searchsorted(ids, each, right=True, out_int32=True)
+
+
+def _sorted_dtype(experts: int, dtype: torch.dtype) -> torch.dtype:
+    """The narrowest dtype of ids, since a radix sort passes over memory once for each of their bytes."""
+    return torch.int16 if experts <= torch.iinfo(torch.int16).max else dtype
+
+
+def inverse_of(pairs: Tensor) -> Tensor:
+    """The place of each pair in `pairs`, a permutation."""
+    return torch.empty_like(pairs).scatter(0, pairs, torch.arange(len(pairs), device=pairs.device))
 
 
 @dataclass(frozen=True)

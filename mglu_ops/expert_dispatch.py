@@ -15,7 +15,6 @@ from torch import Tensor
 from . import batch_invariance, dispatch
 from .backends import BACKENDS, Backend, composite_experts
 from .backends.base import GroupedBackwardArguments, PreparedExperts
-from .backends.cuda import experts_training
 from .dispatch import (
     CALLS_KEPT,
     NOTICEABLE_WEIGHTS,
@@ -212,10 +211,10 @@ def backward(key: Key | None, arguments: GroupedBackwardArguments) -> tuple[Tens
 
 def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why experts of a dtype cannot be trained on a device, or None if they can."""
-    return experts_training.unsupported_reason(device, dtype) if device.type == "cuda" else None
+    return composite_experts.untrainable_reason(device, dtype) if device.type == "cuda" else None
 
 
 def _untrainable(call: ExpertCall) -> NotImplementedError:
     device, dtype = call.layer.device, call.layer.dtype
-    reason = cuda_backend().unsupported_experts_training_reason(call)
+    reason = composite_experts.untrainable_reason(device, dtype)
     return NotImplementedError(f"x: got {dtype} on {device}, which cannot train experts: {reason}")

@@ -44,7 +44,7 @@ from torch._C import DispatchKeySet
 
 from . import expert_checks, expert_dispatch
 from .backends.base import GroupedBackwardArguments
-from .expert_calls import DownArguments, ExpertArguments, sort_pairs
+from .expert_calls import DownArguments, ExpertArguments, inverse_of, sort_pairs
 from .layer_call import arguments_key
 from .masks import packed_shape
 from .ops import LAYER, STORED, check_backward, decoded, refuse_gradients, rows_of_partials
@@ -365,7 +365,7 @@ def _by_sorted_rows(given: ExpertArguments) -> Tensor:
         mask_weights = mask_weights.flatten(0, 1)[pairs]
     rows = x[pairs // expert_ids.shape[1]]
     sorted_result = grouped_forward(rows, weight, packed_masks, offs, activation, mask_weights, *stored)
-    return sorted_result[pairs.argsort()].view(*expert_ids.shape, given.out_features)
+    return sorted_result[inverse_of(pairs)].view(*expert_ids.shape, given.out_features)
 
 
 @kernel("grouped_forward", "Autograd", with_keyset=True)

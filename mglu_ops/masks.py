@@ -204,9 +204,18 @@ def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int
         ValueError: wrong rank, size or number of masks, a padding bit is set, or `in_features` is negative.
     """
     check_layout(packed_masks, in_features, out_features)
+    check_padding(packed_masks, in_features)
+
+
+def check_padding(packed_masks: Tensor, in_features: int) -> None:
+    """Check that the padding of packed masks `[..., ceil(in_features / 8), n_masks]` is 0, unless they are meta.
+
+    Raises:
+        ValueError: a padding bit is set.
+    """
     used = in_features % 8
     padding = 0xFF & ~((1 << used) - 1)  # `&`, not a shift: DTensor's `>>` returns its argument unchanged in torch 2.13
-    if used and not packed_masks.is_meta and bool(whole((packed_masks[:, -1, :] & padding).ne(0).sum())):
+    if used and not packed_masks.is_meta and bool(whole((packed_masks[..., -1, :] & padding).ne(0).sum())):
         raise ValueError(
             f"packed_masks: padding bits past in_features={in_features} are set, must be 0; the tensor is damaged or "
             "was packed for another in_features"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.frames import markdown
 from benchmarks.learning import comparisons
-from benchmarks.learning.comparisons import COMPARISONS, NAMES, PAPERS, SCALED, Comparison
+from benchmarks.learning.comparisons import ALL_SIZES, CHOICES, COMPARISONS, NAMES, PAPERS, SCALED, Comparison
 from benchmarks.learning.experiments import BEST, LARGER, SWIGLU, same_load
 from benchmarks.learning.recipe import SIZES, Recipe
 from benchmarks.learning.tables import Finished, by_recipe, label, mean_loss, runs, source
@@ -115,12 +115,12 @@ def losses_of(found: Iterable[Finished], size: str) -> Mapping[Recipe, list[floa
 
 def measure(layer: Recipe, other: Recipe, found: Sequence[Finished]) -> Measured | None:
     """Compare two layers of one size; None if a layer has no run, or if no recipe of this size has two seeds."""
-    losses = losses_of(found, layer.size)
-    ours, theirs, one_seed = losses.get(layer), losses.get(other), deviation(losses.values())
+    one_seed, of = deviation(losses_of(found, layer.size).values()), by_recipe(found)
+    ours, theirs = of.get(layer), of.get(other)
     if not ours or not theirs or math.isnan(one_seed):
         return None
     unit = found[0].bytes_of_token
-    advantage = unit * (statistics.fmean(theirs) - statistics.fmean(ours))
+    advantage = unit * (mean_loss(theirs) - mean_loss(ours))
     noise = unit * CONFIDENCE * one_seed * math.sqrt(1 / len(ours) + 1 / len(theirs))
     return Measured(advantage, (len(ours), len(theirs)), noise)
 
@@ -204,6 +204,17 @@ def summary(results: Path) -> str:
     return markdown(["layer", "the paper's recipe", "our recipe"], lines)
 
 
+def choices(results: Path) -> str:
+    """The table of FAQ.md that helps to choose a layer: pairs of layers that have a cost in common."""
+    found = runs(results)
+    lines = [
+        [alike, one.layer, one.other, *(_difference(one, size, found) for size in ALL_SIZES)]
+        for alike, asked in CHOICES.items()
+        for one in asked
+    ]
+    return f"{source(found)}\n\n{markdown(['alike', 'layer', 'compared with', *ALL_SIZES], lines)}"
+
+
 def stability(results: Path) -> str:
     """The table of learning rates: the loss, the highest spike of a step's loss, and the largest rise of the mean loss.
 
@@ -226,6 +237,7 @@ def stability(results: Path) -> str:
 
 TABLES = {
     "learning_claims": claims,
+    "learning_choices": choices,
     "learning_findings": findings,
     "learning_stability": stability,
     "learning_summary": summary,

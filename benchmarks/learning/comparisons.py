@@ -13,8 +13,10 @@ from itertools import chain
 from benchmarks.learning.experiments import (
     AGAIN,
     BEST,
+    EQUAL_TIME,
     FROZEN,
     LARGER,
+    OTHERWISE,
     PAPER,
     SAME_WEIGHTS,
     SLOW,
@@ -29,12 +31,12 @@ from benchmarks.learning.experiments import (
     same_load,
     same_training,
 )
-from benchmarks.learning.recipe import SIZES, Recipe
+from benchmarks.learning.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two layers that are compared: their names in a table, their recipes, and the models, keys of SIZES."""
+    """Two layers that are compared: their names in a table, their recipes, and the models, keys of `recipe.SIZES`."""
 
     layer: str
     recipe: Recipe
@@ -47,7 +49,7 @@ class Comparison:
         return replace(self.recipe, size=size), replace(self.other_recipe, size=size)
 
 
-ALL_SIZES = tuple(SIZES)
+ALL_SIZES = ("10M", "25M", "90M")
 SCALED = "scaled SwiGLU"
 NAMES = {n_masks: "1 mask" if n_masks == 1 else f"{n_masks} masks" for n_masks in BEST}
 PAPERS = {n_masks: replace(PAPER, n_masks=n_masks) for n_masks in BEST}
@@ -126,6 +128,15 @@ COMPARISONS = {
         for one in FROZEN
         for sizes in [("25M", "90M") if one.activation == "relu" else ("25M",)]
     ],
+    "Other ways to learn masks": [
+        Comparison(
+            f"{_with(one.activation, one.n_masks)}, {'continuous at first' if one.continuous else 'a budget of flips'}",
+            one,
+            "our recipe",
+            best_with(one.activation, one.n_masks),
+        )
+        for one in OTHERWISE
+    ],
     "As many training operations": [
         Comparison(f"{_with('relu', 4)}, half as wide", best_with("relu", 4, 0.5), "SwiGLU", SWIGLU),
         *(
@@ -135,6 +146,21 @@ COMPARISONS = {
                 ("leveled ReGLU, twice as wide", leveled_glu("relu", 2.0)),
                 ("leveled SwiGLU, twice as wide", leveled_glu("silu", 2.0)),
             )
+        ),
+    ],
+    "As much time a training step": [
+        *(
+            Comparison(f"{_with('relu', one.n_masks)}, {one.width:g} times as wide", one, name, other)
+            for one in EQUAL_TIME[1:3]
+            for name, other in (
+                ("SwiGLU", SWIGLU),
+                ("leveled SwiGLU", leveled_glu("silu")),
+                (f"ReLU squared, {EQUAL_TIME[0].width:.3g} times as wide", EQUAL_TIME[0]),
+            )
+        ),
+        *(
+            Comparison(_with("relu", 4), best_with("relu", 4), f"{name}, {other.width:.3g} times as wide", other)
+            for name, other in zip(("ReLU squared", "leveled SwiGLU", _with("relu", 1)), EQUAL_TIME[3:], strict=True)
         ),
     ],
     "As many bytes, if weights have 8 bits": [
@@ -159,7 +185,48 @@ COMPARISONS = {
 """Question to comparisons: the tables of findings."""
 
 
+_GLU = {gate: leveled_glu(gate) for gate in ("silu", "gelu")}
+_RELU_SQUARED = {width: leveled_lu("relu_squared", width) for width in (1.0, 1.5)}
+_WITH = {gate: _with(gate, 1) for gate in GATES}
+
+CHOICES = {
+    "bytes a token": [
+        Comparison(_WITH["gelu"], best_with("gelu", 1), "ReLU squared", leveled_lu("relu_squared", 1.5 * same_load(1))),
+        Comparison(_WITH["gelu"], best_with("gelu", 1), f"{SCALED}", replace(LARGER, width=same_load(1))),
+        Comparison(_WITH["relu"], best_with("relu", 1), "leveled ReGLU", leveled_glu("relu", same_load(1))),
+    ],
+    "bytes a token, weights of 8 bits": [
+        Comparison(_WITH["gelu"], best_with("gelu", 1), name, layer)
+        for name, layer in (
+            ("ReLU squared", leveled_lu("relu_squared", round(1.5 * same_fp8_load(1), 4))),
+            ("leveled SwiGLU", leveled_glu("silu", round(same_fp8_load(1), 4))),
+        )
+    ],
+    "the width": [
+        Comparison(_WITH["gelu"], best_with("gelu", 1), "ReLU squared", _RELU_SQUARED[1.0], ALL_SIZES),
+        Comparison(_WITH["gelu"], best_with("gelu", 1), "SwiGLU", SWIGLU, ALL_SIZES),
+        Comparison(_WITH["gelu"], best_with("gelu", 1), "leveled GeGLU", _GLU["gelu"], ("25M", "90M")),
+        Comparison(_with("gelu", 4), best_with("gelu", 4), _WITH["gelu"], best_with("gelu", 1), ALL_SIZES),
+        Comparison(_with("relu", 4), best_with("relu", 4), _WITH["relu"], best_with("relu", 1), ALL_SIZES),
+    ],
+    "training operations": [
+        Comparison(_WITH["gelu"], best_with("gelu", 1), "ReLU squared", _RELU_SQUARED[1.5], ALL_SIZES),
+        Comparison(_with("relu", 4), best_with("relu", 4, 0.5), "SwiGLU", SWIGLU),
+        Comparison(_with("relu", 4), best_with("relu", 4), "ReLU squared", leveled_lu("relu_squared", 3.0)),
+    ],
+    "training time": [
+        Comparison(_WITH["relu"], EQUAL_TIME[1], "ReLU squared", EQUAL_TIME[0]),
+        Comparison(_WITH["relu"], EQUAL_TIME[1], "leveled SwiGLU", _GLU["silu"]),
+        Comparison(_with("relu", 4), EQUAL_TIME[2], "leveled SwiGLU", _GLU["silu"]),
+    ],
+}
+"""What two layers have alike to comparisons, for those who choose a layer. All widths follow from what is alike."""
+
+LATER = ("Other ways to learn masks", "As much time a training step")
+"""Questions whose layers do not enter the noise, which was estimated, and which texts quote, before they were asked."""
+
+
 def recipes() -> Iterator[Recipe]:
-    """The recipes of all comparisons."""
-    for one in chain.from_iterable(COMPARISONS.values()):
+    """The recipes of the comparisons whose seeds give the noise."""
+    for one in chain.from_iterable(asked for question, asked in COMPARISONS.items() if question not in LATER):
         yield from chain.from_iterable(map(one.at, one.sizes))

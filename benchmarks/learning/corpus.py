@@ -1,12 +1,16 @@
 """Collects text on this machine, removes duplicates, divides it into training and held-out text, and tokenises it.
 
-python -m benchmarks.learning.corpus --out DIR [--kind english] [--text FOLDER] [--megabytes 100]
+python -m benchmarks.learning.corpus --out DIR [--kind python rfc c] [--text FOLDER] [--megabytes 100]
 
 The default text is the Python sources of the installed packages, which every machine with the requirements has. The
-kind `english` is the prose in these packages, and the manual pages. Whole packages are held out (each manual page is a
-package). Held-out files are dropped if another package has the same file, or if training text has most of their lines.
-Text beyond 100 MB is subsampled at random, as for the committed results; `--megabytes inf` takes all of it. The text is
-not committed; the results name its hash and its sizes.
+kind `english` is the prose in these packages, and the manual pages. Two kinds are Debian packages, unpacked in
+`--debian`: `rfc` is the text files of doc-rfc, and `c` the C sources of linux-source-6.1. Several kinds are one corpus:
+each step reads a random mixture, and each kind has its own held-out text.
+
+Whole packages are held out: each manual page and each RFC is one, and in Linux each folder of the second level.
+Held-out files are dropped if another package has the same file, or if training text has most of their lines. Text
+beyond 100 MB of a kind is subsampled at random, as for the committed results; `--megabytes inf` takes all of it. The
+text is not committed; the results name its hash and its sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import json
 import site
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,10 +37,14 @@ from benchmarks.records import write_whole
 SUFFIXES = {
     "python": (".py",),
     "english": (".rst", ".md", ".txt", "pydoc_data/topics.py", *(f".{i}.gz" for i in range(1, 9))),
+    "rfc": (".txt", ".txt.gz"),
+    "c": (".c",),
 }
-"""Endings of the paths of each kind of text; `.1.gz` to `.8.gz` are manual pages."""
+"""Endings of the paths of each kind of text; `.1.gz` to `.8.gz` are manual pages. Many headers of Linux are tables."""
 MANUAL = Path("/usr/share/man")
 """The folder of the manual pages; its subfolders `man1` to `man8` are in English."""
+DEBIAN = {"rfc": "usr/share/doc/RFC", "c": "usr/src/linux-source-6.1"}
+"""The folders of the kinds of text that are Debian packages."""
 ANY_SUFFIX = ("",)
 
 VOCABULARY = 8192
@@ -50,7 +58,7 @@ TOKENIZER_BYTES = 32 << 20
 HELD_OUT = 0.02
 """The fraction of the text that is held out, about."""
 MOST_HELD_OUT = 2_500_000
-"""The most held-out text, in bytes: every run evaluates all of it several times."""
+"""The most held-out text of all kinds, in bytes: every run evaluates all of it several times."""
 LARGEST_HELD_OUT = 0.25
 """The largest package that is held out, as a fraction of all held-out text, unless all packages are larger."""
 COMMON_LINES = 0.5
@@ -80,8 +88,9 @@ class Sizes:
     """What a corpus consists of: the sizes of the training text and of the held-out text, and its packages.
 
     Attributes:
-        kind: the kind of text, or the name of the folder that it was read from.
+        kind: the kinds of text, joined by "+", or the name of the folder that it was read from.
         digest: the first 16 digits of a hash of all tokens, of how they are divided, and of the tokenizer.
+        parts: the sizes of each kind of text, if there are several: all that are numbers here, by their names.
     """
 
     kind: str
@@ -93,6 +102,7 @@ class Sizes:
     held_out_tokens: int
     held_out_files: int
     held_out_packages: list[str]
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,12 +121,24 @@ class Corpus:
     held_out: Tensor
     token_bytes: Tensor
 
+    @property
+    def held_out_parts(self) -> dict[str, Tensor]:
+        """The held-out tokens of each kind of text."""
+        parts = {kind: sizes["held_out_tokens"] for kind, sizes in self.sizes.parts.items()}
+        parts = parts or {self.sizes.kind: self.sizes.held_out_tokens}
+        return dict(zip(parts, self.held_out.split(list(parts.values())), strict=True))
 
-def roots(kind: str = "python") -> list[Path]:
+
+def roots(kind: str = "python", debian: Path = Path("/")) -> list[Path]:
     """The folders of Python's modules and of all installed packages, also outside a virtual environment.
 
-    `english` adds the folders of the manual pages.
+    `english` adds the folders of the manual pages. `rfc` and `c` are in other folders, of Debian packages that are
+    unpacked in `debian`.
     """
+    if kind in DEBIAN:
+        top = debian / DEBIAN[kind]
+        below = top.rglob("*") if kind == "rfc" else top.glob("*")
+        return sorted(path for path in [top, *below] if path.is_dir() and not path.is_symlink())
     stdlib = sysconfig.get_path("stdlib")
     found = [stdlib, f"{stdlib}/site-packages", sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     found += [*site.getsitepackages(), "/usr/lib/python3/dist-packages"]
@@ -153,17 +175,20 @@ def read(paths: Iterable[tuple[str, Path]]) -> list[Document]:
     return [document for _, document in sorted(found.items())]
 
 
-def divide(documents: Sequence[Document], most: float = float("inf")) -> tuple[list[Document], list[Document]]:
+def divide(
+    documents: Sequence[Document], most: float = float("inf"), most_held_out: float = MOST_HELD_OUT
+) -> tuple[list[Document], list[Document]]:
     """Divide documents into training text and held-out text, by packages.
 
     Args:
         documents: all documents, without duplicates.
         most: the most training text, in bytes.
+        most_held_out: the most held-out text, in bytes, about.
     """
     sizes: dict[str, int] = {}
     for document in documents:
         sizes[document.package] = sizes.get(document.package, 0) + document.size
-    wanted, chosen, taken = min(HELD_OUT * min(sum(sizes.values()), most), MOST_HELD_OUT), set[str](), 0
+    wanted, chosen, taken = min(HELD_OUT * min(sum(sizes.values()), most), most_held_out), set[str](), 0
     largest = max(LARGEST_HELD_OUT * wanted, min(sizes.values(), default=0))
     for package in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if taken >= wanted:
@@ -224,48 +249,63 @@ def bytes_of_tokens(tokenizer: Any) -> list[int]:
 
 def prepare(
     out: Path,
-    kind: str = "python",
+    kinds: Sequence[str] = ("python",),
     text: Path | None = None,
     vocabulary: int = VOCABULARY,
     megabytes: float = float("inf"),
+    debian: Path = Path("/"),
 ) -> Corpus:
     """Collect and tokenise text into a folder, unless the folder already holds a corpus.
 
     Args:
         out: the folder.
-        kind: a key of SUFFIXES.
+        kinds: keys of SUFFIXES.
         text: a folder to read instead: every file in it that is UTF-8 text.
         vocabulary: the number of tokens.
-        megabytes: the most training text, in 10^6 bytes; more text is subsampled at random.
+        megabytes: the most training text of a kind, in 10^6 bytes; more text is subsampled at random.
+        debian: the folder in which the Debian packages of `rfc` and `c` are unpacked.
 
     Raises:
-        ValueError: there is too little text to hold some of it out.
+        ValueError: there is too little text of a kind to hold some of it out.
     """
     if (out / "corpus.json").is_file():
         return load(out)
-    documents = read(files(roots(kind), SUFFIXES[kind]) if text is None else files([text], ANY_SUFFIX))
-    parts = dict(zip(("train", "held_out"), divide(documents, megabytes * 1e6), strict=True))
-    if not all(parts.values()):
-        raise ValueError(
-            f"text: {len(documents)} documents are too few to hold some out; they must come from several packages or "
-            "folders"
-        )
+    found = {kind: files(roots(kind, debian), SUFFIXES[kind]) for kind in kinds}
+    if text is not None:
+        found = {text.name: files([text], ANY_SUFFIX)}
+    divided: dict[str, dict[str, list[Document]]] = {}
+    for kind, paths in found.items():
+        documents = read(paths)
+        both = divide(documents, megabytes * 1e6, MOST_HELD_OUT / len(found))
+        if not all(both):
+            raise ValueError(
+                f"text: {len(documents)} documents of {kind} are too few to hold some out; they must come from several "
+                "packages or folders"
+            )
+        divided[kind] = dict(zip(("train", "held_out"), both, strict=True))
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(parts["train"], vocabulary)
+    tokenizer = train_tokenizer([one for parts in divided.values() for one in parts["train"]], vocabulary)
     digest = hashlib.sha256(tokenizer.to_str().encode())
-    counts: dict[str, int] = {}
-    for name, part in parts.items():
-        tokens = encode(tokenizer, part)
-        np.save(out / f"{name}.npy", tokens)
-        digest.update(hashlib.sha256(tokens.tobytes()).digest())
-        counts |= {f"{name}_bytes": sum(one.size for one in part), f"{name}_tokens": len(tokens)}
-        counts[f"{name}_files"] = len(part)
-    packages = sorted({document.package for document in parts["held_out"]})
-    sizes = Sizes(kind if text is None else text.name, digest.hexdigest()[:16], **counts, held_out_packages=packages)
+    sizes: dict[str, dict[str, int]] = {kind: {} for kind in divided}
+    for name in ("train", "held_out"):
+        tokens = {kind: encode(tokenizer, parts[name]) for kind, parts in divided.items()}
+        whole = np.concatenate([*tokens.values()])
+        np.save(out / f"{name}.npy", whole)
+        digest.update(hashlib.sha256(whole.tobytes()).digest())
+        for kind, parts in divided.items():
+            counts = sum(one.size for one in parts[name]), len(tokens[kind]), len(parts[name])
+            sizes[kind] |= {f"{name}_{what}": n for what, n in zip(("bytes", "tokens", "files"), counts, strict=True)}
+    about = Sizes(
+        kind="+".join(sizes),
+        digest=digest.hexdigest()[:16],
+        **{name: sum(one[name] for one in sizes.values()) for name in next(iter(sizes.values()))},
+        held_out_packages=sorted({one.package for parts in divided.values() for one in parts["held_out"]}),
+        parts=sizes if len(sizes) > 1 else {},
+    )
     tokenizer.save(str(out / "tokenizer.json"))
-    about = json.dumps({"sizes": asdict(sizes), "token_bytes": bytes_of_tokens(tokenizer)}, indent=1)
+    content = json.dumps({"sizes": asdict(about), "token_bytes": bytes_of_tokens(tokenizer)}, indent=1)
     # Written last, so a folder with this file is complete.
-    write_whole(out / "corpus.json", lambda path: path.write_text(about))
+    write_whole(out / "corpus.json", lambda path: path.write_text(content))
     return load(out)
 
 
@@ -279,11 +319,18 @@ def load(folder: Path) -> Corpus:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kind", choices=list(SUFFIXES), default="python")
+    parser.add_argument("--kind", nargs="+", choices=list(SUFFIXES), default=["python"])
     parser.add_argument("--text", type=Path, metavar="FOLDER", help="a folder of text to use instead")
-    parser.add_argument("--megabytes", type=float, default=100.0, help="the most training text (default: 100)")
+    parser.add_argument(
+        "--megabytes", type=float, default=100.0, help="the most training text of a kind (default: 100)"
+    )
+    parser.add_argument(
+        "--debian", type=Path, default="/", help="the folder in which Debian's packages are unpacked (default: /)"
+    )
     arguments = parser.parse_args()
-    corpus = prepare(arguments.out, arguments.kind, arguments.text, megabytes=arguments.megabytes)
+    corpus = prepare(
+        arguments.out, arguments.kind, arguments.text, megabytes=arguments.megabytes, debian=arguments.debian
+    )
     for name, value in asdict(corpus.sizes).items():
         print(f"{name}: {value}")
 

@@ -1,6 +1,6 @@
 """Measures the time of a training step of each layer on a GPU: the sum of the times of its kernels.
 
-python -m benchmarks.learning.cost --out DIR
+python -m benchmarks.learning.cost --out DIR [--only time masks] [--resume]
 
 The seconds of a run say little about its layer: several runs may share a GPU, and with models this small a GPU may wait
 for Python. The sum of the times of a step's kernels avoids both, as long as nothing else runs on the GPU. The text is
@@ -9,7 +9,7 @@ random, since the kernels do not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.learning.corpus import Corpus, Sizes
-from benchmarks.learning.experiments import EXPERIMENTS, chosen
+from benchmarks.learning.experiments import EXPERIMENTS, USUAL, chosen
 from benchmarks.learning.recipe import CONTEXT, SEQUENCES, Recipe
 from benchmarks.learning.training import Training, keep_all_graphs
-from benchmarks.records import environment, parser_of, write_table
+from benchmarks.records import environment, parser_of, read_table, write_table
 
 NAME = "learning_cost"
 STEPS = 10
@@ -62,15 +62,35 @@ def cost(recipe: Recipe, device: str = "cuda", compiled: bool = True) -> float:
     return sum(event.self_device_time_total / 1000 / STEPS for event in events)
 
 
-def measure(recipes: Sequence[Recipe], out: Path) -> None:
-    """Write `learning_cost.csv` into a folder."""
-    rows = []
-    for recipe in recipes:
-        rows.append({"name": recipe.name, "ms": round(cost(recipe), 4)})
+def measure(recipes: Iterable[Recipe], out: Path, resume: bool = False) -> None:
+    """Write `learning_cost.csv` into a folder, with a row for each recipe that differs in its kernels.
+
+    Args:
+        recipes: the recipes.
+        out: the folder.
+        resume: whether to keep the rows that the folder has, and to measure only the recipes that it lacks.
+
+    Raises:
+        ValueError: the rows to keep were measured on another device, with another torch or by another protocol.
+    """
+    facts, rows = environment(PROTOCOL), list[dict[str, str]]()
+    if resume:
+        earlier, rows = read_table(out / f"{NAME}.csv")
+        for fact in ("device", "torch", "protocol"):
+            if earlier[fact] != facts[fact]:
+                raise ValueError(f"the result to resume has another {fact}: {earlier[fact]!r}, not {facts[fact]!r}")
+        facts["commit"] = ", ".join(dict.fromkeys([*earlier["commit"].split(", "), facts["commit"]]))
+    done = {row["name"] for row in rows}
+    for recipe in dict.fromkeys(map(layer_of, recipes)):
+        if recipe.name in done:
+            continue
+        rows.append({"name": recipe.name, "ms": str(round(cost(recipe), 4))})
         print(*rows[-1].values(), flush=True)
-        write_table(rows, environment(PROTOCOL), out, NAME)
+        write_table(rows, facts, out, NAME)
 
 
 if __name__ == "__main__":
-    recipes = map(layer_of, chosen(list(EXPERIMENTS)))
-    measure(list(dict.fromkeys(recipes)), parser_of(__doc__).parse_args().out)
+    parser = parser_of(__doc__, resume=True)
+    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=USUAL, metavar="NAME")
+    options = parser.parse_args()
+    measure(chosen(options.only), options.out, options.resume)

@@ -25,6 +25,8 @@ from benchmarks.records import read_table
 from mglu_ops.nn.leveling import glu_level_gain, level_gain, lu_level_gain
 
 RESULTS = Path("benchmarks/results/learning")
+TEXT_RESULTS = Path("benchmarks/results/learning_text")
+"""The results of the experiment `text`, which reads another corpus than all others."""
 SEEDS = (0, 1, 2)
 SWIGLU = Recipe("glu")
 PAPER = Recipe("mglu")
@@ -146,6 +148,29 @@ EQUAL_FP8_BYTES = (
     *(leveled_glu(gate, round(same_fp8_load(n_masks), 4)) for gate in ("relu", "silu") for n_masks in (1, 4)),
     *(best_with("relu", n_masks, round(1 / same_fp8_load(n_masks), 4)) for n_masks in (1, 4)),
 )
+EQUAL_TIME = (
+    # SwiGLU's 11.9 ms a step.
+    leveled_lu("relu_squared", 1.5625),
+    *(best_with("relu", n_masks, width) for n_masks, width in ((1, 0.875), (4, 0.375))),
+    # The 18.7 ms of four masks.
+    leveled_lu("relu_squared", 4.0625),
+    leveled_glu("silu", 2.625),
+    best_with("relu", 1, 2.375),
+)
+"""Layers whose steps take as long as those of SwiGLU and of four masks with 25M weights, by the times of other widths.
+
+The times are those in `learning_cost.csv`. SwiGLU's grow by 4.1 ms a unit of width from 8.0 ms, which all layers of
+that size have in common. Those of masks grow from there to their time at a width of 1. ReLU squared is taken to cost
+as much as GELU, and to grow by two thirds of SwiGLU's slope, since it has two matrices instead of three. Widths are
+multiples of 1/16, so that the kernels have whole tiles."""
+TEXT = {
+    size: tuple(
+        replace(one, size=size, megabytes=megabytes)
+        for one in (leveled_glu("silu"), RELU_SQUARED[1], best_with("relu", 1), best_with("relu", 4))
+    )
+    for size, megabytes in {"25M": 60.0, "90M": 120.0, "300M": 240.0}.items()
+}
+"""Size to layers of equal width, and ReLU squared with as many bytes as SwiGLU; the text grows with the model."""
 MIXTURE = tuple(
     replace(one, experts=8, active=2)
     for one in (
@@ -162,6 +187,14 @@ MIXTURE = tuple(
 """Mixtures of experts. A token's experts are together as wide as the layer of the dense model."""
 FROZEN = tuple(replace(best_with(gate, n), learned=False) for gate in ("relu", "silu") for n in (1, 4))
 """Random masks that are not learned."""
+OTHERWISE = tuple(
+    one
+    for gate in ("relu", "silu")
+    for best in (best_with(gate, 1), best_with(gate, 4))
+    for one in (replace(best, continuous=0.5), replace(best, flips=0.2, mask_lr=1.0))
+)
+"""Masks that learn otherwise than by AdamW on logits with hard masks: they are continuous in the first half of the
+steps, or have a budget of flips. With our recipe, about 15% of the bits differ from the start at the end."""
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
@@ -289,10 +322,24 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds(replace(one, size="90M") for one in FROZEN[:2]),
         *seeds(EQUAL_FP8_BYTES),
     ],
+    # Equal training time.
+    "time": [
+        *seeds([SWIGLU, leveled_glu("silu"), RELU_SQUARED[0], RELU_SQUARED[1], *EQUAL_TIME[:3]]),
+        *seeds([best_with("relu", 4), *EQUAL_TIME[3:]]),
+    ],
+    # Other ways to learn masks, after our recipe and masks that are not learned.
+    "masks": [
+        *seeds([one for frozen in FROZEN for one in (replace(frozen, learned=True), frozen)]),
+        *seeds(OTHERWISE, SEEDS[:2]),
+    ],
     # Mixtures of 8 experts, 2 of them active, at equal width and at equal bytes of experts.
     "mixture": seeds(MIXTURE),
+    # Larger models and three kinds of text.
+    "text": [*seeds(TEXT["25M"]), *seeds(TEXT["90M"], SEEDS[:2]), *TEXT["300M"]],
 }
-"""Name to runs. A run in several experiments is trained once."""
+"""Name to runs. A run in several experiments of the same text is trained once."""
+USUAL = [name for name in EXPERIMENTS if name != "text"]
+"""The experiments that read one corpus, whose results are in RESULTS."""
 
 
 def chosen(names: Iterable[str]) -> list[Recipe]:
@@ -339,7 +386,7 @@ def main() -> None:
     parser.add_argument(
         "--done", type=Path, nargs="*", default=[RESULTS], help="folders with results that are not repeated"
     )
-    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=USUAL, metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", help="train every run with these seeds instead of its own")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply the text of every run (default: 1)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after about this time")

@@ -58,7 +58,7 @@ def rows_of(training: Training) -> list[dict[str, Any]]:
             "model": recipe.size,
             "layer": label(Recipe(recipe.layer, recipe.n_masks)),
             "format": name,
-            "held_out": float(f"{training.held_out():.6g}"),
+            "held_out": float(f"{training.losses()['held_out']:.6g}"),
             "error": float(f"{errors.square().mean().sqrt().item():.3g}"),
         }
         print(*row.values(), flush=True)

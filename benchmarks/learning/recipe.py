@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from benchmarks.decoder import Block, Projection, Sizes
 from benchmarks.language_model import LanguageModel
+from benchmarks.learning.masks import ContinuousMGLU, start_accumulators
 from benchmarks.learning.mixture import Mixture
 from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
 from mglu_ops.nn.conversion import WEIGHTS, take_over_glu
@@ -36,7 +37,7 @@ def _sizes(layers: int, hidden: int, heads: int) -> Sizes:
     return Sizes(layers, hidden, 4 * hidden, heads, heads, vocabulary=8192, context=CONTEXT, rope_base=10_000.0)
 
 
-SIZES = {"10M": _sizes(6, 256, 4), "25M": _sizes(10, 384, 6), "90M": _sizes(12, 640, 10)}
+SIZES = {"10M": _sizes(6, 256, 4), "25M": _sizes(10, 384, 6), "90M": _sizes(12, 640, 10), "300M": _sizes(18, 1024, 16)}
 """Name to sizes. The name is the approximate number of weights with SwiGLU."""
 
 
@@ -62,6 +63,10 @@ class Recipe:
         gate_ratio: the fraction of ones in the initial masks.
         straight_through: how gradients pass the threshold: `identity` (the paper's), `clipped` (no gradient where a
             logit is further than `SLOPE` from 0) or `tanh` (times the derivative of `SLOPE * tanh(logit / SLOPE)`).
+        continuous: the fraction of the steps in which masks are continuous in the forward pass too, with a width that
+            falls linearly to 0 (`masks.ContinuousMGLU`); afterwards they are hard. 0 for hard masks in all steps.
+        flips: the flips of a mask bit in a run if gradients were independent, of masks that are learned by accumulators
+            (`masks.step_accumulators`) instead of AdamW; `mask_lr` and `logits_std` then have no meaning. 0 for AdamW.
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
         scale: a factor of the layer's result, before the down projection.
         weight_gain: a factor of the initial weights of the layer.
@@ -89,6 +94,8 @@ class Recipe:
     logits_std: float = 0.01
     gate_ratio: float = 0.5
     straight_through: StraightThrough = "identity"
+    continuous: float = 0.0
+    flips: float = 0.0
     scaled_sum: bool = False
     scale: float = 1.0
     weight_gain: float = 1.0
@@ -114,12 +121,29 @@ class Recipe:
                 f"experts: got {self.experts} for {self.layer}, must be 1 for layers other than "
                 f"{', '.join(EXPERT_LAYERS)}, for converted models and with a down_gain"
             )
+        for name in ("continuous", "flips"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}: got {value}, must be from 0 to 1")
+            if value and not self.may_learn_otherwise:
+                raise ValueError(
+                    f"{name}: got {value} for {self.layer}, must be 0 unless the masks of mglu are learned with the "
+                    "identity gradient and without top_k, experts and a start"
+                )
+        if self.continuous and self.flips:
+            raise ValueError(f"flips: got {self.flips} for masks that are continuous, must be 0")
         if self.distilled and self.start is None:
             raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
 
     @property
     def has_masks(self) -> bool:
         return self.layer in ("mglu", "no_gate_mask", "no_value_mask")
+
+    @property
+    def may_learn_otherwise(self) -> bool:
+        """Whether masks may be continuous or learn by accumulators."""
+        plain = self.straight_through == "identity" and self.top_k is None and self.start is None
+        return self.layer == "mglu" and self.learned and plain and not self.is_mixture
 
     @property
     def is_mixture(self) -> bool:
@@ -193,7 +217,7 @@ class Recipe:
             "lu": partial(LU, activation=self.activation),
             "glu": partial(GLU, activation=self.activation),
             "glu_shared": partial(GLU, activation=self.activation, shared=True),
-            "mglu": partial(MGLU, **masked),
+            "mglu": partial(ContinuousMGLU if self.continuous else MGLU, **masked),
             "no_gate_mask": partial(NaiveMGLU, mask_gate=False, **masked),
             "no_value_mask": partial(NaiveMGLU, mask_value=False, **masked),
         }
@@ -206,6 +230,9 @@ class Recipe:
         return make if factor == 1 else lambda hidden, intermediate: Scaled(make(hidden, intermediate), factor)
 
     def _start_logits(self, module: nn.Module, logits: Tensor) -> None:
+        if self.flips:
+            start_accumulators(logits, self.gate_ratio)
+            return
         mean = self.logits_std * math.sqrt(2) * torch.erfinv(torch.tensor(2 * self.gate_ratio - 1)).item()
         nn.init.normal_(logits, mean, self.logits_std)
         if self.straight_through != "identity":

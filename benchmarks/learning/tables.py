@@ -14,7 +14,16 @@ from typing import Any
 
 from benchmarks.frames import form, markdown
 from benchmarks.learning import cost
-from benchmarks.learning.experiments import BEST, EXPERIMENTS, RESULTS, SWIGLU, same_load, same_training
+from benchmarks.learning.experiments import (
+    BEST,
+    EXPERIMENTS,
+    RESULTS,
+    SWIGLU,
+    TEXT_RESULTS,
+    USUAL,
+    same_load,
+    same_training,
+)
 from benchmarks.learning.recipe import KINDS, SIZES, SLOPE, Recipe
 from benchmarks.records import read_table
 
@@ -61,14 +70,14 @@ def recipe_of(facts: Mapping[str, str]) -> Recipe:
     return Recipe(**values)
 
 
-def runs(results: Path) -> list[Finished]:
-    """All finished runs.
+def runs(results: Path, name: str = RESULTS.name) -> list[Finished]:
+    """All finished runs whose results are in a folder of this name.
 
     Raises:
         FileNotFoundError: no run is finished.
         ValueError: the runs read different texts.
     """
-    folder, costs = results / RESULTS.name, results / f"{cost.NAME}.csv"
+    folder, costs = results / name, results / f"{cost.NAME}.csv"
     ms = {row["name"]: float(row["ms"]) for row in read_table(costs)[1]} if costs.is_file() else {}
     found = []
     for facts, rows in map(read_table, sorted(folder.glob("*.csv"))):
@@ -116,23 +125,26 @@ def timed_source(found: Sequence[Finished], results: Path) -> str:
     if not path.is_file():
         return source(found)
     facts, _ = read_table(path)
-    return f"{source(found)} Times of a step: one {facts['device']}, commit {facts['commit'][:7]}."
+    commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
+    return f"{source(found)} Times of a step: one {facts['device']}, commit {commits}."
 
 
 def experiment(results: Path, name: str) -> str:
     """The table of an experiment: a row for each recipe with a finished run, then the names of the other recipes.
 
     'To SwiGLU' is the difference to the mean of the SwiGLU runs of the same size, text and learning rate, in nats a
-    byte. A mean over several seeds is followed by the largest distance between two of them.
+    byte. A mean over several seeds is followed by the largest distance between two of them. With several kinds of text,
+    the loss of each kind follows.
     """
-    found = runs(results)
+    folder = RESULTS.name if name in USUAL else TEXT_RESULTS.name
+    found = runs(results, folder) if name in USUAL or (results / folder).is_dir() else []
     of, lines, missing = by_recipe(found), [], []
     for recipe in dict.fromkeys(replace(one, seed=0) for one in EXPERIMENTS[name]):
         if recipe in of:
             lines.append(cells(of[recipe], of.get(baseline(recipe))))
         else:
             missing.append(label(recipe))
-    parts = [timed_source(found, results)]
+    parts = [timed_source(found, results)] if found else []
     if lines:
         parts.append(markdown(lines[0], [[*one.values()] for one in lines]))
     if missing:
@@ -149,6 +161,11 @@ def cells(seeds: Sequence[Finished], swiglu: Sequence[Finished] | None) -> dict[
         "weights": f"{float(one.facts['weights']) / 1e6:.1f} M",
         "MB a token": f"{one.load:.1f}",
         "nats a byte": f"{mean_loss(seeds):.4f}" + (f" ({max(losses) - min(losses):.4f})" if len(seeds) > 1 else ""),
+        **{
+            column.removeprefix("held_out_"): f"{statistics.fmean(float(run.rows[-1][column]) for run in seeds):.4f}"
+            for column in last
+            if column.startswith("held_out_")
+        },
         "to SwiGLU": f"{mean_loss(seeds) - mean_loss(swiglu):+.4f}" if swiglu and swiglu is not seeds else "",
         "seeds": str(len(seeds)),
         "gate ratio": f"{float(last['gate_ratio']):.3f}" if has_masks else "",
@@ -218,6 +235,8 @@ def label(recipe: Recipe) -> str:
         "logits_std": f"logits from N(0, {recipe.logits_std:g})",
         "gate_ratio": f"gate ratio {recipe.gate_ratio:g} at the start",
         "straight_through": f"{recipe.straight_through} gradient, slope {SLOPE:g}",
+        "continuous": f"continuous masks in the first {recipe.continuous:.0%} of the steps",
+        "flips": f"{recipe.flips:g} flips of a mask bit by accumulators",
         "scaled_sum": "sum / sqrt(n_m)",
         "scale": f"times {recipe.scale:g}",
         "weight_gain": f"initial weights times {recipe.weight_gain:g}",
@@ -254,7 +273,7 @@ def masks(results: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     **{f"learning_{name}": partial(experiment, name=name) for name in EXPERIMENTS},
-    "learning_masks": masks,
+    "learning_mask_statistics": masks,
     "learning_choice": choice,
 }
 """Name of a table to the function that makes it from the folder of the results."""

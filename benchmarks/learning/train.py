@@ -11,6 +11,7 @@ a GPU it is not, because the backward pass of attention adds in no fixed order.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from dataclasses import asdict
@@ -142,6 +143,8 @@ def corpus_facts(corpus: Corpus) -> dict[str, str]:
     """What the head of a result says about the text."""
     sizes = asdict(corpus.sizes)
     sizes["held_out_packages"] = " ".join(sizes["held_out_packages"])
+    if parts := sizes.pop("parts"):
+        sizes["parts"] = json.dumps(parts)
     return {f"corpus.{key}": str(value) for key, value in sizes.items()}
 
 

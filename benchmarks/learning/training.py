@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.language_model import LanguageModel
 from benchmarks.learning.corpus import Corpus
+from benchmarks.learning.masks import WIDTH, ContinuousMGLU, step_accumulators
 from benchmarks.learning.recipe import Recipe, take_over
 from benchmarks.learning.schedule import Windows, held_out_batches, rate, steps_of
 from benchmarks.memory import release
@@ -80,6 +81,11 @@ class Training:
         groups = parameter_groups(
             self.model, lr=recipe.lr, weight_decay=WEIGHT_DECAY, mask_lr=recipe.mask_lr * recipe.lr
         )
+        self.accumulators: list[Tensor] = []
+        if recipe.flips:
+            self.accumulators = [one for group in groups if group["name"] == "mask_logits" for one in group["params"]]
+            groups = [group for group in groups if group["name"] != "mask_logits"]
+        self.flips_of_rate = recipe.flips / sum(rate(step, self.steps) for step in range(self.steps))
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8, fused=device == "cuda")
         self.largest = [group["lr"] for group in self.optimizer.param_groups]
         self.windows = Windows(corpus.train, device)
@@ -89,15 +95,21 @@ class Training:
     def step(self) -> Tensor:
         """Take a step and return its loss, without waiting for the device."""
         step = self.progress.step
+        stopped = step >= self.recipe.mask_stop * self.steps
         for group, largest in zip(self.optimizer.param_groups, self.largest, strict=True):
-            stopped = group["name"] == "mask_logits" and step >= self.recipe.mask_stop * self.steps
-            group["lr"] = 0.0 if stopped else largest * rate(step, self.steps)
+            group["lr"] = 0.0 if stopped and group["name"] == "mask_logits" else largest * rate(step, self.steps)
+        for layer in masked_layers(self.model):
+            if isinstance(layer, ContinuousMGLU):
+                layer.set_tau(WIDTH * max(0.0, 1 - step / (self.recipe.continuous * self.steps)))
         with torch.autocast(self.device, torch.bfloat16):
             loss = self.loss(self.windows.batch(self.skipped + step))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for logits in () if stopped else self.accumulators:
+            assert logits.grad is not None
+            step_accumulators(logits, logits.grad, self.flips_of_rate * rate(step, self.steps))
+        self.model.zero_grad(set_to_none=True)
         self.progress.step += 1
         return loss.detach()
 
@@ -112,8 +124,10 @@ class Training:
     def warm_up(self) -> None:
         """Compile what a step and an evaluation need, and restore the state before."""
         parameters = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self.step()
-        self.nats(next(held_out_batches(self.corpus.held_out, self.device)))
+        for step in (0, self.steps - 1) if self.recipe.continuous else (0,):  # masks are continuous, and hard
+            self.progress.step = step
+            self.step()
+            self.nats(next(held_out_batches(self.corpus.held_out, self.device)))
         with torch.no_grad():
             for parameter, before in zip(self.model.parameters(), parameters, strict=True):
                 parameter.copy_(before)
@@ -140,15 +154,20 @@ class Training:
         self.progress.rows.append(self.point(mean, worst.item()))
 
     @torch.no_grad()
-    def held_out(self) -> float:
-        """The loss on all held-out text, in nats a byte."""
+    def losses(self) -> dict[str, float]:
+        """The loss on held-out text, in nats a byte: on all of it, and on each kind of text if there are several."""
         sizes = self.corpus.token_bytes.to(self.device)
-        nats = torch.zeros((), device=self.device, dtype=torch.float64)
-        size = torch.zeros((), device=self.device, dtype=torch.int64)
-        for batch in held_out_batches(self.corpus.held_out, self.device):
-            nats += self.nats(batch)
-            size += sizes[batch[:, 1:]].sum()
-        return float(nats) / float(size)
+        sums = {}
+        for kind, tokens in self.corpus.held_out_parts.items():
+            nats = torch.zeros((), device=self.device, dtype=torch.float64)
+            size = torch.zeros((), device=self.device, dtype=torch.int64)
+            for batch in held_out_batches(tokens, self.device):
+                nats += self.nats(batch)
+                size += sizes[batch[:, 1:]].sum()
+            sums[kind] = float(nats), float(size)
+        nats_of_all, size_of_all = map(sum, zip(*sums.values(), strict=True))
+        kinds = {f"held_out_{kind}": nats / size for kind, (nats, size) in sums.items() if len(sums) > 1}
+        return {"held_out": nats_of_all / size_of_all, **kinds}
 
     @torch.no_grad()
     def nats(self, batch: Tensor) -> Tensor:
@@ -166,7 +185,7 @@ class Training:
             "megabytes": round(self.recipe.megabytes * self.progress.step / self.steps, 3),
             "train": float(f"{loss:.6g}"),
             "worst": float(f"{worst:.6g}"),
-            "held_out": float(f"{self.held_out():.6g}"),
+            **{name: float(f"{loss:.6g}") for name, loss in self.losses().items()},
             "seconds": round(self.progress.seconds, 1),
         }
         return row | self._masks()

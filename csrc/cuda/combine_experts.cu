@@ -2,26 +2,18 @@
 // products[t, k], without the pairs whose id is out of range. It follows experts_down.cu, or a library's grouped products.
 #include "element.cuh"
 #include "expert_items.cuh"
+#include "params.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
-
-struct CombineParams {
-    const void* products;        // [tokens, kTopK, out_features], or with `places` in another order
-    const i64* places;           // the row of each pair in products, or null: its own
-    const void* expert_ids;      // [tokens, kTopK]
-    const void* expert_weights;  // [tokens, kTopK]
-    void* out;                   // [tokens, out_features]
-    int id_bytes;
-    int experts;
-    int out_features;
-};
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
 constexpr int kProductType = MGLU_PRODUCTS;  // an ElementType: kFloat32, or kType
 constexpr int kTopK = MGLU_TOP_K;
-constexpr int kVector = MGLU_VECTOR;  // columns of a thread: 4 where they divide out_features, else 1
+constexpr int kVector = MGLU_VECTOR;   // columns of a thread: 4 where they divide out_features, else 1
+constexpr int kParts = MGLU_PARTS;     // of experts_down.cu: as many arrays of products, then the parts of each pair
+constexpr int kRows = MGLU_PART_ROWS;  // columns of the result that have as many parts
 constexpr int kThreads = 128;
 
 template <typename Bits>
@@ -39,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
     const int token = blockIdx.x;
     const int column = (blockIdx.y * kThreads + threadIdx.x) * kVector;
     if (column >= p.out_features) return;
+    const i64 array = static_cast<i64>(gridDim.x) * kTopK * p.out_features;
     float result[kVector] = {};
 #pragma unroll 8
     for (int k = 0; k < kTopK; ++k) {
@@ -47,10 +40,24 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
         const float weight = load_expert_weight<kExpertWeightType>(p.expert_weights, pair);
         const i64 row = p.places == nullptr ? pair : p.places[pair];
         using Product = Element<kProductType>::Bits;
-        const Product* products = static_cast<const Product*>(p.products) + row * p.out_features + column;
-        const auto product = *reinterpret_cast<const Vector<Product>*>(products);
+        const auto* products = static_cast<const Product*>(p.products);
+        int parts = 1;
+        if constexpr (kParts > 1) {
+            const int tiles = (p.out_features + kRows - 1) / kRows;
+            parts =
+                reinterpret_cast<const u8*>(products + kParts * array)[static_cast<i64>(pair) * tiles + column / kRows];
+        }
+        float product[kVector] = {};
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) result[j] += weight * to_float<kProductType>(product.bits[j]);
+        for (int part = 0; part < kParts; ++part) {
+            if (part > 0 && part >= parts) continue;
+            const auto own =
+                *reinterpret_cast<const Vector<Product>*>(products + part * array + row * p.out_features + column);
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) product[j] += to_float<kProductType>(own.bits[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) result[j] += weight * product[j];
     }
     auto* out = static_cast<Element<kType>::Bits*>(p.out) + static_cast<i64>(token) * p.out_features + column;
     if constexpr (kVector == 4)

@@ -18,27 +18,11 @@
 // least kRows, fewer than 65536 pairs.
 #include "element.cuh"
 #include "expert_items.cuh"
+#include "params.cuh"
 #include "ptx.cuh"
 #include "weight_format.cuh"
 
 namespace mglu {
-
-struct DownParams {
-    const void* y;               // [pairs, in_features], contiguous
-    const void* weight;          // [experts, out_features, in_features]
-    const void* weight_scale;    // as the format has it, for each expert; contiguous, or null
-    const void* expert_ids;      // [pairs]
-    const void* expert_weights;  // [pairs]
-    void* out;                   // [out_features] for one token, else float32 [pairs, out_features]
-    i64 weight_stride;           // stored elements from one expert to the next
-    i64 weight_row_stride;       // and from one row to the next
-    i64 scale_stride;            // scales of an expert
-    int id_bytes;
-    int pairs;
-    int experts;
-    int out_features;
-    int in_features;
-};
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
@@ -49,12 +33,14 @@ constexpr int kRowWarps = MGLU_ROW_WARPS;   // warps of a team, each with other 
 constexpr int kTeams = MGLU_TEAMS;          // teams of a block, each with every kTeams-th stage
 constexpr int kStages = MGLU_STAGES;
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
+constexpr int kParts = MGLU_PARTS;  // the most parts of a unit
 
 constexpr bool kOneToken = kTokens == 1;
 static_assert(kRowWarps == 1 || kTeams < 16, "a named barrier for each team");
 static_assert((kRowWarps & (kRowWarps - 1)) == 0, "a copy is a power of two of rows");
 static_assert(kRowTiles <= 2, "a team has a thread for each row");
 static_assert(kOneToken || (kTokens % 8 == 0 && kTeams == 1), "teams divide the stages of one token");
+static_assert(!kOneToken || kParts == 1, "nothing adds the parts of one token");
 constexpr int kTokenTiles = (kTokens + 7) / 8;
 constexpr int kTeamThreads = 32 * kRowWarps;
 constexpr int kThreads = kTeamThreads * kTeams;
@@ -99,26 +85,44 @@ __device__ __forceinline__ void wait_for_team(int team) {
     else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeamThreads) : "memory");
 }
 
-// The units of a block, in order.
-struct Units {
+// What blocks compute, in order: block b takes the jobs b, b + gridDim.x and so on. A job is a unit, or in the last turn a
+// part of one.
+struct Jobs {
     int items;  // of all experts
     int count;
     int stages;  // of an item
+    int whole;   // jobs that are units
+    int rest;    // units that are divided
+    int parts;   // of each of these
 
-    __device__ __forceinline__ Units(const DownParams& p, int items)
-        : items(items),
-          count((p.out_features + kRows - 1) / kRows * (kOneToken ? 1 : items)),
-          stages((p.in_features + kColumns - 1) / kColumns) {}
+    __device__ __forceinline__ Jobs(const DownParams& p, int items)
+        : items(items), stages((p.in_features + kColumns - 1) / kColumns) {
+        const int units = (p.out_features + kRows - 1) / kRows * (kOneToken ? 1 : items);
+        const int blocks = gridDim.x;
+        rest = kParts > 1 ? units % blocks : 0;
+        parts = rest > 0 ? max(1, min(min(kParts, blocks / rest), stages)) : 1;
+        whole = units - rest;
+        count = whole + rest * parts;
+    }
 
-    __device__ __forceinline__ int items_of_unit() const { return kOneToken ? items : 1; }
-    __device__ __forceinline__ int item(int unit, int index) const { return kOneToken ? index : unit % items; }
+    // Parts of neighbouring units are neighbours, which share reads of W as whole units do.
+    __device__ __forceinline__ int unit(int job) const { return job < whole ? job : whole + (job - whole) % rest; }
+    __device__ __forceinline__ int parts_of(int job) const { return job < whole ? 1 : parts; }
+    __device__ __forceinline__ int part(int job) const { return job < whole ? 0 : (job - whole) / rest; }
+    __device__ __forceinline__ int first_stage(int job) const { return stages * part(job) / parts; }
+    __device__ __forceinline__ int end_stage(int job) const {
+        return job < whole ? stages : stages * (part(job) + 1) / parts;
+    }
+    __device__ __forceinline__ int items_of_job() const { return kOneToken ? items : 1; }
+    __device__ __forceinline__ int item(int job, int index) const { return kOneToken ? index : unit(job) % items; }
+    __device__ __forceinline__ int tile(int job) const { return kOneToken ? job : unit(job) / items; }
     // A last tile that would run past the end starts higher instead, and computes some rows twice.
-    __device__ __forceinline__ int row(const DownParams& p, int unit) const {
-        return min((kOneToken ? unit : unit / items) * kRows, p.out_features - kRows);
+    __device__ __forceinline__ int row(const DownParams& p, int job) const {
+        return min(tile(job) * kRows, p.out_features - kRows);
     }
 };
 
-// Copies the stages of a team, unit by unit.
+// Copies the stages of a team, job by job.
 class Loader {
     static constexpr int kRowVectors = kRowBytes / 16;
     static constexpr int kRowsAtOnce = kTeamThreads / kRowVectors;
@@ -128,26 +132,31 @@ class Loader {
     static constexpr int kScaleStep = kScalesColumns<kFormat> ? kScaleElementBytes : 0;  // from stage to stage
 
     const DownParams& p_;
-    const Units& units_;
+    const Jobs& jobs_;
     const PairItems& items_;
     int team_, thread_;
     i64 weight_step_;
     u32 weight_offset_, token_offset_;  // in a stage
-    int unit_, index_ = 0, stage_;      // of the next stage
+    int job_, index_ = 0, stage_;       // of the next stage
+    int end_ = 0;                       // of the stages of its job
     int count_;                         // tokens of its item
     const u8* weight_;
     const u8* y_[kTokenCopies];
     const u8* scale_;
 
-    // Finds the stage if it lies in a later item or unit, and the addresses of that item.
+    __device__ __forceinline__ void start() {
+        if (job_ < jobs_.count) stage_ = jobs_.first_stage(job_) + team_, end_ = jobs_.end_stage(job_);
+    }
+
+    // Finds the stage if it lies in a later item or job, and the addresses of that item.
     __device__ __forceinline__ void locate() {
-        while (unit_ < units_.count && stage_ >= units_.stages) {
-            stage_ -= units_.stages;
-            if (++index_ == units_.items_of_unit()) unit_ += gridDim.x, index_ = 0, stage_ = team_;
+        while (job_ < jobs_.count && stage_ >= end_) {
+            stage_ -= jobs_.stages;
+            if (++index_ == jobs_.items_of_job()) job_ += gridDim.x, index_ = 0, start();
         }
-        if (unit_ >= units_.count) return;
-        const PairRange item = items_[units_.item(unit_, index_)];
-        const int row = units_.row(p_, unit_);
+        if (job_ >= jobs_.count) return;
+        const PairRange item = items_[jobs_.item(job_, index_)];
+        const int row = jobs_.row(p_, job_);
         count_ = item.count;
         weight_ =
             static_cast<const u8*>(p_.weight) +
@@ -165,19 +174,20 @@ class Loader {
     }
 
   public:
-    __device__ __forceinline__ Loader(const DownParams& p, const Units& units, const PairItems& items, int team,
+    __device__ __forceinline__ Loader(const DownParams& p, const Jobs& jobs, const PairItems& items, int team,
                                       int thread)
-        : p_(p), units_(units), items_(items), team_(team), thread_(thread), stage_(team) {
-        unit_ = units.items > 0 ? blockIdx.x : units.count;
+        : p_(p), jobs_(jobs), items_(items), team_(team), thread_(thread), stage_(team) {
+        job_ = jobs.items > 0 ? blockIdx.x : jobs.count;
         weight_step_ = p.weight_row_stride * (kElementBytes * kRowsAtOnce);
         const int row = thread / kRowVectors, token = thread / 16;
         weight_offset_ = row * kRowBytes + (thread % kRowVectors * 16 ^ permuted_step(row) * kStepBytes);
         token_offset_ = kTokensAt + token * kTokenBytes + (thread % 16 * 16 ^ token % 4 * kTokenStepBytes);
+        start();
         locate();
     }
 
     __device__ __forceinline__ void load_next(u32 slot) {
-        if (unit_ < units_.count) {
+        if (job_ < jobs_.count) {
             // Columns past the end become zeros.
             const int columns_left = p_.in_features - stage_ * kColumns;
             const u8* weight = weight_;
@@ -206,7 +216,7 @@ class Loader {
                 scale_ += kTeams * kScaleStep;
             }
             stage_ += kTeams;
-            if (stage_ >= units_.stages) locate();
+            if (stage_ >= end_) locate();
         }
         copy_async_commit();
     }
@@ -298,33 +308,34 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     const int q = lane % 4;
     const int warp_row = warp * (16 * kRowTiles) + g;
     float* sums = reinterpret_cast<float*>(shared + kTeams * kRingBytes);
+    u8* parts_of_pairs = static_cast<u8*>(p.out) + static_cast<i64>(4 * kParts) * p.pairs * p.out_features;
 
     let_next_kernel_start();
     wait_for_earlier_kernels();
     PairItems items(shared + kTeams * kRingBytes + kSumBytes, p.pairs, p.experts);
     items.find(p.expert_ids, p.id_bytes, p.pairs, p.experts);
-    const Units units(p, items.count());
+    const Jobs jobs(p, items.count());
 
     const u32 ring = shared_address(shared) + team * kRingBytes;
-    Loader loader(p, units, items, team, threadIdx.x % kTeamThreads);
+    Loader loader(p, jobs, items, team, threadIdx.x % kTeamThreads);
 #pragma unroll
     for (int s = 0; s < kStages - 1; ++s) loader.load_next(ring + s * kStageBytes);
 
     const u32 weights = warp_row * kRowBytes + permuted_step(g) * kStepBytes + q * kBits;
     const u32 tokens = kTokensAt + (kOneToken ? 0 : g * kTokenBytes + g % 4 * kTokenStepBytes) + q * 16;
     u32 slot = ring, free_slot = ring + (kStages - 1) * kStageBytes;
-    for (int unit = blockIdx.x; unit < units.count; unit += gridDim.x) {
-        const int row = units.row(p, unit);
+    for (int job = blockIdx.x; job < jobs.count; job += gridDim.x) {
+        const int row = jobs.row(p, job), end = jobs.end_stage(job);
         float total[kRowTiles][2] = {};  // of one token
-        int stage = team;
-        for (int index = 0; index < units.items_of_unit(); ++index, stage -= units.stages) {
-            if (kTeams > 1 && stage >= units.stages) continue;  // other teams have all stages of this item
-            const PairRange item = items[units.item(unit, index)];
+        int stage = jobs.first_stage(job) + team;
+        for (int index = 0; index < jobs.items_of_job(); ++index, stage -= jobs.stages) {
+            if (kTeams > 1 && stage >= end) continue;  // other teams have all stages of this item
+            const PairRange item = items[jobs.item(job, index)];
             const float expert_weight =
                 kOneToken ? load_expert_weight<kExpertWeightType>(p.expert_weights, item.first) : 1.0f;
             RowScales scales(p, item.expert, row + warp_row);
             Accumulators acc = {};
-            for (; stage < units.stages; stage += kTeams) {
+            for (; stage < end; stage += kTeams) {
                 copy_async_wait<kStages - 2>();  // this thread's copies of the oldest stage have arrived,
                 wait_for_team(team);             // and so have the others', which have read the stage before it
                 loader.load_next(free_slot);
@@ -340,6 +351,10 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
                 slot += kStageBytes;
                 if (slot == ring + kRingBytes) slot = ring;
             }
+            const int part = jobs.part(job), tiles = (p.out_features + kRows - 1) / kRows, tile = jobs.tile(job);
+            if (kParts > 1 && part == 0)
+                for (int token = threadIdx.x; token < item.count; token += kThreads)
+                    parts_of_pairs[static_cast<i64>(items.pair_of(item, token)) * tiles + tile] = jobs.parts_of(job);
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
@@ -350,8 +365,8 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
                         const float sum = acc.sum[r][n][j] * (kScalesRows<kFormat> ? scales.scale[r][j / 2] : 1.0f);
                         if constexpr (kOneToken) {  // all columns have the same sum
                             if (j % 2 == 0) total[r][j / 2] += expert_weight * sum;
-                        } else if (token < item.count) {
-                            const i64 pair = items.pair_of(item, token);
+                        } else if (token < item.count && own_row >= tile * kRows) {
+                            const i64 pair = static_cast<i64>(part) * p.pairs + items.pair_of(item, token);
                             static_cast<float*>(p.out)[pair * p.out_features + own_row] = sum;
                         }
                     }

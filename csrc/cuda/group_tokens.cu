@@ -4,6 +4,7 @@
 // and then over experts, tell where the first row of each warp and expert goes. From offs the rows are sorted already.
 // Rows without an expert form a last group.
 #include "items.cuh"
+#include "params.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
@@ -12,16 +13,6 @@ constexpr bool kSorted = MGLU_SORTED;  // offs instead of ids
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBatch = 4;  // rows of a lane that are read together
-
-struct GroupParams {
-    const void* expert_ids;  // int32 or int64 [rows], or with kSorted offs, int32 [experts]
-    int* out;                // ItemEntry [max_items], then unless kSorted the rows in the order of their places, [rows]
-    int id_bytes;
-    int experts;
-    int rows;
-    int item_rows;
-    int max_items;
-};
 
 // Replaces each value by the result of an operation over all values up to it; one warp calls this.
 template <typename Operation>

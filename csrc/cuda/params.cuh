@@ -1,4 +1,4 @@
-// The parameters of the kernels plain, decode_mma, tile_wgmma and permute_x.
+// The parameters of the kernels plain, decode_mma, tile_wgmma and permute_x, and of those of experts.
 //
 // A kernel takes one struct: first its pointers, then strides and sizes, then tensor maps, one field a line. A kernel of
 // experts takes ItemParams as a second one. The structs are declared in CUDA alone. Python reads the names, types and
@@ -46,6 +46,48 @@ struct ItemParams {
     int top_k;      // x has a row for every top_k rows of the result
     int is_sorted;  // place i is row i: the rows are sorted by expert already
     int max_items;
+};
+
+// Of group_tokens.
+struct GroupParams {
+    const void* expert_ids;  // int32 or int64 [rows], or offs, int32 [experts]
+    int* out;                // ItemEntry [max_items], then for ids the rows in the order of places, [rows]
+    int id_bytes;
+    int experts;
+    int rows;
+    int item_rows;
+    int max_items;
+};
+
+// Of experts_down.
+struct DownParams {
+    const void* y;               // [pairs, in_features], contiguous
+    const void* weight;          // [experts, out_features, in_features]
+    const void* weight_scale;    // as the format has it, for each expert; contiguous, or null
+    const void* expert_ids;      // [pairs]
+    const void* expert_weights;  // [pairs]
+    void* out;                   // [out_features] for one token, else float32 [kParts, pairs, out_features], and then
+                                 // with kParts > 1 the parts of each pair and tile of rows, u8 [pairs, tiles]
+    i64 weight_stride;           // stored elements from one expert to the next
+    i64 weight_row_stride;       // and from one row to the next
+    i64 scale_stride;            // scales of an expert
+    int id_bytes;
+    int pairs;
+    int experts;
+    int out_features;
+    int in_features;
+};
+
+// Of combine_experts.
+struct CombineParams {
+    const void* products;        // as DownParams::out, or with `places` [rows, out_features] in another order
+    const i64* places;           // the row of each pair in products, or null: its own
+    const void* expert_ids;      // [tokens, top_k]
+    const void* expert_weights;  // [tokens, top_k]
+    void* out;                   // [tokens, out_features]
+    int id_bytes;
+    int experts;
+    int out_features;
 };
 
 struct TileParams : Params {

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "../cpu/kernels.h"
+#include "cuda/launch.h"
 #include "formats.h"
 #include "forward.h"
 
@@ -244,7 +245,7 @@ ExpertsCall describe_experts(const Tensor& x, const Tensor& weight, const Tensor
     call.rows = call.layer.tokens;
     call.layer.x = x;
     call.layer.x_row_stride = x.strides[0];
-    call.layer.tokens = 0;
+    call.layer.tokens = x.sizes[0];
     call.routing = routing;
     call.is_sorted = is_sorted;
     call.experts = weight.sizes[0];
@@ -264,6 +265,7 @@ Copies needed_copies(const ExpertsCall& call) {
 void forward(const ExpertsCall& call, const Tensor& out, const Executor& executor) {
     if (out.elements() == 0) return;
     const LayerCall& given = call.layer;
+    if (given.x.device == Device::cuda) return cuda::forward(call, out.data, executor);
     std::memset(out.data, 0, static_cast<std::size_t>(out.elements() * item_bytes(out.dtype)));
     const auto run = [&](std::int64_t expert, std::span<const std::int64_t> rows) {
         const auto count = static_cast<std::int64_t>(rows.size());
@@ -316,6 +318,7 @@ DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expe
 
 void experts_down(const DownCall& call, const Tensor& out, const Executor& executor, const Product& product) {
     if (out.elements() == 0) return;
+    if (call.y.device == Device::cuda) return cuda::experts_down(call, out.data, executor);
     switch (call.y.dtype) {
         case Scalar::float32: return down<float>(call, out, executor, product);
         case Scalar::bfloat16: return down<BFloat16>(call, out, executor, product);

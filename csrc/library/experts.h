@@ -1,5 +1,6 @@
-// The operators over experts on plain tensors, on the CPU: loops that run the kernels of one layer for each expert that
-// has rows, as mglu_ops/backends/expert_loop.py does, with the same bits. mglu_ops/expert_ops.py defines the operators.
+// The operators over experts on plain tensors, which mglu_ops/expert_ops.py defines. On a CPU, loops run the kernels of
+// one layer for each expert that has rows, as mglu_ops/backends/expert_loop.py does, with the same bits. On a GPU,
+// cuda/launch.cpp launches kernels for all experts.
 #pragma once
 
 #include <functional>
@@ -14,7 +15,7 @@ namespace mglu {
 
 // A call of mglu::experts_forward or mglu::grouped_forward.
 struct ExpertsCall {
-    // The layer of the first expert, but with x [T or S, in_features] and mask_weights of all rows, and without tokens.
+    // The layer of the first expert, but with x [tokens, in_features] and mask_weights of all; `tokens` is T or S.
     LayerCall layer;
     Tensor routing;  // the expert ids [T, K], or offs [E] if the rows are sorted by expert
     bool is_sorted;
@@ -57,7 +58,8 @@ void forward(const ExpertsCall& call, const Tensor& out, const Executor& executo
 using Product = std::function<void(const Tensor& y, std::int64_t expert, const Tensor& out)>;
 
 // `out` is contiguous, in y's dtype, and has `call.result_sizes()`. All tensors of the call but the weight are
-// contiguous, and so are the weight's rows. `product` multiplies dense weights of experts that have more than a few rows.
+// contiguous, and so are the weight's rows; on a GPU all of the weight is, and y and the weight start at multiples of 16
+// bytes. On a CPU `product` multiplies dense weights of experts that have more than a few rows.
 void experts_down(const DownCall& call, const Tensor& out, const Executor& executor, const Product& product);
 
 }  // namespace mglu

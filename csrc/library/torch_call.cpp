@@ -29,6 +29,22 @@ Executor executor_for(const Tensor& tensor) {
     return executor;
 }
 
+// A new tensor on the device of x, in its dtype, which `compute` fills.
+template <typename Compute>
+Handle result_of(const std::vector<std::int64_t>& sizes, const Tensor& x, const Compute& compute) {
+    std::optional<torch::stable::accelerator::DeviceGuard> guard;
+    if (x.device == Device::cuda) guard.emplace(x.device_index);
+    Handle result = empty(sizes, x.dtype, x), workspace;
+    Executor executor = executor_for(x);
+    // The memory may be freed while the kernels still run: whoever gets it next launches on the same stream, after them.
+    executor.allocate = [&](std::int64_t bytes) {
+        workspace = empty({bytes}, Scalar::uint8, x);
+        return view(workspace.get()).data;
+    };
+    compute(view(result.get()), executor);
+    return result;
+}
+
 // Writes 1 where a value is above 0, else 0. A float is above 0 if its bits, read as an unsigned integer, lie in 1 ..
 // infinity; the bits of NaN and of negative numbers lie above.
 template <typename Bits>
@@ -42,12 +58,6 @@ Tensor view_or_copy(AtenTensorHandle handle, const char* argument, bool copy, Ha
     if (!copy) return view_argument(handle, argument);
     owner = contiguous_copy(handle);
     return view(owner.get());
-}
-
-void check_on_cpu(const char* op, const char* argument, const Tensor& tensor) {
-    if (tensor.device != Device::cpu)
-        refuse(std::string(argument) + ": got device " + tensor.device_name() +
-               ", must be a CPU: this library has no GPU kernels for mglu::" + op + ", which mglu_ops in Python has");
 }
 
 // A handle of a matrix that the caller owns.
@@ -122,24 +132,14 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
     };
     LayerCall call = describe_with({});
     if (const Copies copies = needed_copies(call); copies.any()) call = describe_with(copies);
-    std::optional<torch::stable::accelerator::DeviceGuard> guard;
-    if (call.x.device == Device::cuda) guard.emplace(call.x.device_index);
-    Handle result = empty(call.result_sizes(), call.x.dtype, call.x), workspace;
-    Executor executor = executor_for(call.x);
-    // The memory may be freed while the kernels still run: whoever gets it next launches on the same stream, after them.
-    executor.allocate = [&](std::int64_t bytes) {
-        workspace = empty({bytes}, Scalar::uint8, call.x);
-        return view(workspace.get()).data;
-    };
-    forward(call, view(result.get()), executor);
-    return result;
+    return result_of(call.result_sizes(), call.x,
+                     [&](const Tensor& out, const Executor& executor) { forward(call, out, executor); });
 }
 
 Handle experts_forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks,
                        AtenTensorHandle routing, bool is_sorted, std::string_view activation,
                        AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,
                        std::string_view activation_format) {
-    check_on_cpu(is_sorted ? "grouped_forward" : "experts_forward", "x", view_argument(x, "x"));
     const char* index = is_sorted ? "offs" : "expert_ids";
     Handle owners[6];
     const auto describe_with = [&](const Copies& copies, bool copy_routing) {
@@ -155,34 +155,36 @@ Handle experts_forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHa
     };
     ExpertsCall call = describe_with({}, false);
     call = describe_with(needed_copies(call), !call.routing.is_contiguous());
-    Handle result = empty(call.result_sizes(), call.layer.x.dtype, call.layer.x);
-    forward(call, view(result.get()), executor_for(call.layer.x));
-    return result;
+    return result_of(call.result_sizes(), call.layer.x,
+                     [&](const Tensor& out, const Executor& executor) { forward(call, out, executor); });
 }
 
 Handle experts_down(AtenTensorHandle y, AtenTensorHandle weight, AtenTensorHandle expert_ids,
                     AtenTensorHandle expert_weights, AtenTensorHandle weight_scale, std::string_view weight_format) {
-    check_on_cpu("experts_down", "y", view_argument(y, "y"));
     const Tensor given = view_argument(weight, "weight");
+    const bool on_gpu = given.device == Device::cuda;
     Handle owners[5];
     const auto describe_with = [&](bool copy) {
         const auto as_needed = [&](AtenTensorHandle handle, const char* argument, int owner) {
-            return view_or_copy(handle, argument, copy && !view(handle).is_contiguous(), owners[owner]);
+            const auto is_fine = [&](const Tensor& x) { return x.is_contiguous() && (!on_gpu || x.is_aligned()); };
+            return view_or_copy(handle, argument, copy && !is_fine(view(handle)), owners[owner]);
         };
         std::optional<Tensor> scale;
         if (weight_scale != nullptr) scale = as_needed(weight_scale, "weight_scale", 4);
         const bool copies_weight = copy && given.last_size() > 1 && given.last_stride() != 1;
-        return describe_down(as_needed(y, "y", 0), view_or_copy(weight, "weight", copies_weight, owners[1]),
-                             as_needed(expert_ids, "expert_ids", 2), as_needed(expert_weights, "expert_weights", 3),
-                             scale, weight_format);
+        return describe_down(
+            as_needed(y, "y", 0),
+            on_gpu ? as_needed(weight, "weight", 1) : view_or_copy(weight, "weight", copies_weight, owners[1]),
+            as_needed(expert_ids, "expert_ids", 2), as_needed(expert_weights, "expert_weights", 3), scale,
+            weight_format);
     };
     describe_with(false);
     const DownCall call = describe_with(true);
-    Handle result = empty(call.result_sizes(), call.y.dtype, call.y);
-    experts_down(
-        call, view(result.get()), executor_for(call.y),
-        [&](const Tensor& rows, std::int64_t expert, const Tensor& out) { multiply(rows, given, expert, out); });
-    return result;
+    return result_of(call.result_sizes(), call.y, [&](const Tensor& out, const Executor& executor) {
+        experts_down(call, out, executor, [&](const Tensor& rows, std::int64_t expert, const Tensor& product) {
+            multiply(rows, given, expert, product);
+        });
+    });
 }
 
 }  // namespace mglu

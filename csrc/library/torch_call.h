@@ -18,7 +18,7 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
                AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,
                std::string_view activation_format);
 
-// The operators over experts, on a CPU. `routing` are expert_ids, or offs if `is_sorted`, as grouped_forward has them.
+// The operators over experts. `routing` are expert_ids, or offs if `is_sorted`, as grouped_forward has them.
 Handle experts_forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks,
                        AtenTensorHandle routing, bool is_sorted, std::string_view activation,
                        AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,

@@ -11,7 +11,7 @@ In float32 the sums are as wide as the operands, and the error of a total would 
 training on a CPU uses a float64 total (`_smaller_parts`), and a GPU, which may be slow in float64, separate products.
 
 The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps
-(`_gradients`).
+(`gradients`).
 
 On a CPU, the backend `cpu` runs forward, also in training, and backward only in bfloat16.
 
@@ -28,10 +28,18 @@ import torch
 from torch import Tensor
 
 from ..activations import get_activation
+from ..expert_calls import ExpertArguments
 from ..formats import FORMATS
 from ..layer_call import LayerArguments, LayerCall
-from ..masks import n_masks_of, unpack_one
-from .base import Backend, BackwardArguments, PreparedBackward, PreparedCall, PreparedForwardTrain
+from ..masks import unpack_one
+from .base import (
+    Backend,
+    BackwardArguments,
+    GroupedBackwardArguments,
+    PreparedBackward,
+    PreparedCall,
+    PreparedForwardTrain,
+)
 
 _FEW_TOKENS = 32
 """With fewer tokens than this, a float64 copy of the weight costs more than the products that it saves."""
@@ -66,62 +74,102 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b)
 
 
-def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`matmul`, without a new tensor where the library can."""
-    return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(matmul(a, b))
+class Products:
+    """The products of a layer's step, by the library. `composite_experts` has those of experts.
+
+    They sum and return in float32 at least. `weight` is `[out_features, in_features]`, `x` is `[tokens, in_features]`
+    and `grad` is `[tokens, out_features]`. A `total` is added to in place, in its dtype or a wider one.
+    """
+
+    has_float64: ClassVar[bool] = True
+
+    def project(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return `x @ weight^T`, in `out` if it is given."""
+        if out is None or out.dtype != x.dtype:
+            product = matmul(x, weight.t())
+            return product if out is None else out.copy_(product)
+        return torch.mm(x, weight.t(), out=out)
+
+    def back(self, grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
+        """Return `grad @ weight`, or add it to `total`."""
+        return _add_matmul(total, grad, weight)
+
+    def of_weight(self, grad: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+        """Return `grad^T @ x`, or add it to `total`."""
+        return _add_matmul(total, grad.t(), x)
+
+    def count_ones(self, mask: Tensor) -> Tensor:
+        """Count the ones of the mask of each layer, as a tensor that broadcasts to the mask."""
+        return mask.count_nonzero()
+
+    def of_rows(self, numbers: Tensor) -> Tensor:
+        """Give each token the number of its layer; `numbers` has the shape of `count_ones`."""
+        return numbers
 
 
-def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`, summed in total's dtype or a wider one."""
-    if a.dtype == total.dtype:
-        torch.addmm(total, a, b, out=total)
-    else:
-        total += matmul(a, b)
+def _add_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    if total is None:
+        return matmul(a, b)
+    return torch.addmm(total, a, b, out=total) if a.dtype == total.dtype else total.add_(matmul(a, b))
+
+
+_LAYER = Products()
 
 
 # --- Forward ---------------------------------------------------------------------------------------------------------
 
 
 def _gates_and_values(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, *, apart: bool
+    x: Tensor, weight: Tensor, packed_masks: Tensor, *, apart: bool, products: Products = _LAYER
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield gate_i and value_i `[tokens, out_features]` of each mask, in the dtype of the sums.
 
     All masks reuse the same memory. With `apart`, both are products, and neither is a difference.
     """
-    n_masks, in_features = n_masks_of(packed_masks), weight.shape[1]
-    narrow_sums, tokens = x.dtype is torch.float32, x.shape[0]
-    gate, value = (x.new_empty(tokens, weight.shape[0], dtype=sum_dtype(x.dtype)) for _ in range(2))
+    n_masks, tokens, narrow_sums = packed_masks.shape[-1], x.shape[0], x.dtype is torch.float32
+    gate, value = (x.new_empty(tokens, weight.shape[-2], dtype=sum_dtype(x.dtype)) for _ in range(2))
     dtype = operand_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
-    masks = (unpack_one(packed_masks, i, in_features) for i in range(n_masks))
-    if apart or n_masks == 1 or (narrow_sums and (n_masks == 2 or tokens < _FEW_TOKENS or x.is_cuda)):
+    masks = (_mask(packed_masks, i, weight) for i in range(n_masks))
+    is_narrow = x.is_cuda or not products.has_float64
+    if apart or n_masks == 1 or (narrow_sums and (n_masks == 2 or tokens < _FEW_TOKENS or is_narrow)):
         project = _both_products
     else:
         project = _smaller_parts if narrow_sums else _sign_flips
-    for _ in project(x, weight, masks, gate, value):
+    for _ in project(products, x, weight, masks, gate, value):
         yield gate, value
 
 
-def _both_products(x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor) -> Iterator[None]:
+def _mask(packed_masks: Tensor, index: int, weight: Tensor) -> Tensor:
+    """Unpack one mask to bool in the weight's shape, with or without experts."""
+    return unpack_one(packed_masks.flatten(0, -3), index, weight.shape[-1]).view(weight.shape)
+
+
+def _both_products(
+    products: Products, x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor
+) -> Iterator[None]:
     """Compute both products, as the naive layer does, so that no difference loses digits."""
     for mask in masks:
         masked = weight * mask
-        _matmul_into(gate, x, masked.t())
-        _matmul_into(value, x, (weight - masked).t())
+        products.project(x, masked, gate)
+        products.project(x, weight - masked, value)
         yield
 
 
-def _sign_flips(x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor) -> Iterator[None]:
-    half_total = matmul(x, weight.t()).mul_(0.5)
+def _sign_flips(
+    products: Products, x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor
+) -> Iterator[None]:
+    half_total = products.project(x, weight).mul_(0.5)
     for mask in masks:
-        flipped = _matmul_into(gate, x, torch.sub(weight, weight * mask, alpha=2).t())
+        flipped = products.project(x, torch.sub(weight, weight * mask, alpha=2), gate)
         torch.add(half_total, flipped, alpha=0.5, out=value)
         torch.sub(half_total, flipped, alpha=0.5, out=gate)
         yield
 
 
-def _smaller_parts(x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor) -> Iterator[None]:
+def _smaller_parts(
+    products: Products, x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor
+) -> Iterator[None]:
     """Compute the gate or the value, whichever has fewer weights, as a product, and the other as the rest of a total.
 
     The total is float64. Sign flips measured 2 to 4 times the naive layer's error in float32, this 0.4 to 1.2 times.
@@ -134,7 +182,7 @@ def _smaller_parts(x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Ten
         gate_is_small = _is_sparse(mask)
         part, rest = (gate, value) if gate_is_small else (value, gate)
         masked = weight * mask
-        _matmul_into(part, x, (masked if gate_is_small else weight - masked).t())
+        products.project(x, masked if gate_is_small else weight - masked, part)
         torch.sub(total, part, out=rest).add_(remainder)
         yield
 
@@ -162,17 +210,18 @@ def _forward(given: LayerArguments) -> Tensor:
 # --- Training --------------------------------------------------------------------------------------------------------
 
 
-def _forward_train(given: LayerArguments) -> tuple[Tensor, Tensor]:
+def forward_train(given: LayerArguments | ExpertArguments, products: Products = _LAYER) -> tuple[Tensor, Tensor]:
     """The result of `_forward` and its partial derivatives: `P`, all `Q_i` and, with mask weights, all `R_i`."""
-    x, weight, packed_masks, activation, mask_weights, *_ = given
-    act, dtype, n_masks = get_activation(activation), sum_dtype(x.dtype), n_masks_of(packed_masks)
+    x, weight, packed_masks, activation, mask_weights = given[:5]
+    act, dtype, n_masks = get_activation(activation), sum_dtype(x.dtype), packed_masks.shape[-1]
     tokens, out_features = x.shape[0], given.out_features
     result = x.new_zeros(tokens, out_features, dtype=dtype)
     term_weights = result.new_ones(1, n_masks) if mask_weights is None else mask_weights.to(dtype)
     term_weights, kinds = term_weights.expand(tokens, n_masks), 1 if mask_weights is None else 2
     partials = x.new_empty(tokens, 1 + kinds * n_masks, out_features)
     of_total = torch.zeros_like(result, dtype=_total_dtype(x) if n_masks > 1 else dtype)
-    for i, (gate, value) in enumerate(_gates_and_values(x, weight, packed_masks, apart=False)):
+    pairs = _gates_and_values(x, weight, packed_masks, apart=False, products=products)
+    for i, (gate, value) in enumerate(pairs):
         for rows in _chunks(result):
             g, v, mask_weight, kept = gate[rows], value[rows], term_weights[rows, i : i + 1], partials[rows]
             activated, slope = act.forward(g), act.backward(v, g)  # act(g_i), act'(g_i) v_i
@@ -197,7 +246,9 @@ def _chunks(result: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
-def _gradients(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(
+    arguments: BackwardArguments | GroupedBackwardArguments, products: Products = _LAYER
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and mask logits, by the equations of `mglu_ops.ops`; empty where not needed.
 
     In float32, `dt W + sum_i b_i (F_i * W)` measured up to 5 times the naive layer's error if masks are sparse or
@@ -207,51 +258,55 @@ def _gradients(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
     2.1 times. The same holds for dW. With one mask, gate and value are separate products
     (`_gradients_of_both_products`).
     """
-    grad_output, x, weight, packed_masks, partials, (needs_x, needs_weight), logits_dtype, _ = arguments
+    grad_output, x, weight, packed_masks = arguments[:4]
+    partials, (needs_x, needs_weight), logits_dtype = arguments.partials, arguments.needs, arguments.logits_dtype
     needs_total, needs_products = needs_x or needs_weight, needs_weight or logits_dtype is not None
-    operand, wide, n_masks = operand_dtype(x), sum_dtype(x.dtype), n_masks_of(packed_masks)
+    operand, wide, n_masks = operand_dtype(x), sum_dtype(x.dtype), packed_masks.shape[-1]
     if not (needs_total or needs_products):
         return x.new_empty(0), x.new_empty(0), x.new_empty(0)
     if n_masks == 1 and x.dtype is torch.float32 and needs_total and (needs_weight or logits_dtype is None):
-        return _gradients_of_both_products(arguments)
+        return _gradients_of_both_products(arguments, products)
     grad_x = x.new_zeros(x.shape if needs_x else 0, dtype=wide)
     grad_weight = x.new_zeros(weight.shape if needs_weight else 0, dtype=wide)
-    grad_logits = x.new_empty((n_masks, *weight.shape) if logits_dtype else 0, dtype=logits_dtype or x.dtype)
-    splits = x.dtype is torch.float32 and not _rounds_to_tf32(x)
+    logits_shape = (*weight.shape[:-2], n_masks, *weight.shape[-2:])
+    grad_logits = x.new_empty(logits_shape if logits_dtype else 0, dtype=logits_dtype or x.dtype)
+    splits = x.dtype is torch.float32 and not rounds_to_tf32(x)
+    total_dtype = _backward_total_dtype(x) if products.has_float64 else torch.float32
     x, w, grad = x.to(operand), weight.to(operand), grad_output.to(operand)
     if needs_total:
         total = grad * partials[:, 0]
         if splits and n_masks > _MOST_MASKS_OF_NARROW_TOTALS:
-            total = total.to(_backward_total_dtype(x))
+            total = total.to(total_dtype)
     b = None
     for i in range(n_masks):
         b = torch.mul(grad, partials[:, 1 + i], out=b)  # in the same memory for every mask
         if needs_total:
-            mask = unpack_one(packed_masks, i, weight.shape[1])
+            mask = _mask(packed_masks, i, weight)
             flips = mask.to(operand).mul_(-2).add_(1)
             if splits:
                 # The number stays on the device, because reading the mask would wait for a GPU.
-                number = torch.where(mask.count_nonzero() <= mask.numel() // 2, 1.0, -1.0)
+                half = weight.shape[-2:].numel() // 2
+                number = torch.where(products.count_ones(mask) <= half, 1.0, -1.0)
                 flips.sub_(number)
-                total.addcmul_(b, number)
+                total.addcmul_(b, products.of_rows(number))
         if needs_x:
-            _add_matmul(grad_x, b, w * flips)
+            products.back(b, w * flips, grad_x)
         if needs_products:
-            product = matmul(b.t(), x)
+            product = products.of_weight(b, x)
             if needs_weight:
                 grad_weight.addcmul_(product, flips)
             if logits_dtype:
-                torch.mul(product.mul_(-2), w, out=grad_logits[i])
+                torch.mul(product.mul_(-2), w, out=grad_logits.select(-3, i))
     if needs_total and splits:
-        total = total.to(_backward_total_dtype(x))
+        total = total.to(total_dtype)
     if needs_x:
-        _add_matmul(grad_x, total, w.to(total.dtype))
+        products.back(total, w.to(total.dtype), grad_x)
     if needs_weight:
-        _add_matmul(grad_weight, total.t(), x.to(total.dtype))
+        products.of_weight(total, x.to(total.dtype), grad_weight)
     return grad_x.to(weight.dtype), grad_weight.to(weight.dtype), grad_logits
 
 
-def _rounds_to_tf32(x: Tensor) -> bool:
+def rounds_to_tf32(x: Tensor) -> bool:
     """Whether float32 GEMMs use TF32, whose error exceeds all others."""
     return x.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
@@ -262,24 +317,27 @@ def _backward_total_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if is_fast else torch.float32
 
 
-def _gradients_of_both_products(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients_of_both_products(
+    arguments: BackwardArguments | GroupedBackwardArguments, products: Products
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a layer with one mask as the naive layer computes them, from the gate's and the value's."""
-    grad_output, x, weight, packed_masks, partials, needs, logits_dtype, _ = arguments
-    mask = unpack_one(packed_masks, 0, weight.shape[1]).to(weight.dtype)
+    grad_output, x, weight, packed_masks = arguments[:4]
+    partials, needs, logits_dtype = arguments.partials, arguments.needs, arguments.logits_dtype
+    mask = _mask(packed_masks, 0, weight).to(weight.dtype)
     of_gate, of_value = (change(partials[:, 0], partials[:, 1]).mul_(grad_output) for change in (torch.sub, torch.add))
     grad_x, grad_weight, grad_logits = x.new_empty(0), x.new_empty(0), x.new_empty(0)
     masked = weight * mask
     if needs[0]:
-        grad_x = torch.mm(of_gate, masked).addmm_(of_value, weight - masked)
+        grad_x = products.back(of_value, weight - masked, products.back(of_gate, masked))
     if needs[1]:
-        by_gate, by_value = torch.mm(of_gate.t(), x), torch.mm(of_value.t(), x)
+        by_gate, by_value = products.of_weight(of_gate, x), products.of_weight(of_value, x)
         grad_weight = (by_gate * mask).addcmul_(by_value, mask.neg_().add_(1))
         if logits_dtype:
-            grad_logits = by_gate.sub_(by_value).mul_(weight).to(logits_dtype).unsqueeze(0)
+            grad_logits = by_gate.sub_(by_value).mul_(weight).to(logits_dtype).unsqueeze(-3)
     return grad_x, grad_weight, grad_logits
 
 
-def _mask_weight_gradient(grad_output: Tensor, of_mask_weights: Tensor, dtype: torch.dtype) -> Tensor:
+def mask_weight_gradient(grad_output: Tensor, of_mask_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """`sum over out_features of G * R_i`, `[tokens, n_masks]`, of `R` `[tokens, n_masks, out_features]`."""
     grad = grad_output.to(sum_dtype(grad_output.dtype))
     result = grad.new_empty(of_mask_weights.shape[:2], dtype=dtype)
@@ -312,16 +370,16 @@ class Composite(Backend):
         return True
 
     def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
-        return _forward_train
+        return forward_train
 
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
         first_term = 1 + call.n_masks
 
         def prepared(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            gradients, x, mask_weights_dtype = _gradients(arguments), arguments.x, arguments.mask_weights_dtype
+            found, x, mask_weights_dtype = gradients(arguments), arguments.x, arguments.mask_weights_dtype
             if mask_weights_dtype is None:
-                return (*gradients, x.new_empty(0))
+                return (*found, x.new_empty(0))
             of_mask_weights = arguments.partials[:, first_term:]
-            return (*gradients, _mask_weight_gradient(arguments.grad_output, of_mask_weights, mask_weights_dtype))
+            return (*found, mask_weight_gradient(arguments.grad_output, of_mask_weights, mask_weights_dtype))
 
         return prepared

@@ -13,18 +13,32 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
 from ..activations import get_activation
-from ..expert_calls import DownArguments, ExpertArguments, ExpertCall, sort_pairs
+from ..expert_calls import DownArguments, ExpertArguments, ExpertCall, inverse_of, sort_pairs
 from ..formats import FORMATS
 from ..masks import unpack_one
 from ..sizes import ceil_div
 from . import expert_loop
-from .base import PreparedDown, PreparedExperts, PreparedGroupedBackward, PreparedGroupedForwardTrain
-from .composite import Composite, operand_dtype, sum_dtype
+from .base import (
+    GroupedBackwardArguments,
+    PreparedDown,
+    PreparedExperts,
+    PreparedGroupedBackward,
+    PreparedGroupedForwardTrain,
+)
+from .composite import (
+    Composite,
+    Products,
+    forward_train,
+    gradients,
+    mask_weight_gradient,
+    operand_dtype,
+    sum_dtype,
+)
 from .cuda import experts_training
+from .triton import device_reason
 
 _MOST_GATHERED = 1 << 26
 """Weights of the experts of blocks that are gathered at once."""
@@ -74,7 +88,7 @@ class _Blocks:
         places = torch.where(has_expert, places, 0)
         if pairs is None:
             return _Blocks(of_blocks, sorted_rows, is_used, places, has_expert)
-        back = pairs.argsort()
+        back = inverse_of(pairs)
         return _Blocks(of_blocks, pairs[sorted_rows], is_used, places[back], has_expert[back])
 
     def chunks(self, weights_of_one: int) -> Iterator[slice]:
@@ -150,18 +164,14 @@ def _matmul(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def down_backward(grad_output: Tensor, given: DownArguments, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of y, weight and expert_weights of `experts_down`; empty where not needed.
-
-    `torch.nn.functional.grouped_mm` multiplies on GPUs where it does not read offs on the host.
-    """
+    """The gradients of y, weight and expert_weights of `experts_down`; empty where not needed."""
     y, weight = given.y, given.weight
     if not y.numel() or not weight.numel():
         tensors = zip((y, weight, given.expert_weights), needs, strict=True)
         return tuple(one.new_zeros(one.shape if is_needed else 0) for one, is_needed in tensors)  # type: ignore[return-value]
     if y.is_cpu:
         return down_backward_on_cpu(grad_output, given, needs)
-    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-    if aligned and y.is_cuda and experts_training.unsupported_reason(y.device, y.dtype) is None:
+    if untrainable_reason(y.device, y.dtype) is None:
         return down_backward_by_grouped_products(grad_output, given, needs)
     return down_backward_in_blocks(grad_output, given, needs)
 
@@ -200,23 +210,100 @@ def down_backward_in_blocks(
 def down_backward_by_grouped_products(
     grad_output: Tensor, given: DownArguments, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`down_backward` by `torch.nn.functional.grouped_mm` of rows sorted by expert."""
+    """`down_backward` by grouped products of rows sorted by expert."""
     y, weight, ids, expert_weights, *_ = given
     pairs, offs = sort_pairs(ids, weight.shape[0])
-    back, has_expert = pairs.argsort(), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
+    back, has_expert = inverse_of(pairs), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
     rows, grad = y.flatten(0, 1)[pairs], grad_output[pairs // ids.shape[1]]
     weights = expert_weights.view(-1, 1)[pairs].float()
     of_y, of_weight, of_expert_weights = y.new_empty(0), y.new_empty(0), expert_weights.new_empty(0)
     if needs[0] or needs[2]:
-        products = F.grouped_mm(grad, weight.contiguous(), offs=offs)  # undefined without an expert
+        products = experts_training.product(grad, weight.contiguous(), offs)  # undefined without an expert
         if needs[0]:
-            of_y = torch.where(has_expert, products * weights, 0).to(y.dtype)[back].view(y.shape)
+            of_y = torch.where(has_expert, _times(products, weights), 0)[back].view(y.shape)
         if needs[2]:
             sums = (products.float() * rows).sum(-1, keepdim=True)
             of_expert_weights = torch.where(has_expert, sums, 0)[back].view(ids.shape).to(expert_weights.dtype)
     if needs[1]:
-        of_weight = F.grouped_mm((grad * weights).to(y.dtype).t(), rows, offs=offs)
+        of_weight = experts_training.product(_times(grad, weights).t(), rows, offs)
     return of_y, of_weight, of_expert_weights
+
+
+def _times(rows: Tensor, weights: Tensor) -> Tensor:
+    """`rows * weights` in the dtype of rows, rounded once, without a tensor in float32."""
+    return torch.mul(rows, weights, out=torch.empty_like(rows))
+
+
+# --- A training step on a GPU ----------------------------------------------------------------------------------------
+
+
+def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a training step of experts cannot run on a device without waiting for it; None if it can."""
+    if device.type == "cpu":
+        return None
+    if dtype is torch.float64:
+        return "the grouped products in Triton sum in float32, which is too narrow for float64"
+    return device_reason(device)
+
+
+class GroupedProducts(Products):
+    """The products of experts, for rows sorted by expert. They return float32, in rows without an expert anything.
+
+    `weight` is `[experts, out_features, in_features]`; `x` and `grad` have the rows of all experts.
+    """
+
+    has_float64 = False
+
+    def __init__(self, offs: Tensor, rows: int) -> None:
+        self._ends = experts_training.ascending(offs, rows)
+        self._expert = torch.searchsorted(self._ends, torch.arange(rows, device=offs.device), right=True)
+        self.has_no_expert = self._expert == len(offs)
+
+    def project(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        from .triton.grouped import grouped_products  # it imports Triton, as below
+
+        out = x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32) if out is None else out
+        return grouped_products(x, weight.mT, self._ends, out)
+
+    def back(self, grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
+        from .triton.grouped import grouped_products
+
+        out = grad.new_zeros(grad.shape[0], weight.shape[2], dtype=torch.float32) if total is None else total
+        return grouped_products(grad, weight, self._ends, out, add=total is not None)
+
+    def of_weight(self, grad: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+        from .triton.grouped import products_over_rows
+
+        shape = len(self._ends), grad.shape[1], x.shape[1]
+        out = grad.new_empty(shape, dtype=torch.float32) if total is None else total
+        return products_over_rows(grad, x, self._ends, out, add=total is not None)
+
+    def count_ones(self, mask: Tensor) -> Tensor:
+        return mask.sum((-2, -1), keepdim=True)
+
+    def of_rows(self, numbers: Tensor) -> Tensor:
+        return numbers.view(-1, 1)[self._expert.clamp_max(len(self._ends) - 1)]
+
+
+def grouped_forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
+    """`mglu::grouped_forward_train` in any dtype but float64, without reading a value on the host."""
+    products = GroupedProducts(given.routing, given.x.shape[0])
+    y, partials = forward_train(given, products)
+    return (
+        y.masked_fill_(products.has_no_expert[:, None], 0),
+        partials.masked_fill_(products.has_no_expert[:, None, None], 0),
+    )
+
+
+def grouped_backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`mglu::grouped_backward`; as `grouped_forward_train`."""
+    grad_output, x, _, packed_masks, offs, partials, *_, dtype = arguments
+    products = GroupedProducts(offs, x.shape[0])
+    found = gradients(arguments, products)
+    if dtype is None:
+        return (*found, x.new_empty(0))
+    of_mask_weights = mask_weight_gradient(grad_output, partials[:, 1 + packed_masks.shape[-1] :], dtype)
+    return (*found, of_mask_weights.masked_fill_(products.has_no_expert[:, None], 0))
 
 
 class CompositeExperts(Composite):
@@ -234,15 +321,19 @@ class CompositeExperts(Composite):
         return down_on_cpu if call.layer.device.type == "cpu" else down
 
     def can_train_experts_forward(self, call: ExpertCall) -> bool:
-        return call.layer.device.type == "cpu"
+        return untrainable_reason(call.layer.device, call.layer.dtype) is None
 
     def can_train_experts_backward(self, call: ExpertCall) -> bool:
-        return call.layer.device.type == "cpu"
+        return self.can_train_experts_forward(call)
 
     def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
+        if call.layer.device.type != "cpu":
+            return grouped_forward_train
         return partial(expert_loop.forward_train, expert_loop.layers(self.prepare_forward_train, call), call)
 
     def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
+        if call.layer.device.type != "cpu":
+            return grouped_backward
         return partial(expert_loop.backward, expert_loop.layers(self.prepare_backward, call))
 
 

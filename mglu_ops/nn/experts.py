@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import expert_ops
-from ..expert_calls import sort_pairs
+from ..expert_calls import inverse_of, sort_pairs
 from ..layer_call import as_rows
 from .arguments import check_dtype, check_flags, check_int, check_sizes
 from .feed_forward import FeedForwardOptions
-from .masked_linear import MaskedLinear, UnroutedOptions
+from .masked_linear import MaskedLinear, UnroutedOptions, init_as_linear_
 from .mglu import MGLU
 from .naive import NaiveMGLU
 from .packed_buffers import check_masks_in_use
@@ -32,6 +32,9 @@ class _Experts(MaskedLinear):
     num_experts: int
     first_expert: int | None = None
     """The number of this rank's first expert, if `mglu_ops.parallel.ParallelExperts` has divided the layer."""
+    ranks_of_tokens: int | None = None
+    """How many ranks have tokens of their own; None if x is the same on all of them. The rows of an exchange between
+    these ranks are plain tensors, and the layer is called with them only by `MGLUExpertsFeedForward`."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, **options: Any) -> None:
         check_sizes(num_experts=num_experts)
@@ -64,19 +67,27 @@ class _Experts(MaskedLinear):
     def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
         """What this rank holds of a DTensor, if the layer is divided over ranks; otherwise the tensor, unchanged.
 
-        Of the gradient of a tensor that all ranks hold, each rank computes one term of a sum.
+        Of the gradient of a tensor that all ranks hold, each rank computes one term of a sum. The gradient of what only
+        this rank holds has the tokens of all ranks; if these are their own, it is averaged over the ranks, as
+        data-parallel training does with all other gradients.
         """
         if self.first_expert is None or tensor is None:
             return tensor
         from torch.distributed.tensor import DTensor, Partial
 
         if not isinstance(tensor, DTensor):
+            if self.ranks_of_tokens is not None:
+                return tensor
             raise TypeError(
                 f"{type(self).__name__}: got a {type(tensor).__name__} in a layer that ParallelExperts has divided, "
                 "must be a DTensor: call the MGLUExpertsFeedForward, and not the experts in it"
             )
         of_gradient = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
-        return tensor.to_local(grad_placements=of_gradient)
+        local = tensor.to_local(grad_placements=of_gradient)
+        ranks = self.ranks_of_tokens
+        if ranks is not None and local.requires_grad:
+            local.register_hook(lambda gradient: gradient / ranks)
+        return local
 
 
 class MGLUExperts(_Experts, MGLU):
@@ -146,16 +157,16 @@ class MGLUExperts(_Experts, MGLU):
         """The result `[T K, out_features]`, computed in the order of experts, which has all gradients."""
         top_k, weight, scale = expert_ids.shape[1], self.on_rank(self.weight), self.on_rank(self.weight_scale)
         order, offs = sort_pairs(expert_ids, weight.shape[0])
-        inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-        x = _Gather.apply(x, order, inverse, top_k)
-        weights = None if mask_weights is None else _Gather.apply(mask_weights, order, inverse, top_k)
+        inverse = inverse_of(order)
+        x = GatherRows.apply(x, order, inverse, top_k)
+        weights = None if mask_weights is None else GatherRows.apply(mask_weights, order, inverse, top_k)
         if self.packed_masks is None:
             logits = self.on_rank(self.mask_logits)
             y, _ = expert_ops.grouped_forward_ste(x, weight, logits, offs, self.activation, weights)
         else:
             given = (x, weight, self.on_rank(self.packed_masks), offs, self.activation, weights)
             y = expert_ops.grouped_forward(*given, scale, self.weight_format, self.activation_format)
-        return _Gather.apply(y, inverse, order, 1)
+        return GatherRows.apply(y, inverse, order, 1)
 
 
 class NaiveMGLUExperts(_Experts, NaiveMGLU):
@@ -202,6 +213,17 @@ class ExpertsFeedForwardOptions(UnroutedOptions, total=False):
     save_activations: bool
 
 
+def weighted_sum(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+    """The result `[T, hidden_size]` for x `[T, hidden_size]` and the chosen experts `[T, K]` with their weights.
+
+    On a rank that holds a part of the experts, it is the sum over these.
+    """
+    if layer.experts.first_expert:
+        expert_ids = expert_ids - layer.experts.first_expert  # ids of other ranks' experts leave the range
+    hidden = layer.experts(x, expert_ids)
+    return expert_ops.experts_down(hidden, layer.experts.on_rank(layer.down_proj), expert_ids, expert_weights)
+
+
 class MGLUExpertsFeedForward(nn.Module):
     """The feed-forward layer of a mixture of experts: a router, `MGLUExperts`, and their down projections.
 
@@ -227,6 +249,9 @@ class MGLUExpertsFeedForward(nn.Module):
     Raises:
         ValueError: an argument is out of range or of another type.
     """
+
+    combine: Callable[[MGLUExpertsFeedForward, Tensor, Tensor, Tensor], Tensor] = staticmethod(weighted_sum)
+    """How the results of a token's experts are computed and summed; `mglu_ops.parallel` has another way."""
 
     def __init__(
         self,
@@ -258,7 +283,7 @@ class MGLUExpertsFeedForward(nn.Module):
 
     @torch.no_grad()
     def _reset_down_proj(self) -> None:
-        nn.init.kaiming_uniform_(self.down_proj.flatten(0, 1), a=math.sqrt(5))
+        init_as_linear_(self.down_proj)
 
     def forward(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Map x `[..., hidden_size]` to `[..., hidden_size]`.
@@ -274,11 +299,7 @@ class MGLUExpertsFeedForward(nn.Module):
         self.experts.check_input(x)
         logits = self.gate(x)
         weights, ids = route(self.experts.on_rank(logits), self.top_k, self.norm_topk_prob)
-        if self.experts.first_expert:
-            ids = ids - self.experts.first_expert  # ids of other ranks' experts leave the range
-        hidden = self.experts(as_rows(x), as_rows(ids))
-        down_proj = self.experts.on_rank(self.down_proj)
-        y = expert_ops.experts_down(hidden, down_proj, as_rows(ids), as_rows(weights))
+        y = self.combine(self, as_rows(x), as_rows(ids), as_rows(weights))
         y = torch.ops.aten._unsafe_view(y, x.shape)  # FSDP warns of a module that returns a view
         return (y, logits) if output_router_logits else y
 
@@ -298,7 +319,7 @@ def route(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Ten
     return weights.to(logits.dtype), ids
 
 
-class _Gather(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
     """Rows `x[order // copies]`, where `order` is a permutation of `copies` times as many rows as x has.
 
     The gradient is gathered too, by the inverse permutation, and summed over the copies of a row. Autograd would add

@@ -13,7 +13,7 @@ from .. import expert_ops, ops
 from ..activations import get_activation
 from ..checks import FLOATING
 from ..formats import WeightFormat, check_activation_format, get_format
-from ..masks import check_layout, check_packed_masks, clear_padding_, n_masks_of, packed_shape
+from ..masks import check_layout, check_padding, clear_padding_, n_masks_of, packed_shape
 from .arguments import WEIGHT_INITS, check_columns, check_dtype, check_masks, check_sizes, check_weight_init
 from .leveling import level_gain
 
@@ -175,7 +175,7 @@ class MaskedLinear(nn.Module):
         if self.weight_scale is not None:
             shape = (*self.leading, self.out_features, self.in_features)
             weight = self.weight.new_empty(shape, dtype=torch.float32)
-        nn.init.kaiming_uniform_(weight.flatten(0, -2), a=math.sqrt(5))
+        init_as_linear_(weight)
         weight.mul_(self.weight_gain)
         if self.weight_scale is not None:
             stored, scale = quantized(get_format(self.weight_format), weight)
@@ -359,7 +359,7 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
     """
     if not isinstance(packed_masks, Tensor):
         raise TypeError(f"{name}: got {type(packed_masks).__name__}, must be a torch.uint8 tensor")
-    shape = list(packed_masks.shape)
+    shape, one = list(packed_masks.shape), packed_masks
     if len(rows) > 1:
         expected = [*rows[:-1], *packed_shape(module.n_masks, rows[-1], module.in_features)]
         if shape != expected:
@@ -367,14 +367,22 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
                 f"{name}: got shape {shape}, must be [num_experts, out_features, ceil(in_features / 8), n_masks] = "
                 f"{expected}"
             )
-        packed_masks = packed_masks.flatten(0, 1)
+        # The metadata of one layer. In torch 2.11, DTensors that are divided along dimension 1 cannot be flattened.
+        one = torch.empty(shape[1:], dtype=packed_masks.dtype, layout=packed_masks.layout, device="meta")
     try:
-        check_layout(packed_masks, module.in_features, math.prod(rows))
-        if n_masks_of(packed_masks) != module.n_masks:
-            raise ValueError(f"got n_masks={n_masks_of(packed_masks)} (shape {shape}), must be {module.n_masks}")
-        check_packed_masks(packed_masks, module.in_features)
+        check_layout(one, module.in_features, rows[-1])
+        if n_masks_of(one) != module.n_masks:
+            raise ValueError(f"got n_masks={n_masks_of(one)} (shape {shape}), must be {module.n_masks}")
+        check_padding(packed_masks, module.in_features)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {str(error).removeprefix('packed_masks: ')}") from None
+
+
+def init_as_linear_(weight: Tensor) -> None:
+    """Draw weights `[..., out_features, in_features]` as `nn.Linear` does, also DTensors that cannot be flattened."""
+    std = nn.init.calculate_gain("leaky_relu", math.sqrt(5)) / math.sqrt(weight.shape[-1])
+    bound = math.sqrt(3.0) * std
+    nn.init.uniform_(weight, -bound, bound)
 
 
 def packed_logits(mask_logits: Tensor) -> Tensor:
@@ -387,16 +395,23 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
 
     Only one weight at a time is copied to float32.
     """
-    if weight.dim() == 2 or chosen.is_dense:
+    if chosen.is_dense:
         return chosen.quantize(weight)
-    if any(placement.is_shard(0) for placement in getattr(weight, "placements", ())):  # each rank has whole experts
+    placements = getattr(weight, "placements", ())
+    if any(placement.is_shard() for placement in placements):
         from torch.distributed.tensor import DTensor
 
         assert isinstance(weight, DTensor)
-        mesh, placements = weight.device_mesh, weight.placements
-        stored, scale = quantized(chosen, weight.to_local())
-        assert scale is not None
-        return DTensor.from_local(stored, mesh, placements), DTensor.from_local(scale, mesh, placements)
+        mesh, own = weight.device_mesh, weight.to_local()
+        shards = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard())
+        is_of_columns = any(placement.is_shard(weight.dim() - 1) for placement in placements)
+        # Each rank has equally many whole rows, and all rows that share a scale.
+        if not is_of_columns and own.numel() * shards == weight.numel() and own.shape[-2] % chosen.rows == 0:
+            stored, scale = quantized(chosen, own)
+            assert scale is not None
+            return DTensor.from_local(stored, mesh, placements), DTensor.from_local(scale, mesh, placements)
+    if weight.dim() == 2:
+        return chosen.quantize(weight)
     each, scales = zip(*map(chosen.quantize, weight), strict=True)
     return torch.stack(each), torch.stack(scales)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import map_arg
 from torch.utils import _pytree as pytree
 
-from ..expert_calls import ExpertArguments
+from ..expert_calls import DownArguments, ExpertArguments
 from ..layer_call import LayerArguments
 from .inputs import Expression, Sizes, dense_order
 from .package import InputInfo, LayerInfo, PackageInfo, WeightInfo
@@ -46,6 +46,7 @@ def describe(
     inputs = _describe_inputs(program)
     conditions = _conditions(program, inputs)
     _check_example(program, inputs, conditions)
+    downs = fused.graph.find_nodes(op="call_function", target=torch.ops.mglu.experts_down.default)
     return PackageInfo(
         torch=torch.__version__,
         mglu_ops=__version__,
@@ -58,7 +59,7 @@ def describe(
         embeds_weights=embeds_weights,
         inputs=inputs,
         conditions=conditions,
-        layers=[_describe_layer(layer) for layer in layers_of(fused.graph)],
+        layers=[*map(_describe_layer, layers_of(fused.graph)), *map(_describe_down, downs)],
         weights=[] if embeds_weights else [WeightInfo.of(*entry) for entry in sorted(tensors_of(fused).items())],
         path=str(path),
     )
@@ -95,6 +96,24 @@ def _describe_layer(layer: Node) -> LayerInfo:
         weight_format=given.weight_format,
         activation_format=given.activation_format,
         experts=int(given.weight.shape[0]) if isinstance(given, ExpertArguments) else 0,
+        top_k=0 if (ids := getattr(given, "expert_ids", None)) is None else _example(ids.shape[1]),
+    )
+
+
+def _describe_down(node: Node) -> LayerInfo:
+    y, weight, ids, expert_weights, _, weight_format = DownArguments(
+        **map_arg(arguments_of(node), lambda argument: argument.meta["val"])
+    )
+    return LayerInfo(
+        n_masks=0,
+        out_features=int(weight.shape[1]),
+        in_features=int(y.shape[-1]),
+        dtype=_name(y.dtype),
+        activation="identity",
+        mask_weights_dtype=_name(expert_weights.dtype),
+        weight_format=weight_format,
+        experts=int(weight.shape[0]),
+        top_k=_example(ids.shape[1]),
     )
 
 

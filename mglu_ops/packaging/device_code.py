@@ -17,12 +17,14 @@ import torch
 
 from ..activations import ACTIVATIONS
 from ..backends.cuda import DecodeMma, Plain, TileWgmma
-from ..backends.cuda.choice import choose
+from ..backends.cuda.choice import choose, choose_experts
 from ..backends.cuda.compiler import compile_cubin
 from ..backends.cuda.device import Gpu, gpu_of_architecture
-from ..backends.cuda.kernels import decode_weight, permute_x, quantize_x
-from ..backends.cuda.kernels.base import ELEMENTS
+from ..backends.cuda.kernels import decode_weight, experts_down, group_tokens, permute_x, quantize_x
+from ..backends.cuda.kernels.base import ELEMENTS, LaunchConfig
+from ..backends.cuda.kernels.tile_experts import TileItems
 from ..layer_call import LayerCall
+from ..sizes import ceil_div
 from .package import LayerInfo, read_info
 from .seal import PackageError
 
@@ -30,7 +32,8 @@ TABLE = "mglu_kernels.inc"
 """The file that `csrc/library/cuda/kernels.cpp` includes."""
 
 MAX_TOKENS = 512
-"""The most tokens of one launch (kMaxTokens of csrc/library/cuda/launch.cpp). More tokens take several launches."""
+"""The most tokens of a launch of a layer without experts (kMaxTokens of csrc/library/cuda/launch.cpp). More tokens take
+several launches."""
 
 _MANY_SMS = 1 << 30
 """So many that they limit no grid: C++ limits the grid of a persistent kernel to the SMs of its GPU."""
@@ -41,7 +44,7 @@ def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) ->
 
     Raises:
         ValueError: an architecture is not of the form sm_90, or unknown, or one of the two lists is empty.
-        PackageError: a package is damaged, or for a CPU.
+        PackageError: a package is damaged, for a CPU, or calls `mglu::experts_down` so that no kernel takes it.
         CompileError: neither NVRTC nor nvcc is here, or a kernel was refused.
     """
     if not (archs and packages):
@@ -50,7 +53,7 @@ def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) ->
     layers = list(dict.fromkeys(layer for package in packages for layer in _layers(package)))
     cubins = _Cubins(folder)
     tuned = [line for gpu in gpus for layer in layers for line in _tuned(layer, gpu, cubins)]
-    kinds = {replace(layer, out_features=0, in_features=0) for layer in layers}
+    kinds = {replace(layer, out_features=0, in_features=0) for layer in layers if not layer.experts}
     plain = [line for gpu in gpus for kind in kinds for line in _plain(kind, gpu, cubins)]
     tables = {"Cubin kCubins": cubins.lines, "TunedLaunch kTuned": tuned, "PlainKernel kPlain": plain}
     text = [*cubins.embedded, "namespace mglu::cuda {"]
@@ -71,8 +74,6 @@ def _layers(package: str | Path) -> list[LayerInfo]:
     info = read_info(package)
     if info.device != "cuda" or info.backend != "cuda":
         raise PackageError(f"{package} does not call the library on a GPU (backend {info.backend})")
-    if any(layer.experts for layer in info.layers):
-        raise PackageError(f"{package} has experts, for which the library has no GPU kernels")
     return info.layers
 
 
@@ -94,6 +95,10 @@ class _Cubins:
             self.lines.append(_row(kernel=f'"mglu_{kernel}"', code=f"mglu_cubin_{number}"))
         return self._found[key]
 
+    def indices(self, sources: Sequence[tuple[str, str, dict[str, int]]]) -> dict[str, int]:
+        """The numbers of kernels, compiled from `(kernel, target, macros)`, by name."""
+        return {kernel: self.index(kernel, target, macros) for kernel, target, macros in sources}
+
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
@@ -104,7 +109,10 @@ def _call(layer: LayerInfo, tokens: int) -> LayerCall:
 
 
 def _row(**fields: object) -> str:
-    """A C++ initializer with named fields, in the order in which csrc/library/cuda/kernels.h declares them."""
+    """A C++ initializer with named fields, in the order in which csrc/library/cuda/kernels.h declares them.
+
+    Fields that are left out have the values there.
+    """
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
     return f"{{{', '.join(f'.{name} = {text}' for name, text in texts.items())}}}"
 
@@ -122,18 +130,33 @@ def _variant(call: LayerCall, gpu: Gpu) -> str:
 
 
 def _tuned(layer: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
-    """A row for each run of numbers of tokens that are launched alike."""
-    for launch, run in groupby(range(1, MAX_TOKENS + 1), lambda tokens: _launch(layer, gpu, tokens, cubins)):
-        tokens = list(run)
+    """A row for each run of numbers of tokens that are launched alike.
+
+    A launch that is chosen for a number of tokens is also the launch of those after the number before it.
+    """
+    launch_of = _launch if not layer.experts else _expert_launch if layer.n_masks else _down_launch
+    first = 1
+    for launch, run in groupby(_chosen_tokens(layer), lambda tokens: launch_of(layer, gpu, tokens, cubins)):
+        last = list(run)[-1]
         if launch is not None:
             yield _row(
-                variant=_variant(_call(layer, tokens[0]), gpu),
+                variant=_variant(_call(layer, 1), gpu),
                 out_features=layer.out_features,
                 in_features=layer.in_features,
-                first_tokens=tokens[0],
-                last_tokens=tokens[-1],
+                first_tokens=first,
+                last_tokens=last,
                 **launch,
             )
+        first = last + 1
+
+
+def _chosen_tokens(layer: LayerInfo) -> list[int]:
+    """The numbers of tokens for which launches are chosen: up to 512 each one, then for experts the powers of two."""
+    if not layer.experts:
+        return list(range(1, MAX_TOKENS + 1))
+    most = (group_tokens.MOST_ROWS if layer.n_masks else experts_down.MOST_ROWS) // max(layer.top_k, 1)
+    powers = (1 << bits for bits in range(10, 21))
+    return sorted(tokens for tokens in {*range(1, MAX_TOKENS + 1), *powers, most} if tokens <= most)
 
 
 def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
@@ -149,7 +172,6 @@ def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[st
     tile_tokens = config.block_tokens if isinstance(config, TileWgmma) and config.fp8 else 0
     kernel = cubins.index(config.kernel, target, config.macros(call))
     decode = permute = _row(cubin=-1, blocks=0, bytes=0)
-    boxes = _row(tokens=0, rows=0, weight_item_bytes=0, weight_columns=0, mask_bytes=0, swizzle_masks=False)
     if isinstance(config, TileWgmma):
         if config.decoded:
             cubin = cubins.index(decode_weight.NAME, target, decode_weight.macros(call))
@@ -158,28 +180,101 @@ def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[st
             tile = config.block_tokens, config.sub
             cubin = cubins.index(permute_x.NAME, target, permute_x.macros(*tile))
             permute = _row(cubin=cubin, blocks=permute_x.blocks(call, *tile), bytes=permute_x.copy_bytes(call, *tile))
-        _, weight, masks = config.matrices(call)
-        boxes = _row(
-            tokens=config.block_tokens,
-            rows=weight.box_height,
-            weight_item_bytes=weight.item,
-            weight_columns=weight.box_width,
-            mask_bytes=0 if masks is None else masks.box_width,
-            swizzle_masks=masks is not None and masks.swizzle,
-        )
     return {
         "cubin": kernel,
         "blocks": config.grid(call, replace(gpu, multiprocessors=_MANY_SMS))[0],
+        **_settings(config, call, gpu),
+        "quantize_x": _row(cubin=_quantize_x(call, target, tile_tokens, cubins), block_tokens=tile_tokens),
+        "decode_weight": decode,
+        "permute_x": permute,
+        "boxes": _boxes(config, call),
+    }
+
+
+def _settings(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> dict[str, object]:
+    """The fields of a `TunedLaunch` from `cluster` to `overlap`."""
+    return {
         "cluster": config.cluster if isinstance(config, (DecodeMma, TileWgmma)) else 1,
         "persistent": isinstance(config, TileWgmma),
         "threads": config.threads,
         "shared_bytes": config.shared_bytes(call),
         "blocks_per_sm": config.blocks_per_sm if isinstance(config, DecodeMma) else 0,
+        "overlap": config.overlaps and gpu.arch >= (9, 0),
+    }
+
+
+def _boxes(config: LaunchConfig, call: LayerCall) -> str:
+    """The `Boxes` of a launch."""
+    if not isinstance(config, TileWgmma):
+        return _row(tokens=0, rows=0, weight_item_bytes=0, weight_columns=0, mask_bytes=0, swizzle_masks=False)
+    _, weight, masks = config.matrices(call)
+    return _row(
+        tokens=config.block_tokens,
+        rows=weight.box_height,
+        weight_item_bytes=weight.item,
+        weight_columns=weight.box_width,
+        mask_bytes=0 if masks is None else masks.box_width,
+        swizzle_masks=masks is not None and masks.swizzle,
+    )
+
+
+def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object]:
+    """The fields of the launch of a layer of experts, as `_launch`."""
+    call = layer.expert_call(torch.device("cuda"), tokens)
+    launch = choose_experts(call, gpu)
+    config, item = launch.config, launch.of_item(call)
+    kernels = cubins.indices(launch.sources(call, gpu))
+    gather, columns, fp8_tokens = -1, 0, 0
+    if isinstance(launch, TileItems):
+        fp8_tokens = launch.config.block_tokens if launch.config.fp8 else 0
+        gather, columns = kernels.pop(quantize_x.NAME if fp8_tokens else permute_x.NAME), launch.columns(call)
+    items = group_tokens.max_items(call, launch.item_rows) if launch.grouped else call.rows
+    return {
+        "cubin": kernels[config.kernel],
+        "blocks": launch.grid(call, replace(gpu, multiprocessors=_MANY_SMS))[0] // items,
+        **_settings(config, item, gpu),
+        "quantize_x": _row(cubin=kernels.get(quantize_x.NAME, -1), block_tokens=fp8_tokens),
+        "boxes": _boxes(config, item),
+        "items": _row(
+            experts=layer.experts,
+            top_k=layer.top_k,
+            rows=launch.item_rows,
+            group_tokens=kernels.get(group_tokens.NAME, -1),
+            gather=gather,
+            columns=columns,
+        ),
+    }
+
+
+def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
+    """The fields of the launch of `mglu::experts_down`; None if the order of so many rows does not fit.
+
+    Python leaves many rows of an expert to a product of the library's (`experts_down.uses_library`), and C++ does not.
+    """
+    call = layer.expert_call(torch.device("cuda"), tokens)
+    if tokens == 1 and (problem := experts_down.unsupported_reason(call, gpu)):
+        shape = [layer.experts, layer.out_features, layer.in_features]
+        raise PackageError(f"mglu::experts_down of a weight {shape} has no kernel for the library: {problem}")
+    config = experts_down.choose(call, gpu)
+    if config is None:
+        return None
+    kernels = cubins.indices(experts_down.sources(config, call, gpu))
+    return {
+        "cubin": kernels[experts_down.NAME],
+        "blocks": ceil_div(layer.out_features, config.rows) * config.parts,
+        "cluster": 1,
+        "persistent": config.block_tokens > 1,
+        "threads": config.threads,
+        "shared_bytes": config.shared_bytes(call) - config.order_bytes(call),
+        "blocks_per_sm": config.blocks_per_sm,
         "overlap": gpu.arch >= (9, 0),
-        "quantize_x": _row(cubin=_quantize_x(call, target, tile_tokens, cubins), block_tokens=tile_tokens),
-        "decode_weight": decode,
-        "permute_x": permute,
-        "boxes": boxes,
+        "items": _row(
+            experts=layer.experts,
+            top_k=layer.top_k,
+            rows=config.block_tokens,
+            combine=kernels.get(experts_down.COMBINE, -1),
+            pair_bytes=config.pair_bytes(call),
+        ),
     }
 
 

@@ -65,7 +65,7 @@ def build_runtime(
 
     Raises:
         BuildError: CMake or the compiler is missing, or the compiler refused the sources.
-        PackageError: one of `packages` is damaged, or for a CPU.
+        PackageError: one of `packages` is damaged, for a CPU, or calls `mglu::experts_down` so that no kernel takes it.
         FileNotFoundError: one of `packages` does not exist.
         OSError: the folder cannot be made.
         TypeError: `out` is not a path.

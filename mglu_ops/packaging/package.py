@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,6 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from ..expert_calls import ExpertCall
 from ..layer_call import LayerCall
 from ..words import counted
 from .seal import PackageError, check_seal, seal
@@ -79,9 +80,11 @@ class WeightInfo:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """An MGLU layer of a package: the properties on which its kernel depends.
+    """An MGLU layer of a package, or a call of `mglu::experts_down`: the properties on which its kernel depends.
 
     `dtype` is x's. `experts` are the experts of a layer of them, each of which is such a layer; 0 for any other layer.
+    `top_k` are the experts of a token; 0 where the rows of x are sorted by expert. `experts_down` has no masks, the
+    activation "identity", and the dtype of its expert weights in place of that of mask weights.
     """
 
     n_masks: int
@@ -93,6 +96,7 @@ class LayerInfo:
     weight_format: str = "dense"
     activation_format: str = "dense"
     experts: int = 0
+    top_k: int = 0
 
     def call(self, device: torch.device, tokens: int) -> LayerCall:
         """A call of the layer with contiguous tensors at aligned addresses."""
@@ -108,6 +112,12 @@ class LayerInfo:
             self.weight_format,
             self.activation_format,
         )
+
+    def expert_call(self, device: torch.device, tokens: int) -> ExpertCall:
+        """A call of a layer of experts, or of `experts_down`, with contiguous tensors at aligned addresses."""
+        layer = self.call(device, 1)
+        call = ExpertCall.contiguous(layer, self.experts, tokens, self.top_k or None)
+        return call if self.n_masks else replace(call, expert_weights_dtype=layer.mask_weights_dtype)
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ class PackageInfo:
         inputs: the model's inputs, flattened.
         conditions: expressions in the symbols of the inputs' sizes. The model branches on them, and was compiled for
             inputs for which all are true.
-        layers: the MGLU layers.
+        layers: the MGLU layers, and after them the calls of `mglu::experts_down`.
         weights: the tensors that are in a weights file; none if the package embeds them.
         cpu: the machine and the vector instructions of the CPU that compiled it, by torch's names; None if unknown.
         arch: the compute capability of the GPU that it was compiled for; None for a CPU.
@@ -158,16 +168,13 @@ class PackageInfo:
 
     def __str__(self) -> str:
         gpu = "" if self.arch is None else f" sm_{self.arch[0]}{self.arch[1]}{' and later' if self.multi_arch else ''}"
-        in_cpp = "from libmglu_ops.so in C++"
-        if self.device == "cuda" and any(layer.experts for layer in self.layers):
-            in_cpp = "and no C++, where libmglu_ops.so has no GPU kernels for experts"
         needs = {
-            "operator": f"needs the operators of mglu_ops: from mglu_ops in Python, {in_cpp}",
+            "operator": "needs the operators of mglu_ops: from mglu_ops in Python, from libmglu_ops.so in C++",
             "shim": "needs libmglu_ops.so",
             "nothing": "needs no operator library",
         }[self.calls]
         weights = "" if self.embeds_weights else ", weights in a file of their own"
-        layers = counted(len(self.layers), "MGLU layer")
+        layers = counted(sum(layer.n_masks > 0 for layer in self.layers), "MGLU layer")
         lines = [f"{self.path}: {layers}, backend {self.backend}, {self.device}{gpu}{weights}"]
         lines += [f"  torch {self.torch}; {needs}", *(f"  input {entry}" for entry in self.inputs)]
         sizes = ((entry.name, dim, size) for entry in self.inputs for dim, size in enumerate(entry.shape))

@@ -3,8 +3,8 @@
 torch's loaders compare no checksums. Both files are zip archives, and `export` writes the seal as the comment of the
 archive, which is the end of the file:
 
-    mglu_ops seal 6 package torch=2.13 device=cpu weights=inside adler32=5e8fa1c0
-    mglu_ops seal 6 weights adler32=5e8fa1c0
+    mglu_ops seal 7 package torch=2.13 device=cpu weights=inside adler32=5e8fa1c0
+    mglu_ops seal 7 weights adler32=5e8fa1c0
 
 The number is the format of the file. The last eight characters are the Adler-32 checksum (RFC 1950) of all bytes before
 them. `csrc/library/seal.cpp` checks the same. A seal finds damage and mistakes. It cannot find malice, because whoever
@@ -21,7 +21,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
-FORMAT = 6
+FORMAT = 7
 """The format of packages and weights files; changes whenever one of them is written differently."""
 
 _SEAL = re.compile(rb"mglu_ops seal (\d{1,9}) ([!-~ ]*)adler32=([0-9a-f]{8})\Z")

@@ -1,20 +1,24 @@
-"""Tensor and expert parallelism of experts: each rank computes a term of the weighted sum over a token's experts."""
+"""Tensor and expert parallelism of experts: each rank computes what its rows or experts contribute to a result."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..expert_calls import inverse_of, sort_pairs
 from ..nn.arguments import check_rows_of_ranks
-from ..nn.experts import MGLUExperts, MGLUExpertsFeedForward
+from ..nn.experts import GatherRows, MGLUExperts, MGLUExpertsFeedForward, weighted_sum
 from .colwise import place
 
 BY_EXPERTS: dict[str, Placement] = dict.fromkeys(("weight", "weight_scale", "mask_logits", "packed_masks"), Shard(0))
 BY_ROWS: dict[str, Placement] = {**dict.fromkeys(BY_EXPERTS, Shard(1)), "mask_logits": Shard(2)}
+TOKENS = ("replicated", "sharded")
 DIVISIONS = {"experts": (BY_EXPERTS, Shard(0)), "rows": (BY_ROWS, Shard(2))}
 """The placements of the tensors of `MGLUExperts`, and of `down_proj`, for each way to divide a layer."""
 
@@ -28,8 +32,16 @@ class ParallelExperts(ParallelStyle):
     With `"rows"` (tensor parallelism), each rank holds the same rows of every expert, which are intermediate features,
     and the same columns of its projection. The routers of experts and of masks are on every rank.
 
-    All ranks have all tokens and route them alike; each computes what its experts or rows contribute, and the results
-    are summed over the ranks. So is the gradient of x. No shape depends on the routing, and nothing waits for a GPU.
+    By default, all ranks have all tokens and route them alike; each computes what its experts or rows contribute, and
+    the results are summed over the ranks. So is the gradient of x. No shape depends on the routing, and nothing waits
+    for a GPU.
+
+    With `tokens="sharded"`, each rank has tokens of its own, as many as it likes, as in data-parallel training: x
+    `[..., hidden_size]` is a plain tensor, and so is the result. A token is sent to the ranks of its experts by
+    all-to-all, one row for each expert, and the results come back. All ranks must call the layer, also one without
+    tokens. How many rows a rank sends depends on the routing, so **the host waits for its GPU** in each call, and CUDA
+    graphs cannot capture one. The gradients of the experts are averages over the ranks. The routers stay ordinary
+    parameters: DDP or FSDP averages their gradients over the ranks, with those of the rest of the model.
 
     Layers with learned, fixed and frozen masks are divided alike, before or after `mglu_ops.freeze`. So are quantized
     ones with their scales, before or after `mglu_ops.quantize`; a rank's rows in `fp8_block` must be a multiple of 128.
@@ -40,20 +52,35 @@ class ParallelExperts(ParallelStyle):
             of the sequence of x `[batch, sequence, hidden_size]`, which is then gathered.
         output_layouts: placement of the result, likewise; `Shard(1)` scatters the sum. The logits of
             `output_router_logits` are of all tokens.
+        tokens: `"replicated"`; or, with `"experts"` and without layouts, `"sharded"`.
 
     Raises:
-        ValueError: `divide` is neither of the two; or (by `parallelize_module`) the number of ranks does not divide
-            num_experts or intermediate_size, or would cut blocks of `fp8_block`.
+        ValueError: `divide` or `tokens` is not as above; or (by `parallelize_module`) the number of ranks does not
+            divide num_experts or intermediate_size, or would cut blocks of `fp8_block`.
         TypeError: (by `parallelize_module`) the module is not an `MGLUExpertsFeedForward`.
     """
 
     def __init__(
-        self, divide: str, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None
+        self,
+        divide: str,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        tokens: str = "replicated",
     ) -> None:
         if divide not in DIVISIONS:
             raise ValueError(f"divide: got {divide!r}, must be 'experts' or 'rows'")
+        if tokens not in TOKENS:
+            raise ValueError(f"tokens: got {tokens!r}, must be 'replicated' or 'sharded'")
+        if tokens == "sharded" and divide != "experts":
+            raise ValueError(f"divide: got {divide!r} with tokens='sharded', must be 'experts'")
+        if tokens == "sharded" and (input_layouts or output_layouts):
+            raise ValueError(
+                f"input_layouts, output_layouts: got {input_layouts!r}, {output_layouts!r} with tokens='sharded', "
+                "must be None: each rank passes a plain tensor with its own tokens"
+            )
         super().__init__()
-        self.divide = divide
+        self.divide, self.tokens = divide, tokens
         self.input_layouts, self.output_layouts = input_layouts or Replicate(), output_layouts or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -62,6 +89,9 @@ class ParallelExperts(ParallelStyle):
                 f"module: got {type(module).__name__}, must be an MGLUExpertsFeedForward for ParallelExperts"
             )
         divide(module, module.experts, self.divide, device_mesh, self.src_data_rank)
+        if self.tokens == "sharded":
+            module.combine, module.experts.ranks_of_tokens = exchange, device_mesh.size()
+            return module
         # This replicates the parameters of the routers.
         return distribute_module(module, device_mesh, None, self._gathered, self._summed)
 
@@ -73,6 +103,32 @@ class ParallelExperts(ParallelStyle):
         y, *logits = outputs if isinstance(outputs, tuple) else (outputs,)
         y = DTensor.from_local(y, mesh, [Partial()]).redistribute(placements=[self.output_layouts]).to_local()
         return (y, *(one.to_local() for one in logits)) if logits else y
+
+
+def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+    """`weighted_sum` for tokens that only this rank has: send a row for each expert of a token, and get its result.
+
+    Rows travel sorted by expert, so that a rank needs only the number of rows for each of its experts to know theirs.
+    """
+    experts, down_proj = layer.experts, layer.down_proj
+    assert isinstance(down_proj, DTensor)
+    mesh = down_proj.device_mesh
+    group, ranks, top_k = mesh.get_group(), mesh.size(), expert_ids.shape[1]
+    order, offs = sort_pairs(expert_ids, experts.num_experts)
+    inverse = inverse_of(order)
+    to_send = offs.diff(prepend=offs.new_zeros(1))
+    to_get = all_to_all_single(to_send, None, None, group)
+    counts = torch.stack([to_send, to_get]).view(2, ranks, -1)  # by rank and expert
+    sent, got = counts.sum(2).tolist()
+
+    rows = all_to_all_single_autograd(GatherRows.apply(x, order, inverse, top_k), got, sent, group)
+    own = experts.num_experts // ranks
+    ids = mesh.get_local_rank() * own + torch.arange(experts.num_experts, device=x.device) % own
+    ids = ids.repeat_interleave(counts[1].flatten(), output_size=sum(got)).unsqueeze(1)
+    results = weighted_sum(layer, rows, ids, expert_weights.new_ones(ids.shape))
+    results = all_to_all_single_autograd(results, sent, got, group)
+    results = GatherRows.apply(results, inverse, order, 1).unflatten(0, expert_ids.shape)
+    return torch.bmm(expert_weights.unsqueeze(1), results).squeeze(1)
 
 
 def divide(module: nn.Module, experts: MGLUExperts, way: str, mesh: DeviceMesh, src_data_rank: int | None) -> None:

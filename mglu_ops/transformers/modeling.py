@@ -290,7 +290,21 @@ class MGLUMoePreTrainedMixin(_Model):
 
 
 class MGLUMoeModelMixin(MGLUMoePreTrainedMixin, MGLUModelMixin):
-    """A decoder whose layers have MGLU experts; put it before the model class of Transformers."""
+    """A decoder whose layers have MGLU experts; put it before the model class of Transformers.
+
+    Raises:
+        TypeError: the configuration is not one of this package.
+        ValueError: vLLM is about to replace the experts by its own, which have SwiGLU.
+    """
+
+    def __init__(self, config: Any) -> None:
+        for architecture in getattr(config, "architectures", None) or ():
+            if architecture.startswith("TransformersMoE"):
+                raise ValueError(
+                    f"architectures: got {architecture!r}, with which vLLM replaces experts by its own with SwiGLU; "
+                    "must be left out of hf_overrides, or be TransformersForCausalLM"
+                )
+        super().__init__(config)
 
 
 class MGLUMoeForCausalLMMixin(MGLUMoePreTrainedMixin, MGLULanguageModelMixin):

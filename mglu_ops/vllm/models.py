@@ -1,7 +1,9 @@
-"""vLLM's Llama, Qwen3 and Mistral with an MGLU feed-forward layer. vLLM imports this module when it loads such a model.
+"""vLLM's Llama, Qwen3 and Mistral with MGLU feed-forward layers, and Qwen3-MoE and Mixtral with MGLU experts.
 
-Each decoder layer is vLLM's own, with its feed-forward layer replaced. It is built from a config in which the replaced
-layer is as small as possible, so that discarded weights use no memory.
+vLLM imports this module when it loads such a model. Each decoder layer is vLLM's own, with its feed-forward layer
+replaced. It is built from a config in which the replaced layer is as small as possible, so that discarded weights use
+no memory. Qwen3-MoE has the decoder layers of Qwen3, and Mixtral those of Mistral, from which they differ only in the
+layer that is replaced: vLLM would register the experts of its own mixtures, and so keep their weights.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralDecoderLayer, MistralForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
+from .experts import MGLUMoE, has_experts
 from .layers import MGLUMLP, check_loaded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.quantization import QuantizationConfig
 
 _STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 """The projections that vLLM stacks in these models: only attention has any."""
@@ -36,24 +40,28 @@ def _with_small_mlp(config: PretrainedConfig) -> PretrainedConfig:
     return small
 
 
+def _feed_forward(config: PretrainedConfig, quant_config: QuantizationConfig | None, prefix: str) -> MGLUMLP | MGLUMoE:
+    return (MGLUMoE if has_experts(config, prefix) else MGLUMLP)(config, quant_config, prefix)
+
+
 class MGLULlamaDecoderLayer(LlamaDecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: PretrainedConfig | None = None) -> None:
         config = config or vllm_config.model_config.hf_config
         super().__init__(vllm_config, prefix=prefix, config=_with_small_mlp(config))
-        self.mlp = MGLUMLP(config, vllm_config.quant_config, f"{prefix}.mlp")
+        self.mlp = _feed_forward(config, vllm_config.quant_config, f"{prefix}.mlp")
 
 
 class MGLUMistralDecoderLayer(MistralDecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: PretrainedConfig | None = None) -> None:
         config = config or vllm_config.model_config.hf_config
         super().__init__(vllm_config, prefix=prefix, config=_with_small_mlp(config))
-        self.mlp = MGLUMLP(config, vllm_config.quant_config, f"{prefix}.mlp")
+        self.mlp = _feed_forward(config, vllm_config.quant_config, f"{prefix}.mlp")
 
 
 class MGLUQwen3DecoderLayer(Qwen3DecoderLayer):
     def __init__(self, config: PretrainedConfig, *args: Any, prefix: str = "", **settings: Any) -> None:
         super().__init__(_with_small_mlp(config), *args, prefix=prefix, **settings)
-        self.mlp = MGLUMLP(config, settings.get("quant_config"), f"{prefix}.mlp")
+        self.mlp = _feed_forward(config, settings.get("quant_config"), f"{prefix}.mlp")
 
 
 class MGLUQwen3Model(Qwen3Model):
@@ -101,3 +109,11 @@ class MGLUQwen3ForCausalLM(_LoadedWhole):
         self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = MGLUQwen3DecoderLayer
     ) -> MGLUQwen3Model:
         return MGLUQwen3Model(vllm_config=vllm_config, prefix=prefix)
+
+
+class MGLUQwen3MoeForCausalLM(MGLUQwen3ForCausalLM):
+    """Qwen3-MoE with MGLU experts; layers without experts have an MGLU feed-forward layer."""
+
+
+class MGLUMixtralForCausalLM(MGLUMistralForCausalLM):
+    """Mixtral with MGLU experts."""

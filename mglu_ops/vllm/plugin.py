@@ -8,7 +8,10 @@ import os
 import mglu_ops
 from mglu_ops import notices
 
-ARCHITECTURES = ("MGLULlamaForCausalLM", "MGLUMistralForCausalLM", "MGLUQwen3ForCausalLM")
+ARCHITECTURES = (
+    *("MGLULlamaForCausalLM", "MGLUMistralForCausalLM", "MGLUQwen3ForCausalLM"),
+    *("MGLUQwen3MoeForCausalLM", "MGLUMixtralForCausalLM"),
+)
 """The names in `config.architectures` that `mglu_ops.transformers` writes; also the classes in `models.py`."""
 
 FUSION = "MGLU_VLLM_FUSION"

@@ -3,9 +3,13 @@
 MGLU is parallel over `out_features`: a rank holds a run of rows of the weight and of every mask, computes those columns
 of the result, and the row-parallel output projection adds up what the ranks computed. Rows of packed masks are rows of
 the tensor, so that a rank's part needs no repacking. The scales of a quantized weight are spread with its rows.
+
+A mixture is spread over the rows of every expert in the same way, or over its experts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +21,54 @@ from ..nn.arguments import check_rows_of_ranks
 from ..sizes import ceil_div
 
 
-def rows_of_rank(rows: int, rank: int, ranks: int, weight_format: str = "dense") -> slice:
-    """The rows that a rank holds, of `rows` that are spread evenly over `ranks`.
+class Part(NamedTuple):
+    """What this rank holds of a layer, or of the experts of a mixture, each of which is a layer.
+
+    Attributes:
+        rank: which of the parts into which the rows of a layer are divided.
+        ranks: number of those parts.
+        num_experts: number of experts of all ranks; None for a layer without experts.
+        experts: the experts of which it holds rows.
+    """
+
+    rank: int
+    ranks: int
+    num_experts: int | None = None
+    experts: slice = slice(0)
+
+    @classmethod
+    def of_experts(cls, num_experts: int, rank: int, ranks: int, is_expert_parallel: bool) -> Part:
+        """All rows of some experts, if experts are spread over the ranks, or some rows of every expert.
+
+        Raises:
+            ValueError: experts are spread over the ranks, and `num_experts` is not a multiple of their number.
+        """
+        if is_expert_parallel:
+            return cls(0, 1, num_experts, rows_of_rank(num_experts, rank, ranks, name="num_experts"))
+        return cls(rank, ranks, num_experts, slice(0, num_experts))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The sizes of a parameter before those that one layer's has: the number of experts, if there are any."""
+        return () if self.num_experts is None else (self.experts.stop - self.experts.start,)
+
+    def layers(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The tensors of the layers of which this rank holds rows, views of a tensor of all layers.
+
+        Raises:
+            ValueError: there are experts, and the first size is not their number.
+        """
+        if self.num_experts is None:
+            return [tensor]
+        if tensor.shape[:1] != (self.num_experts,):
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be [num_experts={self.num_experts}, ...]")
+        return list(tensor[self.experts])
+
+
+def rows_of_rank(
+    rows: int, rank: int, ranks: int, weight_format: str = "dense", name: str = "intermediate_size"
+) -> slice:
+    """The rows that a rank holds, of `rows` that are spread evenly over `ranks`; `name` is that of `rows` in a config.
 
     Raises:
         ValueError: `rows` is not a multiple of `ranks`, there is no such rank, or a rank's rows are not whole blocks
@@ -26,7 +76,7 @@ def rows_of_rank(rows: int, rank: int, ranks: int, weight_format: str = "dense")
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank: got {rank}, must be from 0 to {ranks - 1} with {ranks} ranks")
-    check_rows_of_ranks("intermediate_size", rows, ranks, weight_format)
+    check_rows_of_ranks(name, rows, ranks, weight_format)
     each = rows // ranks
     return slice(rank * each, (rank + 1) * each)
 
@@ -103,3 +153,17 @@ def packed_shard_of_logits(
         expected = [n_masks, out_features, in_features]
         raise ValueError(f"mask_logits: got shape {list(mask_logits.shape)}, must be {expected}")
     return torch.ops.mglu.pack_logits(mask_logits[:, rows_of_rank(out_features, rank, ranks)])
+
+
+def down_shard(weight: Tensor, out_features: int, in_features: int, part: Part) -> Tensor:
+    """A rank's part of the down projections `[num_experts, out_features, in_features]`: columns of its experts, a view.
+
+    Raises:
+        TypeError: the dtype is not floating; vLLM would cast it.
+        ValueError: the weight has another shape, or `rows_of_rank` raises.
+    """
+    if weight.dtype not in FLOATING:
+        raise TypeError(f"down_proj: got dtype {weight.dtype}, must be one of {', '.join(map(str, FLOATING))}")
+    if weight.shape != (shape := (part.num_experts, out_features, in_features)):
+        raise ValueError(f"down_proj: got shape {list(weight.shape)}, must be {list(shape)}")
+    return weight[part.experts, :, rows_of_rank(in_features, part.rank, part.ranks)]

@@ -150,7 +150,7 @@ def test_launches_that_cannot_run(launch: ExpertLaunch, is_sorted: bool, reason:
 
 def test_what_launches_give_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding of x and grouping precede the kernel, which reads what they wrote, and the parameters of items."""
-    fields = [parameters("params.cuh"), parameters("group_tokens.cu", "GroupParams"), parameters("params.cuh")]
+    fields = [parameters("params.cuh"), parameters("params.cuh", "GroupParams"), parameters("params.cuh")]
     second = parameters("params.cuh", "ItemParams")
     structs: list[bytes] = []
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from benchmarks import pages
 from benchmarks.records import read, read_table
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
@@ -39,12 +41,19 @@ def test_the_example_trains_and_freezes() -> None:
 
 @pytest.mark.long
 def test_the_benchmark_measures_one_rank_and_all_of_them(tmp_path: Path) -> None:
-    sizes = ["--shapes", "48x32", "--n-masks", "2", "--decoded", "1", "4", "--trained", "16"]
+    dense = ["--shapes", "48x32", "--tokens", "1", "4", "--formats", "dense", "int8_row", "--trained", "16"]
+    sizes = [*dense, "--n-masks", "2", "--mixtures", "4x16x32x2", "--tokens-of-experts", "1", "6"]
     torchrun("-m", "benchmarks.tensor_parallel", "--out", str(tmp_path), *sizes, "--rounds", "3", "--seconds", "0.001")
     rows = read(tmp_path, "tensor_parallel")
-    work = [("decode", 1), ("decode", 4), ("training step", 16)]
+    stored = [f"inference{stored}" for stored in ("", ", int8_row")]
+    work = [*product(stored, [1, 4]), ("training step", 16)]
     expected = [(case, variant, tokens) for case, tokens in work for variant in ("2 ranks", "one rank")]
+    of_experts = product(("inference, 4 experts", "training step, 4 experts"), [1, 6])
+    variants = ("one rank", "2 ranks, experts", "2 ranks, rows", "2 ranks, experts, all-to-all")
+    expected += [(case, variant, tokens) for case, tokens in of_experts for variant in variants]
     assert sorted((row.case, row.variant, row.tokens) for row in rows) == sorted(expected)
-    assert all(row.has_time and row.microseconds > 0 and 0 < row.error < 2.4e-2 for row in rows)
-    assert all(row.shape == (48, 32) and row.n_masks == 2 for row in rows)
+    assert all(row.has_time and row.microseconds > 0 and row.error < 2.4e-2 for row in rows)
+    assert {(*row.shape, row.n_masks) for row in rows} == {(48, 32, 2), (16, 32, 2)}
     assert read_table(tmp_path / "tensor_parallel.csv")[0]["protocol"].startswith("gloo, 2 ranks; down_proj(mglu(x))")
+    table = pages.TABLES["tensor_parallel"](tmp_path)
+    assert "| 16 x 32 | training step, 4 experts | 6 | 2 ranks, experts, all-to-all |" in table

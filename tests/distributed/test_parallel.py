@@ -36,7 +36,7 @@ def check_and_save(rank: int, folder: str) -> None:
 def run_page() -> None:
     """Run the snippets of the page in order, and check what each of them leaves."""
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    tensor_parallel_model, experts, fully_sharded, frozen = snippets
+    tensor_parallel_model, experts, exchanged, fully_sharded, frozen = snippets
     names: dict[str, Any] = {}
     torch.manual_seed(0)
     exec(tensor_parallel_model, names)
@@ -45,6 +45,9 @@ def run_page() -> None:
     exec(experts, names)
     assert names["y"].shape == (8, 64)
     assert names["mixture"].mlp.experts.mask_logits.to_local().shape == (8 // dist.get_world_size(), 4, 128, 64)
+    exec(exchanged, names)
+    assert names["own"].shape == (3 + dist.get_rank(), 64)
+    assert names["mixture"][0].experts.weight.to_local().shape == (8 // dist.get_world_size(), 128, 64)
     exec(fully_sharded, names)
     assert names["model"][1].mglu.mask_logits.to_local().shape == (1, 256 // dist.get_world_size(), 64)
     assert [group["name"] for group in names["groups"]] == ["weights", "mask_logits"]

@@ -6,24 +6,56 @@ from pathlib import Path
 
 import expert_parallel
 import pytest
+import tensor_parallel
+import token_exchange
+import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
+ON_CPU = ("cpu", torch.float64)
+
 
 def check_and_save(rank: int, folder: str) -> None:
-    expert_parallel.run_checks(rank)
-    expert_parallel.save(rank, folder)
-    expert_parallel.load(rank, folder)
+    expert_parallel.run_checks(rank, *ON_CPU, [name for name in expert_parallel.CHECKS if name != "compiled"])
+    expert_parallel.save(rank, *ON_CPU, folder)
+    expert_parallel.load(rank, *ON_CPU, folder)
 
 
 def test_two_ranks_equal_one_process_which_loads_their_checkpoints(tmp_path: Path) -> None:
     """One test for all checks, because starting two processes takes longer than the checks."""
     run_on_ranks(check_and_save, tmp_path, str(tmp_path))
-    expert_parallel.load_whole(str(tmp_path))
+    (tmp_path / "to_load").mkdir()
+    expert_parallel.load_whole(*ON_CPU, str(tmp_path), str(tmp_path / "to_load"))
 
 
 @pytest.mark.long
 def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
-    run_on_ranks(expert_parallel.run_checks, tmp_path, ranks=4)
+    run_on_ranks(expert_parallel.run_checks, tmp_path, *ON_CPU, list(expert_parallel.CHECKS), ranks=4)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_that_exchange_tokens_equal_one_process(ranks: int, tmp_path: Path) -> None:
+    checks = list(token_exchange.CHECKS)
+    run_on_ranks(token_exchange.run_checks, tmp_path, *ON_CPU, checks, ranks=ranks)
+
+
+@pytest.mark.long
+def test_two_ranks_load_the_checkpoint_of_one_process(tmp_path: Path) -> None:
+    of_one = tmp_path / "of_one"
+    of_one.mkdir()
+    run_on_ranks(expert_parallel.save, tmp_path, *ON_CPU, str(tmp_path))
+    expert_parallel.load_whole(*ON_CPU, str(tmp_path), str(of_one))
+    run_on_ranks(expert_parallel.load, of_one, *ON_CPU, str(of_one))
+
+
+@pytest.mark.long
+def test_layers_in_16_bits_equal_one_process(tmp_path: Path) -> None:
+    """These are the checks of tests/gpu in 16 bits, at their width."""
+    run_on_ranks(check_in_16_bits, tmp_path, "cpu", torch.bfloat16)
+
+
+def check_in_16_bits(rank: int, device: str, dtype: torch.dtype) -> None:
+    for module in (tensor_parallel, expert_parallel, token_exchange):
+        module.run_checks(rank, device, dtype, module.IN_16_BITS, tensor_parallel.WIDE)

@@ -48,9 +48,9 @@ def test_a_frozen_layer_replays_in_a_graph_with_other_loads(tokens: int, weight_
         assert torch.equal(y, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("save_activations", [True, False])
-def test_a_step_matches_the_loop_over_experts_and_its_bits_repeat(save_activations: bool) -> None:
-    dtype = torch.bfloat16
+def test_a_step_matches_the_loop_over_experts_and_its_bits_repeat(save_activations: bool, dtype: torch.dtype) -> None:
     layer = MGLUExperts(8, 256, 128, n_masks=2, save_activations=save_activations, dtype=dtype, device="cuda")
     exact = NaiveMGLUExperts(8, 256, 128, n_masks=2, dtype=torch.float64, device="cuda")
     exact.load_state_dict(copy.deepcopy(layer).double().state_dict())
@@ -71,14 +71,15 @@ def test_a_step_matches_the_loop_over_experts_and_its_bits_repeat(save_activatio
         assert_matches(got, want, what=name)
 
 
-def test_training_in_float32_is_refused_outside_of_autocast() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_training_under_autocast(dtype: torch.dtype) -> None:
     layer = MGLUExperts(8, 256, 128, n_masks=2, device="cuda")
     x, ids = torch.randn(30, 256, device="cuda"), torch.randint(8, (30, 3), device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast("cuda", dtype):
         layer(x, ids).sum().backward()
     assert layer.mask_logits.grad.isfinite().all()
-    with pytest.raises(NotImplementedError, match=r"x: got torch\.float32 on cuda:0, which cannot train experts"):
-        layer(x, ids)
+    with pytest.raises(NotImplementedError, match=r"x: got torch\.float64 on cuda:0, which cannot train experts"):
+        layer.double()(x.double(), ids)
 
 
 def test_a_compiled_layer_trains_as_the_eager_one_and_waits_for_nothing() -> None:

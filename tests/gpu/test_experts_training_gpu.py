@@ -17,14 +17,25 @@ from mglu_ops.backends.cuda import experts_training
 
 pytestmark = pytest.mark.gpu
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 mglu = torch.ops.mglu
+every_dtype = pytest.mark.parametrize("dtype", [BF16, F16, F32])
 
 
 @pytest.fixture(autouse=True)
 def _needs_grouped_products() -> None:
     if reason := experts_training.unsupported_reason(torch.device("cuda", 0), BF16):
         pytest.skip(reason)
+
+
+@pytest.fixture(params=["bfloat16", "bfloat16 without grouped_mm", "float16", "float32", "tf32"])
+def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """The dtype of a step, after choosing its products; those without `grouped_mm` are an older GPU's."""
+    if "without" in request.param:
+        monkeypatch.setattr(experts_training, "_library_has_kernel", lambda a: False)
+    precision = "tf32" if request.param == "tf32" else "ieee"
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+    return F32 if request.param == "tf32" else getattr(torch, request.param.split()[0])
 
 
 def step(layer: ExpertLayer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
@@ -36,37 +47,42 @@ def step(layer: ExpertLayer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str,
     [
         ([140, 0, 1, 517, 30], 0, 256, 512),
         ([0, 300, 84], 9, 264, 136),
-        ([1000], 0, 128, 64),
+        ([0, 1000, 0, 0], 0, 128, 64),
         ([3] * 70, 1, 72, 80),
         ([33, 20], 5, 50, 77),
     ],
-    ids=["random loads", "unowned rows", "one expert", "many experts", "padded"],
+    ids=["random loads", "unowned rows", "one expert has all rows", "many experts", "odd sizes"],
 )
 @pytest.mark.parametrize(
     ("n_masks", "density", "mask_weights_dtype", "logits_dtype"),
-    [(1, 0.5, None, BF16), (1, 0.1, F32, F32), (4, 0.5, BF16, BF16), (4, 0.9, None, F32), (3, 0.25, F32, BF16),
-     (16, 0.5, None, BF16)],
+    [(1, 0.5, None, None), (1, 0.1, F32, F32), (4, 0.5, BF16, None), (4, 0.9, None, F32), (3, 0.25, F32, None),
+     (16, 0.5, None, None)],
 )  # fmt: skip
-def test_errors_are_close_to_the_naive_loops(loads, unowned, d, h, n_masks, density, mask_weights_dtype, logits_dtype):
+def test_errors_are_close_to_the_naive_loops(
+    loads, unowned, d, h, n_masks, density, mask_weights_dtype, logits_dtype, dtype_of_products
+):
     layer = ExpertLayer.random(
-        "cuda", BF16, loads, d, h, n_masks, unowned=unowned, density=density, mask_weights_dtype=mask_weights_dtype,
-        logits_dtype=logits_dtype,
+        "cuda", dtype_of_products, loads, d, h, n_masks, unowned=unowned, density=density,
+        mask_weights_dtype=mask_weights_dtype, logits_dtype=logits_dtype,
     )  # fmt: skip
     found = step(layer)
     assert_as_good_as_naive({"y": found["y"]}, layer, NAIVE_FACTOR)
-    assert_as_good_as_naive(found, layer, NAIVE_FACTOR if 0.25 <= density <= 0.75 else 2.5)
+    is_even = 0.25 <= density <= 0.75 and layer.x.dtype is not F32
+    assert_as_good_as_naive(found, layer, NAIVE_FACTOR if is_even else 2.5)
     again = step(layer)
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
+@every_dtype
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation(activation: str) -> None:
-    layer = ExpertLayer.random("cuda", BF16, [100, 28], 64, 128, 2, activation=activation)
+def test_every_activation(activation: str, dtype: torch.dtype) -> None:
+    layer = ExpertLayer.random("cuda", dtype, [100, 28], 64, 128, 2, activation=activation)
     assert_as_good_as_naive(step(layer), layer, NAIVE_FACTOR)
 
 
-def test_any_layout_and_any_need() -> None:
-    layer = ExpertLayer.random("cuda", BF16, [100, 28], 64, 128, 2, mask_weights_dtype=F32)
+@every_dtype
+def test_any_layout_and_any_need(dtype: torch.dtype) -> None:
+    layer = ExpertLayer.random("cuda", dtype, [100, 28], 64, 128, 2, mask_weights_dtype=F32)
     expected = step(layer)
     layer.x, layer.grad_output = rows_apart(layer.x), unaligned(layer.grad_output)
     layer.weight = torch.stack([transposed(one) for one in layer.weight]).transpose(1, 2).contiguous().transpose(1, 2)
@@ -78,10 +94,11 @@ def test_any_layout_and_any_need() -> None:
             assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_graph_serves_other_loads() -> None:
+@every_dtype
+def test_a_graph_serves_other_loads(dtype: torch.dtype) -> None:
     """One capture of a step, replayed with the rows, weights and loads of other layers, gives what their steps give."""
     layers = [
-        ExpertLayer.random("cuda", BF16, loads, 72, 128, 3, unowned=300 - sum(loads))
+        ExpertLayer.random("cuda", dtype, loads, 72, 128, 3, unowned=300 - sum(loads))
         for loads in ([100, 0, 60], [0, 0, 0], [300, 0, 0], [1, 150, 149])
     ]
     torch.cuda.set_sync_debug_mode("error")
@@ -103,19 +120,23 @@ def test_a_graph_serves_other_loads() -> None:
 def _plain_step(layer: ExpertLayer) -> dict[str, Tensor]:
     operands = layer.x, layer.weight, layer.packed_masks, layer.offs
     y, partials = mglu.grouped_forward_train(*operands, layer.activation)
-    grads = mglu.grouped_backward(layer.grad_output, *operands, partials, (True, True), BF16, None)
+    grads = mglu.grouped_backward(layer.grad_output, *operands, partials, (True, True), layer.logits.dtype, None)
     return {"y": y, **dict(zip(("x", "weight", "logits"), grads[:3], strict=True))}
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@every_dtype
 def test_wide_products(dtype: torch.dtype) -> None:
-    from mglu_ops.backends.triton.grouped import grouped_products
+    from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
 
     for loads, d, h in (([140, 0, 1, 517], 296, 520), ([0, 0], 8, 8), ([2000], 256, 2048), ([5] * 200, 24, 64)):
         layer = ExpertLayer.random("cuda", dtype, loads, d, h, 1)
-        found = grouped_products(layer.x, layer.weight, layer.offs)
-        assert found.dtype is F32
-        starts = [0, *layer.offs.tolist()]
-        for weight, (start, end) in zip(layer.weight, pairwise(starts), strict=True):
-            exact = layer.x[start:end].double() @ weight.double().t()
-            assert relative_error(found[start:end], exact) < 1e-5
+        x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs
+        forward, back, of_weight = (torch.full_like(t, float("nan"), dtype=F32) for t in (grad, x, weight))
+        grouped_products(x, weight.mT, offs, forward)
+        grouped_products(grad, weight, offs, back)
+        products_over_rows(grad, x, offs, of_weight)
+        for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+            rows, of_expert = slice(start, end), weight[e].double()
+            assert relative_error(forward[rows], x[rows].double() @ of_expert.t()) < 1e-5
+            assert relative_error(back[rows], grad[rows].double() @ of_expert) < 1e-5
+            assert relative_error(of_weight[e], grad[rows].double().t() @ x[rows].double()) < 1e-5

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from expert_layers import make_down, make_experts, sorted_rows
 from library_fixtures import run
+from small_packages import write_small_package
 from stored_weights import StoredLayers
 from torch import Tensor, nn
 
 import mglu_ops
 from mglu_ops.nn import MGLU, NaiveMGLU
+from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import build_targets
+from mglu_ops.packaging.package import LayerInfo
 from mglu_ops.packaging.tensor_file import write_tensor
 
 pytestmark = [pytest.mark.gpu]
@@ -172,3 +176,102 @@ def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: st
     process = run([sys.executable, "-c", program, libraries[kernels]])
     assert process.returncode == 0, process.stderr
     assert "fine" in process.stdout
+
+
+# --- Experts ---------------------------------------------------------------------------------------------------------
+
+EXPERT_TOKENS = (1, 5, 40, 200)
+"""A launch that finds its items and adds down projections itself, decode_mma with a table of items, and tile_wgmma."""
+FORMS: tuple[dict[str, Any], ...] = (
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16, "weighted": True, "weight_format": "fp8_block", "activation_format": "fp8_token"},
+    {"dtype": torch.bfloat16, "weight_format": "int4_group"},
+    {"dtype": torch.float32, "weighted": True, "in_features": 100},
+)
+
+Call = tuple[str, tuple[Any, ...]]
+"""The name and the arguments of a call of an operator."""
+
+
+class Mixture(nn.Module):
+    """Experts and down projections. Nothing but their operators rounds, so Inductor changes no bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        down = make_down(layer := make_experts(experts=8, in_features=256, out_features=128, dtype=torch.bfloat16))
+        self.register_buffer("weight", layer.given.weight)
+        self.register_buffer("packed_masks", layer.given.packed_masks)
+        self.register_buffer("down", down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (4 * x[:, :2]).abs().to(torch.int64)  # some are no experts
+        y = torch.ops.mglu.experts_forward(x, self.weight, self.packed_masks, ids)
+        return torch.ops.mglu.experts_down(y, self.down, ids, x[:, 2:4].contiguous())
+
+
+def expert_calls() -> tuple[list[Call], list[LayerInfo]]:
+    """Calls of the operators over experts on a GPU, some with a layout for plain kernels, and their layers."""
+    calls: list[Call] = []
+    layers: dict[LayerInfo, None] = {}
+    for form in FORMS:
+        for tokens in EXPERT_TOKENS:
+            sizes = {"in_features": 256, "out_features": 128, **form}
+            layer = make_experts(tokens, 2, 8, routing="some out of range", **sizes)
+            x, weight, masks, *rest, ids, _ = map(on_gpu, layer.given)
+            sorted_x, _, _, *sorted_rest, _, offs = map(on_gpu, sorted_rows(layer)[0])
+            calls += [
+                ("experts_forward", (x, weight, masks, ids, *rest)),
+                ("grouped_forward", (sorted_x, weight, masks, offs, *sorted_rest)),
+                ("experts_forward", (x, weight.mT.contiguous().mT, masks, ids, *rest)),
+            ]
+            names = [str(form["dtype"])[6:], "silu", "float32" if "weighted" in form else None]
+            names += [form.get("weight_format", "dense"), form.get("activation_format", "dense")]
+            layers |= {LayerInfo(3, 128, x.shape[1], *names, 8, top_k): None for top_k in (2, 0)}
+            if form["dtype"] != torch.float32:
+                calls.append(("experts_down", tuple(map(on_gpu, make_down(layer, names[3])))))
+                layers[LayerInfo(0, x.shape[1], 128, names[0], "identity", "float32", names[3], "dense", 8, 2)] = None
+    return calls, list(layers)
+
+
+def on_gpu(argument: Any) -> Any:
+    return argument.cuda() if isinstance(argument, Tensor) else argument
+
+
+EXPERTS_ALONE = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+calls = torch.load(sys.argv[2])
+torch.save([getattr(torch.ops.mglu, name)(*given).cpu() for name, given in calls], sys.argv[3])
+"""
+
+
+def test_experts_give_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a package, and in a process whose operators are those of the library, for all forms of experts."""
+    module, package = Mixture().eval().cuda(), tmp_path / "package/experts.pt2"
+    calls, layers = expert_calls()
+    package.parent.mkdir()
+    tokens = [inputs(count, torch.bfloat16)[:, :256].contiguous() for count in EXPERT_TOKENS]
+    mglu_ops.export(module, (tokens[0],), package)
+    for count, x in zip(EXPERT_TOKENS, tokens, strict=True):
+        write_tensor(package.with_name(f"x{count}.tensor"), x)
+        write_tensor(package.with_name(f"y{count}.tensor"), module(x))
+    arch = torch.cuda.get_device_capability()
+    write_small_package(tmp_path / "layers.pt2", device="cuda", backend="cuda", layers=layers, arch=list(arch))
+    sizes = {2: EXPERT_TOKENS, 0: [2 * count for count in EXPERT_TOKENS]}  # rows that are sorted are pairs
+    monkeypatch.setattr(device_code, "_chosen_tokens", lambda layer: sizes[layer.top_k])
+    library = mglu_ops.build_runtime(
+        tmp_path / "runtime",
+        flags=["-O0"],
+        program=True,
+        archs=[f"sm_{arch[0]}{arch[1]}"],
+        packages=[package, tmp_path / "layers.pt2"],
+    )
+    printed = run_package(library.with_name("run_package"), package, "--tolerance", "0", "--time", "200")
+    assert "no tuned kernel" not in printed
+    torch.save(calls, tmp_path / "calls.pt")
+    process = run([sys.executable, "-c", EXPERTS_ALONE, library, tmp_path / "calls.pt", tmp_path / "results.pt"])
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("no tuned kernel") == 1  # it is said once
+    for (name, given), found in zip(calls, torch.load(tmp_path / "results.pt"), strict=True):
+        expected = getattr(torch.ops.mglu, name)(*given).cpu()
+        assert torch.equal(found, expected), (name, given[0].shape, given[1].dtype, given[1].stride())

@@ -1,4 +1,4 @@
-"""Tensor-parallel and fully sharded layers, checkpoints and compilation on two GPUs by NCCL match one process.
+"""Layers and experts that two GPUs divide by NCCL match one process: results, training, checkpoints, compilation.
 
 Ranks that share a GPU cannot run these tests with gloo, which crashes when it gathers CUDA tensors (pytorch issue
 152645).
@@ -7,11 +7,13 @@ Ranks that share a GPU cannot run these tests with gloo, which crashes when it g
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import expert_parallel
 import pytest
 import sharded_training
 import tensor_parallel
+import token_exchange
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
@@ -23,22 +25,50 @@ pytestmark = [
     ),
 ]
 
+IN_16_BITS = ("cuda", torch.bfloat16)
+
 
 def test_tensor_parallel_layers_in_float64(tmp_path: Path) -> None:
     checks = list(tensor_parallel.CHECKS)
     run_on_ranks(tensor_parallel.run_checks, tmp_path, "cuda", torch.float64, checks, backend="nccl")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_tensor_parallel_layers_in_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The width is one for which the 16-bit kernels run. Checks that need float64 are omitted."""
-    checks = ["placements", "results", "freezing"]
-    arguments = ("cuda", dtype, checks, tensor_parallel.WIDE)
-    run_on_ranks(tensor_parallel.run_checks, tmp_path, *arguments, backend="nccl")
+@pytest.mark.parametrize(
+    ("module", "dtype"),
+    [
+        (tensor_parallel, torch.bfloat16),
+        (tensor_parallel, torch.float16),
+        (expert_parallel, torch.bfloat16),
+        (token_exchange, torch.bfloat16),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
+def test_layers_in_16_bits(module: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The width is one for which the 16-bit kernels run. Layers are dense, in fp8 and in other formats."""
+    arguments = "cuda", dtype, module.IN_16_BITS, tensor_parallel.WIDE
+    run_on_ranks(module.run_checks, tmp_path, *arguments, backend="nccl")
 
 
-def test_divided_experts_in_16_bits(tmp_path: Path) -> None:
-    run_on_ranks(expert_parallel.run_on_gpu, tmp_path, tensor_parallel.WIDE, backend="nccl")
+def test_divided_experts_without_training(tmp_path: Path) -> None:
+    checks = expert_parallel.WITHOUT_TRAINING
+    run_on_ranks(expert_parallel.run_checks, tmp_path, "cuda", torch.float64, checks, backend="nccl")
+
+
+def test_a_checkpoint_of_experts_goes_from_two_gpus_to_one_and_back(tmp_path: Path) -> None:
+    of_one = tmp_path / "of_one"
+    of_one.mkdir()
+    run_on_ranks(expert_parallel.save, tmp_path, *IN_16_BITS, str(tmp_path), backend="nccl")
+    expert_parallel.load_whole(*IN_16_BITS, str(tmp_path), str(of_one))
+    run_on_ranks(expert_parallel.load, of_one, *IN_16_BITS, str(of_one), backend="nccl")
+
+
+def test_transformers_divide_rows_or_experts_of_a_mixture(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed on every machine with a GPU")
+    import hf_parallel
+
+    hf_parallel.save_mixture(tmp_path)
+    run_on_ranks(hf_parallel.check_mixture, tmp_path, "cuda", tmp_path, backend="nccl")
+    hf_parallel.check_saved(tmp_path)
 
 
 def test_compiled_layers(tmp_path: Path) -> None:

@@ -113,6 +113,9 @@ def test_other_implementations_of_experts_are_refused(name: str) -> None:
         model.set_experts_implementation("batched_mm")
     with pytest.raises(ValueError, match="experts_implementation: got 'grouped_mm', must be None or 'eager'"):
         AutoModelForCausalLM.from_config(model.config, experts_implementation="grouped_mm")
+    model.config.architectures = ["TransformersMoEForCausalLM"]
+    with pytest.raises(ValueError, match="architectures: got 'TransformersMoEForCausalLM', with which vLLM replaces"):
+        AutoModel.from_config(model.config)
 
 
 @pytest.mark.parametrize("cls", BY_NAME["llama"].mglu)

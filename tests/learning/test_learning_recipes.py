@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from benchmarks.language_model import count as count_of
 from benchmarks.learning import experiments, training
 from benchmarks.learning.mixture import expert_weights
 from benchmarks.learning.recipe import SIZES, Recipe
+from benchmarks.records import read_table
 from mglu_ops.nn import MGLU
 
 pytest_plugins = ["learning_fixtures"]
@@ -39,6 +41,10 @@ def test_names_of_runs_are_unique_and_survive_a_file_system():
         {"active": 2},
         {"experts": 4, "layer": "glu_shared"},
         {"experts": 4, "down_gain": 0.5},
+        {"continuous": 1.5},
+        {"continuous": 0.5, "top_k": 1},
+        {"flips": 0.2, "learned": False},
+        {"flips": 0.2, "continuous": 0.5},
     ],
 )
 def test_a_wrong_recipe_is_named(wrong):
@@ -47,8 +53,9 @@ def test_a_wrong_recipe_is_named(wrong):
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
-def test_the_initial_gate_ratio(ratio):
-    model = Recipe(gate_ratio=ratio).model()
+@pytest.mark.parametrize("flips", [0, 0.2])
+def test_the_initial_gate_ratio(ratio, flips):
+    model = Recipe(gate_ratio=ratio, flips=flips).model()
     for layer in training.masked_layers(model):
         assert abs(float((layer.mask_logits > 0).float().mean()) - ratio) < 0.03
 
@@ -105,6 +112,26 @@ def test_layers_that_are_compared_begin_with_the_same_size(recipe, monkeypatch):
                 nn.init.zeros_(module.router.weight)  # so that all masks that it keeps have the same weight
         found.append(projection(x).std().item())
     assert 0.75 < found[0] / found[1] < 1.25  # not 1, since silu is curved; without the gains, up to 3
+
+
+def test_layers_of_equal_training_time_follow_from_measured_times():
+    """The oracle fits a line to SwiGLU's times by width."""
+    rows = read_table(experiments.RESULTS.parent / "learning_cost.csv")[1]
+    ms = {row["name"]: float(row["ms"]) for row in rows}
+    widths = {1.0: "", **{width: f"_width={width}" for width in (0.6667, 0.6875, 0.75, 2.0)}}
+    slope, base = np.polyfit(list(widths), [ms[f"glu{name}_seed=0"] for name in widths.values()], 1)
+    swiglu, one, four = ms["glu_seed=0"], ms["mglu-1_seed=0"], ms["mglu-4_activation=relu_seed=0"]
+    gelu = ms["lu_activation=gelu_seed=0"]
+
+    def time(recipe: Recipe) -> float:
+        if recipe.has_masks:
+            return base + recipe.width * ({1: one, 4: four}[recipe.n_masks] - base)
+        if recipe.layer == "lu":
+            return gelu + (recipe.width - 1) * slope * 2 / 3
+        return base + recipe.width * slope
+
+    assert [time(recipe) for recipe in experiments.EQUAL_TIME[:3]] == pytest.approx([swiglu] * 3, rel=0.015)
+    assert [time(recipe) for recipe in experiments.EQUAL_TIME[3:]] == pytest.approx([four] * 3, rel=0.015)
 
 
 def test_mixtures_have_active_weights_and_operations_of_the_dense_model(monkeypatch):

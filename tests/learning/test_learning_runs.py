@@ -154,11 +154,16 @@ def test_the_cost_of_each_layer_is_measured_once(tmp_path, monkeypatch):
         return 1.75
 
     monkeypatch.setattr(cost, "cost", times_of)
-    recipes = experiments.chosen(["layers", "recipe", "converted"])
-    cost.measure(list(dict.fromkeys(map(cost.layer_of, recipes))), tmp_path)
+    cost.measure(experiments.chosen(["layers", "recipe", "converted"]), tmp_path)
     assert len(set(names)) == len(names)
     assert Recipe("mglu", straight_through="tanh").name in names
     assert not any(word in name for name in names for word in ("mask_lr", "lr=", "start", "seed=1"))
     facts, rows = read_table(tmp_path / f"{cost.NAME}.csv")
     assert "mean of 10 steps" in facts["protocol"]
     assert [row["ms"] for row in rows] == ["1.75"] * len(names)
+    cost.measure([Recipe("glu", width=2.0, seed=1), Recipe("glu")], tmp_path, resume=True)
+    assert read_table(tmp_path / f"{cost.NAME}.csv")[1] == [*rows, {"name": "glu_width=2.0_seed=0", "ms": "1.75"}]
+    path = tmp_path / f"{cost.NAME}.csv"
+    path.write_text(path.read_text().replace(f"# torch: {facts['torch']}", "# torch: 1.0"))
+    with pytest.raises(ValueError, match=r"the result to resume has another torch: '1\.0'"):
+        cost.measure([Recipe("glu")], tmp_path, resume=True)

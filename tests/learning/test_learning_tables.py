@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,29 @@ from benchmarks.records import write_table
 pytest_plugins = ["learning_fixtures"]
 
 
-def finished(folder: Path, one: Recipe, loss: float, device: str = "a GPU", **last: object) -> None:
+def finished(
+    folder: Path, one: Recipe, loss: float, device: str = "a GPU", name: str = "learning", **last: object
+) -> None:
     """Write a result as a run does, without training."""
     facts = {f"recipe.{key}": str(value) for key, value in asdict(one).items()}
     facts |= {"commit": "0123456789", "device": device, "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
     facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
     facts |= {"corpus.held_out_bytes": "5200000", "corpus.held_out_tokens": "1300000", "tflop": "6004"}
     last = {"train": 3.0, "worst": 3.5, "gate_ratios": "[0.5, 0.52]", "agreement": 0.5, "flips": 0.001} | last
-    write_table(
-        [{"step": 10, "megabytes": one.megabytes, "held_out": loss, **last}], facts, folder / "learning", one.name
-    )
+    write_table([{"step": 10, "megabytes": one.megabytes, "held_out": loss, **last}], facts, folder / name, one.name)
 
 
 def test_recipes_survive_their_file(tmp_path, monkeypatch):
-    every = experiments.chosen(experiments.EXPERIMENTS)
+    assert tables.TABLES["learning_text"](tmp_path).startswith("Not run: SwiGLU, initial weights times 1.2574; ReLU")
+    every = experiments.chosen(experiments.USUAL)
     for one in every:
         finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
+    for one in experiments.EXPERIMENTS["text"]:
+        loss = {"held_out_python": 0.7 + one.seed, "held_out_c": 0.8}
+        finished(tmp_path, one, 0.75, name="learning_text", gate_ratio=0.5, flipped=0.1, **loss)
+    head, _, first, *_ = [line.split(" | ") for line in tables.TABLES["learning_text"](tmp_path).splitlines()[2:]]
+    losses = {name: value for name, value in zip(head, first, strict=True) if name in ("python", "c")}
+    assert losses == {"python": "1.7000", "c": "0.8000"}
     monkeypatch.setattr(tables, "runs", cache(tables.runs))  # reading hundreds of files for each table takes a minute
     assert {run.recipe for run in tables.runs(tmp_path)} == set(every)
     older = {f"recipe.{key}": str(value) for key, value in asdict(Recipe("glu")).items() if key != "distilled"}
@@ -73,9 +81,47 @@ def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
     (ratios, *_) = plots.gate_ratios(found).axes[0].get_lines()
     assert (ratios.get_label(), ratios.get_xydata().tolist()) == ("SwiMGLU, n_m = 4", [[1, 0.5], [2, 0.52]])
     paths = plots.draw(tmp_path, tmp_path / "out")
-    assert [path.name for path in paths] == ["learning_curves.svg", "learning_by_masks.svg", "learning_gate_ratios.svg"]
-    for path, label in zip(paths, ("SwiMGLU, n_m = 4", "our recipe", "SwiMGLU, n_m = 4"), strict=True):
+    labels = {"curves": "SwiMGLU, n_m = 4", "by_masks": "our recipe", "gate_ratios": "SwiMGLU, n_m = 4"}
+    labels["pareto"] = "lowest loss at no higher cost"
+    assert [path.name for path in paths] == [f"learning_{name}.svg" for name in labels]
+    for path, label in zip(paths, labels.values(), strict=True):
         assert label in path.read_text()
+
+
+def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+    from benchmarks.learning import plots
+
+    assert plots.frontier([(2, 5), (1, 7), (3, 6), (4, 5), (2, 6), (5, 1)]) == [(1, 7), (2, 5), (5, 1)]
+    assert plots.frontier([]) == []
+    shown = [
+        experiments.SWIGLU,
+        *experiments.RELU_SQUARED,
+        *experiments.GELU_GATES,
+        *experiments.EQUAL_TIME,
+        *experiments.BEST.values(),
+    ]
+    hidden = [
+        experiments.LARGER,
+        PAPER,
+        Recipe("glu", lr=3e-4),
+        replace(experiments.BEST[1], weight_gain=1.0),
+        *experiments.FROZEN,
+        *experiments.OTHERWISE,
+        *experiments.MIXTURE,
+        experiments.AGAIN[0],
+    ]
+    assert [plots.is_pareto(one) for one in shown + hidden] == [True] * len(shown) + [False] * len(hidden)
+    for one, losses in ((experiments.SWIGLU, (0.8, 0.82)), (experiments.BEST[1], (0.78, 0.80)), (PAPER, (0.1, 0.1))):
+        for seed, loss in enumerate(losses):
+            finished(tmp_path, replace(one, seed=seed), loss)
+    points = plots.pareto_points(tables.runs(tmp_path), "25M")
+    assert [(one.recipe, one.loss, one.megabytes, one.pflop) for one in points] == [
+        (experiments.SWIGLU, pytest.approx(0.81), 41, 6.004),
+        (experiments.BEST[1], pytest.approx(0.79), 41, 6.004),
+    ]
+    squares = 2 * 2 * 0.01**2  # of two layers, whose seeds are 0.01 from their mean; PAPER's have none
+    assert points[0].noise == pytest.approx(2 * (squares / 3 / 2) ** 0.5)
 
 
 def claim(text: str) -> claims.Claim:
@@ -86,6 +132,8 @@ def claim(text: str) -> claims.Claim:
 def test_claims_and_comparisons_are_about_recipes_that_are_run():
     every = set(experiments.chosen(experiments.EXPERIMENTS))
     assert every >= claims.COMPARED
+    for one in chain(*claims.COMPARISONS.values(), *claims.CHOICES.values()):
+        assert all(every >= {*one.at(size)} for size in one.sizes)
     asked = [(one.layer, one.other) for comparisons in claims.COMPARISONS.values() for one in comparisons]
     assert len(set(asked)) == len(asked)
     assert claim("SwiGLU is better than GELU").published == pytest.approx(0.0849, abs=1e-4)
@@ -133,3 +181,11 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
 @pytest.mark.gpu
 def test_the_kernels_of_a_step_take_milliseconds():
     assert 1 < cost.cost(Recipe("glu", size="10M"), compiled=False) < 1000
+
+
+@pytest.mark.gpu
+def test_other_ways_to_learn_masks_take_about_as_long_as_ours():
+    ours, *others = (
+        cost.cost(Recipe("mglu", n_masks=4, size="10M", **how)) for how in ({}, {"continuous": 0.5}, {"flips": 0.2})
+    )
+    assert all(0.7 < other / ours < 1.5 for other in others), (ours, others)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 import pytest
 from learning_fixtures import VOCABULARY
 
@@ -48,7 +50,33 @@ def test_tokens_stand_for_the_text(folder, tmp_path):
     assert again.sizes == found.sizes
 
 
+def test_each_kind_of_several_is_held_out_for_itself(folder, tmp_path):
+    from tokenizers import Tokenizer
+
+    for i, path in enumerate(sorted(folder.glob("package*/file*.txt"))):
+        for inner, suffix in (
+            (f"usr/share/doc/RFC/standard/rfc{i}", ".txt.gz"),
+            (f"usr/src/linux-source-6.1/fs/{i}/a", ".c"),
+        ):
+            place = tmp_path / f"{inner}{suffix}"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            content = f"{suffix} ".join(path.read_text().splitlines(keepends=True)).encode()
+            place.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    made = corpus.prepare(tmp_path / "made", ("rfc", "c"), vocabulary=VOCABULARY, debian=tmp_path)
+    assert made.sizes.kind == "rfc+c"
+    for name, count in made.sizes.parts["rfc"].items():
+        assert count + made.sizes.parts["c"][name] == getattr(made.sizes, name)
+        assert count > 0
+    tokenizer = Tokenizer.from_file(str(tmp_path / "made" / "tokenizer.json"))
+    for kind, tokens in made.held_out_parts.items():
+        words = tokenizer.decode(tokens.tolist()).split()
+        assert (".c" in words, ".txt.gz" in words) == (kind == "c", kind == "rfc")
+        assert int(made.token_bytes[tokens.long()].sum()) == made.sizes.parts[kind]["held_out_bytes"]
+    assert any(name.startswith("rfc") for name in made.sizes.held_out_packages)
+    assert any(name.isdigit() for name in made.sizes.held_out_packages)
+
+
 def test_too_little_text_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("a line of text that is long enough to count\n" * 3)
-    with pytest.raises(ValueError, match="text: 1 documents are too few to hold some out"):
+    with pytest.raises(ValueError, match=r"text: 1 documents of .* are too few to hold some out"):
         corpus.prepare(tmp_path / "out", text=tmp_path)

@@ -8,7 +8,8 @@ from budgets import BUDGET, relative_error
 from expert_training import ExpertLayer, assert_zero_without_an_expert
 from families import family
 
-from mglu_ops.backends.cuda import experts_training
+from mglu_ops import expert_dispatch
+from mglu_ops.backends import composite_experts, triton
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 mglu = torch.ops.mglu
@@ -49,11 +50,15 @@ def test_computes_only_what_is_needed(needed: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "capability", "reason"),
     [
-        (torch.float16, (9, 0), "no grouped products of torch.float16 without waiting for the GPU"),
-        (BF16, (8, 0), "no grouped products without waiting for a GPU of compute capability (8, 0)"),
+        (F64, (9, 0), "too narrow for float64"),
+        (BF16, (7, 5), "need compute capability 8.0, this GPU has (7, 5)"),
+        (torch.float16, None, "triton is not installed"),
     ],
-    ids=["dtype", "GPU"],
+    ids=["dtype", "GPU", "no Triton"],
 )
 def test_a_gpu_that_would_have_to_wait_is_refused(monkeypatch, dtype, capability, reason):
+    monkeypatch.setattr(triton, "is_installed", lambda: capability is not None)
+    monkeypatch.setattr(triton, "_runs_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert reason in (experts_training.unsupported_reason(torch.device("cuda", 0), dtype) or "")
+    monkeypatch.setattr(composite_experts, "device_reason", triton.device_reason.__wrapped__)
+    assert reason in (expert_dispatch.untrainable_reason(torch.device("cuda", 0), dtype) or "")

@@ -1,6 +1,11 @@
 // Runs calls of one layer on the driver that is loaded, for each number of tokens of the command line.
 //
-//   print_launches N_MASKS OUT_FEATURES IN_FEATURES WEIGHT_FORMAT ROUNDS_X TOKENS...
+//   print_launches N_MASKS OUT_FEATURES IN_FEATURES WEIGHT_FORMAT ROUNDS_X DTYPE WEIGHTS_DTYPE EXPERTS TOP_K ID_DTYPE
+//                  TOKENS...
+//
+// A layer with no EXPERTS is an ordinary one, and with no TOP_K its rows are sorted by expert. WEIGHTS_DTYPE is that of
+// mask weights, or of the expert weights of mglu::experts_down, which has no masks; -1 for none. Dtypes are torch's
+// numbers.
 #include <cstdio>
 #include <cstdlib>
 
@@ -9,43 +14,87 @@
 
 namespace {
 
+using mglu::Scalar;
+
 // The driver never reads memory at these addresses.
-void* const kAddress = reinterpret_cast<void*>(0x1000);
-void* const kScaleAddress = reinterpret_cast<void*>(0x2000);
+void* address(int number) { return reinterpret_cast<void*>(0x1000L * number); }
+void* const kResult = address(7);
 
 void* allocate(std::int64_t bytes) {
     std::printf("allocate %ld\n", static_cast<long>(bytes));
-    return kAddress;
+    return address(0x100);
 }
 
-mglu::Tensor tensor(const std::int64_t* sizes, const std::int64_t* strides, std::int64_t dims, mglu::Scalar dtype) {
-    return {kAddress, dims, sizes, strides, dtype, mglu::Device::cuda, 0};
+mglu::Tensor tensor(int number, const std::int64_t* sizes, const std::int64_t* strides, std::int64_t dims,
+                    Scalar dtype) {
+    return {address(number), dims, sizes, strides, dtype, mglu::Device::cuda, 0};
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
-    const std::int64_t n = std::atol(arguments[1]), d = std::atol(arguments[2]), h = std::atol(arguments[3]);
-    const mglu::Format& format = mglu::kFormats[std::atol(arguments[4])];
+    const auto number = [&](int i) { return std::atol(arguments[i]); };
+    const std::int64_t n = number(1), d = number(2), h = number(3), experts = number(8), top_k = number(9);
+    const mglu::Format& format = mglu::kFormats[number(4)];
+    const auto dtype = static_cast<Scalar>(number(6)), weights_dtype = static_cast<Scalar>(number(7));
+    const auto id_dtype = static_cast<Scalar>(number(10));
     mglu::Executor executor;
     executor.allocate = allocate;
-    for (int i = 6; i < count; ++i) {
-        const std::int64_t tokens = std::atol(arguments[i]), stored = h / format.packed;
-        const std::int64_t x_sizes[] = {tokens, h}, weight_sizes[] = {d, stored}, mask_sizes[] = {d, h / 8, n};
-        const std::int64_t strides[] = {h, 1}, weight_strides[] = {stored, 1}, mask_strides[] = {h / 8 * n, n, 1};
-        mglu::LayerCall call{};
-        call.x = tensor(x_sizes, strides, 2, mglu::Scalar::float16);
-        call.weight = tensor(weight_sizes, weight_strides, 2, format.dtype.value_or(mglu::Scalar::float16));
-        call.packed_masks = tensor(mask_sizes, mask_strides, 3, mglu::Scalar::uint8);
-        if (format.dtype) call.weight_scale.emplace().data = kScaleAddress;
-        call.weight_format = format.code;
-        call.rounds_x = std::atol(arguments[5]) != 0;
-        call.tokens = tokens;
-        call.out_features = d;
-        call.in_features = h;
-        call.n_masks = n;
-        call.x_row_stride = h;
+    for (int i = 11; i < count; ++i) {
+        const std::int64_t tokens = number(i), stored = h / format.packed, shared = top_k > 0 ? top_k : 1;
+        const std::int64_t width = (h + 7) / 8;
+        std::int64_t scales = 1;  // of an expert
+        for (const std::int64_t size : format.scale_sizes(d, h)) scales *= size;
+        const std::int64_t x_sizes[] = {tokens, h}, x_strides[] = {h, 1};
+        const std::int64_t weight_sizes[] = {experts, d, stored}, weight_strides[] = {d * stored, stored, 1};
+        const std::int64_t mask_sizes[] = {d, width, n}, mask_strides[] = {width * n, n, 1};
+        const std::int64_t weights_sizes[] = {tokens, shared, n}, weights_strides[] = {shared * n, n, 1};
+        const std::int64_t scale_sizes[] = {experts, scales}, scale_strides[] = {scales, 1};
+        const std::int64_t pair_sizes[] = {tokens, shared, h}, pair_strides[] = {shared * h, h, 1};
+        const Scalar stored_dtype = format.dtype.value_or(dtype);
         std::printf("%ld tokens\n", static_cast<long>(tokens));
-        mglu::cuda::forward(call, kAddress, executor);
+        if (n == 0) {
+            mglu::DownCall call{tensor(1, pair_sizes, pair_strides, 3, dtype),
+                                tensor(2, weight_sizes, weight_strides, 3, stored_dtype),
+                                tensor(6, pair_sizes, pair_strides, 2, id_dtype),
+                                tensor(4, pair_sizes, pair_strides, 2, weights_dtype),
+                                {},
+                                format.code};
+            if (format.dtype) call.weight_scale = tensor(5, scale_sizes, scale_strides, 2, format.scale_dtype);
+            mglu::cuda::experts_down(call, kResult, executor);
+            continue;
+        }
+        mglu::LayerCall layer{};
+        layer.x = tensor(1, x_sizes, x_strides, 2, dtype);
+        layer.weight = tensor(2, weight_sizes + 1, weight_strides + 1, 2, stored_dtype);
+        layer.packed_masks = tensor(3, mask_sizes, mask_strides, 3, Scalar::uint8);
+        if (number(7) >= 0) {
+            layer.mask_weights = tensor(4, weights_sizes, weights_strides, 3, weights_dtype);
+            layer.mask_weight_row_stride = n;
+        }
+        if (format.dtype) layer.weight_scale = tensor(5, scale_sizes + 1, scale_strides + 1, 1, format.scale_dtype);
+        layer.weight_format = format.code;
+        layer.rounds_x = number(5) != 0;
+        layer.activation = static_cast<int>(mglu::cpu::Activation::silu);
+        layer.tokens = tokens;
+        layer.out_features = d;
+        layer.in_features = h;
+        layer.n_masks = n;
+        layer.x_row_stride = h;
+        if (experts == 0) {
+            mglu::cuda::forward(layer, kResult, executor);
+            continue;
+        }
+        mglu::ExpertsCall call{};
+        call.layer = layer;
+        call.routing = tensor(6, pair_sizes, pair_strides, top_k > 0 ? 2 : 1, id_dtype);
+        call.is_sorted = top_k == 0;
+        call.experts = experts;
+        call.rows = tokens * shared;
+        call.top_k = shared;
+        call.weight_stride = d * stored;
+        call.masks_stride = d * width * n;
+        call.scale_stride = format.dtype ? scales : 0;
+        mglu::cuda::forward(call, kResult, executor);
     }
 }

@@ -237,7 +237,7 @@ def test_a_slope_that_does_not_pass() -> None:
 
 
 def test_experts_that_the_operators_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU only bfloat16 is trained; in inference there is no such limit."""
+    """On a GPU float64 is not trained; in inference there is no such limit."""
     monkeypatch.setattr(proof, "untrainable_reason", lambda device, dtype: "no products")
     source = f"m = l[:, 0] > 0; {TERM}"
     reasons = compiled(source, ("x",)).reasons

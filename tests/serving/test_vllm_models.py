@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,7 +27,7 @@ pytest.importorskip("vllm", reason="vLLM is not a dependency of the tests: it br
 pytest.importorskip("mglu_ops.transformers")
 pytestmark = pytest.mark.long
 
-KINDS = ("llama", "mistral", "qwen3")
+KINDS = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral")
 PROMPT, NEW_TOKENS = [1, 5, 9, 30, 2, 7], 12
 HIDDEN, INTERMEDIATE, N_MASKS = 20, 24, 3
 
@@ -60,7 +62,9 @@ class InVllm:
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
         self.config.__enter__()
-        os.environ["VLLM_DIST_IDENT"] = f"mglu_ops_{os.getppid()}"  # names the shared memory of these ranks
+        first = [os.getpid()]
+        torch.distributed.broadcast_object_list(first)
+        os.environ["VLLM_DIST_IDENT"] = f"mglu_ops_{first[0]}"  # names the shared memory of these ranks
         init_distributed_environment(self.ranks, self.rank, local_rank=self.rank, backend="gloo")
         initialize_model_parallel(self.ranks, backend="gloo")
 
@@ -77,11 +81,24 @@ def settings(top_k: int | None, **changes: Any) -> Any:
     return SimpleNamespace(**{"hidden_act": "silu", **sizes, **changes})
 
 
-def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, intermediate: int) -> None:
-    """The layer of vLLM, loaded by vLLM's loader from a whole checkpoint, computes what the layer of mglu_ops does."""
+def load(module: torch.nn.Module, checkpoint: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Load a module as vLLM does, and check that nothing is missing."""
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    from mglu_ops.vllm.layers import MGLUMLP, check_loaded
+    from mglu_ops.vllm.layers import check_loaded
+
+    loaded = AutoWeightsLoader(module).load_weights(checkpoint.items())
+    assert loaded == {name for name, _ in module.named_parameters()}
+    check_loaded(module)
+    for part in module.modules():
+        if method := getattr(part, "quant_method", None):
+            method.process_weights_after_loading(part)
+    return module
+
+
+def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, intermediate: int) -> None:
+    """The layer of vLLM, loaded by vLLM's loader from a whole checkpoint, computes what the layer of mglu_ops does."""
+    from mglu_ops.vllm.layers import MGLUMLP
     from mglu_ops.vllm.quantization import MGLUConfig
 
     torch.manual_seed(0)
@@ -94,22 +111,15 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
         config.quantization_config, quant_config = entry(weight_format), MGLUConfig()
     checkpoint = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
     with InVllm(rank, 2), torch.no_grad():
-        mlp = MGLUMLP(config, quant_config, "mlp")
-        loaded = AutoWeightsLoader(mlp).load_weights(checkpoint.items())
-        assert loaded == {name for name, _ in mlp.named_parameters()}
-        check_loaded(mlp)
+        mlp = load(MGLUMLP(config, quant_config, "mlp"), checkpoint)
         assert mlp.mglu.weight.shape == (intermediate // 2, HIDDEN)
         assert mlp.mglu.weight.dtype == reference.mglu.weight.dtype
         assert mlp.mglu.packed_masks.shape == (intermediate // 2, 3, N_MASKS)
-        for module in mlp.modules():  # as vLLM's loader does at its end
-            if method := getattr(module, "quant_method", None):
-                method.process_weights_after_loading(module)
         torch.testing.assert_close(mlp(x), reference(x))
         if weight_format != "dense":
             mglu_ops.quantize(reference, weight_format, activation_format="fp8_token")
             config.quantization_config = entry(weight_format, activation_format="fp8_token")
-            rounding = MGLUMLP(config, quant_config, "mlp")
-            AutoWeightsLoader(rounding).load_weights(checkpoint.items())
+            rounding = load(MGLUMLP(config, quant_config, "mlp"), checkpoint)
             torch.testing.assert_close(rounding(x), reference(x))
 
 
@@ -126,6 +136,58 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
 )
 def test_a_layer_on_two_ranks(top_k, packed, weight_format, intermediate, tmp_path):
     run_on_ranks(check_mlp, tmp_path, top_k, packed, weight_format, intermediate)
+
+
+def make_small(kind: str, **changes: Any) -> Any:
+    """A small random model of Transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} if kind in ("qwen3_moe", "mixtral") else {}
+    if kind == "qwen3_moe":
+        experts |= {"moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": False}
+    config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, **experts, n_masks=N_MASKS, **changes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # larger than at the start of training, so that tokens differ
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+EXPERTS = [
+    ("qwen3_moe", True, 2, "dense", {}),
+    ("mixtral", False, None, "dense", {}),
+    ("qwen3_moe", False, 2, "fp8_row", {"activation_format": "fp8_token"}),
+    ("mixtral", False, None, "int4_group", {}),
+    ("mixtral", False, None, "fp8_block", {}),
+]
+
+
+def check_experts(rank: int) -> None:
+    """Each mixture, spread over its experts or over their rows, computes what that of Transformers does."""
+    from vllm.config import get_current_vllm_config
+
+    from mglu_ops.vllm.experts import MGLUMoE
+
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
+    with InVllm(rank, 2), torch.no_grad():
+        for (kind, learnable, top_k, weight_format, options), by_experts in product(EXPERTS, (False, True)):
+            model = make_small(kind, learnable_masks=learnable, mask_top_k=top_k)
+            if weight_format != "dense":
+                mglu_ops.quantize(model, weight_format, **options)
+                model.config.quantization_config = entry(weight_format, **options)
+            reference = model.model.layers[1].mlp
+            get_current_vllm_config().parallel_config.enable_expert_parallel = by_experts
+            mixture = load(MGLUMoE(model.config, None, "model.layers.1.mlp"), reference.state_dict())
+            size = 256 if kind == "mixtral" else 32
+            expected = (2, 64, size) if by_experts else (4, 64, size // 2)
+            assert mixture.experts.down_proj.shape == expected
+            torch.testing.assert_close(mixture(x), reference(x[None])[0])
+
+
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    run_on_ranks(check_experts, tmp_path)
 
 
 def check_refusals(rank: int) -> None:
@@ -160,8 +222,44 @@ def check_refusals(rank: int) -> None:
             check_loaded(quantized)
 
 
-def test_configs_and_checkpoints_that_are_refused(tmp_path: Path) -> None:
-    run_on_ranks(check_refusals, tmp_path)
+def check_refused_mixtures(rank: int) -> None:
+    from vllm.config import get_current_vllm_config
+
+    from mglu_ops.vllm.experts import MGLUMoE
+    from mglu_ops.vllm.layers import check_loaded
+
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2}
+    by_experts = {"enable_expert_parallel": True}
+    with InVllm(rank, 2):
+        parallel = get_current_vllm_config().parallel_config
+        for changes, options, message in (
+            ({"num_experts_per_tok": 5}, {}, "num_experts_per_tok: got 5, must be an int from 1 to num_experts=4"),
+            ({"moe_intermediate_size": 25}, {}, "moe_intermediate_size: got 25, must be a multiple of the number"),
+            ({"num_experts": 5}, by_experts, "num_experts: got 5, must be a multiple of the number of ranks, 2"),
+            (
+                {},
+                {**by_experts, "data_parallel_size": 2},
+                "data_parallel_size: got 2, must be 1 with",
+            ),
+            ({}, {**by_experts, "enable_eplb": True}, "enable_eplb: got True, must be False"),
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in options.items():
+                    patch.setattr(parallel, name, value)
+                with pytest.raises(ValueError, match=message):
+                    MGLUMoE(settings(None, **mixture | changes), None, "mlp")
+        experts = MGLUMoE(settings(None, **mixture), None, "mlp").experts
+        with pytest.raises(ValueError, match=r"weight: got shape \[3, 24, 20\], must be \[num_experts=4, \.\.\.\]"):
+            experts.mglu.load_weights([("weight", torch.zeros(3, INTERMEDIATE, HIDDEN))])
+        logits = torch.ones(4, N_MASKS, INTERMEDIATE, HIDDEN)
+        experts.mglu.load_weights([("mask_logits", logits), ("weight", torch.zeros(4, INTERMEDIATE, HIDDEN))])
+        with pytest.raises(ValueError, match=r"experts\.down_proj: the checkpoint has no such tensor"):
+            check_loaded(torch.nn.ModuleDict({"experts": experts}))
+
+
+@pytest.mark.parametrize("check", [check_refusals, check_refused_mixtures])
+def test_configs_and_checkpoints_that_are_refused(check: Callable[[int], None], tmp_path: Path) -> None:
+    run_on_ranks(check, tmp_path)
 
 
 def check_beside_another(rank: int) -> None:
@@ -210,22 +308,14 @@ if __name__ == "__main__":  # vLLM spawns processes
 """
 
 TWO_RANKS = {"tensor_parallel_size": 2}
+BY_EXPERTS = {"enable_expert_parallel": True}
 TRANSFORMERS_BACKEND = {"hf_overrides": {"architectures": ["TransformersForCausalLM"]}}
 EAGER = {"enforce_eager": True}
 
 
 def make_model(kind: str, learnable_masks: bool, top_k: int | None, weight_format: str, folder: Path) -> list[int]:
     """Save a small random model, and return the tokens that Transformers generates with it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    masks = {"n_masks": 3, "mask_top_k": top_k, "learnable_masks": learnable_masks}
-    config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, **masks)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():  # larger than at the start of training, so that tokens differ
-        torch.nn.init.normal_(parameter, std=0.2)
+    model = make_small(kind, mask_top_k=top_k, learnable_masks=learnable_masks)
     if weight_format != "dense":
         mglu_ops.quantize(model, weight_format)
     model.save_pretrained(folder)
@@ -248,6 +338,11 @@ def make_model(kind: str, learnable_masks: bool, top_k: int | None, weight_forma
         ("mistral", False, 1, "int8_row", EAGER),
         ("llama", False, 2, "fp8_row", {**TWO_RANKS, **EAGER}),
         ("qwen3", False, None, "fp8_block", {**TWO_RANKS, **EAGER}),
+        ("mixtral", False, None, "dense", {**TRANSFORMERS_BACKEND, **EAGER}),
+        ("qwen3_moe", True, 2, "dense", EAGER),
+        ("mixtral", False, None, "fp8_row", {}),
+        ("qwen3_moe", False, 1, "fp8_row", {**TWO_RANKS, **BY_EXPERTS}),
+        ("mixtral", True, None, "dense", {**TWO_RANKS, **EAGER}),
     ],
     ids=lambda value: "-".join(value) or "compiled" if isinstance(value, dict) else str(value),
 )
@@ -262,11 +357,20 @@ def test_the_engine_generates_the_tokens_of_transformers(
     assert json.loads(line.removeprefix("tokens: ")) == expected
 
 
-def test_the_transformers_backend_takes_no_quantized_weights(tmp_path: Path) -> None:
-    make_model("llama", False, None, "fp8_row", tmp_path / "model")
-    process = generate({**TRANSFORMERS_BACKEND, **EAGER}, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "weight_format", "architecture", "message"),
+    [
+        ("llama", "fp8_row", "TransformersForCausalLM", "the Transformers backend, which casts quantized weights"),
+        ("mixtral", "dense", "TransformersMoEForCausalLM", "with which vLLM replaces experts by its own with SwiGLU"),
+    ],
+)
+def test_what_the_transformers_backend_cannot_run_is_refused(
+    kind: str, weight_format: str, architecture: str, message: str, tmp_path: Path
+) -> None:
+    make_model(kind, False, None, weight_format, tmp_path / "model")
+    process = generate({"hf_overrides": {"architectures": [architecture]}, **EAGER}, tmp_path)
     assert process.returncode != 0
-    assert "the Transformers backend, which casts quantized weights" in process.stdout + process.stderr
+    assert message in process.stdout + process.stderr
 
 
 def generate(options: dict[str, Any], tmp_path: Path) -> Any:

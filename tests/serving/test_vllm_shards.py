@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from mglu_ops.formats import FORMATS
-from mglu_ops.nn import MGLUFeedForward
-from mglu_ops.vllm.shards import packed_shard, packed_shard_of_logits, rows_of_rank, scale_shard, weight_shard
+from mglu_ops.nn import MGLUExpertsFeedForward, MGLUFeedForward
+from mglu_ops.vllm.shards import (
+    Part,
+    down_shard,
+    packed_shard,
+    packed_shard_of_logits,
+    rows_of_rank,
+    scale_shard,
+    weight_shard,
+)
 
 N_MASKS, ROWS, COLUMNS = 3, 12, 20
 
@@ -63,6 +71,30 @@ def test_the_shards_of_a_quantized_weight_are_its_rows(weight_format: str, rows:
         assert torch.equal(chosen.dequantize(weight, scales, torch.float32), whole[rows_of_rank(rows, rank, ranks)])
 
 
+@pytest.mark.parametrize("by_experts", [False, True])
+def test_ranks_add_up_to_the_whole_mixture(by_experts: bool) -> None:
+    """Each rank computes its rows of every expert, or its experts, whose ids it counts from its first."""
+    torch.manual_seed(0)
+    experts, ranks = 4, 2
+    block = MGLUExpertsFeedForward(experts, COLUMNS, ROWS, 2, n_masks=N_MASKS).double()
+    x = torch.randn(5, COLUMNS).double()
+    weight, logits = block.experts.weight.detach(), block.experts.mask_logits.detach()
+    expert_weights, ids = block.gate(x).detach().softmax(-1).topk(2)
+    expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
+    total = torch.zeros(5, COLUMNS, dtype=torch.float64)
+    for rank in range(ranks):
+        part = Part.of_experts(experts, rank, ranks, by_experts)
+        place = (ROWS, COLUMNS, part.rank, part.ranks)
+        own = torch.stack([weight_shard(layer, *place) for layer in part.layers("weight", weight)])
+        masks = [packed_shard_of_logits(layer, N_MASKS, *place) for layer in part.layers("mask_logits", logits)]
+        assert part.leading == own.shape[:1] == ((experts // ranks if by_experts else experts),)
+        own_ids = ids - part.experts.start
+        y = torch.ops.mglu.experts_forward(x, own, torch.stack(masks), own_ids, "silu")
+        down = down_shard(block.down_proj.detach(), COLUMNS, ROWS, part)
+        total += torch.ops.mglu.experts_down(y, down.contiguous(), own_ids, expert_weights)
+    torch.testing.assert_close(total, block(x).detach())
+
+
 def corrupt(packed: Tensor) -> Tensor:
     damaged = packed.clone()
     damaged[ROWS - 1, -1, 0] |= 0x80
@@ -71,6 +103,7 @@ def corrupt(packed: Tensor) -> Tensor:
 
 SHAPE = (ROWS, COLUMNS)
 RANK = (0, 2)
+EXPERTS = Part.of_experts(4, *RANK, False)
 SCALES = torch.ones(ROWS)
 BLOCKS = torch.zeros(320, COLUMNS, dtype=torch.float8_e4m3fn)
 WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], str]] = [
@@ -116,6 +149,22 @@ WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], s
         ValueError,
         r"mask_logits: got shape \[2, 12, 20\]",
     ),
+    (
+        lambda w, l, p: Part.of_experts(5, 0, 2, True),
+        ValueError,
+        "num_experts: got 5, must be a multiple of the number of ranks, 2",
+    ),
+    (
+        lambda w, l, p: EXPERTS.layers("weight", w),
+        ValueError,
+        r"weight: got shape \[12, 20\], must be \[num_experts=4, \.\.\.\]",
+    ),
+    (
+        lambda w, l, p: down_shard(w, COLUMNS, ROWS, EXPERTS),
+        ValueError,
+        r"down_proj: got shape \[12, 20\], must be \[4, 20, 12\]",
+    ),
+    (lambda w, l, p: down_shard(w.byte(), COLUMNS, ROWS, EXPERTS), TypeError, r"down_proj: got dtype torch\.uint8"),
 ]
 
 

@@ -68,7 +68,7 @@ def run(
     struct: str = "Params",
 ) -> None:
     """Run the blocks of a kernel, with the pointers and integers of the struct that it takes."""
-    fields = parameters(f"{kernel}.cu", struct)
+    fields = parameters(f"{kernel}.cu" if struct == "Params" else "params.cuh", struct)
     assert pointers.keys() == set(fields.pointers)
     packed = bytearray(fields.with_integers(integers))
     fields.pointer_struct.pack_into(packed, 0, *fields.in_order(pointers))

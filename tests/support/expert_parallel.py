@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from tensor_parallel import (
     STEPS,
     WIDTH,
@@ -19,12 +22,13 @@ from tensor_parallel import (
     gradients,
     optimizer_of,
     train,
+    whole,
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import mglu_ops
@@ -181,6 +185,7 @@ def check_bad_input(setting: ExpertSetting) -> None:
         parallelize_module(odd, setting.mesh, ParallelExperts("experts"))
     with pytest.raises(ValueError, match=f"intermediate_size: got 9, must be a multiple of the .*, {ranks}"):
         parallelize_module(odd, setting.mesh, ParallelExperts("rows"))
+    ids = torch.zeros(8, 2, dtype=torch.int32, device=setting.device)
     for way in WAYS:
         divided = setting.divided(way, setting.model(learnable_masks=False))
         if setting.mesh.get_local_rank() == 1:
@@ -189,14 +194,14 @@ def check_bad_input(setting: ExpertSetting) -> None:
             divided(setting.x())  # on all ranks
         learned = setting.divided(way, setting.model())[0].experts
         with pytest.raises(TypeError, match="MGLUExperts: got a Tensor in a layer that ParallelExperts has divided"):
-            learned(setting.x()[0], torch.zeros(8, 2, dtype=torch.int32))
+            learned(setting.x()[0], ids)
 
 
 def check_materialized(setting: ExpertSetting) -> None:
     """A model on meta is divided first, and then gets memory and initial values."""
     for way in WAYS:
         model = setting.divided(way, setting.model().to("meta"))
-        model.to_empty(device="cpu")
+        model.to_empty(device=setting.device)
         for layer in model:
             nn.init.constant_(layer.down_proj, 9)
             nn.init.constant_(layer.experts.weight, 9)
@@ -204,7 +209,32 @@ def check_materialized(setting: ExpertSetting) -> None:
             for tensor, inputs in ((layer.down_proj, 16), (layer.experts.weight, setting.width)):
                 bound = inputs**-0.5
                 assert 0.98 * bound < tensor.full_tensor().abs().max() <= bound, way
-        assert model(setting.x()).isfinite().all()
+        with torch.no_grad():
+            assert model(setting.x()).isfinite().all()
+
+
+def check_trained_step(setting: ExpertSetting) -> None:
+    """A step of SGD has the updates of one process, for divided and for fully sharded layers."""
+    for way in WAYS:
+        assert_same_step(setting, setting.divided(way, setting.model()), None, way)
+    assert_same_step(setting, shard_fully(setting.model(), setting.mesh), setting.mesh, "fully_shard")
+
+
+def assert_same_step(setting: ExpertSetting, model: nn.Module, parts: DeviceMesh | None, what: str) -> None:
+    """Train a step with the whole batch, or with the share of this rank, and compare the updates of parameters.
+
+    An update is as large as its parameter, so that a parameter of 16 bits has room for it.
+    """
+    initial, alone = setting.model(), setting.model()
+    F.mse_loss(alone(setting.x(0)), setting.x(STEPS)).backward()  # as in `train`
+    rates = [(one.norm() / one.grad.norm()).item() for one in alone.parameters()]
+    for one, mesh in ((alone, None), (model, parts)):
+        groups = [{"params": [p], "lr": rate} for p, rate in zip(one.parameters(), rates, strict=True)]
+        train(setting, one, torch.optim.SGD(groups), range(1), mesh)
+    for (name, before), after, found in zip(
+        initial.named_parameters(), alone.parameters(), model.parameters(), strict=True
+    ):
+        setting.assert_same(whole(found.detach()) - before, after.detach() - before, f"{what}: {name}", factor=3)
 
 
 def shard_fully(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
@@ -222,63 +252,59 @@ def check_fully_sharded(setting: ExpertSetting) -> None:
     assert_same_parameters(sharded, expected, "fully_shard")
     if setting.mesh.size() < 4:
         return
-    mesh = init_device_mesh("cpu", (2, setting.mesh.size() // 2), mesh_dim_names=("data", "expert"))
-    inner = ExpertSetting(mesh["expert"], "cpu", torch.float64)
+    mesh = init_device_mesh(setting.device, (2, setting.mesh.size() // 2), mesh_dim_names=("data", "expert"))
+    inner = ExpertSetting(mesh["expert"], setting.device, setting.dtype)
     for way in WAYS:
         sharded = shard_fully(inner.divided(way, inner.model()), mesh["data"])
         train(setting, sharded, optimizer_of(sharded), range(STEPS), mesh["data"])
         assert_same_parameters(sharded, expected, f"fully_shard, {way}")
 
 
-CHECKS = (
-    check_placements,
-    check_results,
-    check_sequence_parts,
-    check_router_logits,
-    check_training,
-    check_quantized,
-    check_bad_input,
-    check_materialized,
-    check_fully_sharded,
-)
+CHECKS = {"placements": check_placements, "results": check_results, "sequence_parts": check_sequence_parts}
+CHECKS |= {"router_logits": check_router_logits, "training": check_training, "quantized": check_quantized}
+CHECKS |= {"bad_input": check_bad_input, "materialized": check_materialized, "fully_sharded": check_fully_sharded}
+CHECKS |= {"compiled": check_compiled}
+CHECKS |= {"trained_step": check_trained_step}
+IN_16_BITS = ["results", "sequence_parts", "router_logits", "quantized", "trained_step"]
+WITHOUT_TRAINING = ["placements", "bad_input", "materialized"]
+"""Those that need no gradients, which a GPU computes in bfloat16 only."""
 
 
-def run_on_gpu(rank: int, width: int) -> None:
-    check_results(ExpertSetting.of("cuda", torch.bfloat16, width))
-
-
-def run_checks(rank: int) -> None:
-    setting = ExpertSetting.of()
-    for check in (*CHECKS, *([check_compiled] if setting.mesh.size() >= 4 else [])):
-        check(setting)
+def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
+    setting = ExpertSetting.of(device, dtype, width)
+    for name in names:
+        CHECKS[name](setting)
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def save(rank: int, folder: str) -> None:
+def save(rank: int, device: str, dtype: torch.dtype, folder: str) -> None:
     """Save a trained model that is divided in each way."""
-    setting = ExpertSetting.of()
+    setting = ExpertSetting.of(device, dtype)
     for way in WAYS:
         model = setting.divided(way, setting.model())
         train(setting, model, optimizer_of(model), range(2))
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/{way}")
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/{way}")
         if rank == 0:
             torch.save(full, f"{folder}/{way}.pt")
 
 
-def load(rank: int, folder: str) -> None:
+def load(rank: int, device: str, dtype: torch.dtype, folder: str) -> None:
     """Load each checkpoint into a model that is divided in the other way: the bits are the same."""
+    setting = ExpertSetting.of(device, dtype)
     for way, other in zip(WAYS, reversed(WAYS), strict=True):
-        setting = ExpertSetting.of()
         _load(setting.divided(other, setting.model()), folder, way)
 
 
-def load_whole(folder: str) -> None:
-    """Load each checkpoint into a model of one process, without a process group."""
+def load_whole(device: str, dtype: torch.dtype, folder: str, to: str) -> None:
+    """Load each checkpoint into a model of one process, without a process group, and save it again."""
     for way in WAYS:
-        _load(ExpertSetting(None, "cpu", torch.float64).model(), folder, way)
+        model = ExpertSetting(None, device, dtype).model()
+        _load(model, folder, way)
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{to}/{way}")
+        shutil.copy(f"{folder}/{way}.pt", to)
 
 
 def _load(model: nn.Sequential, folder: str, way: str) -> None:
@@ -291,5 +317,4 @@ def _load(model: nn.Sequential, folder: str, way: str) -> None:
     found = model.state_dict()
     assert found.keys() == want.keys()
     for name, tensor in found.items():
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(tensor, want[name]), f"{way}: {name}"
+        assert torch.equal(whole(tensor).cpu(), want[name]), f"{way}: {name}"

@@ -46,6 +46,7 @@ def _run_rank(
     rank: int, ranks: int, store: str, backend: str, check: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["LOCAL_RANK"] = str(rank)  # by which Transformers chooses the GPU
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:

@@ -291,6 +291,8 @@ def check_materialized(setting: Setting) -> None:
 CHECKS = {"placements": check_placements, "results": check_results, "training": check_training}
 CHECKS |= {"freezing": check_freezing, "uneven": check_uneven, "damaged_masks": check_damaged_masks}
 CHECKS |= {"materialized": check_materialized, "quantized": check_quantized}
+IN_16_BITS = ["placements", "results", "freezing", "quantized"]
+"""The checks that do not need float64."""
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:

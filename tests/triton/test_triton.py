@@ -132,10 +132,25 @@ def test_kernels_compile_without_spills(weight_format: str, n_masks: int, capabi
 def test_products_of_experts_compile_to_asynchronous_loads(in_features: int, capability: int) -> None:
     from triton_compiled import compile_products_of_experts, loop_of, spills
 
-    compiled = compile_products_of_experts(in_features, capability)
+    compiled = compile_products_of_experts("grouped_products", in_features, capability)
     assert spills(compiled) <= (0 if capability == 90 else 32)
     assert "async_copy_global_to_local" in loop_of(compiled)
     assert compiled.metadata.shared <= 1024 * 227
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", quick_only_for([80], CAPABILITIES))
+@pytest.mark.parametrize("function", ["grouped_products", "products_over_rows"])
+@pytest.mark.parametrize(
+    ("dtype", "tf32"), [(torch.float16, False), (torch.float32, False), (torch.float32, True)], ids=str
+)
+def test_products_of_experts_fit_every_gpu(function: str, dtype: torch.dtype, tf32: bool, capability: int) -> None:
+    from triton_compiled import compile_products_of_experts, loop_of, spills
+
+    compiled = compile_products_of_experts(function, 2048, capability, dtype, tf32)
+    assert spills(compiled) <= 32
+    assert "async_copy_global_to_local" in loop_of(compiled)
+    assert compiled.metadata.shared <= 1024 * (227 if capability in (90, 100) else 99)
 
 
 @needs_triton

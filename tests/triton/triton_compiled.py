@@ -48,12 +48,18 @@ def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: in
     return _compile(used.kernel, used.args, used.kwargs, capability)
 
 
-def compile_products_of_experts(in_features: int, capability: int) -> Any:
-    """The kernel of `grouped_products` for 128 experts in bfloat16, compiled."""
-    x, weight = (torch.empty(*shape, in_features, dtype=torch.bfloat16) for shape in ((1024,), (128, 768)))
-    recorder = _Recorder(grouped.grouped_products_kernel)
-    with mock.patch.object(grouped, "grouped_products_kernel", recorder):
-        grouped.grouped_products(x, weight, torch.empty(128, dtype=torch.int32))
+def compile_products_of_experts(
+    function: str, in_features: int, capability: int, dtype: torch.dtype = torch.bfloat16, tf32: bool = False
+) -> Any:
+    """The kernel of `grouped_products` or `products_over_rows` for 128 experts, compiled."""
+    x, of_x = (torch.empty(1024, columns, dtype=dtype) for columns in (in_features, 768))
+    weight = torch.empty(128, 768, in_features, dtype=dtype)
+    kernel = f"{function}_kernel"
+    recorder, tile = _Recorder(getattr(grouped, kernel)), grouped.tile_of(dtype, capability // 10)
+    replaced = {kernel: recorder, "_tile": lambda a: tile, "rounds_to_tf32": lambda a: tf32}
+    with mock.patch.multiple(grouped, **replaced):
+        operands = (x, weight.mT) if function == "grouped_products" else (of_x, x)
+        getattr(grouped, function)(*operands, torch.empty(128, dtype=torch.int32))
     return _compile(recorder.kernel, recorder.args, recorder.kwargs, capability)
 
 

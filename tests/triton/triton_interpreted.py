@@ -11,7 +11,7 @@ import pytest
 import torch
 from backend_calls import run_on, unsupported
 from budgets import assert_matches
-from expert_training import ExpertLayer
+from expert_training import ExpertLayer, assert_as_good_as_naive
 from hypothesis import given
 from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
 from not_finite import assert_right_or_not_finite
@@ -22,7 +22,10 @@ from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
-from mglu_ops.backends.triton.grouped import grouped_products
+from mglu_ops.backends.base import GroupedBackwardArguments
+from mglu_ops.backends.composite_experts import grouped_backward, grouped_forward_train
+from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
+from mglu_ops.expert_calls import ExpertArguments
 from mglu_ops.formats import FORMATS
 from mglu_ops.masks import pack
 
@@ -146,18 +149,54 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("loads", "unowned", "d", "h"),
-    [([140, 0, 129, 1], 7, 72, 136), ([20], 0, 304, 64), ([0, 0], 3, 8, 8)],
-    ids=["several tiles", "one expert", "no rows"],
+    ("loads", "d", "h"),
+    [([140, 0, 129, 1], 72, 136), ([0, 20, 0], 264, 64), ([5, 70], 13, 77), ([0, 0], 8, 8)],
+    ids=["several tiles", "one expert", "odd sizes", "no rows"],
 )
-def test_products_of_experts(loads: list[int], unowned: int, d: int, h: int, dtype: torch.dtype) -> None:
-    """`x W^T` in float32 for rows sorted by expert; rows without an expert are NaN, and their results not written."""
+def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtype) -> None:
+    """All products of a step. Rows without an expert are NaN, and their results are not written."""
     torch.manual_seed(0)
-    layer = ExpertLayer.random("cpu", dtype, loads, d, h, 1, unowned=unowned)
-    found = grouped_products(layer.x, layer.weight, layer.offs)
-    for weight, (start, end) in zip(layer.weight, pairwise([0, *layer.offs.tolist()]), strict=True):
-        if end > start:
-            assert_matches(found[start:end], layer.x[start:end].double() @ weight.double().t(), torch.float32)
-    assert bool(found[sum(loads) :].isnan().all())
+    layer = ExpertLayer.random("cpu", dtype, loads, d, h, 1, unowned=7)
+    x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs
+    rows_apart_grad = torch.cat((grad, grad.new_full((len(grad), 8), float("nan"))), 1)[:, :d]
+    forward, back = (torch.full_like(tensor, 3, dtype=torch.float32) for tensor in (grad, x))
+    assert grouped_products(x, weight.mT, offs, forward) is forward
+    grouped_products(grad, weight, offs, back, add=True)
+    of_weight = products_over_rows(rows_apart_grad, x, offs)
+    twice = products_over_rows(grad, x, offs, of_weight.to(torch.float32, copy=True), add=True)
+    assert of_weight.dtype is dtype
+    for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+        rows, exact = slice(start, end), grad[start:end].double().t() @ x[start:end].double()
+        assert_matches(forward[rows], x[rows].double() @ weight[e].double().t())
+        assert_matches(back[rows], 3 + grad[rows].double() @ weight[e].double())
+        assert_matches(of_weight[e], exact)
+        assert_matches(twice[e], 2 * exact, dtype)
+    for result in (forward, back):
+        assert bool((result[sum(loads) :] == 3).all())
+
+
+@pytest.mark.parametrize(
+    ("n_masks", "density", "dtype"),
+    [(1, 0.1, torch.float32), (5, 0.9, torch.float32), (3, 0.25, torch.float16)],
+)
+def test_a_training_step_of_experts(n_masks: int, density: float, dtype: torch.dtype) -> None:
+    """The step of `composite_experts`, in which these products stand for the library's."""
+    torch.manual_seed(0)
+    layer = ExpertLayer.random(
+        "cpu", dtype, [33, 0, 20], 50, 77, n_masks, unowned=5, density=density, mask_weights_dtype=torch.float32
+    )
+
+    def step(needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
+        return layer.step(
+            lambda *operands: grouped_forward_train(ExpertArguments.of_offs(*operands)),
+            lambda *arguments: grouped_backward(GroupedBackwardArguments(*arguments)),
+            needs,
+        )
+
+    found = step()
+    assert_as_good_as_naive(found, layer, 2.5)
+    for needed in range(4):
+        for name, tensor in step(tuple(i == needed for i in range(4))).items():
+            torch.testing.assert_close(tensor, found[name])

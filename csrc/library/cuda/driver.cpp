@@ -143,12 +143,12 @@ Function load(const void* cubin, const char* kernel, unsigned shared_bytes) {
     return function;
 }
 
-void launch(Function function, const Geometry& geometry, void* stream, void* parameters) {
+void launch(Function function, const Geometry& geometry, void* stream, void* parameters, void* items) {
     const Driver& cuda = driver();
     LaunchAttribute overlap{kProgrammaticStreamSerialization, 0, 1, {}};
     const LaunchConfig config{geometry.grid_x,       geometry.grid_y, 1,        geometry.threads,          1, 1,
                               geometry.shared_bytes, stream,          &overlap, geometry.overlap ? 1u : 0u};
-    void* arguments[] = {parameters};
+    void* arguments[] = {parameters, items};
     cuda.check(cuda.launch(&config, function, arguments, nullptr), "launching a kernel");
 }
 

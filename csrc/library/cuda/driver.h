@@ -44,8 +44,8 @@ struct Matrix {
 
 TensorMap encode(const Matrix& matrix, const void* pointer);
 
-// `parameters` points to the one argument that every kernel has.
-void launch(Function function, const Geometry& geometry, void* stream, void* parameters);
+// `parameters` points to the struct that a kernel takes, and `items` to the second one of a kernel of experts, or null.
+void launch(Function function, const Geometry& geometry, void* stream, void* parameters, void* items = nullptr);
 
 struct Source {
     const char* name;

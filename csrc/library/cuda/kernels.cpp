@@ -1,7 +1,14 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 // Defines `symbol` as the bytes of a file and a 0 after them; the assembler finds the file by -Wa,-I.
 #define MGLU_EMBED(symbol, file)                                                                   \
@@ -25,11 +32,49 @@ constexpr PlainKernel kPlain[] = {{}};
 
 namespace mglu::cuda {
 
-Kernels kernels() {
-    const auto rows = [](const auto& table) { return std::span(table).first(std::size(table) - 1); };
-    return {rows(kCubins), rows(kTuned), rows(kPlain)};
+namespace {
+
+template <typename Row, std::size_t size>
+std::span<const Row> rows_of(const Row (&table)[size]) {
+    return std::span(table).first(size - 1);
 }
 
+// Whether a kernel that was compiled for `built` computes what `wanted` asks for, on the device of `wanted`. A cubin
+// runs on its own architecture, and on later minor versions of the same major one.
+bool serves(const Variant& built, Variant wanted) {
+    if (built.arch / 10 == wanted.arch / 10 && built.arch <= wanted.arch) wanted.arch = built.arch;
+    return built == wanted;
+}
+
+bool is_of(const Layer& layer, const TunedLaunch& row, const DeviceFacts& device) {
+    return serves(row.variant, layer.variant) && row.out_features == layer.out_features &&
+           row.in_features == layer.in_features && row.items.experts == layer.experts &&
+           row.items.top_k == layer.top_k &&
+           row.shared_bytes <= static_cast<unsigned>(device.max_shared_bytes_per_block);
+}
+
+// The first row of a table that fits; null if none does.
+template <typename Row, typename Fits>
+const Row* find(std::span<const Row> table, const Fits& fits) {
+    const auto found = std::ranges::find_if(table, fits);
+    return found != table.end() ? &*found : nullptr;
+}
+
+// The kernel of a key, which `make` loads at the first call. It is never unloaded, and the map never destroyed, because
+// the driver may be unloaded first.
+template <typename Key, typename Make>
+Function loaded(const Key& key, const Make& make) {
+    static std::mutex mutex;
+    static auto* kernels = new std::map<Key, Function>;
+    const std::lock_guard lock(mutex);
+    Function& function = (*kernels)[key];
+    if (function == nullptr) function = make();
+    return function;
+}
+
+std::string define(const char* name, int value) { return std::string("-D") + name + "=" + std::to_string(value); }
+
+// What NVRTC needs to compile a kernel: its source first, and all headers of csrc/cuda.
 std::vector<Source> sources_of(std::string_view name) {
     const auto source = [](const char* file, const unsigned char* text) {
         return Source{file, reinterpret_cast<const char*>(text)};
@@ -37,6 +82,60 @@ std::vector<Source> sources_of(std::string_view name) {
     std::vector<Source> sources{MGLU_SOURCES(source)};
     std::swap(sources.front(), *std::ranges::find(sources, name, &Source::name));
     return sources;
+}
+
+}  // namespace
+
+const TunedLaunch* find_tuned(const Layer& layer, const DeviceFacts& device, std::int64_t tokens) {
+    return find(rows_of(kTuned), [&](const TunedLaunch& row) {
+        return is_of(layer, row, device) && row.first_tokens <= tokens && tokens <= row.last_tokens;
+    });
+}
+
+std::int64_t most_tokens(const Layer& layer, const DeviceFacts& device) {
+    std::int64_t most = 0;
+    for (const TunedLaunch& row : rows_of(kTuned))
+        if (is_of(layer, row, device)) most = std::max(most, row.last_tokens);
+    return most;
+}
+
+const PlainKernel* find_plain(const Variant& variant, int tokens) {
+    return find(rows_of(kPlain),
+                [&](const PlainKernel& plain) { return serves(plain.variant, variant) && plain.tokens == tokens; });
+}
+
+Function load_cubin(const DeviceFacts& device, int index, unsigned shared_bytes) {
+    const Cubin& cubin = kCubins[index];
+    return loaded(std::tuple(device.device, index, shared_bytes),
+                  [&] { return load(cubin.code, cubin.kernel, shared_bytes); });
+}
+
+Function compile_plain(const DeviceFacts& device, const Variant& variant, int tokens, int items) {
+    return loaded(std::tuple(device.device, variant, tokens, items), [&] {
+        const std::vector<char> code =
+            compile(sources_of("plain.cu"), variant.arch,
+                    {define("MGLU_ELEMENT", variant.element), define("MGLU_WEIGHT_FORMAT", variant.weight_format),
+                     define("MGLU_N_MASKS", variant.n_masks), define("MGLU_ACTIVATION", variant.activation),
+                     define("MGLU_MASK_WEIGHTS", variant.mask_weight), define("MGLU_TOKENS", tokens),
+                     define("MGLU_ITEMS", items)});
+        return load(code.data(), "mglu_plain", 0);
+    });
+}
+
+Function compile_quantize_x(const DeviceFacts& device, int arch, int element) {
+    return loaded(std::tuple(device.device, arch, element), [&] {
+        const std::vector<char> code = compile(sources_of("quantize_x.cu"), arch,
+                                               {define("MGLU_ELEMENT", element), define("MGLU_TOKEN_COLUMNS", 0)});
+        return load(code.data(), "mglu_quantize_x", 0);
+    });
+}
+
+Function compile_group_tokens(const DeviceFacts& device, bool is_sorted, unsigned shared_bytes) {
+    return loaded(std::tuple(device.device, is_sorted, shared_bytes), [&] {
+        const std::vector<char> code =
+            compile(sources_of("group_tokens.cu"), device.arch, {define("MGLU_SORTED", is_sorted)});
+        return load(code.data(), "mglu_group_tokens", shared_bytes);
+    });
 }
 
 }  // namespace mglu::cuda

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...expert_calls import DownArguments, ExpertArguments, sort_pairs
+from ...expert_calls import DownArguments, ExpertArguments, inverse_of, sort_pairs
 from .current import current_device, current_stream, empty
 from .driver import Launch
 from .launch import LaunchSequence
@@ -72,13 +72,15 @@ class CudaDown:
         products: writes the product of each pair of a token and an expert in float32, or without `combine` the result
             of the only token. None where the library multiplies rows sorted by expert, in their dtype.
         combine: adds the products of each token.
+        pair_bytes: what `products` writes for `combine`, in bytes a pair.
     """
 
-    __slots__ = ("_device", "combine", "products")
+    __slots__ = ("_device", "combine", "pair_bytes", "products")
 
-    def __init__(self, products: Launch | None, combine: Launch | None, device: int) -> None:
+    def __init__(self, products: Launch | None, combine: Launch | None, pair_bytes: int, device: int) -> None:
         self.products = products
         self.combine = combine
+        self.pair_bytes = pair_bytes
         self._device = device
 
     def __call__(self, given: DownArguments) -> Tensor:
@@ -107,11 +109,11 @@ class CudaDown:
         # The products are freed on return, after the launches, as the workspace of CudaExperts.
         if self.products is None:
             pairs, offs = sort_pairs(expert_ids, experts)
-            places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
+            places = inverse_of(pairs)
             products = functional.grouped_mm(y.flatten(0, 1)[pairs], weight.mT, offs=offs)
             self.combine(stream, {**pointers, "products": products.data_ptr(), "places": places.data_ptr()})
         else:
-            products = empty((tokens * top_k, out_features), (out_features, 1), torch.float32, device)
+            products = empty((tokens * top_k * self.pair_bytes,), (1,), torch.uint8, device)
             self.products(stream, {**pointers, "out": products.data_ptr()})
             self.combine(stream, {**pointers, "products": products.data_ptr(), "places": 0})
         return out

@@ -1,13 +1,14 @@
-"""A training step of experts in bfloat16 on a GPU, for rows sorted by expert (csrc/cuda/training.md).
+"""A training step of experts in 16 bits on a GPU, for rows sorted by expert (csrc/cuda/training.md).
 
 The equations are those of one layer (`training`), for the rows of each expert. `torch.nn.functional.grouped_mm`
 multiplies, with the ends of the experts' rows on the device, and kernels before and after it pass once over memory. To
 them, the rows of all experts' weights are one matrix. The flipped weights of an expert are stacked, so that the
-n_masks + 1 products of forward are columns of one product, and dx is one product with a float32 sum.
+n_masks + 1 products of forward are columns of one product, and dx is one product with a float32 sum. In float16, and on
+GPUs for which torch has no kernel, kernels in Triton multiply instead (`mglu_ops.backends.triton.grouped`).
 
-`grouped_mm` rounds its results to 16 bits. If t and f_i were rounded, y would have up to 2.5 times the error of the
-naive layer, mostly because the error of t is in every gate and value. Therefore t is computed in float32, by a kernel
-in Triton. With one mask the gate and the value are the two products instead, and neither is a difference. The same
+Both round their results to 16 bits. If t and f_i were rounded, y would have up to 2.5 times the error of the naive
+layer, mostly because the error of t is in every gate and value. Therefore t is computed in float32, by a kernel in
+Triton. With one mask the gate and the value are the two products instead, and neither is a difference. The same
 holds for relu, at the cost of 2 n_masks products: a gate near 0 needs the right sign, since relu's derivative jumps.
 
 Nothing waits for the GPU, and no shape depends on `offs`. The same inputs give the same bits.
@@ -22,29 +23,26 @@ from torch import Tensor
 from ...expert_calls import ExpertArguments
 from ...sizes import round_up
 from ..base import GroupedBackwardArguments
-from ..triton import is_installed as triton_is_installed
+from ..triton import device_reason
 from .compiler import has_cuda_core
 from .kernels import training_steps as steps
 
-ARCHITECTURES = (9, 10)
-"""Major compute capabilities for which `grouped_mm` has a kernel. Elsewhere torch reads `offs` on the host."""
+_LIBRARY_ARCHITECTURES = (9, 10)
+"""Major compute capabilities for which `grouped_mm` has a kernel, of bfloat16 (torch 2.11 to 2.13). Elsewhere, and for
+other dtypes, torch reads `offs` on the host and loops over the experts."""
 
 _MULTIPLE = 8
-"""out_features and in_features are multiples of this, since `grouped_mm` takes rows at multiples of 16 bytes."""
+"""out_features and in_features are padded to multiples of this, since `grouped_mm` takes rows at multiples of 16 bytes,
+and others are slow."""
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the functions of this module cannot train experts of a dtype on a GPU; None if they can."""
-    if dtype is not torch.bfloat16:
-        return f"no grouped products of {dtype} without waiting for the GPU, only of torch.bfloat16"
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] not in ARCHITECTURES:
-        return (
-            f"no grouped products without waiting for a GPU of compute capability {capability}, only for 9.x and 10.x"
-        )
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"no kernels of a training step for {dtype}, only for torch.float16 and torch.bfloat16"
     if not has_cuda_core():
         return "cuda-core is not installed (pip install cuda-core)"
-    return None if triton_is_installed() else "triton is not installed"
+    return device_reason(device)
 
 
 def forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
@@ -56,13 +54,13 @@ def forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
     if 0 in (rows, d, h, weight.shape[0]):
         return x.new_zeros(rows, d), x.new_zeros(rows, entries, d)
     x, weight, packed_masks = _padded(x, weight, packed_masks)
-    padded, offs, total = weight.shape[1], _ascending(offs, rows), None
+    padded, offs, total = weight.shape[1], ascending(offs, rows), None
     y, partials = x.new_empty(rows, padded), x.new_empty(rows, entries, padded)
     parts = n_masks == 1 or activation == "relu"
     if not parts:
         total = _wide_product(x, weight, offs)
     operands = steps.flip_signs(weight, packed_masks, with_weight=False, parts=parts)
-    products = _product(x, operands.flatten(1, 2).transpose(1, 2), offs).view(rows, operands.shape[1], padded)
+    products = product(x, operands.flatten(1, 2).transpose(1, 2), offs).view(rows, operands.shape[1], padded)
     del operands
     steps.partials(products, activation, mask_weights, partials, y, total=total, parts=parts)
     steps.clear_rows(y, offs)
@@ -93,7 +91,7 @@ def _gradients(
         )
     x, weight, packed_masks = _padded(x, weight, packed_masks)
     columns, depth = weight.shape[1:]
-    offs, grad_output, partials = _ascending(offs, rows), _padded_last(grad_output), _padded_last(partials)
+    offs, grad_output, partials = ascending(offs, rows), _padded_last(grad_output), _padded_last(partials)
     if mask_weights_dtype is not None:
         grad_mask_weights = steps.mask_weight_gradients(grad_output, partials[:, n_masks + 1 :], torch.float32)
         steps.clear_rows(grad_mask_weights, offs)
@@ -104,13 +102,13 @@ def _gradients(
     scaled = steps.scale(grad_output, partials[:, : n_masks + 1])  # dt, and every b_i
     if needs_x:
         flipped = steps.flip_signs(weight, packed_masks)
-        grad_x = _product(scaled.flatten(1), flipped.flatten(1, 2), offs)
+        grad_x = product(scaled.flatten(1), flipped.flatten(1, 2), offs)
         del flipped
         steps.clear_rows(grad_x, offs)
     if needs_products:
         # D_i and D_0, which become the gradients in place where the dtypes agree.
-        products = _product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
-        total = _product(scaled[:, 0].t(), x, offs) if needs_weight else None
+        products = product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
+        total = product(scaled[:, 0].t(), x, offs) if needs_weight else None
         del scaled
         if logits_dtype is not None:
             same = logits_dtype is products.dtype
@@ -125,19 +123,37 @@ def _gradients(
     return grad_x, grad_weight, None if grad_logits is None else grad_logits.to(logits_dtype), grad_mask_weights
 
 
-def _product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """The product of each expert: of its rows of a with its matrix of b, or of its columns of a with its rows of b."""
-    return F.grouped_mm(a, b, offs=offs)
+def product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """The product of each expert, as `torch.nn.functional.grouped_mm`: by it where it does not wait for the GPU.
+
+    It is that of the expert's rows of a with its matrix of b, or of its columns of a with its rows of b.
+    """
+    if not a.is_cuda or (_library_has_kernel(a) and _is_for_library(a) and _is_for_library(b)):
+        return F.grouped_mm(a, b, offs=offs)
+    from ..triton import grouped  # it imports Triton
+
+    return grouped.products_over_rows(a.t(), b, offs) if b.dim() == 2 else grouped.grouped_products(a, b, offs)
+
+
+def _library_has_kernel(a: Tensor) -> bool:
+    major, _ = torch.cuda.get_device_capability(a.device)
+    return a.dtype is torch.bfloat16 and major in _LIBRARY_ARCHITECTURES
+
+
+def _is_for_library(matrices: Tensor) -> bool:
+    """Whether the rows or the columns of matrices in bfloat16 are contiguous, at multiples of 16 bytes."""
+    distance, step = sorted(matrices.stride()[-2:], reverse=True)
+    return step == 1 and distance % _MULTIPLE == 0 and matrices.data_ptr() % 16 == 0
 
 
 def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """Return t of each row in float32."""
     from ..triton.grouped import grouped_products  # it imports Triton
 
-    return grouped_products(x, weight, offs)
+    return grouped_products(x, weight.mT, offs, x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32))
 
 
-def _ascending(offs: Tensor, rows: int) -> Tensor:
+def ascending(offs: Tensor, rows: int) -> Tensor:
     """The same ends if they are valid. Others would let `grouped_mm` stop the GPU, or read outside of the rows."""
     return offs.clamp(0, rows).cummax(0).values
 

@@ -43,7 +43,8 @@ def _runs_interpreted() -> bool:
 
 
 @cache
-def _device_reason(device: torch.device, needs_fp8: bool) -> str | None:
+def device_reason(device: torch.device, needs_fp8: bool = False) -> str | None:
+    """Why the kernels of this package cannot run on a device; None if they can."""
     if not is_installed():
         return "triton is not installed"
     if _runs_interpreted():
@@ -79,7 +80,7 @@ class Triton(Backend):
         for name, size, layout in columns:
             if size * layout.strides[1] >= 2**31:
                 return f"{name}: its columns lie more than 2**31 elements apart, past the offsets of the Triton kernels"
-        return _device_reason(call.device, weight_format.dtype is torch.float8_e4m3fn)
+        return device_reason(call.device, weight_format.dtype is torch.float8_e4m3fn)
 
     def prepare(self, call: LayerCall, launch: Config | None = None) -> PreparedCall:
         """Import the kernels. Triton itself compiles and keeps them; `launch` replaces the tuned configuration."""

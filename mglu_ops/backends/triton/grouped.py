@@ -1,12 +1,19 @@
-"""Products of rows that are sorted by expert, `x W_e^T`, in float32.
+"""Products of rows that are sorted by expert, for what `torch.nn.functional.grouped_mm` does not do.
 
-`torch.nn.functional.grouped_mm` rounds its result to 16 bits. Training needs one product wider: the total t, whose
-error is in every gate and value (`mglu_ops.backends.cuda.experts_training`).
+`grouped_mm` multiplies bfloat16 on GPUs of compute capability 9.x and 10.x, and rounds its results to it. For other
+dtypes and GPUs it reads the ends of the experts' rows on the host. These kernels read them on the device. Each element
+is one sum in float32, in an order that depends on the sizes alone.
+
+A product in float32 is six products of bfloat16 parts on tensor cores, which are faster than FMAs and have smaller
+errors, since fewer sums are rounded. Where torch may use TF32, it is three, with smaller errors than TF32. Triton's own
+TF32 has larger ones than the library's, because it cuts operands off instead of rounding them.
 
 Importing this module imports Triton.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,38 +21,53 @@ import triton.language as tl
 from torch import Tensor
 
 from ...sizes import ceil_div
+from ..composite import rounds_to_tf32
 from .matmul import dot
 
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_K = 128, 256, 64
-WARPS, STAGES = 8, 4
 TILES_TOGETHER = 8
-"""Tiles of rows whose blocks run one after another for the same columns of W, so that these come from L2."""
+"""Tiles of rows whose blocks run one after another for the same columns of b, so that these come from L2."""
+
+_OCTET = 8
+
+
+class Tile(NamedTuple):
+    """The part of a result that a block computes, and how."""
+
+    rows: int
+    columns: int
+    k: int
+    warps: int
+    stages: int
 
 
 @triton.jit
 def grouped_products_kernel(
-    x_ptr,
-    w_ptr,
+    a_ptr,
+    b_ptr,
     ends_ptr,
     out_ptr,
     rows,
-    column_octets,  # in units of 8, so that the compiler knows that 16-byte loads are aligned
-    depth_octets,
+    column_units,  # in units of UNIT, so that the compiler knows that 16-byte loads are aligned
+    depth_units,
     experts,
     row_tiles,
     BLOCK_EXPERTS: tl.constexpr,  # experts, rounded up to a power of two
+    UNIT: tl.constexpr,
     WHOLE: tl.constexpr,  # depth is a multiple of BLOCK_K
+    B_TRANSPOSED: tl.constexpr,  # b is `[experts, columns, depth]` in memory
+    ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES_TOGETHER: tl.constexpr,
 ):
-    """Compute a tile of out `[rows, columns]` from x `[rows, depth]` and w `[experts, columns, depth]`, contiguous.
+    """Compute a tile of out `[rows, columns]` from a `[rows, depth]` and b `[experts, depth, columns]`.
 
     Every expert has its own tiles of rows. The grid holds the most tiles that any loads can need, `row_tiles`, and
     blocks past the last one exit at once.
     """
-    columns, depth = column_octets * 8, depth_octets * 8
+    columns, depth = column_units * UNIT, depth_units * UNIT
     column_tiles = tl.cdiv(columns, BLOCK_COLUMNS)
     together = TILES_TOGETHER * column_tiles
     first_tile = tl.program_id(0) // together * TILES_TOGETHER
@@ -68,59 +90,190 @@ def grouped_products_kernel(
 
     row = first_row + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
-    # Clamp to the last row and column so that loads need no mask for them; the store masks.
-    xs = x_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * depth + k[None, :]
-    of_column = tl.minimum(column, columns - 1) + expert.to(tl.int64) * columns
-    ws = w_ptr + of_column[None, :] * depth + k[:, None]
+    # Clamp to the last row so that loads need no mask for it; the store masks.
+    a_at = a_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * depth + k[None, :]
+    if B_TRANSPOSED:
+        # The same for columns.
+        of_column = tl.minimum(column, columns - 1) + expert.to(tl.int64) * columns
+        b_at = b_ptr + of_column[None, :] * depth + k[:, None]
+        b_step = BLOCK_K
+    else:
+        # Clamping neighbours in memory would divide a load.
+        b_at = b_ptr + (expert.to(tl.int64) * depth + k)[:, None] * columns + column[None, :]
+        b_step = BLOCK_K * columns
+    is_column = (column < columns)[None, :]
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for start in range(0, depth, BLOCK_K):
+        inside = k < depth - start
         if WHOLE:
-            x = tl.load(xs)
-            w = tl.load(ws)
+            a = tl.load(a_at)
+            b = tl.load(b_at) if B_TRANSPOSED else tl.load(b_at, mask=is_column, other=0.0)
         else:
-            inside = k < depth - start
-            x = tl.load(xs, mask=inside[None, :], other=0.0)
-            w = tl.load(ws, mask=inside[:, None], other=0.0)
-        total = dot(x, w, total)
-        xs += BLOCK_K
-        ws += BLOCK_K
+            a = tl.load(a_at, mask=inside[None, :], other=0.0)
+            b = tl.load(b_at, mask=inside[:, None] if B_TRANSPOSED else inside[:, None] & is_column, other=0.0)
+        total = dot(a, b, total, PRECISION)
+        a_at += BLOCK_K
+        b_at += b_step
     out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(out, total, mask=(row < end)[:, None] & (column < columns)[None, :])
+    is_out = (row < end)[:, None] & is_column
+    if ADD:
+        total += tl.load(out, mask=is_out, other=0.0)
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
-def grouped_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return `x W_e^T` of each row's expert e in float32, `[rows, out_features]`, on the current device.
+@triton.jit
+def products_over_rows_kernel(
+    a_ptr,
+    b_ptr,
+    ends_ptr,
+    out_ptr,
+    rows,
+    a_column_units,  # in units of UNIT
+    b_column_units,
+    a_row_units,
+    b_row_units,
+    UNIT: tl.constexpr,
+    ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Compute a tile of out `[experts, a_columns, b_columns]` from a `[rows, a_columns]` and b `[rows, b_columns]`."""
+    a_columns, b_columns = a_column_units * UNIT, b_column_units * UNIT
+    column_tiles = tl.cdiv(b_columns, BLOCK_COLUMNS)
+    tiles = tl.cdiv(a_columns, BLOCK_ROWS) * column_tiles
+    expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    a_column = tile // column_tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    b_column = tile % column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    is_a, is_b = (a_column < a_columns)[:, None], (b_column < b_columns)[None, :]
+
+    first = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    first, end = tl.minimum(tl.maximum(first, 0), rows), tl.minimum(tl.maximum(end, 0), rows)
+    k = tl.arange(0, BLOCK_K)
+    a_row, b_row = a_row_units * UNIT, b_row_units * UNIT
+    row = (first + k).to(tl.int64)
+    a_at = a_ptr + row[None, :] * a_row + a_column[:, None]
+    b_at = b_ptr + row[:, None] * b_row + b_column[None, :]
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for start in range(first, end, BLOCK_K):
+        inside = k < end - start  # the next rows are another expert's
+        a = tl.load(a_at, mask=is_a & inside[None, :], other=0.0)
+        b = tl.load(b_at, mask=inside[:, None] & is_b, other=0.0)
+        total = dot(a, b, total, PRECISION)
+        a_at += BLOCK_K * a_row
+        b_at += BLOCK_K * b_row
+    out = out_ptr + (expert.to(tl.int64) * a_columns + a_column)[:, None] * b_columns + b_column[None, :]
+    if ADD:
+        total += tl.load(out, mask=is_a & is_b, other=0.0)
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_a & is_b)
+
+
+def grouped_products(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """Return `a[rows of e] @ b[e]`, `[rows, columns]`. Sums are in float32.
 
     Rows past the last end are not written. Values of `ends` that do not ascend, or lie outside of the rows, give
     unspecified rows and no access outside of the tensors.
 
     Args:
-        x: `[rows, in_features]`, contiguous, in float16 or bfloat16; in_features are a multiple of 8.
-        weight: `[experts, out_features, in_features]`, contiguous, in x's dtype; out_features are a multiple of 8.
+        a: `[rows, depth]` in float16, bfloat16 or float32.
+        b: `[experts, depth, columns]` in a's dtype, on a's device. Copied, unless it or `b.mT` is contiguous.
         ends: int32 `[experts]`, contiguous: the end of each expert's rows, at least one expert.
+        out: receives the result, contiguous, in any floating dtype; by default a new tensor in a's.
+        add: whether to add to `out`.
     """
-    (rows, depth), (experts, columns, _) = x.shape, weight.shape
-    out = x.new_empty(rows, columns, dtype=torch.float32)
-    row_tiles = rows // BLOCK_ROWS + min(experts, rows)
-    grid = (row_tiles * ceil_div(columns, BLOCK_COLUMNS),)
+    a = a.contiguous()
+    is_transposed = b.mT.is_contiguous()
+    b = b if is_transposed else b.contiguous()
+    (rows, depth), (experts, _, columns) = a.shape, b.shape
+    out = a.new_empty(rows, columns) if out is None else out
+    tile = _tile(a)
+    row_tiles = rows // tile.rows + min(experts, rows)
+    grid = (row_tiles * ceil_div(columns, tile.columns),)
+    unit = _unit(columns, depth)
     if grid[0]:
-        grouped_products_kernel[grid](
-            x,
-            weight,
-            ends,
-            out,
-            rows,
-            columns // 8,
-            depth // 8,
-            experts,
-            row_tiles,
-            BLOCK_EXPERTS=1 << (experts - 1).bit_length(),
-            WHOLE=depth % BLOCK_K == 0,
-            BLOCK_ROWS=BLOCK_ROWS,
-            BLOCK_COLUMNS=BLOCK_COLUMNS,
-            BLOCK_K=BLOCK_K,
-            TILES_TOGETHER=TILES_TOGETHER,
-            num_warps=WARPS,
-            num_stages=STAGES,
-        )
+        with torch.cuda.device_of(a):
+            grouped_products_kernel[grid](
+                a,
+                b,
+                ends,
+                out,
+                rows,
+                columns // unit,
+                depth // unit,
+                experts,
+                row_tiles,
+                BLOCK_EXPERTS=1 << (experts - 1).bit_length(),
+                UNIT=unit,
+                WHOLE=depth % tile.k == 0,
+                B_TRANSPOSED=is_transposed,
+                ADD=add,
+                TILES_TOGETHER=TILES_TOGETHER,
+                **_options(a, tile),
+            )
     return out
+
+
+def products_over_rows(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """Return `a[rows of e]^T @ b[rows of e]`, `[experts, a_columns, b_columns]`.
+
+    Sums are in float32. Experts without rows get zeros. Invalid `ends` are treated as in `grouped_products`.
+
+    Args:
+        a: `[rows, a_columns]` in float16, bfloat16 or float32. Copied, unless its columns are contiguous.
+        b: `[rows, b_columns]`, likewise.
+        ends: int32 `[experts]`, contiguous: the end of each expert's rows, at least one expert.
+        out: receives the result, contiguous, in any floating dtype; by default a new tensor in a's.
+        add: whether to add to `out`.
+    """
+    a, b = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (a, b))
+    (rows, a_columns), b_columns, experts = a.shape, b.shape[1], ends.shape[0]
+    out = a.new_empty(experts, a_columns, b_columns) if out is None else out
+    tile = _tile(a)
+    grid = (experts * ceil_div(a_columns, tile.rows) * ceil_div(b_columns, tile.columns),)
+    unit = _unit(a_columns, b_columns, a.stride(0), b.stride(0))
+    if grid[0]:
+        with torch.cuda.device_of(a):
+            products_over_rows_kernel[grid](
+                a,
+                b,
+                ends,
+                out,
+                rows,
+                a_columns // unit,
+                b_columns // unit,
+                a.stride(0) // unit,
+                b.stride(0) // unit,
+                UNIT=unit,
+                ADD=add,
+                **_options(a, tile),
+            )
+    return out
+
+
+def tile_of(dtype: torch.dtype, major: int) -> Tile:
+    """The tile of products of a dtype on GPUs of a major compute capability, for any of which it has the memory."""
+    has_large_tiles = major in (9, 10)
+    if dtype is torch.float32:
+        return Tile(128, 128, 64, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)
+    return Tile(128, 256, 64, 8, 4) if has_large_tiles else Tile(128, 128, 64, 8, 3)
+
+
+def _tile(a: Tensor) -> Tile:
+    return tile_of(a.dtype, torch.cuda.get_device_capability(a.device)[0] if a.is_cuda else 0)
+
+
+def _unit(*sizes: int) -> int:
+    return 1 if any(size % _OCTET for size in sizes) else _OCTET
+
+
+def _options(a: Tensor, tile: Tile) -> dict[str, int | str]:
+    return {
+        "PRECISION": "bf16x3" if rounds_to_tf32(a) else "bf16x6",
+        "BLOCK_ROWS": tile.rows,
+        "BLOCK_COLUMNS": tile.columns,
+        "BLOCK_K": tile.k,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

@@ -17,11 +17,14 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def dot(a, b, total):
-    """`total + a b`; the interpreter holds bfloat16 as integers, and its products of them are wrong."""
+def dot(a, b, total, PRECISION: tl.constexpr = "ieee"):
+    """`total + a b`; the interpreter holds bfloat16 as integers, and its products of them are wrong.
+
+    PRECISION is Triton's `input_precision`, for float32.
+    """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
-    return tl.dot(a, b, total)
+    return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit

@@ -228,8 +228,10 @@ def in_several_waves(call: LayerCall, rows: int) -> list[DecodeMma]:
     if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # more registers than two blocks have
         shapes = [(2, 4, 1)]
     elif rows > 4:
-        two_fit = not _scales_columns(call) or n_masks <= 2  # into the registers
-        shapes = [(3, 4, 1)] if in_16_bits else [(4, 2, 2), (4, 2, 1)] if two_fit else [(4, 2, 1)]
+        shapes = [(3, 4, 1)] if in_16_bits else [(4, 2, 1)]
+        if not _scales_columns(call) or n_masks <= 2:  # two blocks have enough registers
+            small = [(2, 4, 2)] if call.tokens <= 8 else []
+            shapes = [*small, *shapes] if in_16_bits else [(4, 2, 2), *small, *shapes]
     else:
         shapes = [(2, 4, 2), (3, 4, 1)]
         if rows == 1 and in_16_bits:

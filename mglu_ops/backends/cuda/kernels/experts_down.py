@@ -20,9 +20,11 @@ NAME, COMBINE = "experts_down", "combine_experts"
 
 _COLUMNS = 128
 _COMBINE_THREADS = 128
+_LEAST_COLUMNS = 4096
+"""The least columns of units that are divided. Shorter ones are so many that a last turn of them takes little."""
 _MOST_ROWS_OF_EXPERT = 64
 """The most rows an expert, on average, for which this kernel is faster than library products of sorted rows."""
-_MOST_ROWS = 2**14
+MOST_ROWS = 2**14
 """The most rows whose order blocks find."""
 _LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
 """Where `grouped_mm` reads no offset on the host."""
@@ -44,6 +46,8 @@ class ExpertsDown:
     stages: int = 4
     """Stages of 128 columns in the ring of each team."""
     blocks_per_sm: int = 1
+    parts: int = 1
+    """The most parts into which the columns of the last units are divided, which are too few for all blocks."""
 
     def __str__(self) -> str:
         return f"{NAME}({', '.join(f'{field.name}={getattr(self, field.name)}' for field in fields(self))})"
@@ -68,14 +72,23 @@ class ExpertsDown:
         rings = self.teams * self.stages * self.stage_bytes(call)
         sums = 4 * self.teams * self.rows if self.block_tokens == 1 else 0
         counts = 0 if self.block_tokens == 1 else 4 * min(self.threads // 32, 4) * call.experts
-        return rings + sums + 8 * self._most_items(call) + counts + 4 + 2 * call.rows
+        return rings + sums + counts + 4 + self.order_bytes(call)
+
+    def order_bytes(self, call: ExpertCall) -> int:
+        """Bytes of the dynamic shared memory for the items and the order of rows: all that depends on their number."""
+        return 8 * self._most_items(call) + 2 * call.rows
 
     def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
         """Blocks in x and in y: those that are resident, at most."""
         units = ceil_div(call.layer.out_features, self.rows)
         if self.block_tokens > 1:
-            units = min(units * self._most_items(call), gpu.multiprocessors * self.blocks_per_sm)
+            units = min(units * self.parts * self._most_items(call), gpu.multiprocessors * self.blocks_per_sm)
         return units, 1
+
+    def pair_bytes(self, call: ExpertCall) -> int:
+        """Bytes of a pair's products: float32 for each part, and the number of parts for each tile of rows."""
+        out_features = call.layer.out_features
+        return 4 * self.parts * out_features + (ceil_div(out_features, self.rows) if self.parts > 1 else 0)
 
     def _most_items(self, call: ExpertCall) -> int:
         return min(call.rows, call.rows // self.block_tokens + call.experts)
@@ -101,6 +114,7 @@ class ExpertsDown:
             "MGLU_TEAMS": self.teams,
             "MGLU_STAGES": self.stages,
             "MGLU_BLOCKS_PER_SM": self.blocks_per_sm,
+            "MGLU_PARTS": self.parts,
         }
 
 
@@ -112,11 +126,13 @@ def _common_macros(call: ExpertCall) -> dict[str, int]:
     }
 
 
-def combine_macros(call: ExpertCall, products: torch.dtype) -> dict[str, int]:
-    """The macros of csrc/cuda/combine_experts.cu."""
+def combine_macros(call: ExpertCall, config: ExpertsDown | None) -> dict[str, int]:
+    """The macros of csrc/cuda/combine_experts.cu, for the products of a launch, or of the library."""
     assert call.top_k is not None
     return _common_macros(call) | {
-        "MGLU_PRODUCTS": ELEMENTS[products],
+        "MGLU_PRODUCTS": ELEMENTS[call.layer.dtype if config is None else torch.float32],
+        "MGLU_PARTS": 1 if config is None else config.parts,
+        "MGLU_PART_ROWS": 1 if config is None or config.parts == 1 else config.rows,
         "MGLU_TOP_K": call.top_k,
         "MGLU_VECTOR": _vector(call),
     }
@@ -133,9 +149,9 @@ def _target(gpu: Gpu) -> str:
 def sources(config: ExpertsDown | None, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
     """Everything that is compiled for a call, as `(kernel, target, macros)`; without `config` for library products."""
     if config is None:
-        return [(COMBINE, _target(gpu), combine_macros(call, call.layer.dtype))]
+        return [(COMBINE, _target(gpu), combine_macros(call, None))]
     found = [(NAME, _target(gpu), config.macros(call))]
-    return found if config.block_tokens == 1 else [*found, (COMBINE, _target(gpu), combine_macros(call, torch.float32))]
+    return found if config.block_tokens == 1 else [*found, (COMBINE, _target(gpu), combine_macros(call, config))]
 
 
 def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
@@ -155,7 +171,7 @@ def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
         return "there are no products"
     if uses_library(call, gpu):
         return None
-    if call.rows > _MOST_ROWS or choose(call, gpu) is None:
+    if call.rows > MOST_ROWS or choose(call, gpu) is None:
         return f"the order of {call.rows} rows of {call.experts} experts does not fit into shared memory"
     return None
 
@@ -163,7 +179,7 @@ def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
 def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
     """Whether products of sorted rows by `torch.nn.functional.grouped_mm` are faster, and possible."""
     layer = call.layer
-    many = call.rows > _MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT * call.experts
+    many = call.rows > MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT * call.experts
     return (
         many
         and layer.dtype is torch.bfloat16
@@ -183,7 +199,7 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
     """Choose the launch of a call; None if none fits into shared memory.
 
     Blocks that add the experts of the only token sum in another order than blocks of more tokens, so batch-invariant
-    calls do not use them. All other launches sum in the same order.
+    calls do not use them, and do not divide units. All other launches sum in the same order.
     """
     tiles = call.layer.out_features // 16
     most_warps = 1 << tiles.bit_length() - 1
@@ -200,7 +216,8 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
         row_tiles, blocks = 1, 1 if tokens <= 32 else 2
     else:
         row_tiles, blocks = 2 if tiles >= 16 and call.layer.weight.format.columns is None else 1, 1
-    return _fit(ExpertsDown(tokens, row_tiles, row_warps, blocks_per_sm=blocks), call, gpu)
+    parts = 1 if call.layer.batch_invariant or call.layer.in_features < _LEAST_COLUMNS else 4
+    return _fit(ExpertsDown(tokens, row_tiles, row_warps, blocks_per_sm=blocks, parts=parts), call, gpu)
 
 
 def _fit(config: ExpertsDown, call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
@@ -233,7 +250,7 @@ def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int
         config.threads,
         config.shared_bytes(call),
         overlap=gpu.arch >= (9, 0),
-        parameters=parameters(f"{NAME}.cu", "DownParams"),
+        parameters=parameters("params.cuh", "DownParams"),
         integers={
             "weight_stride": call.weight_stride,
             "weight_row_stride": call.layer.weight.layout.strides[0],
@@ -247,26 +264,27 @@ def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int
     )
 
 
-def combine_launch(call: ExpertCall, products: torch.dtype, gpu: Gpu, device: int) -> Launch:
-    """Compile, load and describe the launch that adds products of a dtype on `device`, the current device."""
+def combine_launch(call: ExpertCall, config: ExpertsDown | None, gpu: Gpu, device: int) -> Launch:
+    """Compile, load and describe the launch that adds the products of `config`, or of the library, on `device`."""
     assert call.top_k is not None
     out_features = call.layer.out_features
     return Launch(
-        load_kernel(device, COMBINE, _target(gpu), combine_macros(call, products)),
+        load_kernel(device, COMBINE, _target(gpu), combine_macros(call, config)),
         (call.rows // call.top_k, ceil_div(out_features, _COMBINE_THREADS * _vector(call))),
         _COMBINE_THREADS,
         0,
         overlap=gpu.arch >= (9, 0),
-        parameters=parameters(f"{COMBINE}.cu", "CombineParams"),
+        parameters=parameters("params.cuh", "CombineParams"),
         integers={"id_bytes": call.index_dtype.itemsize, "experts": call.experts, "out_features": out_features},
     )
 
 
 def launches(
     config: ExpertsDown | None, call: ExpertCall, gpu: Gpu, device: int
-) -> tuple[Launch | None, Launch | None]:
-    """The launches of the products and of their sum, of which one may not be needed; see `CudaDown`."""
+) -> tuple[Launch | None, Launch | None, int]:
+    """The launches and `pair_bytes` of a `CudaDown`; one of the launches may not be needed."""
     if config is None:
-        return None, combine_launch(call, call.layer.dtype, gpu, device)
+        return None, combine_launch(call, None, gpu, device), 0
     products = products_launch(config, call, gpu, device)
-    return products, None if config.block_tokens == 1 else combine_launch(call, torch.float32, gpu, device)
+    combine = None if config.block_tokens == 1 else combine_launch(call, config, gpu, device)
+    return products, combine, config.pair_bytes(call)

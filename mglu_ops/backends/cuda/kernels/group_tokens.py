@@ -53,7 +53,7 @@ def copy(call: ExpertCall, gpu: Gpu, device: int, target: str, item_rows: int) -
         32 * _WARPS,
         round_up(4 * groups * (2 if call.is_sorted else 2 + _WARPS), 16),
         overlap=gpu.arch >= (9, 0),
-        parameters=parameters("group_tokens.cu", "GroupParams"),
+        parameters=parameters("params.cuh", "GroupParams"),
         integers=integers(call, item_rows),
     )
     return CopyLaunch(launch, table_bytes(call, item_rows), "items")

@@ -70,7 +70,7 @@ class TileItems(ExpertLaunch):
         )
         stacked = replace(self._layer(call), out_features=call.experts * call.layer.out_features)
         _, weight, masks = self.config.matrices(stacked)
-        item, columns, width = (1, 128, self._columns(call)) if self.config.fp8 else (2, 64, self._columns(call))
+        item, columns, width = (1, 128, self.columns(call)) if self.config.fp8 else (2, 64, self.columns(call))
         height = min(self.config.block_tokens, call.rows)
         x = Matrix(item, width, call.rows, item * width, columns, height, swizzle=True)
         return LaunchSequence(kernel, tuple(copies), (TensorMaps(x=x), TensorMaps(weight=weight, packed_masks=masks)))
@@ -96,9 +96,9 @@ class TileItems(ExpertLaunch):
     def _layer(self, call: ExpertCall) -> LayerCall:
         """One expert's layer with the rows of all, as the kernel reads them."""
         layer = quantize_x.as_read(self.config, call.layer)
-        return replace(layer, leading=(call.rows,), x=Layout((self._columns(call), 1)))
+        return replace(layer, leading=(call.rows,), x=Layout((self.columns(call), 1)))
 
-    def _columns(self, call: ExpertCall) -> int:
+    def columns(self, call: ExpertCall) -> int:
         """Columns of the gathered x."""
         return round_up(call.layer.in_features, self.config.chunk_columns * self.config.sub)
 
@@ -113,7 +113,7 @@ class TileItems(ExpertLaunch):
         return permute_x.NAME, target, settings | _ITEMS | {"MGLU_PERMUTED": int(self.config.permuted)}
 
     def _gather(self, call: ExpertCall, gpu: Gpu, device: int) -> CopyLaunch:
-        columns, rows = self._columns(call), call.rows
+        columns, rows = self.columns(call), call.rows
         if self.config.fp8:  # with a scale for each row
             blocks, nbytes = rows, rows * (columns + 4)
         else:

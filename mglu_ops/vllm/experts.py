@@ -1,0 +1,185 @@
+"""A mixture of MGLU experts in vLLM, for tensor and expert parallelism.
+
+vLLM's own layer of experts, `FusedMoE`, has the two matrices of SwiGLU, so that only its router is used here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.fused_moe import GateLinear
+from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
+from vllm.model_executor.models.utils import extract_layer_index
+
+from .. import expert_ops
+from ..nn.arguments import check_int
+from .layers import ColumnParallelMGLU
+from .shards import Part, down_shard
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import ParallelConfig
+    from vllm.model_executor.layers.quantization import QuantizationConfig
+
+_router = cache(create_fused_moe_router)
+
+
+@torch.library.custom_op(
+    "mglu_vllm::route", mutates_args=(), schema="(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)"
+)
+def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The weights, float32, and ids, int32, `[tokens, top_k]`, of the experts that vLLM's router chooses by softmax.
+
+    On a GPU, the router asks the context of the step which tokens are padding. As an operator, it is asked at each
+    step, and not only when vLLM compiles the model.
+
+    Args:
+        logits: floating `[tokens, num_experts]`.
+        top_k: number of experts of a token.
+        renormalize: whether the weights of a token are divided by their sum.
+    """
+    router = _router(top_k=top_k, global_num_experts=logits.shape[1], renormalize=renormalize)
+    return router.select_experts(logits, logits, torch.int32)  # of the first, routers by softmax read the sizes only
+
+
+@route.register_fake
+def _route_fake(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    sizes = (logits.shape[0], top_k)
+    return logits.new_empty(sizes, dtype=torch.float32), logits.new_empty(sizes, dtype=torch.int32)
+
+
+class ColumnParallelExperts(ColumnParallelMGLU):
+    """MGLU experts, of which this rank has some rows of each, or with expert parallelism all rows of some.
+
+    The parameters have this rank's experts as their first size.
+    """
+
+    def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:  # type: ignore[override] # one layer takes no ids
+        """Map x `[tokens, in_features]` to `[tokens, K, out_features of this rank]`.
+
+        Args:
+            x: `[tokens, in_features]`.
+            expert_ids: int32 or int64 `[tokens, K]`, counted from this rank's first expert. One outside of its experts
+                gives a row of zeros.
+        """
+        mask_weights = self.mask_weights(x)
+        if mask_weights is not None:
+            mask_weights = mask_weights.unsqueeze(1).expand(-1, expert_ids.shape[1], -1)
+        given = (x, self.weight, self.packed_masks, expert_ids, self.activation, mask_weights)
+        return expert_ops.experts_forward(*given, self.weight_scale, self.weight_format, self.activation_format)
+
+
+class ParallelExperts(nn.Module):
+    """The experts of a mixture with their down projections: this rank's term of the sum over the ranks.
+
+    Args:
+        config: as in `ColumnParallelMGLU`, and with `num_experts` and `moe_intermediate_size`, or without the second
+            `intermediate_size`.
+        quant_config: of the router of masks.
+        prefix: name of the module in the model.
+
+    Attributes:
+        mglu: the MGLU layers.
+        down_proj: Parameter `[experts of this rank, hidden_size, columns of this rank]`, in the dtype of the model.
+
+    Raises:
+        ValueError: as in `ColumnParallelMGLU`, with expert parallelism `num_experts` is not a multiple of the number of
+            ranks, or vLLM is to spread experts in a way that is not supported.
+    """
+
+    def __init__(self, config: PretrainedConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        settings: Any = config
+        parallel = get_current_vllm_config().parallel_config
+        check_parallelism(parallel)
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        part = Part.of_experts(settings.num_experts, rank, ranks, parallel.enable_expert_parallel)
+        is_moe_size = hasattr(config, "moe_intermediate_size")  # where intermediate_size is of layers without experts
+        size = "moe_intermediate_size" if is_moe_size else "intermediate_size"
+        self.first_expert = part.experts.start
+        self.mglu = ColumnParallelExperts(config, quant_config, f"{prefix}.mglu", size, part)
+        columns = self.mglu.weight.shape[1]
+        down_proj = torch.empty(*part.leading, settings.hidden_size, columns)
+        self.down_proj = nn.Parameter(down_proj, requires_grad=False)
+        self.down_proj.weight_loader = self._load_down  # type: ignore[attr-defined] # vLLM's loader calls it
+        self.loaded: set[str] = set()
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """Map x `[tokens, hidden_size]` to this rank's term of the result `[tokens, hidden_size]`.
+
+        Args:
+            x: `[tokens, hidden_size]`.
+            expert_ids: int32 or int64 `[tokens, K]`.
+            expert_weights: floating `[tokens, K]`.
+        """
+        if self.first_expert:
+            expert_ids = expert_ids - self.first_expert  # ids of other ranks' experts leave the range
+        return expert_ops.experts_down(self.mglu(x, expert_ids), self.down_proj, expert_ids, expert_weights)
+
+    def _load_down(self, parameter: nn.Parameter, tensor: Tensor) -> None:
+        layer = self.mglu
+        parameter.data.copy_(down_shard(tensor, layer.in_features, layer.out_features, layer.part))
+        self.loaded.add("down_proj")
+
+
+def check_parallelism(parallel: ParallelConfig) -> None:
+    """Check that experts are spread over the tensor-parallel group, if at all, and stay where they are.
+
+    Raises:
+        ValueError: they are not; the message names the option.
+    """
+    if parallel.enable_eplb:
+        raise ValueError("enable_eplb: got True, must be False: MGLU experts are not moved between ranks")
+    if parallel.enable_expert_parallel:
+        for name in ("data_parallel_size", "prefill_context_parallel_size"):
+            if (size := getattr(parallel, name)) > 1:
+                raise ValueError(
+                    f"{name}: got {size}, must be 1 with enable_expert_parallel: MGLU experts are spread over the "
+                    "ranks of tensor_parallel_size, which all have the same tokens"
+                )
+
+
+class MGLUMoE(nn.Module):
+    """A router and MGLU experts, in place of the feed-forward layer of a model of vLLM.
+
+    Args:
+        config: as in `ParallelExperts`, and with `num_experts_per_tok`, and `norm_topk_prob`, which is True by default.
+        quant_config: of the router of masks. The router of experts and the down projections stay in the dtype of the
+            model.
+        prefix: name of the module in the model.
+
+    Raises:
+        ValueError: as in `ParallelExperts`, or `num_experts_per_tok` is not between 1 and `num_experts`.
+    """
+
+    def __init__(self, config: PretrainedConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        settings: Any = config
+        experts, self.top_k = settings.num_experts, settings.num_experts_per_tok
+        check_int("num_experts_per_tok", self.top_k, experts, f"an int from 1 to num_experts={experts}")
+        self.renormalize = getattr(settings, "norm_topk_prob", True)
+        self.gate = GateLinear(settings.hidden_size, experts, prefix=f"{prefix}.gate", return_bias=False)
+        self.experts = ParallelExperts(config, quant_config, f"{prefix}.experts")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[tokens, hidden_size]` to `[tokens, hidden_size]`; every rank gets the whole result."""
+        weights, ids = route(self.gate(x), self.top_k, self.renormalize)
+        return tensor_model_parallel_all_reduce(self.experts(x, ids, weights))
+
+
+def has_experts(config: PretrainedConfig, prefix: str) -> bool:
+    """Whether the feed-forward layer with the name `prefix` is a mixture, as Transformers reads the config."""
+    settings: Any = config
+    if not getattr(settings, "num_experts", 0):
+        return False
+    index, every = extract_layer_index(prefix), getattr(settings, "decoder_sparse_step", 1)
+    return index not in getattr(settings, "mlp_only_layers", ()) and (index + 1) % every == 0

@@ -1,0 +1,137 @@
+"""Checks that ranks with tokens of their own, which they send to the ranks of their experts, do what one process does.
+
+The one process has the tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_parallel import KINDS, ExpertSetting, assert_same_step
+from tensor_parallel import STEPS, WIDTH, assert_same_gradients, assert_same_parameters, gradients, optimizer_of, train
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import mglu_ops
+from mglu_ops.parallel import ParallelExperts
+
+TOKENS_OF_RANKS = ((1, 0, 3), (0, 2, 0))
+"""The tokens of the first ranks; the last rank has the rest."""
+
+
+def exchanging(setting: ExpertSetting, model: nn.Sequential, src_data_rank: int | None = 0) -> nn.Sequential:
+    return setting.divided("experts", model, src_data_rank, tokens="sharded")
+
+
+def gradients_of_all(setting: ExpertSetting, model: nn.Sequential, x: Tensor) -> dict[str, Tensor]:
+    """The gradients of the sum of all ranks' losses. Those of experts are averages, and a router's are to be summed."""
+    found, ranks = gradients(model, model, x), setting.mesh.size()
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            found[name] = None if found[name] is None else found[name].full_tensor() * ranks
+        else:
+            dist.all_reduce(found[name])
+    return found
+
+
+def compare(setting: ExpertSetting, model: nn.Sequential, alone: nn.Sequential, x: Tensor, what: str) -> None:
+    """Compare results and gradients for the tokens of x, of which the ranks have parts of several sizes."""
+    rank, ranks = setting.mesh.get_local_rank(), setting.mesh.size()
+    for sizes in TOKENS_OF_RANKS:
+        of_ranks = [*sizes[: ranks - 1], len(x) - sum(sizes[: ranks - 1])]
+        own = x.split(of_ranks)[rank]
+        want = gradients(alone, alone, x)
+        want |= {key: want[key].split(of_ranks)[rank] for key in ("x", "y")}
+        with torch.no_grad():
+            setting.assert_same(model(own), want["y"], f"{what}, {len(own)} tokens, no gradients", factor=2)
+        got = gradients_of_all(setting, model, own)
+        assert_same_gradients(setting, got, want, f"{what}, {len(own)} tokens")
+        again = gradients_of_all(setting, model, own)
+        assert all(found is None or torch.equal(found, again[key]) for key, found in got.items()), what
+
+
+def check_results(setting: ExpertSetting) -> None:
+    """Every kind of masks, with loads of ranks and of experts that differ; the bits repeat."""
+    x = setting.x().flatten(0, 1)
+    for name, options in KINDS.items():
+        alone, model = setting.model(**options), exchanging(setting, setting.model(**options))
+        for tensor in model[0].down_proj, model[0].experts.weight:
+            assert tensor.placements == (Shard(0),)
+        compare(setting, model, alone, x, name)
+
+
+def check_idle_rank(setting: ExpertSetting) -> None:
+    """No token chooses an expert of the last rank, whose gradients are zeros."""
+    alone, model = (setting.model()[:1] for _ in range(2))
+    own, x = len(alone[0].gate.weight) // setting.mesh.size(), setting.x().flatten(0, 1).abs()
+    nn.init.uniform_(alone[0].gate.weight[:-own].detach(), 0.1, 0.2)
+    nn.init.constant_(alone[0].gate.weight[-own:].detach(), -1)
+    model.load_state_dict(alone.state_dict())
+    exchanging(setting, model)
+    compare(setting, model, alone, x, "idle rank")
+    assert not alone[0].experts.weight.grad[-own:].any()
+
+
+def check_inference(setting: ExpertSetting) -> None:
+    """Frozen and quantized layers, for the tokens of a batch and for one token on one rank."""
+    for name in (None, "fp8_row", "int4_group"):
+        alone, after = (mglu_ops.freeze(setting.model(mask_top_k=2)) for _ in range(2))
+        after = exchanging(setting, after)
+        if name is not None:
+            alone, after = mglu_ops.quantize(alone, name), mglu_ops.quantize(after, name)
+        for x in (setting.x().flatten(0, 1), setting.x()[0, :1]):
+            rank, ranks = setting.mesh.get_local_rank(), setting.mesh.size()
+            of_ranks = [len(x) // 2, len(x) - len(x) // 2, *[0] * (ranks - 2)]
+            with torch.no_grad():
+                want = alone(x).split(of_ranks)[rank]
+                setting.assert_same(after(x.split(of_ranks)[rank]), want, f"{name}, {len(x)} tokens", factor=2)
+
+
+def check_training(setting: ExpertSetting) -> None:
+    """AdamW steps with FSDP2 for the routers give the parameters of one process with the whole batch."""
+    expected, model = setting.model(mask_top_k=2), exchanging(setting, setting.model(mask_top_k=2))
+    of_experts = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    fully_shard(model, mesh=setting.mesh, ignored_params=of_experts)
+    before = expected[0].experts.mask_logits.detach() > 0
+    train(setting, expected, optimizer_of(expected), range(STEPS))
+    train(setting, model, optimizer_of(model), range(STEPS), setting.mesh)
+    assert_same_parameters(model, expected, "exchanged tokens")
+    assert not torch.equal(expected[0].experts.mask_logits > 0, before)
+
+
+def check_trained_step(setting: ExpertSetting) -> None:
+    """A step of SGD, also for dtypes in which several steps need not stay together."""
+    model = exchanging(setting, setting.model())
+    of_experts = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    fully_shard(model, mesh=setting.mesh, ignored_params=of_experts)
+    assert_same_step(setting, model, setting.mesh, "exchanged tokens")
+
+
+def check_bad_input(setting: ExpertSetting) -> None:
+    with pytest.raises(ValueError, match="tokens: got 'own', must be 'replicated' or 'sharded'"):
+        ParallelExperts("experts", tokens="own")
+    with pytest.raises(ValueError, match="divide: got 'rows' with tokens='sharded', must be 'experts'"):
+        ParallelExperts("rows", tokens="sharded")
+    with pytest.raises(ValueError, match=r"output_layouts: got None, Shard\(dim=1\) with tokens='sharded', must be"):
+        ParallelExperts("experts", output_layouts=Shard(1), tokens="sharded")
+
+
+CHECKS = {
+    "results": check_results,
+    "idle_rank": check_idle_rank,
+    "inference": check_inference,
+    "training": check_training,
+    "trained_step": check_trained_step,
+    "bad_input": check_bad_input,
+}
+IN_16_BITS = ["results", "idle_rank", "inference", "trained_step"]
+
+
+def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
+    setting = ExpertSetting.of(device, dtype, width)
+    for name in names:
+        CHECKS[name](setting)
