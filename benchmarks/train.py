@@ -8,14 +8,14 @@ Without `--shapes`, `--tokens` and `--n-masks`, all problems are measured. `--re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from benchmarks.memory import allocated, peak, release
+from benchmarks.memory import release
 from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, first_call, under_load
 from benchmarks.train_layers import (
@@ -27,10 +27,11 @@ from benchmarks.train_layers import (
     Step,
     Training,
     gemms_step,
+    prepared,
+    rows_of,
     steps,
     swiglu_step,
 )
-from mglu_ops.accuracy import ERROR_BUDGET
 
 SHAPES = ((8192, 2048), (14336, 4096))
 TOKENS = (2048, 8192, 32768)
@@ -62,43 +63,12 @@ def problems(
     return [Problem(shape, count, n_masks) for shape, count, n_masks in product(shapes, tokens, masks)]
 
 
-def checked(step: Step, oracle: Oracle) -> dict[str, object]:
-    """The errors of a layer, and whether two steps with the same, full upstream gradient give the same bits."""
-    training = oracle.training
-    errors = oracle.errors(training.results(step.layer, oracle.grad_output))
-    twice = [training.results(step.layer, training.grad_output) for _ in range(2)]
-    repeat = all(torch.equal(*pair) for pair in zip(*twice, strict=True))
-    return {"errors": {name: float(f"{error:.3g}") for name, error in errors.items()}, "bits_repeat": repeat}
-
-
-def prepared(problem: Problem, device: str) -> tuple[dict[str, Callable[[], None]], dict[str, dict[str, object]]]:
-    """The steps of the variants that fit into memory, and the extra columns of all variants, both by name."""
-    torch._dynamo.reset()
-    training = Training(problem.shape, problem.tokens, problem.n_masks, device)
-    oracle = Oracle(training)
-    columns: dict[str, dict[str, object]] = {}
-    ready: dict[str, Callable[[], None]] = {}
-    candidates = steps(training)
-    if problem.n_masks == 1:  # SwiGLU has no masks, so one measurement per shape and number of tokens is enough
-        candidates[SWIGLU] = swiglu_step(training)
-    for name, step in candidates.items():
-        try:
-            first_call(name, step)
-            step.drop_gradients()
-            before = allocated(device)  # the inputs, the parameters and the upstream gradient
-            columns[name] = {"peak_mb": round(peak(step, device) - before, 1)}
-            step.drop_gradients()
-            if name != SWIGLU:
-                columns[name] |= checked(step, oracle)
-            ready[name] = step
-        except torch.OutOfMemoryError:
-            columns[name] = {"left_out": "out of memory"}
-        step.drop_gradients()
-        release(device)
-    ready[GEMMS] = gemms_step(training)
-    first_call(GEMMS, ready[GEMMS])
-    columns[GEMMS] = {}
-    return ready, columns
+def candidates(training: Training) -> dict[str, Step]:
+    """A step of each variant."""
+    found = steps(training)
+    if training.naive.n_masks == 1:  # SwiGLU has no masks, so one measurement per shape and number of tokens is enough
+        found[SWIGLU] = swiglu_step(training)
+    return found
 
 
 def bench(
@@ -109,16 +79,14 @@ def bench(
     A CPU does not measure memory. `load` is the argument `seconds` of `timing.under_load`.
     """
     release(device)
-    ready, columns = prepared(problem, device)
+    torch._dynamo.reset()
+    training = Training(problem.shape, problem.tokens, problem.n_masks, device)
+    ready, columns = prepared(candidates(training), Oracle(training), device)
+    ready[GEMMS], columns[GEMMS] = gemms_step(training), {}
+    first_call(GEMMS, ready[GEMMS])
     release(device)
     times = under_load(ready, clock_of(device), rounds, load)
-    rows = []
-    for name, extra in columns.items():
-        errors = extra.get("errors")
-        error = max(errors.values()) if isinstance(errors, dict) else float("nan")
-        size, budget = (problem.tokens, problem.shape, problem.n_masks), ERROR_BUDGET[torch.bfloat16]
-        rows.append(Row.of_times(CASE, name, *size, times.get(name, []), error=error, budget=budget, extra=extra))
-    return rows
+    return rows_of(CASE, (problem.tokens, problem.shape, problem.n_masks), times, columns)
 
 
 def run(

@@ -8,7 +8,7 @@ Rows are sorted by expert. Without options, all problems are measured. `--resume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
@@ -21,11 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import relative_error
-from benchmarks.memory import allocated, peak, release
+from benchmarks.memory import release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, first_call, under_load
-from benchmarks.train_layers import NAIVE, OPERATOR, SWIGLU, TRICK, Layer, Results, Step, compiled
-from mglu_ops.accuracy import ERROR_BUDGET
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, under_load
+from benchmarks.train_layers import (
+    NAIVE,
+    OPERATOR,
+    SWIGLU,
+    TRICK,
+    Layer,
+    Results,
+    Step,
+    compiled,
+    prepared,
+    rows_of,
+)
 
 TOKENS = 8192
 MASKS = (1, 4)
@@ -220,58 +230,19 @@ class Oracle:
         return Results(y.detach(), *torch.autograd.grad(y, (x, weight, masks), training.grad_output[rows].double()))
 
 
-def checked(step: Step, oracle: Oracle) -> dict[str, object]:
-    """The errors of a variant, and whether two steps with the full upstream gradient give the same bits."""
-    training = oracle.training
-    errors = oracle.errors(training.results(step.layer, oracle.grad_output))
-    twice = [training.results(step.layer, training.grad_output) for _ in range(2)]
-    repeat = all(torch.equal(*pair) for pair in zip(*twice, strict=True))
-    return {"errors": {name: float(f"{error:.3g}") for name, error in errors.items()}, "bits_repeat": repeat}
-
-
-def prepared(problem: Problem, device: str) -> tuple[dict[str, Callable[[], None]], dict[str, dict[str, object]]]:
-    """The steps of the variants that fit into memory, and the extra columns of all variants, both by name."""
-    torch._dynamo.reset()
-    training = Training(problem, device)
-    oracle = Oracle(training)
-    columns: dict[str, dict[str, object]] = {}
-    ready: dict[str, Callable[[], None]] = {}
-    for name, step in steps(training).items():
-        try:
-            first_call(name, step)
-            step.drop_gradients()
-            before = allocated(device)  # the inputs, the parameters and the upstream gradient
-            columns[name] = {"peak_mb": round(peak(step, device) - before, 1)}
-            step.drop_gradients()
-            if name != SWIGLU:
-                columns[name] |= checked(step, oracle)
-            ready[name] = step
-        except torch.OutOfMemoryError:
-            columns[name] = {"left_out": "out of memory"}
-        step.drop_gradients()
-        release(device)
-    return ready, columns
-
-
 def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
     """Measure one problem in at most `rounds` rounds and return a row for each variant."""
     release(device)
-    ready, columns = prepared(problem, device)
+    torch._dynamo.reset()
+    training, model = Training(problem, device), MODELS[problem.model]
+    ready, columns = prepared(steps(training), Oracle(training), device)
     release(device)
     times = under_load(ready, clock_of(device), rounds, load)
-    model, budget = MODELS[problem.model], ERROR_BUDGET[torch.bfloat16]
-    rows = []
-    for name, extra in columns.items():
-        errors = extra.get("errors")
-        error = max(errors.values()) if isinstance(errors, dict) else float("nan")
-        size = problem.tokens, (model.out_features, model.in_features), problem.n_masks
-        extra |= {"experts": model.experts, "top_k": model.top_k}
-        rows.append(
-            Row.of_times(problem.case, name, *size, times.get(name, []), error=error, budget=budget, extra=extra)
-        )
-    return rows
+    size = problem.tokens, (model.out_features, model.in_features), problem.n_masks
+    of_model = {"experts": model.experts, "top_k": model.top_k}
+    return rows_of(problem.case, size, times, {name: extra | of_model for name, extra in columns.items()})
 
 
 def run(

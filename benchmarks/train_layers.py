@@ -1,8 +1,11 @@
-"""A layer to train, all its variants on the same parameters, and the errors of their results and gradients."""
+"""A layer to train, all its variants on the same parameters, and the errors of their results and gradients.
+
+`prepared` and `rows_of` also serve the experts of train_experts.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +14,11 @@ from torch import Tensor, nn
 
 from benchmarks.baselines import ComplementTrick
 from benchmarks.harness import relative_error
+from benchmarks.memory import allocated, peak, release
+from benchmarks.records import Row
+from benchmarks.timing import first_call
 from compile_passes.backend import mglu
+from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
 Layer = Callable[[Tensor], Tensor]
@@ -182,3 +189,62 @@ class Oracle:
         if bool(results.dx[self.others].count_nonzero()):
             errors["dx"] = float("inf")
         return errors
+
+
+# --- Measuring all variants ------------------------------------------------------------------------------------------
+
+
+class Exact(Protocol):
+    """An `Oracle`, of one layer or of experts."""
+
+    training: Any
+    grad_output: Tensor
+
+    def errors(self, results: Results) -> dict[str, float]: ...
+
+
+Columns = dict[str, dict[str, object]]
+"""The extra columns of each variant, by its name."""
+
+
+def checked(step: Step, oracle: Exact) -> dict[str, object]:
+    """The errors of a variant, and whether two steps with the same, full upstream gradient give the same bits."""
+    training = oracle.training
+    errors = oracle.errors(training.results(step.layer, oracle.grad_output))
+    twice = [training.results(step.layer, training.grad_output) for _ in range(2)]
+    repeat = all(torch.equal(*pair) for pair in zip(*twice, strict=True))
+    return {"errors": {name: float(f"{error:.3g}") for name, error in errors.items()}, "bits_repeat": repeat}
+
+
+def prepared(steps: Mapping[str, Step], oracle: Exact, device: str) -> tuple[dict[str, Callable[[], None]], Columns]:
+    """The steps of the variants that fit into memory, and the extra columns of all variants, both by name."""
+    columns: Columns = {}
+    ready: dict[str, Callable[[], None]] = {}
+    for name, step in steps.items():
+        try:
+            first_call(name, step)
+            step.drop_gradients()
+            before = allocated(device)  # the inputs, the parameters and the upstream gradient
+            columns[name] = {"peak_mb": round(peak(step, device) - before, 1)}
+            step.drop_gradients()
+            if name != SWIGLU:
+                columns[name] |= checked(step, oracle)
+            ready[name] = step
+        except torch.OutOfMemoryError:
+            columns[name] = {"left_out": "out of memory"}
+        step.drop_gradients()
+        release(device)
+    return ready, columns
+
+
+def rows_of(
+    case: str, size: tuple[int, tuple[int, int], int], times: Mapping[str, Sequence[float]], columns: Columns
+) -> list[Row]:
+    """A row for each variant; `size` is the number of tokens, `(out_features, in_features)` and the number of masks."""
+    rows = []
+    for name, extra in columns.items():
+        errors = extra.get("errors")
+        error = max(errors.values()) if isinstance(errors, dict) else float("nan")
+        budget = ERROR_BUDGET[torch.bfloat16]
+        rows.append(Row.of_times(case, name, *size, times.get(name, []), error=error, budget=budget, extra=extra))
+    return rows

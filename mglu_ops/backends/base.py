@@ -213,10 +213,6 @@ class Backend(ABC):
         """Why `prepare_experts`, or without masks `prepare_down`, cannot take a call; None if it can."""
         return f"the backend {self.name} has no kernels for experts"
 
-    def can_run_experts(self, call: ExpertCall) -> bool:
-        """Whether `prepare_experts`, or without masks `prepare_down`, can take a call."""
-        return self.unsupported_experts_reason(call) is None
-
     def prepare_experts(self, call: ExpertCall, launch: Any = None) -> PreparedExperts:
         """Decide everything about a call of experts except its tensors; `launch` as in `prepare`."""
         raise NotImplementedError(f"the backend {self.name} has no kernels for experts")

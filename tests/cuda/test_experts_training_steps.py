@@ -59,7 +59,7 @@ def backward(*arguments):
         [None, BF16, F32],
         [BF16, F32],
         ["silu", "relu"],
-        one_in=2,
+        one_in=3,
     ),
 )
 def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weights_dtype, logits_dtype, activation):

@@ -57,7 +57,7 @@ def test_items_are_a_stable_sort_in_pieces(rows: int, experts: int, index_dtype:
     call = replace(ExpertCall.contiguous(LAYER, experts, rows, 1), index_dtype=index_dtype)
     is_sorted = replace(call, top_k=None, index_dtype=torch.int32)
     pairs, offs = sort_pairs(ids, experts)
-    for item_rows in (1, 8, 100):
+    for item_rows in (1, 100):
         expected = entries_of(offs, rows, item_rows)
         entries, places = table_of(call, ids, item_rows)
         assert torch.equal(places.long(), pairs)

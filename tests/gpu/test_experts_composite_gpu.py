@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from budgets import BUDGET, relative_error
 from expert_layers import ROUTINGS, down_oracle, make_down, make_experts, sorted_rows
+from gpu_calls import without_waiting
 from strategies import DTYPES, laid_out
 from torch import Tensor
 
@@ -24,15 +23,6 @@ mglu = torch.ops.mglu
 def on_gpu(args: Any) -> Any:
     """The same arguments with tensors on the GPU."""
     return type(args)(*(arg.cuda() if isinstance(arg, Tensor) else arg for arg in args))
-
-
-@contextmanager
-def without_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

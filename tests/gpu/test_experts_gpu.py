@@ -9,6 +9,7 @@ import pytest
 import torch
 from budgets import assert_matches
 from expert_layers import ROUTINGS, Experts, make_experts, sorted_rows
+from gpu_calls import assert_follows_producers, on_gpu
 from memory_layouts import bands_of, between, mask_major, rows_apart, transposed, unaligned
 from torch import Tensor
 
@@ -27,10 +28,6 @@ from mglu_ops.layer_call import LayerCall
 pytestmark = pytest.mark.gpu
 
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def on_gpu(given: ExpertArguments) -> ExpertArguments:
-    return given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
 
 
 def run(given: ExpertArguments, launch: ExpertLaunch | None = None) -> Tensor:
@@ -270,18 +267,7 @@ def test_batch_invariant_mode(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 80])
 def test_follows_the_producer_of_its_inputs(tokens: int) -> None:
-    """Earlier kernels write ids, x and W just before the launches, which start early and must not read old values."""
-    given = on_gpu(make_experts(tokens, 4, 16, 2048, 768, 1, dtype=torch.bfloat16).given)
-    expected = run(given)
-    kept = {name: getattr(given, name).clone() for name in ("x", "weight", "expert_ids")}
-    for last in kept:
-        for _ in range(20):
-            for name in kept:
-                getattr(given, name).zero_()
-            run(given)
-            for name in sorted(kept, key=last.__eq__):
-                getattr(given, name).copy_(kept[name])
-            assert torch.equal(run(given), expected)
+    assert_follows_producers(run, on_gpu(make_experts(tokens, 4, 16, 2048, 768, 1, dtype=torch.bfloat16).given))
 
 
 @pytest.mark.alone(gibibytes=16)

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from budgets import assert_matches
+from gpu_calls import without_waiting
 from torch import Tensor
 
 from mglu_ops.nn import MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts, freeze, quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("weight_format", ["dense", "fp8_row", "int4_group"])
@@ -37,7 +27,7 @@ def test_a_frozen_layer_replays_in_a_graph_with_other_loads(tokens: int, weight_
     inputs.append(inputs[0][:1].repeat(tokens, 1))  # four experts have all rows
     expected = [block(x) for x in inputs]
     x = inputs[0].clone()
-    with no_synchronisation():
+    with without_waiting():
         block(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -62,7 +52,7 @@ def test_a_step_matches_the_loop_over_experts_and_its_bits_repeat(save_activatio
         return list(torch.autograd.grad(layer(wanted[0], ids), wanted, grad.to(dtype)))
 
     first = step(layer, dtype)
-    with no_synchronisation():
+    with without_waiting():
         second = step(layer, dtype)
     for name, got, again, want in zip(
         ("x", "weight", "logits"), first, second, step(exact, torch.float64), strict=True
@@ -94,7 +84,7 @@ def test_a_compiled_layer_trains_as_the_eager_one_and_waits_for_nothing() -> Non
         return list(torch.autograd.grad(loss, list(block.parameters())))
 
     expected, _ = step(block), step(compiled)
-    with no_synchronisation():
+    with without_waiting():
         got = step(compiled)
     for (name, _), grad, want in zip(block.named_parameters(), got, expected, strict=True):
         assert_matches(grad, want, what=name)

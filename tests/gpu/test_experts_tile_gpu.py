@@ -8,6 +8,7 @@ import pytest
 import torch
 from budgets import assert_matches
 from expert_layers import ROUTINGS, Experts, make_experts, sorted_rows
+from gpu_calls import assert_follows_producers, on_gpu
 from memory_layouts import bands_of, between, rows_apart, transposed, unaligned
 from torch import Tensor
 
@@ -24,10 +25,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or gpu_of(0).arch != (9, 0), reason="wgmma needs Hopper"),
 ]
-
-
-def on_gpu(given: ExpertArguments) -> ExpertArguments:
-    return given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
 
 
 def chosen(given: ExpertArguments) -> TileItems:
@@ -209,15 +206,4 @@ def test_batch_invariant_mode() -> None:
 
 @pytest.mark.parametrize("tokens", [8, 100])
 def test_follows_the_producer_of_its_inputs(tokens: int) -> None:
-    """Earlier kernels write ids, x and W just before the launches, which start early and must not read old values."""
-    given = on_gpu(make_experts(tokens, 4, 16, 2048, 768, 1, dtype=torch.bfloat16).given)
-    expected = run(given)
-    kept = {name: getattr(given, name).clone() for name in ("x", "weight", "expert_ids")}
-    for last in kept:
-        for _ in range(20):
-            for name in kept:
-                getattr(given, name).zero_()
-            run(given)
-            for name in sorted(kept, key=last.__eq__):
-                getattr(given, name).copy_(kept[name])
-            assert torch.equal(run(given), expected)
+    assert_follows_producers(run, on_gpu(make_experts(tokens, 4, 16, 2048, 768, 1, dtype=torch.bfloat16).given))

@@ -106,7 +106,6 @@ _CASES_BY_OP = {
     "grouped_backward": _WEIGHT + _PACKED + _OFFS + _BACKWARD,
 }
 CASES = [(op, *case) for op, cases in _CASES_BY_OP.items() for case in cases]
-IDS_OF_CASES = [f"{op}-{name}-{index}" for index, (op, name, *_) in enumerate(CASES)]
 
 
 @pytest.mark.parametrize("kind", ["real", "fake"])

@@ -29,12 +29,11 @@ def test_masks_are_packed_and_logits_removed(cls: type, learnable: bool, grad: b
     assert set(fused.state_dict) == {"0.weight", "0.bias", "1.weight", "1.packed_masks"}
     packed = layer.packed_masks if layer.packed_masks is not None else torch.ops.mglu.pack_masks(layer.mask_logits > 0)
     assert torch.equal(fused.state_dict["1.packed_masks"], packed)
-    again = saved_and_loaded(fused)
+    found = [program.module() for program in (fused, saved_and_loaded(fused), fused.run_decompositions())]
     for tokens in (2, 5, 64):
         x = torch.randn(tokens, 20)
-        expected = module(x)
-        for result in (fused, again, fused.run_decompositions()):
-            torch.testing.assert_close(result.module()(x), expected)
+        for run in found:
+            torch.testing.assert_close(run(x), module(x))
 
 
 BINARY = {

@@ -28,7 +28,6 @@ def test_freezing_without_examples_gives_a_warning() -> None:
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("default", {}),
-    "reduce-overhead": ("reduce-overhead", {}),
     "max-autotune": ("max-autotune", {}),
     "cpp_wrapper": ("default", {"cpp_wrapper": True}),
 }

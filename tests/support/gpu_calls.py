@@ -1,0 +1,39 @@
+"""Calls on a GPU that must not wait for it, and calls whose inputs earlier kernels are still writing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mglu_ops.expert_calls import ExpertArguments
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Make it an error to wait for the GPU inside the block."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on_gpu(given: ExpertArguments) -> ExpertArguments:
+    return given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
+
+
+def assert_follows_producers(run: Callable[[ExpertArguments], Tensor], given: ExpertArguments) -> None:
+    """Write ids, x and W just before each call, whose launches start early and must not read old values."""
+    expected = run(given)
+    kept = {name: getattr(given, name).clone() for name in ("x", "weight", "expert_ids")}
+    for last in kept:
+        for _ in range(20):
+            for name in kept:
+                getattr(given, name).zero_()
+            run(given)
+            for name in sorted(kept, key=last.__eq__):
+                getattr(given, name).copy_(kept[name])
+            assert torch.equal(run(given), expected)
