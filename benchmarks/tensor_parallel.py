@@ -246,14 +246,14 @@ def mixture_of(text: str) -> Model:
 
 
 def problems(options: Any) -> list[Problem]:
-    """The problems of the command line, dense layers first."""
+    """The problems of the command line, mixtures first, so that a limit of time leaves out dense layers."""
     found = []
-    for shape, n_masks in product(options.shapes, options.n_masks):
-        found += [Problem(INFERENCE, shape, n_masks, *rest) for rest in product(options.tokens, options.formats)]
-        found += [Problem(TRAIN, shape, n_masks, tokens) for tokens in options.trained]
     for (experts, d, h, top_k), n_masks, work in product(options.mixtures, options.n_masks, (INFERENCE, TRAIN)):
         all_tokens = options.tokens_of_experts
         found += [Problem(work, (d, h), n_masks, tokens, "dense", experts, top_k) for tokens in all_tokens]
+    for shape, n_masks in product(options.shapes, options.n_masks):
+        found += [Problem(INFERENCE, shape, n_masks, *rest) for rest in product(options.tokens, options.formats)]
+        found += [Problem(TRAIN, shape, n_masks, tokens) for tokens in options.trained]
     return found
 
 

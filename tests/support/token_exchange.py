@@ -79,8 +79,8 @@ def check_idle_rank(setting: ExpertSetting) -> None:
 def check_inference(setting: ExpertSetting) -> None:
     """Frozen and quantized layers, for the tokens of a batch and for one token on one rank."""
     for name in (None, "fp8_row", "int4_group"):
-        alone, after = (mglu_ops.freeze(setting.model(mask_top_k=2)) for _ in range(2))
-        after = exchanging(setting, after)
+        alone = mglu_ops.freeze(setting.model(mask_top_k=2))
+        after = mglu_ops.freeze(exchanging(setting, setting.model(mask_top_k=2)))
         if name is not None:
             alone, after = mglu_ops.quantize(alone, name), mglu_ops.quantize(after, name)
         for x in (setting.x().flatten(0, 1), setting.x()[0, :1]):
