@@ -185,45 +185,42 @@ COMPARISONS = {
 """Question to comparisons: the tables of findings."""
 
 
-_GLU = {gate: leveled_glu(gate) for gate in ("silu", "gelu")}
-_RELU_SQUARED = {width: leveled_lu("relu_squared", width) for width in (1.0, 1.5)}
-_WITH = {gate: _with(gate, 1) for gate in GATES}
-
+_GELU, _RELU = (_with(gate, 1) for gate in ("gelu", "relu"))
 CHOICES = {
     "bytes a token": [
-        Comparison(_WITH["gelu"], best_with("gelu", 1), "ReLU squared", leveled_lu("relu_squared", 1.5 * same_load(1))),
-        Comparison(_WITH["gelu"], best_with("gelu", 1), f"{SCALED}", replace(LARGER, width=same_load(1))),
-        Comparison(_WITH["relu"], best_with("relu", 1), "leveled ReGLU", leveled_glu("relu", same_load(1))),
+        Comparison(_GELU, best_with("gelu", 1), "ReLU squared", leveled_lu("relu_squared", 1.5 * same_load(1))),
+        Comparison(_GELU, best_with("gelu", 1), SCALED, replace(LARGER, width=same_load(1))),
+        Comparison(_RELU, best_with("relu", 1), "leveled ReGLU", leveled_glu("relu", same_load(1))),
     ],
     "bytes a token, weights of 8 bits": [
-        Comparison(_WITH["gelu"], best_with("gelu", 1), name, layer)
+        Comparison(_GELU, best_with("gelu", 1), name, layer)
         for name, layer in (
             ("ReLU squared", leveled_lu("relu_squared", round(1.5 * same_fp8_load(1), 4))),
             ("leveled SwiGLU", leveled_glu("silu", round(same_fp8_load(1), 4))),
         )
     ],
     "the width": [
-        Comparison(_WITH["gelu"], best_with("gelu", 1), "ReLU squared", _RELU_SQUARED[1.0], ALL_SIZES),
-        Comparison(_WITH["gelu"], best_with("gelu", 1), "SwiGLU", SWIGLU, ALL_SIZES),
-        Comparison(_WITH["gelu"], best_with("gelu", 1), "leveled GeGLU", _GLU["gelu"], ("25M", "90M")),
-        Comparison(_with("gelu", 4), best_with("gelu", 4), _WITH["gelu"], best_with("gelu", 1), ALL_SIZES),
-        Comparison(_with("relu", 4), best_with("relu", 4), _WITH["relu"], best_with("relu", 1), ALL_SIZES),
+        Comparison(_GELU, best_with("gelu", 1), "ReLU squared", leveled_lu("relu_squared"), ALL_SIZES),
+        Comparison(_GELU, best_with("gelu", 1), "SwiGLU", SWIGLU, ALL_SIZES),
+        Comparison(_GELU, best_with("gelu", 1), "leveled GeGLU", leveled_glu("gelu"), ("25M", "90M")),
+        Comparison(_with("gelu", 4), best_with("gelu", 4), _GELU, best_with("gelu", 1), ALL_SIZES),
+        Comparison(_with("relu", 4), best_with("relu", 4), _RELU, best_with("relu", 1), ALL_SIZES),
     ],
     "training operations": [
-        Comparison(_WITH["gelu"], best_with("gelu", 1), "ReLU squared", _RELU_SQUARED[1.5], ALL_SIZES),
+        Comparison(_GELU, best_with("gelu", 1), "ReLU squared", leveled_lu("relu_squared", 1.5), ALL_SIZES),
         Comparison(_with("relu", 4), best_with("relu", 4, 0.5), "SwiGLU", SWIGLU),
         Comparison(_with("relu", 4), best_with("relu", 4), "ReLU squared", leveled_lu("relu_squared", 3.0)),
     ],
     "training time": [
-        Comparison(_WITH["relu"], EQUAL_TIME[1], "ReLU squared", EQUAL_TIME[0]),
-        Comparison(_WITH["relu"], EQUAL_TIME[1], "leveled SwiGLU", _GLU["silu"]),
-        Comparison(_with("relu", 4), EQUAL_TIME[2], "leveled SwiGLU", _GLU["silu"]),
+        Comparison(_RELU, EQUAL_TIME[1], "ReLU squared", EQUAL_TIME[0]),
+        Comparison(_RELU, EQUAL_TIME[1], "leveled SwiGLU", leveled_glu("silu")),
+        Comparison(_with("relu", 4), EQUAL_TIME[2], "leveled SwiGLU", leveled_glu("silu")),
     ],
 }
 """What two layers have alike to comparisons, for those who choose a layer. All widths follow from what is alike."""
 
 LATER = ("Other ways to learn masks", "As much time a training step")
-"""Questions whose layers do not enter the noise, which was estimated, and which texts quote, before they were asked."""
+"""Questions that were asked after the noise had been estimated. Their layers do not enter it, since texts quote it."""
 
 
 def recipes() -> Iterator[Recipe]:

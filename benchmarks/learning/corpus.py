@@ -7,7 +7,7 @@ kind `english` is the prose in these packages, and the manual pages. Two kinds a
 `--debian`: `rfc` is the text files of doc-rfc, and `c` the C sources of linux-source-6.1. Several kinds are one corpus:
 each step reads a random mixture, and each kind has its own held-out text.
 
-Whole packages are held out: each manual page and each RFC is one, and in Linux each folder of the second level.
+Whole packages are held out: each manual page and each RFC is one, and in Linux each folder or file of the second level.
 Held-out files are dropped if another package has the same file, or if training text has most of their lines. Text
 beyond 100 MB of a kind is subsampled at random, as for the committed results; `--megabytes inf` takes all of it. The
 text is not committed; the results name its hash and its sizes.

@@ -64,7 +64,8 @@ class Recipe:
         straight_through: how gradients pass the threshold: `identity` (the paper's), `clipped` (no gradient where a
             logit is further than `SLOPE` from 0) or `tanh` (times the derivative of `SLOPE * tanh(logit / SLOPE)`).
         continuous: the fraction of the steps in which masks are continuous in the forward pass too, with a width that
-            falls linearly to 0 (`masks.ContinuousMGLU`); afterwards they are hard. 0 for hard masks in all steps.
+            falls linearly to 0 (`masks.ContinuousMGLU`); afterwards they are hard. The learning curve has the loss
+            with the masks of its step. 0 for hard masks in all steps.
         flips: the flips of a mask bit in a run if gradients were independent, of masks that are learned by accumulators
             (`masks.step_accumulators`) instead of AdamW; `mask_lr` and `logits_std` then have no meaning. 0 for AdamW.
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
