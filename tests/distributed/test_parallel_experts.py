@@ -51,11 +51,13 @@ def test_two_ranks_load_the_checkpoint_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_layers_in_16_bits_equal_one_process(tmp_path: Path) -> None:
-    """These are the checks of tests/gpu in 16 bits, at their width."""
-    run_on_ranks(check_in_16_bits, tmp_path, "cpu", torch.bfloat16)
+def test_layers_in_other_dtypes_equal_one_process(tmp_path: Path) -> None:
+    """These are the checks of tests/gpu, at their widths."""
+    run_on_ranks(check_in_other_dtypes, tmp_path)
 
 
-def check_in_16_bits(rank: int, device: str, dtype: torch.dtype) -> None:
+def check_in_other_dtypes(rank: int) -> None:
     for module in (tensor_parallel, expert_parallel, token_exchange):
-        module.run_checks(rank, device, dtype, module.IN_16_BITS, tensor_parallel.WIDE)
+        module.run_checks(rank, "cpu", torch.bfloat16, module.WITHOUT_FLOAT64, tensor_parallel.WIDE)
+    for module in (expert_parallel, token_exchange):
+        module.run_checks(rank, "cpu", torch.float32, module.WITHOUT_FLOAT64)

@@ -25,7 +25,7 @@ pytestmark = [
     ),
 ]
 
-IN_16_BITS = ("cuda", torch.bfloat16)
+IN_BFLOAT16 = ("cuda", torch.bfloat16)
 
 
 def test_tensor_parallel_layers_in_float64(tmp_path: Path) -> None:
@@ -45,11 +45,17 @@ def test_tensor_parallel_layers_in_float64(tmp_path: Path) -> None:
 )
 def test_layers_in_16_bits(module: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     """The width is one for which the 16-bit kernels run. Layers are dense, in fp8 and in other formats."""
-    arguments = "cuda", dtype, module.IN_16_BITS, tensor_parallel.WIDE
+    arguments = "cuda", dtype, module.WITHOUT_FLOAT64, tensor_parallel.WIDE
     run_on_ranks(module.run_checks, tmp_path, *arguments, backend="nccl")
 
 
-def test_divided_experts_without_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [expert_parallel, token_exchange], ids=lambda one: one.__name__)
+def test_experts_in_float32(module: Any, tmp_path: Path) -> None:
+    arguments = "cuda", torch.float32, module.WITHOUT_FLOAT64
+    run_on_ranks(module.run_checks, tmp_path, *arguments, backend="nccl")
+
+
+def test_divided_experts_in_float64(tmp_path: Path) -> None:
     checks = expert_parallel.WITHOUT_TRAINING
     run_on_ranks(expert_parallel.run_checks, tmp_path, "cuda", torch.float64, checks, backend="nccl")
 
@@ -57,9 +63,9 @@ def test_divided_experts_without_training(tmp_path: Path) -> None:
 def test_a_checkpoint_of_experts_goes_from_two_gpus_to_one_and_back(tmp_path: Path) -> None:
     of_one = tmp_path / "of_one"
     of_one.mkdir()
-    run_on_ranks(expert_parallel.save, tmp_path, *IN_16_BITS, str(tmp_path), backend="nccl")
-    expert_parallel.load_whole(*IN_16_BITS, str(tmp_path), str(of_one))
-    run_on_ranks(expert_parallel.load, of_one, *IN_16_BITS, str(of_one), backend="nccl")
+    run_on_ranks(expert_parallel.save, tmp_path, *IN_BFLOAT16, str(tmp_path), backend="nccl")
+    expert_parallel.load_whole(*IN_BFLOAT16, str(tmp_path), str(of_one))
+    run_on_ranks(expert_parallel.load, of_one, *IN_BFLOAT16, str(of_one), backend="nccl")
 
 
 def test_transformers_divide_rows_or_experts_of_a_mixture(tmp_path: Path) -> None:

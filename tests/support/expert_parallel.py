@@ -265,9 +265,9 @@ CHECKS |= {"router_logits": check_router_logits, "training": check_training, "qu
 CHECKS |= {"bad_input": check_bad_input, "materialized": check_materialized, "fully_sharded": check_fully_sharded}
 CHECKS |= {"compiled": check_compiled}
 CHECKS |= {"trained_step": check_trained_step}
-IN_16_BITS = ["results", "sequence_parts", "router_logits", "quantized", "trained_step"]
+WITHOUT_FLOAT64 = ["results", "sequence_parts", "router_logits", "quantized", "trained_step"]
 WITHOUT_TRAINING = ["placements", "bad_input", "materialized"]
-"""Those that need no gradients, which a GPU computes in bfloat16 only."""
+"""Those that need no gradients, which a GPU does not compute in float64."""
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:

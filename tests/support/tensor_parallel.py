@@ -291,7 +291,7 @@ def check_materialized(setting: Setting) -> None:
 CHECKS = {"placements": check_placements, "results": check_results, "training": check_training}
 CHECKS |= {"freezing": check_freezing, "uneven": check_uneven, "damaged_masks": check_damaged_masks}
 CHECKS |= {"materialized": check_materialized, "quantized": check_quantized}
-IN_16_BITS = ["placements", "results", "freezing", "quantized"]
+WITHOUT_FLOAT64 = ["placements", "results", "freezing", "quantized"]
 """The checks that do not need float64."""
 
 

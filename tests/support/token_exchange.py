@@ -128,7 +128,7 @@ CHECKS = {
     "trained_step": check_trained_step,
     "bad_input": check_bad_input,
 }
-IN_16_BITS = ["results", "idle_rank", "inference", "trained_step"]
+WITHOUT_FLOAT64 = ["results", "idle_rank", "inference", "trained_step"]
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
