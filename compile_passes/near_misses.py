@@ -270,7 +270,7 @@ def _reading(recogniser: Recogniser, node: Node) -> str:
         what = "a gated product"
     functions = [str(value.formula) for value in values if isinstance(value, Activated)]
     if len(functions) > 1:
-        what = f"{' and '.join(functions)} of the products g, of which one must be g itself (the value),"
+        what = f"{' and '.join(functions)} of the products g, one of which must be g itself (the value),"
     dtype = dtype_of(node)
     kind = f" ({str(dtype).removeprefix('torch.')})" if dtype is not None else ""
     return f"`{node.name}`{kind} reads {what} by `{node.name if node.target is opaque else operation}`"

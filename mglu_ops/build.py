@@ -74,7 +74,7 @@ def _share(folder: Path, is_new: bool) -> None:
             path.chmod(0o644)
     mode = stat.S_IMODE(folder.stat().st_mode)
     if ~mode & 0o005:
-        say(f"{folder} keeps mode {mode:o}, with which others cannot read it (chmod 755 lets them)")
+        say(f"{folder} keeps mode {mode:o}, so others cannot read it (chmod 755 lets them)")
 
 
 def _check(options: argparse.Namespace) -> None:

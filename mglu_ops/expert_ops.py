@@ -21,9 +21,9 @@ weight `[E, d, h]`, packed_masks `[E, d, ceil(h / 8), n_masks]`, mask_logits `[E
 its products in float32, or float64 for float64, in the order of k.
 
 **Rows without an expert.** An id outside 0 .. E-1, as expert parallelism has for experts of other ranks, gives a row of
-zeros and contributes nothing to a sum; what x or y hold there is not read. So do rows past `offs[-1]`, where
-`torch.nn.functional.grouped_mm` leaves the result undefined. Their gradients are zeros, and so are the gradients of an
-expert without rows. offs must ascend; if they do not, the results are unspecified.
+zeros and contributes nothing to a sum; what x or y hold there is not read. The same holds for rows past `offs[-1]`,
+where `torch.nn.functional.grouped_mm` leaves the result undefined. Their gradients are zeros, and so are the gradients
+of an expert without rows. offs must ascend; if they do not, the results are unspecified.
 
 **Values are not read on the host of a GPU.** Neither ids nor offs decide a shape or a launch, so that CUDA graphs
 replay with others.

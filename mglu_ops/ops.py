@@ -354,8 +354,8 @@ def refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_
         tensor = tensors.get(name)
         if tensor is not None and tensor.requires_grad:
             raise ValueError(
-                f"{name}: got a tensor that requires a gradient, which there is not for "
-                f"weight_format={weight_format!r}: call {name}.requires_grad_(False)"
+                f"{name}: got a tensor that requires a gradient, but there is no such gradient "
+                f"for weight_format={weight_format!r}: call {name}.requires_grad_(False)"
             )
 
 

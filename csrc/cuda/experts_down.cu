@@ -53,8 +53,8 @@ constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // of a stored element
 constexpr int kScaleElementBytes = kFormat == WeightFormat::int4_group ? 2 : 4;
 
 // A stage is kRows rows of 128 columns of W, then 128 columns of each token, then the rows' scales of these columns. A
-// warp multiplies 32 columns at a time, a step, of which a lane has 8 neighbouring ones. The steps of a row are permuted
-// so that the rows which a warp reads at once lie in different banks.
+// warp multiplies a step of 32 columns at a time, 8 neighbouring columns in each lane. The steps of a row are permuted so
+// that the rows which a warp reads at once lie in different banks.
 constexpr int kColumns = 128;
 constexpr int kRowBytes = kColumns * kBits / 8;
 constexpr int kStepBytes = kRowBytes / 4;

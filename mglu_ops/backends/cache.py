@@ -150,7 +150,7 @@ def _check_trust(path: Path) -> None:
         raise OSError(f"{path} is owned by user {status.st_uid} and not by {os.geteuid()}, who runs this, or root")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(status.st_mode)
-        raise OSError(f"{path} has mode {mode:o}, with which others can write to it (chmod go-w makes it private)")
+        raise OSError(f"{path} has mode {mode:o}, so others can write to it (chmod go-w makes it private)")
 
 
 def _files(folder: Path, artifact: Artifact) -> list[Path]:

@@ -111,7 +111,7 @@ def backward(
 
 
 def _layer(given: ExpertArguments, expert: int, rows: slice | Tensor, top_k: int) -> LayerArguments:
-    """The arguments of an expert's layer for its rows, of which each token has `top_k`."""
+    """The arguments of an expert's layer for its rows; each token has `top_k` rows."""
     x = given.x[rows] if isinstance(rows, slice) else given.x[rows // top_k]
     return given.of_expert(expert, x, None if given.mask_weights is None else given.mask_weights[rows])
 

@@ -67,7 +67,7 @@ class _Experts(MaskedLinear):
     def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
         """What this rank holds of a DTensor, if the layer is divided over ranks; otherwise the tensor, unchanged.
 
-        Of the gradient of a tensor that all ranks hold, each rank computes one term of a sum. The gradient of what only
+        The gradient of a tensor that all ranks hold is a sum; each rank computes one term. The gradient of what only
         this rank holds has the tokens of all ranks; if these are their own, it is averaged over the ranks, as
         data-parallel training does with all other gradients.
         """

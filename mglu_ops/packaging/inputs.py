@@ -155,7 +155,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 
 
 def dense_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """The order for which `dense_strides` are these strides, but for dimensions of size 1; None if there is none."""
+    """The order that gives these strides in `dense_strides`, up to dimensions of size 1; None if no order does."""
     order = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim]), reverse=True)
     wanted = dense_strides(shape, order)
     is_dense = all(size == 1 or a == b for size, a, b in zip(shape, strides, wanted, strict=True))

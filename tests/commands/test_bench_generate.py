@@ -86,7 +86,7 @@ def test_every_form_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("inline")
-def test_wrong_masks_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_with_wrong_masks_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(module: generate.PlainMGLU) -> torch.nn.Module:
         return torch.nn.Sequential(generate.MGLU.from_parameters(module.weight, -module.logits), module.down_proj)
 

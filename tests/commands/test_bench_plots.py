@@ -50,7 +50,7 @@ def bars(axes: Any) -> dict[str, list[float]]:
     return {bars.get_label(): [float(bar.get_width()) for bar in bars] for bars in axes.containers}
 
 
-def test_layers_and_models_are_those_of_the_results(plots: Any) -> None:
+def test_layers_and_models_come_from_the_results(plots: Any) -> None:
     tables, picture = plots.PLOTS["layer_and_model"]
     figure = picture(*(load(suites.RESULTS, table) for table in tables))
     assert figure.get_suptitle() == "NVIDIA H200, bfloat16, one token at a time"

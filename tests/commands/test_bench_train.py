@@ -109,7 +109,7 @@ def replace_layer(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_compiler")
-def test_what_does_not_fit_into_memory_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_variant_that_does_not_fit_into_memory_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def too_large(x: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -164,7 +164,7 @@ def step(problem: train.Problem, variant: str, milliseconds: float, **extra: obj
     return row(variant, 1000 * milliseconds, problem.n_masks, problem.tokens, **changes, extra=extra)
 
 
-def test_a_resumed_result_lacks_only_the_problems_that_are_not_there(monkeypatch, tmp_path):
+def test_a_resumed_run_measures_only_what_the_result_lacks(monkeypatch, tmp_path):
     problems = [replace(PROBLEM, tokens=tokens) for tokens in (10, 20, 30)]
     begun: list[int] = []
 

@@ -24,7 +24,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def test_loss_is_that_of_the_decoder_that_takes_one_token_at_a_time() -> None:
+def test_loss_equals_the_loss_of_a_decoder_of_one_token_at_a_time() -> None:
     torch.manual_seed(0)
     model = LanguageModel(SIZES, GLU)
     other = decoder.Decoder(SIZES, GLU)

@@ -82,7 +82,7 @@ def test_a_folder_that_exists_keeps_its_mode(bits, tmp_path, compiled, capsys):
     assert stat.S_IMODE(out.stat().st_mode) == bits
     assert stat.S_IMODE((out / "notes").stat().st_mode) == 0o600
     assert {stat.S_IMODE(path.stat().st_mode) for path in out.glob("*.cubin")} == {0o644}
-    said = f"{out} keeps mode {bits:o}, with which others cannot read it"
+    said = f"{out} keeps mode {bits:o}, so others cannot read it"
     assert (said in capsys.readouterr().err) == (bits != 0o755)
 
 

@@ -21,7 +21,7 @@ def test_help_and_version_do_not_import_torch(option: str) -> None:
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "numpy")}
 
 
-def test_version_is_that_of_the_package_and_of_pyproject(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_the_package_and_pyproject_have_one_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0

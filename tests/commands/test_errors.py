@@ -87,7 +87,7 @@ RUNTIME = "build-runtime --out out"
             "build --arch sm_90 --shapes 8x9 --weight-format int4_group",
             "^weight_format: got 'int4_group' with in_features=9",
         ),
-        ("build --out open", "has mode 777, with which others can write to it"),
+        ("build --out open", "has mode 777, so others can write to it"),
         ("build --out weights.pt", r"weights.pt is not used: \[Errno 17\] File exists"),
         ("params --n-masks 17", "^--n-masks: got 17, must be from 1 to 16"),
         ("params --bits 0", "^--bits: got 0, must be at least 1"),

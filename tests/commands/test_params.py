@@ -45,7 +45,7 @@ def test_the_paper_published_the_same_numbers(scale, name, n_masks, weights, mas
 
 
 @pytest.mark.parametrize(("n_masks", "bits"), [(1, 17), (4, 20), (16, 32)])
-def test_the_memory_load_of_a_projection_is_that_of_table_2(n_masks, bits):
+def test_the_memory_load_of_a_projection_matches_table_2(n_masks, bits):
     h, d = 2048, 8192
     lu, glu, mglu = counts(PAPER["large"], [n_masks])
     assert [row.projection_load * 8 for row in (lu, glu, mglu)] == [16 * h * d, 32 * h * d, bits * h * d]

@@ -131,7 +131,7 @@ def open_to_others(path: Path, how: str) -> str:
         path.symlink_to(path.parent.parent / "elsewhere")
         return f"{path} is a symbolic link"
     path.chmod(mode(path) | (0o020 if how == "group" else 0o002))
-    return f"{path} has mode {mode(path):o}, with which others can write to it (chmod go-w makes it private)"
+    return f"{path} has mode {mode(path):o}, so others can write to it (chmod go-w makes it private)"
 
 
 @pytest.mark.parametrize("how", ["owner", "group", "world", "link"])

@@ -74,9 +74,7 @@ def test_the_gpu_rounds_as_a_cpu_does(dtype: torch.dtype, size: float) -> None:
         (600, 300, 1056, 4),
     ],
 )
-def test_errors_are_those_of_a_naive_layer(
-    name: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int
-) -> None:
+def test_errors_equal_a_naive_layers(name: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int) -> None:
     """As it is dispatched, which may multiply in fp8, and by each backend; and x in other layouts."""
     given, _ = make(name, dtype, tokens, d, h, n_masks)
     found = torch.ops.mglu.forward(*given)

@@ -118,7 +118,7 @@ def test_strides_of_x_and_mask_weights() -> None:
         assert_matches(run(given._replace(**changes)).cpu(), expected)
 
 
-def test_weights_that_are_no_matrix_are_refused() -> None:
+def test_weights_that_form_no_matrix_are_refused() -> None:
     given = on_gpu(random_layer(40, 80, 256, 4).given)
     apart = torch.cat((given.weight, given.weight), 1)[:, :80]
     call = ExpertCall.of(given._replace(weight=apart))

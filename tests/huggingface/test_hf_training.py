@@ -225,7 +225,7 @@ def test_reentrant_checkpoints_are_refused_with_a_balance(tmp_path: Path) -> Non
         trained(tmp_path, ROUTED, **options)
 
 
-def test_the_balance_of_experts_is_that_of_transformers() -> None:
+def test_experts_are_balanced_as_in_transformers() -> None:
     """`router_aux_loss_coef` of a mixture is for the routers of experts, not for routers of masks."""
     model = tiny(**MIXTURE, router_aux_loss_coef=0.5).train()
     output = model(TOKENS, labels=TOKENS)

@@ -338,7 +338,7 @@ def test_each_kind_of_text_has_its_own_held_out_loss(text, tmp_path):
     assert all({"held_out", "held_out_a", "held_out_b"} <= row.keys() for row in rows)
 
 
-def test_flips_are_those_of_one_step(text):
+def test_flips_are_counted_for_one_step(text):
     run = training.Training(tiny_run(text, 8, n_masks=2), text, "cpu", compiled=False)
     before: list[torch.Tensor] = []
     step = run.step

@@ -148,7 +148,7 @@ def test_feed_forward_blocks_apply_the_activation_of_their_name(kind, activation
     assert list(block.state_dict()) == names
 
 
-def test_initial_weights_equal_those_of_linear_and_logits_are_small():
+def test_initial_weights_are_as_in_linear_and_logits_are_small():
     torch.manual_seed(3)
     linear = nn.Linear(300, 200, bias=False)
     torch.manual_seed(3)

@@ -36,7 +36,7 @@ def stored(weight_format: str, **options: Any) -> SwiMGLU:
 
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_results_and_gradients_of_x_are_those_of_the_dequantized_weight(weight_format: str, dtype: torch.dtype) -> None:
+def test_results_and_gradients_of_x_agree_with_the_dequantized_weight(weight_format: str, dtype: torch.dtype) -> None:
     model = frozen(top_k=1, dtype=dtype)
     chosen, weight, down = FORMATS[weight_format], model.mglu.weight.detach().clone(), model.down_proj.weight
     assert quantize(model, weight_format) is model

@@ -153,7 +153,7 @@ def test_results_match_the_oracle_of_the_rounded_values(
 
 @each_dtype
 @pytest.mark.parametrize("n_masks", [1, 4])
-def test_errors_are_those_of_a_naive_layer_in_fp8(dtype: torch.dtype, n_masks: int) -> None:
+def test_errors_equal_a_naive_layers_in_fp8(dtype: torch.dtype, n_masks: int) -> None:
     """Scales of powers of two lose nothing against amax / 448, because fp8 rounds all sizes alike."""
     arguments, _ = make("fp8_row", dtype, (16, 256, 1024), n_masks)
     exact, naive = naive_error(arguments)

@@ -195,7 +195,7 @@ def test_vmap(name: str) -> None:
     assert torch.equal(of_scales, torch.stack([forward(*given._replace(weight_scale=one)) for one in scales]))
 
 
-def test_flops_are_those_of_the_decoded_weight() -> None:
+def test_flops_count_the_decoded_weight() -> None:
     with FlopCounterMode(display=False) as counter:
         forward(*NIBBLES)
     assert counter.get_total_flops() == 3 * 2 * 3 * 256 * 264

@@ -54,12 +54,12 @@ def test_the_library_exports_only_names_of_mglu(library: Path) -> None:
     assert all("mglu_" in name for name in exported), exported
 
 
-def test_the_version_of_the_header_is_that_of_the_package() -> None:
+def test_header_and_package_have_one_version() -> None:
     header = (source_directory() / "library/mglu_ops.h").read_text()
     assert re.search(r'#define MGLU_OPS_VERSION "([^"]+)"', header)[1] == mglu_ops.__version__
 
 
-def test_the_checksum_is_that_of_the_library(library: Path) -> None:
+def test_the_checksum_matches_the_library(library: Path) -> None:
     """It has the format of `sha256sum`."""
     assert run(["sha256sum", "--check", f"{library.name}.sha256"], folder=library.parent).returncode == 0
 
@@ -131,7 +131,7 @@ print(json.dumps([schemas, results]))
 """
 
 
-def test_the_operators_of_the_library_agree_with_those_of_python(library: Path) -> None:
+def test_the_operators_of_the_library_agree_with_python(library: Path) -> None:
     schemas, results = json.loads(python("-c", ALONE, library, *NAMES))
     assert schemas == [str(getattr(torch.ops.mglu, name).default._schema) for name in NAMES]
     generator = torch.Generator().manual_seed(0)

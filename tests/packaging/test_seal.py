@@ -105,7 +105,7 @@ def test_other_files_are_refused(case: str, check: Check, tmp_path: Path) -> Non
     assert words in problem
 
 
-def test_a_package_is_no_weights_file(check: Check, bare: Path, weights: Path) -> None:
+def test_a_package_is_refused_as_a_weights_file(check: Check, bare: Path, weights: Path) -> None:
     assert "is sealed as 'package', must be 'weights'" in check(bare, bare)
     assert "is sealed as 'weights', must be 'package'" in check(weights)
     torch.save({}, weights)
@@ -143,7 +143,7 @@ def test_cpp_asks_for_weights(in_cpp: Check, bare: Path, weights: Path, tmp_path
 
 
 @needs_compiler
-def test_cpp_refuses_what_is_no_file(in_cpp: Check, tmp_path: Path) -> None:
+def test_cpp_refuses_what_is_not_a_file(in_cpp: Check, tmp_path: Path) -> None:
     assert in_cpp(None) == "package: got null, must be the path of a package"
     assert in_cpp(tmp_path / "no.pt2") == f"{tmp_path}/no.pt2: No such file or directory"
     for path in (tmp_path, Path("/dev/zero")):

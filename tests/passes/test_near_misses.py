@@ -44,7 +44,7 @@ def of_functions(count: int) -> str:
         ),
         (
             "torch.relu(g) * torch.tanh(v)",
-            "reads relu(g) and tanh(g) of the products g, of which one must be g itself (the value), by `mul`",
+            "reads relu(g) and tanh(g) of the products g, one of which must be g itself (the value), by `mul`",
         ),
         ("checkpoint(F.linear, x, w * m) * v", "another graph reads one or both of them"),
         ("y = linear(x, w * m); y * checkpoint(F.linear, x, w * ~m)", "another graph reads one or both of them"),

@@ -192,7 +192,7 @@ def test_nodes_without_examples() -> None:
         assert shapes.repeated(nodes[1])[1] is None
 
 
-def test_example_of_dynamo_comes_before_that_of_export() -> None:
+def test_an_example_of_dynamo_is_read_before_one_of_export() -> None:
     x, _ = traced(lambda x: x)
     x.meta["example_value"] = torch.zeros(2)
     assert shapes.dims(x) == 1

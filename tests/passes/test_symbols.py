@@ -63,7 +63,7 @@ def test_symbol(target: Any, args: tuple[Any, ...], symbol: str | None) -> None:
     assert (call and call.symbol) == symbol
 
 
-def test_what_is_no_call() -> None:
+def test_nodes_that_are_not_calls() -> None:
     assert as_call(X) is None
     assert as_call("x") is None
     assert as_call(GRAPH.get_attr("relu")) is None

@@ -337,7 +337,7 @@ def test_a_note_says_why_a_weight_is_read_decoded(name: str) -> None:
     assert_format("dense", layer(decode), lambda: arguments(weight_format, d=size, h=size), reason)
 
 
-def test_numbers_that_are_not_those_of_bytes_are_numbers_of_8_bits() -> None:
+def test_unpacked_numbers_in_another_order_are_numbers_of_8_bits() -> None:
     def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
         return UNPACKED["the high four bits first"](q).to(dtype) * s.to(dtype)
 

@@ -72,7 +72,7 @@ def outlier_layers(
 
 
 def layer_of_large_gates(dtype: torch.dtype, tokens: int, n_masks: int) -> Layer:
-    """Gates of 32 * 900 and values of 32 / 1000: their product is 921.6 but for the rounding of the weights."""
+    """Gates of 32 * 900 and values of 32 / 1000: their product is 921.6, up to the rounding of the weights."""
     layer = make_layer((tokens,), 64, 8, n_masks, activation="identity", dtype=dtype)
     masks = torch.zeros_like(layer.masks)
     masks[:, :, :32] = True

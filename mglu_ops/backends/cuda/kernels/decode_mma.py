@@ -20,7 +20,7 @@ ROWS = 16
 
 
 def _scales_columns(call: LayerCall) -> bool:
-    """Whether scales belong to groups of 128 columns, of which a stage holds whole ones."""
+    """Whether scales belong to groups of 128 columns; a stage then holds whole groups."""
     return call.weight.format.columns is not None
 
 

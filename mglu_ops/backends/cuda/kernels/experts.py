@@ -22,7 +22,7 @@ MOST_ROWS_TO_FIND = 64
 """The most rows for which blocks find their items, since grouping them first takes longer (csrc/cuda/decode_mma.md)."""
 
 MOST_TILES_OF_ONE_WAVE = 8
-"""The most tiles of 16 rows of W for each SM with which every SM gets one block."""
+"""With up to this many tiles of 16 rows of W for each SM, every SM gets one block."""
 
 _ROWS_BYTES = 128
 """Static shared memory for the numbers of an item's rows, and what aligning the rest may take."""
@@ -137,8 +137,8 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertLaunch:
 def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
     """The launch of `decode_mma`, or None where it cannot run an expert's layer.
 
-    An item has 8 or 16 rows, the columns of a product, or as many as there are tokens: then an expert has no more,
-    unless a token has it twice. In the batch-invariant mode the order of sums must depend on nothing but the layer.
+    An item has 8 or 16 rows, the columns of a product. With fewer tokens it has one row a token: an expert has no
+    more, unless a token has it twice. In the batch-invariant mode the order of sums must depend only on the layer.
     """
     layer = call.layer
     if not decode_mma.can_run(layer, gpu):

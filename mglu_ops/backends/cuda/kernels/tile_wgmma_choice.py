@@ -121,7 +121,7 @@ def fp8_launches(n_masks: int, weight_format: str, shared_bytes_per_sm: int) -> 
     found = []
     for groups, rows in ((1, 128), (1, 64), (2, 64)):
         products = ceil_div(n_masks + 1, groups)
-        # What ptxas needs beside the sums and the products of a chunk is an estimate by what it compiles.
+        # How many registers ptxas needs beside these sums and products is estimated from what it compiled.
         most = 215 if weight_format == "fp8_row" else 211 if groups == 1 else 205
         for columns in _TOKEN_COLUMNS:
             sums = (products + 1) * columns // 2
