@@ -14,6 +14,7 @@ from benchmarks.train_layers import CASE, FUSED, NAIVE
 MASKS = (1, 4, 8, 16)
 STEP = f"case == '{CASE}' and layer == '8192 x 2048' and tokens == 8192"
 AUTOCAST = "case == 'Llama-3.2 1B, autocast'"
+EXPERTS = "case == 'Qwen3-30B-A3B, balanced'"
 _MODEL = {"ours": "SwiMGLU"}
 ON_GPU: list[tuple[str, str, str, dict[str, str]]] = [
     ("14336 x 4096, 1 token", "one_token", "layer == '14336 x 4096'", {}),
@@ -22,6 +23,8 @@ ON_GPU: list[tuple[str, str, str, dict[str, str]]] = [
     ("1B-parameter model, 1 token", "decode_model", "layer == '8192 x 2048' and tokens == 1", _MODEL),
     ("14336 x 4096 in fp8, 1 token", "formats", "case == 'fp8_row' and layer == '14336 x 4096' and tokens == 1", {}),
     ("8B-parameter model in fp8, 1 token", "decode_model_fp8", "layer == '14336 x 4096' and tokens == 1", _MODEL),
+    ("experts of Qwen3-30B-A3B, whole layer, 32 tokens", "experts_layer", f"{EXPERTS} and tokens == 32", {}),
+    ("the same, 256 tokens", "experts_layer", f"{EXPERTS} and tokens == 256", {}),
     ("8192 x 2048, training step, 8192 tokens", "train", STEP, {"ours": FUSED}),
     ("the same, peak memory over the inputs", "train", STEP, {"ours": FUSED, "column": "peak_mb"}),
     ("1B-parameter model, training step, 8192 tokens", "train_model", AUTOCAST, {"ours": "fused", "naive": "naive"}),
