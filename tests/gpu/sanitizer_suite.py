@@ -112,9 +112,9 @@ def run_experts(sizes: tuple[int, ...], kernels: Sequence[str]) -> bool:
     return True
 
 
-def run_down(weight_format: str, tokens: int) -> None:
+def run_down(weight_format: str, tokens: int, in_features: int = 288) -> None:
     """Run a call of `experts_down` as `run` does."""
-    layer = make_experts(tokens, 2, 3, 130, 288, 1, routing="some out of range", dtype=torch.bfloat16)
+    layer = make_experts(tokens, 2, 3, 130, in_features, 1, routing="some out of range", dtype=torch.bfloat16)
     given = make_down(layer, weight_format)
     on_gpu = given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
     found = expert_dispatch.down(None, on_gpu, backend="cuda")
@@ -203,6 +203,7 @@ def main(kernels: Sequence[str]) -> None:
     if not kernels or "experts_down" in kernels:
         for weight_format, tokens in product(FORMATS, (1, 5, 40)):
             run_down(weight_format, tokens)
+        run_down("fp8_row", 40, 4128)  # its units are divided
     if not kernels or "plain" in kernels:
         run_packing()
         run_training(LIBRARY_STEPS)
