@@ -135,9 +135,13 @@ def experiment(results: Path, name: str) -> str:
     'To SwiGLU' is the difference to the mean of the SwiGLU runs of the same size, text and learning rate, in nats a
     byte. A mean over several seeds is followed by the largest distance between two of them. With several kinds of text,
     the loss of each kind follows.
+
+    Raises:
+        FileNotFoundError: no run on the usual text is finished.
     """
-    folder = RESULTS.name if name in USUAL else TEXT_RESULTS.name
-    found = runs(results, folder) if name in USUAL or (results / folder).is_dir() else []
+    found = runs(results)
+    if name not in USUAL:
+        found = runs(results, TEXT_RESULTS.name) if (results / TEXT_RESULTS.name).is_dir() else []
     of, lines, missing = by_recipe(found), [], []
     for recipe in dict.fromkeys(replace(one, seed=0) for one in EXPERIMENTS[name]):
         if recipe in of:
