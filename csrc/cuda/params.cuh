@@ -1,4 +1,4 @@
-// The parameters of the kernels plain, decode_mma, tile_wgmma and permute_x, and of those of experts.
+// The parameters of the kernels plain, decode_mma, tile_wgmma and permute_x, and of the kernels of experts.
 //
 // A kernel takes one struct: first its pointers, then strides and sizes, then tensor maps, one field a line. A kernel of
 // experts takes ItemParams as a second one. The structs are declared in CUDA alone. Python reads the names, types and

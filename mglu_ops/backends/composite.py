@@ -75,7 +75,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Products:
-    """The products of a layer's step, by the library. `composite_experts` has those of experts.
+    """The products of a layer's step, by the library; for experts, see `composite_experts`.
 
     They sum and return in float32 at least. `weight` is `[out_features, in_features]`, `x` is `[tokens, in_features]`
     and `grad` is `[tokens, out_features]`. A `total` is added to in place, in its dtype or a wider one.

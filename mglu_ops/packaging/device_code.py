@@ -111,7 +111,7 @@ def _call(layer: LayerInfo, tokens: int) -> LayerCall:
 def _row(**fields: object) -> str:
     """A C++ initializer with named fields, in the order in which csrc/library/cuda/kernels.h declares them.
 
-    Fields that are left out have the values there.
+    Omitted fields have the default values there.
     """
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
     return f"{{{', '.join(f'.{name} = {text}' for name, text in texts.items())}}}"

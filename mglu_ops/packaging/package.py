@@ -84,7 +84,7 @@ class LayerInfo:
 
     `dtype` is x's. `experts` are the experts of a layer of them, each of which is such a layer; 0 for any other layer.
     `top_k` are the experts of a token; 0 where the rows of x are sorted by expert. `experts_down` has no masks, the
-    activation "identity", and the dtype of its expert weights in place of that of mask weights.
+    activation "identity", and the dtype of its expert weights in place of the mask weights'.
     """
 
     n_masks: int

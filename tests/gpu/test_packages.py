@@ -204,7 +204,7 @@ class Mixture(nn.Module):
         self.register_buffer("down", down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        ids = (4 * x[:, :2]).abs().to(torch.int64)  # some are no experts
+        ids = (4 * x[:, :2]).abs().to(torch.int64)  # some are out of range
         y = torch.ops.mglu.experts_forward(x, self.weight, self.packed_masks, ids)
         return torch.ops.mglu.experts_down(y, self.down, ids, x[:, 2:4].contiguous())
 
@@ -246,7 +246,7 @@ torch.save([getattr(torch.ops.mglu, name)(*given).cpu() for name, given in calls
 
 
 def test_experts_give_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a package, and in a process whose operators are those of the library, for all forms of experts."""
+    """In a package, and in a process that has the library's operators, for all forms of experts."""
     module, package = Mixture().eval().cuda(), tmp_path / "package/experts.pt2"
     calls, layers = expert_calls()
     package.parent.mkdir()

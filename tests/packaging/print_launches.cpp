@@ -3,8 +3,8 @@
 //   print_launches N_MASKS OUT_FEATURES IN_FEATURES WEIGHT_FORMAT ROUNDS_X DTYPE WEIGHTS_DTYPE EXPERTS TOP_K ID_DTYPE
 //                  TOKENS...
 //
-// A layer with no EXPERTS is an ordinary one, and with no TOP_K its rows are sorted by expert. WEIGHTS_DTYPE is that of
-// mask weights, or of the expert weights of mglu::experts_down, which has no masks; -1 for none. Dtypes are torch's
+// A layer with no EXPERTS is an ordinary one, and with no TOP_K its rows are sorted by expert. WEIGHTS_DTYPE is for
+// mask weights, or for the expert weights of mglu::experts_down, which has no masks; -1 for none. Dtypes are torch's
 // numbers.
 #include <cstdio>
 #include <cstdlib>
