@@ -30,10 +30,12 @@ def finished(
 
 
 def test_recipes_survive_their_file(tmp_path, monkeypatch):
-    assert tables.TABLES["learning_text"](tmp_path).startswith("Not run: SwiGLU, initial weights times 1.2574; ReLU")
+    with pytest.raises(FileNotFoundError, match="no results"):
+        tables.TABLES["learning_text"](tmp_path)
     every = experiments.chosen(experiments.USUAL)
     for one in every:
         finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
+    assert tables.TABLES["learning_text"](tmp_path).startswith("Not run: SwiGLU, initial weights times 1.2574; ReLU")
     for one in experiments.EXPERIMENTS["text"]:
         loss = {"held_out_python": 0.7 + one.seed, "held_out_c": 0.8}
         finished(tmp_path, one, 0.75, name="learning_text", gate_ratio=0.5, flipped=0.1, **loss)
