@@ -157,7 +157,7 @@ def _sorted_dtype(experts: int, dtype: torch.dtype) -> torch.dtype:
 
 def inverse_of(pairs: Tensor) -> Tensor:
     """The place of each pair in `pairs`, a permutation."""
-    return torch.empty_like(pairs).scatter(0, pairs, torch.arange(len(pairs), device=pairs.device))
+    return torch.empty_like(pairs).scatter(0, pairs, torch.arange(pairs.shape[0], device=pairs.device))
 
 
 @dataclass(frozen=True)
