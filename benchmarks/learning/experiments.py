@@ -157,10 +157,10 @@ EQUAL_TIME = (
     leveled_glu("silu", 2.625),
     best_with("relu", 1, 2.375),
 )
-"""Layers whose steps take as long as those of SwiGLU and of four masks with 25M weights, by the times of other widths.
+"""Layers that train as fast as SwiGLU or as four masks with 25M weights, by the measured times of other widths.
 
 The times are those in `learning_cost.csv`. SwiGLU's grow by 4.1 ms a unit of width from 8.0 ms, which all layers of
-that size have in common. Those of masks grow from there to their time at a width of 1. ReLU squared is taken to cost
+that size have in common. With masks, times grow from there to the time at a width of 1. ReLU squared is taken to cost
 as much as GELU, and to grow by two thirds of SwiGLU's slope, since it has two matrices instead of three. Widths are
 multiples of 1/16, so that the kernels have whole tiles."""
 TEXT = {

@@ -18,7 +18,7 @@ WIDTH = 0.05
 class ContinuousMGLU(MGLU):
     """MGLU whose forward pass uses `clamp(logit / tau + 1/2, 0, 1)` for the masks while tau > 0; then it is `MGLU`.
 
-    The gradient of a logit is that of its mask where the mask is between 0 and 1, and 0 elsewhere. This is the exact
+    A logit has the gradient of its mask where the mask is between 0 and 1, and 0 elsewhere. This is the exact
     gradient times tau. AdamW does not see such a factor, but it keeps the norm of all gradients, which is clipped, as
     large as with hard masks.
 

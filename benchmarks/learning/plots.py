@@ -116,9 +116,9 @@ def families() -> dict[str, tuple[plots.Style, Callable[[Recipe], bool]]]:
 def is_pareto(recipe: Recipe) -> bool:
     """Whether a recipe is in the Pareto plot: a layer that a user may choose, trained as we recommend.
 
-    These are layers of the families with any gate and any width, with leveled initial weights or those of `nn.Linear`.
-    The searches for our recipe, masks that learn otherwise, routes, mixtures, other lengths of text and converted
-    models are left out.
+    These are layers of the families with any gate and any width, with leveled initial weights or with `nn.Linear`'s.
+    Not in the plot: the searches for our recipe, masks that learn otherwise, routes, mixtures, other lengths of text
+    and converted models.
     """
     rate = 0.3 if recipe.layer == "mglu" else 1.0
     free = ("activation", "width", "size", "weight_gain")

@@ -248,7 +248,7 @@ KINDS: dict[str, type] = {
 
 
 def projection_weights(model: LanguageModel) -> list[nn.Parameter]:
-    """The weights of the first halves of all feed-forward layers, without those of routers and of experts' second."""
+    """The weights of the first halves of all feed-forward layers, without routers and down projections."""
     return [
         parameter
         for block in model.blocks

@@ -247,7 +247,7 @@ def masked_layers(model: nn.Module) -> list[MGLU | NaiveMGLU]:
 
 
 def packed_masks(layer: MGLU | NaiveMGLU) -> Tensor:
-    """A packed copy of a layer's masks; those of all experts as one layer with as many rows."""
+    """A packed copy of a layer's masks; all experts count as one layer with as many rows."""
     if layer.packed_masks is not None:
         return layer.packed_masks.clone().flatten(0, -3)
     assert layer.mask_logits is not None

@@ -247,9 +247,9 @@ def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> 
 
 
 def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
-    """The fields of the launch of `mglu::experts_down`; None if the order of so many rows does not fit.
+    """The fields of the launch of `mglu::experts_down`; None if shared memory cannot hold the order of the rows.
 
-    Python leaves many rows of an expert to a product of the library's (`experts_down.uses_library`), and C++ does not.
+    Python leaves many rows of an expert to `grouped_mm` (`experts_down.uses_library`), and C++ does not.
     """
     call = layer.expert_call(torch.device("cuda"), tokens)
     if tokens == 1 and (problem := experts_down.unsupported_reason(call, gpu)):

@@ -41,7 +41,7 @@ class ParallelExperts(ParallelStyle):
     all-to-all, one row for each expert, and the results come back. All ranks must call the layer, also one without
     tokens. How many rows a rank sends depends on the routing, so **the host waits for its GPU** in each call, and CUDA
     graphs cannot capture one. The gradients of the experts are averages over the ranks. The routers stay ordinary
-    parameters: DDP or FSDP averages their gradients over the ranks, with those of the rest of the model.
+    parameters: DDP or FSDP averages their gradients over the ranks, as in the rest of the model.
 
     Layers with learned, fixed and frozen masks are divided alike, before or after `mglu_ops.freeze`. So are quantized
     ones with their scales, before or after `mglu_ops.quantize`; a rank's rows in `fp8_block` must be a multiple of 128.

@@ -2,8 +2,8 @@
 
 vLLM imports this module when it loads such a model. Each decoder layer is vLLM's own, with its feed-forward layer
 replaced. It is built from a config in which the replaced layer is as small as possible, so that discarded weights use
-no memory. Qwen3-MoE has the decoder layers of Qwen3, and Mixtral those of Mistral, from which they differ only in the
-layer that is replaced: vLLM would register the experts of its own mixtures, and so keep their weights.
+no memory. Qwen3-MoE has Qwen3's decoder layers, and Mixtral has Mistral's: they differ only in the layer that is
+replaced. In the decoder layers of its own mixtures, vLLM would register the experts, and so keep their weights.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Part(NamedTuple):
 def rows_of_rank(
     rows: int, rank: int, ranks: int, weight_format: str = "dense", name: str = "intermediate_size"
 ) -> slice:
-    """The rows that a rank holds, of `rows` that are spread evenly over `ranks`; `name` is that of `rows` in a config.
+    """The rows that a rank holds, of `rows` that are spread evenly over `ranks`; a config calls `rows` by `name`.
 
     Raises:
         ValueError: `rows` is not a multiple of `ranks`, there is no such rank, or a rank's rows are not whole blocks
@@ -87,7 +87,7 @@ def weight_shard(
     """A rank's rows of a weight `[out_features, in_features]`, a view; half the columns in `int4_group`.
 
     Raises:
-        TypeError: the dtype is not that of the format, or not floating if it is dense; vLLM would cast it.
+        TypeError: the format has another dtype, or is dense and the dtype is not floating; vLLM would cast it.
         ValueError: the weight has another shape, or `rows_of_rank` raises.
     """
     stored = get_format(weight_format)

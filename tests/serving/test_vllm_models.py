@@ -165,7 +165,7 @@ EXPERTS = [
 
 
 def check_experts(rank: int) -> None:
-    """Each mixture, spread over its experts or over their rows, computes what that of Transformers does."""
+    """Each mixture, spread over its experts or over their rows, computes what Transformers computes."""
     from vllm.config import get_current_vllm_config
 
     from mglu_ops.vllm.experts import MGLUMoE

@@ -28,7 +28,7 @@ def exchanging(setting: ExpertSetting, model: nn.Sequential, src_data_rank: int 
 
 
 def gradients_of_all(setting: ExpertSetting, model: nn.Sequential, x: Tensor) -> dict[str, Tensor]:
-    """The gradients of the sum of all ranks' losses. Those of experts are averages, and a router's are to be summed."""
+    """The gradients of all ranks' losses together. The layer averages those of experts; a router's are to be summed."""
     found, ranks = gradients(model, model, x), setting.mesh.size()
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

@@ -74,7 +74,7 @@ struct TunedLaunch {
     std::int64_t first_tokens;
     std::int64_t last_tokens;
     int cubin;
-    unsigned blocks;         // into which the work, or that of an item, divides; a multiple of `cluster`
+    unsigned blocks;         // for all of the work, or for one item; a multiple of `cluster`
     unsigned cluster;        // blocks of a thread block cluster
     bool persistent;         // its blocks loop over the work, so a grid needs no more blocks than fit on the SMs
     unsigned threads;        // of a block

@@ -1,6 +1,6 @@
 """A training step of experts in 16 bits on a GPU, for rows sorted by expert (csrc/cuda/training.md).
 
-The equations are those of one layer (`training`), for the rows of each expert. `torch.nn.functional.grouped_mm`
+The rows of each expert follow the equations of one layer (`training`). `torch.nn.functional.grouped_mm`
 multiplies, with the ends of the experts' rows on the device, and kernels before and after it pass once over memory. To
 them, the rows of all experts' weights are one matrix. The flipped weights of an expert are stacked, so that the
 n_masks + 1 products of forward are columns of one product, and dx is one product with a float32 sum. In float16, and on
@@ -124,9 +124,9 @@ def _gradients(
 
 
 def product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """The product of each expert, as `torch.nn.functional.grouped_mm`: by it where it does not wait for the GPU.
+    """The result of `torch.nn.functional.grouped_mm`, which computes it where it does not wait for the GPU.
 
-    It is that of the expert's rows of a with its matrix of b, or of its columns of a with its rows of b.
+    Each expert multiplies its rows of a by its matrix of b, or its columns of a by its rows of b.
     """
     if not a.is_cuda or (_library_has_kernel(a) and _is_for_library(a) and _is_for_library(b)):
         return F.grouped_mm(a, b, offs=offs)
