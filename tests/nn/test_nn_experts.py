@@ -175,16 +175,16 @@ def test_the_feed_forward_layer_routes_as_qwen_and_mixtral_do(norm_topk_prob):
         row, probabilities = x.view(12, 12)[token], logits.view(12, 5)[token].softmax(0)
         chosen = probabilities.sort(descending=True).indices[:2].tolist()
         total = probabilities[chosen].sum() if norm_topk_prob else 1
-        expected = sum(probabilities[e] / total * (ones[e](row) @ block.down_proj[e].T) for e in chosen)
+        expected = sum(probabilities[e] / total * (ones[e](row) @ block.down_proj.weight[e].T) for e in chosen)
         torch.testing.assert_close(y.view(12, 12)[token], expected)
     assert torch.equal(block(x[0, 0]), block(x[:1, :1])[0, 0])
 
 
 def test_the_feed_forward_layer_has_the_names_and_initial_values_of_its_parts():
     block = MGLUExpertsFeedForward(4, 300, 200, 2, n_masks=4, mask_top_k=2)
-    names = {"gate.weight", "down_proj", *(f"experts.{name}" for name in ("weight", "mask_logits", "router.weight"))}
+    names = {"gate.weight", "down_proj.weight", *(f"experts.{name}" for name in ("weight", "mask_logits", "router.weight"))}
     assert set(block.state_dict()) == names
-    for weight, columns in ((block.experts.weight, 300), (block.down_proj, 200), (block.gate.weight, 300)):
+    for weight, columns in ((block.experts.weight, 300), (block.down_proj.weight, 200), (block.gate.weight, 300)):
         assert weight.abs().max() <= columns**-0.5  # as nn.Linear draws each expert's
         assert weight.std().item() == pytest.approx((3 * columns) ** -0.5, rel=0.05)
     leveled = MGLUExpertsFeedForward(4, 300, 200, 2, weight_init="leveled").experts.weight

@@ -182,7 +182,7 @@ def check_experts(rank: int) -> None:
             mixture = load(MGLUMoE(model.config, None, "model.layers.1.mlp"), reference.state_dict())
             size = 256 if kind == "mixtral" else 32
             expected = (2, 64, size) if by_experts else (4, 64, size // 2)
-            assert mixture.experts.down_proj.shape == expected
+            assert mixture.experts.down_proj.weight.shape == expected
             torch.testing.assert_close(mixture(x), reference(x[None])[0])
 
 
@@ -253,7 +253,7 @@ def check_refused_mixtures(rank: int) -> None:
             experts.mglu.load_weights([("weight", torch.zeros(3, INTERMEDIATE, HIDDEN))])
         logits = torch.ones(4, N_MASKS, INTERMEDIATE, HIDDEN)
         experts.mglu.load_weights([("mask_logits", logits), ("weight", torch.zeros(4, INTERMEDIATE, HIDDEN))])
-        with pytest.raises(ValueError, match=r"experts\.down_proj: the checkpoint has no such tensor"):
+        with pytest.raises(ValueError, match=r"experts\.down_proj\.weight: the checkpoint has no such tensor"):
             check_loaded(torch.nn.ModuleDict({"experts": experts}))
 
 
