@@ -180,7 +180,7 @@ WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], s
     (
         lambda w, l, p: down_shard(BLOCKS.T, COLUMNS, 320, *RANK, "fp8_block"),
         ValueError,
-        "intermediate_size: got 320, must be a multiple of 256 with 2 ranks and a weight in fp8_block, of which 128 col",
+        "intermediate_size: got 320, must be a multiple of 256 with 2 ranks and a weight in fp8_block, of which 128",
     ),
     (
         lambda w, l, p: down_scale_shard(SCALES[1:], *SHAPE, *RANK, "fp8_row"),
