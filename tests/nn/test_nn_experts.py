@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ACTIVATION_NAMES, examples
 
+from mglu_ops.formats import FORMATS
 from mglu_ops.nn import (
     MGLUExperts,
     MGLUExpertsFeedForward,
@@ -189,6 +190,32 @@ def test_the_feed_forward_layer_has_the_names_and_initial_values_of_its_parts():
         assert weight.std().item() == pytest.approx((3 * columns) ** -0.5, rel=0.05)
     leveled = MGLUExpertsFeedForward(4, 300, 200, 2, weight_init="leveled").experts.weight
     assert leveled.std().item() == pytest.approx(10**0.25 * 900**-0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("weight_format", [name for name in FORMATS if name != "dense"])
+def test_both_halves_are_quantized_but_for_skipped_down_projections(weight_format):
+    dense = freeze(MGLUExpertsFeedForward(3, 36, 260, 2, n_masks=2)).requires_grad_(False)
+    block, kept = copy.deepcopy(dense), copy.deepcopy(dense)
+    quantize(block, weight_format)
+    quantize(kept, weight_format, skip=["*down_proj"])
+    assert block.down_proj.weight_format == block.experts.weight_format == kept.experts.weight_format == weight_format
+    assert kept.down_proj.weight_format == "dense"
+    assert torch.equal(kept.down_proj.weight, dense.down_proj.weight)
+    with torch.no_grad():
+        for layer in (dense.experts, dense.down_proj):
+            layer.weight.copy_(torch.stack([_rounded(one, weight_format) for one in layer.weight]))
+    x = torch.randn(7, 36)
+    assert_matches(block(x), dense(x))
+    empty = quantize(freeze(MGLUExpertsFeedForward(3, 36, 260, 2, n_masks=2)), weight_format)
+    empty.load_state_dict(block.state_dict())
+    assert torch.equal(empty(x), block(x))
+    with pytest.raises(RuntimeError, match=r"down_proj\.weight_scale: the checkpoint holds a quantized weight, but"):
+        kept.load_state_dict(block.state_dict())
+    assert block.half().down_proj.weight.dtype == FORMATS[weight_format].dtype
+
+
+def _rounded(weight, weight_format):
+    return FORMATS[weight_format].dequantize(*FORMATS[weight_format].quantize(weight), weight.dtype)
 
 
 # --- Compiling and exporting ------------------------------------------------------------------------------------------
