@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from ....expert_calls import ExpertCall
+from ....formats import FORMATS
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
@@ -23,9 +24,9 @@ _COLUMNS = 128
 _COMBINE_THREADS = 128
 _LEAST_COLUMNS = 4096
 """The least columns of units that are divided. Shorter ones are so many that a last turn of them takes little."""
-_MOST_ROWS_OF_EXPERT, _MOST_ROWS_OF_STORED = 64, 192
-"""The most rows an expert, on average, for which this kernel is faster than library products of sorted rows. Of a
-weight in 8 or 4 bits, these need a copy in y's dtype."""
+_MOST_ROWS_OF_EXPERT = dict.fromkeys(FORMATS, 320) | {"dense": 64, "fp8_block": 160}
+"""The most rows an expert, on average, for which this kernel is faster than library products of sorted rows, which need
+a copy in y's dtype of a weight in 8 or 4 bits (csrc/cuda/experts_down.md)."""
 MOST_ROWS = 2**14
 """The most rows whose order blocks find."""
 _LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
@@ -187,9 +188,8 @@ def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
     stored, row_stride = layer.weight.format, layer.weight.layout.strides[0]
     # `decode_weight` takes the weights of all experts as one matrix, whose blocks of scales must not be cut.
     is_decodable = call.weight_stride == layer.out_features * row_stride and layer.out_features % stored.rows == 0
-    most = _MOST_ROWS_OF_EXPERT if stored.is_dense else _MOST_ROWS_OF_STORED
     return (
-        (call.rows > MOST_ROWS or call.rows > most * call.experts)
+        (call.rows > MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT[stored.name] * call.experts)
         and (stored.is_dense or is_decodable)
         and layer.dtype is torch.bfloat16
         and layer.out_features % 8 == 0
