@@ -216,6 +216,7 @@ def overheads(rows: pd.DataFrame) -> Iterator[str]:
 def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
     """Microseconds per layer on one rank and on several, and how many times as fast several are."""
     problem = ["layer", "case", "tokens", "n_masks"]
+    rows = rows.sort_values("tokens", kind="stable")
     rows["cell"], alone = shown(rows), rows.variant == rows.variant.iloc[0]
     one = rows[alone].set_index(problem)[["cell", "microseconds"]].set_axis(["one", "time"], axis="columns")
     several = rows[~alone].join(one, on=problem)

@@ -5,7 +5,7 @@ For training: `parameter_groups` for the optimizer, and statistics about masks f
 
 from .baselines import GLU, LU
 from .decomposing import decompose
-from .experts import MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts
+from .experts import ExpertsDown, MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts
 from .feed_forward import GeMGLU, MGLUFeedForward, ReMGLU, SwiMGLU
 from .freezing import freeze
 from .mask_statistics import MaskStatistics, flip_ratio, gate_ratio, mask_agreement
@@ -19,6 +19,7 @@ __all__ = [
     "GLU",
     "LU",
     "MGLU",
+    "ExpertsDown",
     "GeMGLU",
     "MGLUExperts",
     "MGLUExpertsFeedForward",

@@ -54,13 +54,21 @@ def check_columns(weight_format: WeightFormat, in_features: int) -> None:
 
 def check_rows_of_ranks(name: str, rows: int, ranks: int, weight_format: str) -> None:
     """Check that every rank gets the same number of rows, and whole blocks of rows that share their scales."""
-    together = get_format(weight_format).rows
-    if rows % ranks:
-        raise ValueError(f"{name}: got {rows}, must be a multiple of the number of ranks, {ranks}")
-    if ranks > 1 and rows % (ranks * together):
+    _check_of_ranks(name, rows, ranks, weight_format, get_format(weight_format).rows, "rows")
+
+
+def check_columns_of_ranks(name: str, columns: int, ranks: int, weight_format: str) -> None:
+    """Check that every rank gets the same number of columns, and whole groups of columns that share their scales."""
+    _check_of_ranks(name, columns, ranks, weight_format, get_format(weight_format).columns or 1, "columns")
+
+
+def _check_of_ranks(name: str, size: int, ranks: int, weight_format: str, together: int, what: str) -> None:
+    if size % ranks:
+        raise ValueError(f"{name}: got {size}, must be a multiple of the number of ranks, {ranks}")
+    if ranks > 1 and size % (ranks * together):
         raise ValueError(
-            f"{name}: got {rows}, must be a multiple of {ranks * together} with {ranks} ranks and a weight in "
-            f"{weight_format}, of which {together} rows share their scales"
+            f"{name}: got {size}, must be a multiple of {ranks * together} with {ranks} ranks and a weight in "
+            f"{weight_format}, of which {together} {what} share their scales"
         )
 
 

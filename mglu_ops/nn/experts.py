@@ -15,10 +15,11 @@ from ..expert_calls import inverse_of, sort_pairs
 from ..layer_call import as_rows
 from .arguments import check_dtype, check_flags, check_int, check_sizes
 from .feed_forward import FeedForwardOptions
-from .masked_linear import MaskedLinear, UnroutedOptions, init_as_linear_
+from .masked_linear import MaskedLinear, UnroutedOptions
 from .mglu import MGLU
 from .naive import NaiveMGLU
 from .packed_buffers import check_masks_in_use
+from .stored_linear import StoredLinear
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 TensorOrNone = TypeVar("TensorOrNone", Tensor, Tensor | None)
 
 
-class _Experts(MaskedLinear):
-    """The part of a stack of layers that does not depend on how they compute."""
+class _Stack(StoredLinear):
+    """A layer of each expert, which `mglu_ops.parallel.ParallelExperts` may divide over ranks."""
 
     num_experts: int
     first_expert: int | None = None
@@ -40,29 +41,6 @@ class _Experts(MaskedLinear):
         check_sizes(num_experts=num_experts)
         self.num_experts = num_experts  # before the parameters are made, whose shapes it decides
         super().__init__(in_features, out_features, **options)
-
-    def check_inputs(self, x: Tensor, expert_ids: Tensor) -> None:
-        """Check x as `MGLU` does, the metadata of the ids, and packed masks at their first use.
-
-        Raises:
-            TypeError: the ids are not an int32 or int64 tensor.
-            ValueError: the ids are on another device than x, or do not have its sizes before in_features.
-        """
-        self.check_input(x)
-        if not isinstance(expert_ids, Tensor):
-            raise TypeError(f"expert_ids: got {type(expert_ids).__name__}, must be a tensor")
-        if expert_ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"expert_ids: got dtype {expert_ids.dtype}, must be torch.int32 or torch.int64")
-        if expert_ids.device != x.device:
-            raise ValueError(f"expert_ids: got device {expert_ids.device}, must be x's device {x.device}")
-        is_like_x = x.dim() > 0 and expert_ids.dim() == x.dim() and expert_ids.shape[:-1] == x.shape[:-1]
-        if not is_like_x or expert_ids.shape[-1] == 0:
-            expected = ", ".join([*map(str, x.shape[:-1]), "K"])
-            raise ValueError(
-                f"expert_ids: got shape {list(expert_ids.shape)}, must be [{expected}] with K of at least 1"
-            )
-        if self.packed_masks is not None:
-            check_masks_in_use(self, self.packed_masks)
 
     def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
         """What this rank holds of a DTensor, if the layer is divided over ranks; otherwise the tensor, unchanged.
@@ -88,6 +66,33 @@ class _Experts(MaskedLinear):
         if ranks is not None and local.requires_grad:
             local.register_hook(lambda gradient: gradient / ranks)
         return local
+
+
+class _Experts(_Stack, MaskedLinear):
+    """The part of experts with masks that does not depend on how they compute."""
+
+    def check_inputs(self, x: Tensor, expert_ids: Tensor) -> None:
+        """Check x as `MGLU` does, the metadata of the ids, and packed masks at their first use.
+
+        Raises:
+            TypeError: the ids are not an int32 or int64 tensor.
+            ValueError: the ids are on another device than x, or do not have its sizes before in_features.
+        """
+        self.check_input(x)
+        if not isinstance(expert_ids, Tensor):
+            raise TypeError(f"expert_ids: got {type(expert_ids).__name__}, must be a tensor")
+        if expert_ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"expert_ids: got dtype {expert_ids.dtype}, must be torch.int32 or torch.int64")
+        if expert_ids.device != x.device:
+            raise ValueError(f"expert_ids: got device {expert_ids.device}, must be x's device {x.device}")
+        is_like_x = x.dim() > 0 and expert_ids.dim() == x.dim() and expert_ids.shape[:-1] == x.shape[:-1]
+        if not is_like_x or expert_ids.shape[-1] == 0:
+            expected = ", ".join([*map(str, x.shape[:-1]), "K"])
+            raise ValueError(
+                f"expert_ids: got shape {list(expert_ids.shape)}, must be [{expected}] with K of at least 1"
+            )
+        if self.packed_masks is not None:
+            check_masks_in_use(self, self.packed_masks)
 
 
 class MGLUExperts(_Experts, MGLU):
@@ -207,6 +212,56 @@ class NaiveMGLUExperts(_Experts, NaiveMGLU):
         return y.view(*expert_ids.shape, self.out_features)
 
 
+class ExpertsDown(_Stack):
+    """A linear layer of each expert of a mixture, and the weighted sum of the results of a token's experts.
+
+        out[t] = sum_k expert_weights[t, k] * (W[expert_ids[t, k]] y[t, k])
+
+    `mglu_ops.quantize` stores its weight as that of `MGLUExperts`.
+
+    Args:
+        num_experts: number of experts, at least 1.
+        in_features: last size of y, at least 1.
+        out_features: last size of the result, at least 1.
+        weight_format: how the weight is stored, a name of `mglu_ops.formats.FORMATS`.
+        device: of the parameters.
+        dtype: of a dense weight.
+
+    Attributes:
+        weight: Parameter `[num_experts, out_features, in_features]`, W; each initialised as `nn.Linear` is.
+        weight_scale: Parameter of the scales, `[num_experts, ...]`; None if the weight is dense.
+
+    Raises:
+        ValueError: an argument is out of range or of another type.
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(num_experts, in_features, out_features, **options)
+        self.reset_parameters()
+
+    def forward(self, y: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """Return the weighted sums `[tokens, out_features]`.
+
+        Args:
+            y: `[tokens, K, in_features]`.
+            expert_ids: int32 or int64 `[tokens, K]`. An id outside of `0 ... num_experts - 1` contributes nothing.
+            expert_weights: floating `[tokens, K]`.
+
+        Raises:
+            TypeError, ValueError: as in `mglu::experts_down`, or a loader has replaced a stored weight without its
+                scales.
+        """
+        if self.weight_format != "dense" and not torch.compiler.is_compiling():
+            self.check_pair()
+        weight, scale = self.on_rank(self.weight), self.on_rank(self.weight_scale)
+        return expert_ops.experts_down(y, weight, expert_ids, expert_weights, scale, self.weight_format)
+
+    def extra_repr(self) -> str:
+        stored = "" if self.weight_format == "dense" else f", weight_format={self.weight_format!r}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"num_experts={self.num_experts}, {sizes}{stored}"
+
+
 class ExpertsFeedForwardOptions(UnroutedOptions, total=False):
     """The options of `MGLUExpertsFeedForward` that it shares with `MGLU`."""
 
@@ -220,8 +275,7 @@ def weighted_sum(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, e
     """
     if layer.experts.first_expert:
         expert_ids = expert_ids - layer.experts.first_expert  # ids of other ranks' experts leave the range
-    hidden = layer.experts(x, expert_ids)
-    return expert_ops.experts_down(hidden, layer.experts.on_rank(layer.down_proj), expert_ids, expert_weights)
+    return layer.down_proj(layer.experts(x, expert_ids), expert_ids, expert_weights)
 
 
 class MGLUExpertsFeedForward(nn.Module):
@@ -244,7 +298,7 @@ class MGLUExpertsFeedForward(nn.Module):
     Attributes:
         gate: `nn.Linear(hidden_size, num_experts, bias=False)`, the router G.
         experts: `MGLUExperts(num_experts, hidden_size, intermediate_size, ...)`.
-        down_proj: Parameter `[num_experts, hidden_size, intermediate_size]`, D; each initialised as `nn.Linear` is.
+        down_proj: `ExpertsDown(num_experts, intermediate_size, hidden_size)`, whose weight is D.
 
     Raises:
         ValueError: an argument is out of range or of another type.
@@ -273,17 +327,12 @@ class MGLUExpertsFeedForward(nn.Module):
         kind: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, **kind)
         self.experts = MGLUExperts(num_experts, hidden_size, intermediate_size, top_k=mask_top_k, **options)
-        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, **kind))
-        self._reset_down_proj()
+        self.down_proj = ExpertsDown(num_experts, intermediate_size, hidden_size, **kind)
 
     def reset_parameters(self) -> None:
         self.experts.reset_parameters()
         self.gate.reset_parameters()
-        self._reset_down_proj()
-
-    @torch.no_grad()
-    def _reset_down_proj(self) -> None:
-        init_as_linear_(self.down_proj)
+        self.down_proj.reset_parameters()
 
     def forward(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Map x `[..., hidden_size]` to `[..., hidden_size]`.

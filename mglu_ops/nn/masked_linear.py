@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +12,16 @@ from torch import Tensor, nn
 from .. import expert_ops, ops
 from ..activations import get_activation
 from ..checks import FLOATING
-from ..formats import WeightFormat, check_activation_format, get_format
+from ..formats import check_activation_format, get_format
 from ..masks import check_layout, check_padding, clear_padding_, n_masks_of, packed_shape
-from .arguments import WEIGHT_INITS, check_columns, check_dtype, check_masks, check_sizes, check_weight_init
+from .arguments import WEIGHT_INITS, check_masks, check_weight_init
 from .leveling import level_gain
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .stored_linear import StoredLinear, dtype_problem
 
 LOGITS = "mask_logits"
 LOGITS_STD = 0.01
 """The standard deviation of new logits."""
 PACKED = "packed_masks"
-SCALE = "weight_scale"
-
-_REGISTERED = "_mglu_registered"
-"""The attribute of the weight and the scales that a module had when one of the two was registered. Copies lack it."""
 
 
 class UnroutedOptions(TypedDict, total=False):
@@ -49,28 +43,20 @@ class MaskedOptions(UnroutedOptions, total=False):
     top_k: int | None
 
 
-class MaskedLinear(nn.Module):
+class MaskedLinear(StoredLinear):
     """One weight and `n_masks` masks, either learned as logits or fixed and packed; see `MGLU` for the arguments.
 
     A subclass that sets `num_experts` has as many weights, stacked along a first dimension that its scales, logits and
     packed masks have too.
     """
 
-    num_experts: int | None = None
-    """The number of stacked layers; None for one layer, whose tensors have no dimension of experts."""
-    in_features: int
-    out_features: int
     n_masks: int
     activation: str
     top_k: int | None
     weight_init: str
     """How the weights were drawn, by this module or by the one whose state dict it has loaded."""
-    weight_format: str
-    """How the weight is stored, a name of `mglu_ops.formats.FORMATS`."""
     activation_format: str
     """What the operator rounds x to, a name of `mglu_ops.formats.ACTIVATION_FORMATS`."""
-    weight: nn.Parameter
-    weight_scale: nn.Parameter | None
     mask_logits: nn.Parameter | None
     packed_masks: Tensor | None
     router: nn.Linear | None
@@ -90,32 +76,20 @@ class MaskedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_sizes(in_features=in_features, out_features=out_features)
         check_masks(n_masks, learnable_masks, top_k)
         get_activation(activation)
         check_weight_init(weight_init)
-        stored = get_format(weight_format)
-        check_columns(stored, in_features)
+        is_dense = get_format(weight_format).is_dense
         check_activation_format(activation_format, weight_format)
-        if learnable_masks and not stored.is_dense:
+        if learnable_masks and not is_dense:
             raise ValueError(
                 f"weight_format: got {weight_format!r} with learnable_masks=True, must be 'dense': only a layer whose "
                 "masks are fixed is quantized; pass learnable_masks=False, or train, freeze and call mglu_ops.quantize"
             )
-        check_dtype(dtype)
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(in_features, out_features, weight_format=weight_format, device=device, dtype=dtype)
         self.n_masks, self.top_k = n_masks, top_k
         self.activation, self.weight_init = activation, weight_init
-        self.weight_format, self.activation_format = weight_format, activation_format
-        columns = in_features // stored.packed
-        weight = torch.empty(*self.leading, out_features, columns, device=device, dtype=stored.dtype or dtype)
-        self.weight = nn.Parameter(weight, requires_grad=stored.is_dense)
-        self.register_parameter(SCALE, None)
-        if not stored.is_dense:
-            shape = (*self.leading, *stored.scale_shape(out_features, in_features))
-            scale = torch.empty(shape, device=device, dtype=stored.scale_dtype)
-            self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.activation_format = activation_format
         self.register_parameter(LOGITS, None)
         self.register_buffer(PACKED, None)
         if learnable_masks:
@@ -133,28 +107,8 @@ class MaskedLinear(nn.Module):
         """Register a parameter, but keep packed masks a buffer: Transformers assigns each DTensor as a Parameter."""
         if name == PACKED and param is not None:
             self.register_buffer(PACKED, param)
-            return
-        getattr(param, "__dict__", {}).pop(_REGISTERED, None)  # accelerate passes attributes on to a constructor
-        super().register_parameter(name, param)
-        for one in (param, self._parameters.get("weight"), self._parameters.get(SCALE)):
-            if one is not None:
-                setattr(one, _REGISTERED, True)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply `to`, `half` and their like, which may move a stored weight and its scales, but not convert them."""
-        stored = () if self.weight_format == "dense" else (self.weight, self.weight_scale)
-
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            is_converted = result.dtype != tensor.dtype and any(tensor is one for one in stored)
-            return tensor.to(result.device) if is_converted else result
-
-        return super()._apply(keep_dtype, recurse)
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        """The first sizes of the tensors, before the sizes of one layer: none, or `num_experts`."""
-        return () if self.num_experts is None else (self.num_experts,)
+        else:
+            super().register_parameter(name, param)
 
     @property
     def learnable_masks(self) -> bool:
@@ -171,17 +125,7 @@ class MaskedLinear(nn.Module):
         """Initialise weight and router as `nn.Linear` does, logits from 0.01 * N(0, 1), fixed masks with bits that
         are 1 with probability 1/2. Then multiply the weight by `weight_gain`, and round it to `weight_format`.
         """
-        weight: Tensor = self.weight
-        if self.weight_scale is not None:
-            shape = (*self.leading, self.out_features, self.in_features)
-            weight = self.weight.new_empty(shape, dtype=torch.float32)
-        init_as_linear_(weight)
-        weight.mul_(self.weight_gain)
-        if self.weight_scale is not None:
-            stored, scale = quantized(get_format(self.weight_format), weight)
-            assert scale is not None
-            self.weight.copy_(stored)
-            self.weight_scale.copy_(scale)
+        super().reset_parameters()
         self.reset_masks()
         if self.router is not None:
             self.router.reset_parameters()
@@ -218,27 +162,6 @@ class MaskedLinear(nn.Module):
         if self.router is not None and x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: got shape {list(x.shape)}, must be [..., in_features] = [..., {self.in_features}]")
 
-    def check_pair(self, path: str = "") -> None:
-        """Check that no loader has replaced a stored weight without its scales, or these without the weight.
-
-        accelerate casts a tensor of a checkpoint to the dtype of the parameter in whose place it writes it. It leaves
-        alone what the checkpoint does not have, such as the scales if the weight in it is dense.
-
-        Args:
-            path: what precedes the parameter's name in the message.
-
-        Raises:
-            ValueError: only one of the two was replaced since the module has registered them.
-        """
-        weight, scale = self._parameters["weight"], self._parameters[SCALE]
-        if weight is None or scale is None or (_REGISTERED in vars(weight)) == (_REGISTERED in vars(scale)):
-            return
-        raise ValueError(
-            f"{path}{SCALE if _REGISTERED in vars(weight) else 'weight'}: was replaced without the other one of weight "
-            f"and {SCALE}, which must be loaded together for weight_format={self.weight_format!r}; load a dense "
-            "checkpoint into a dense model, and call mglu_ops.quantize after loading"
-        )
-
     def mask_weights(self, x: Tensor) -> Tensor | None:
         """Return mask weights `[..., n_masks]`, or None without a router.
 
@@ -264,59 +187,19 @@ class MaskedLinear(nn.Module):
         if metadata is not None:
             metadata.setdefault(prefix[:-1], {})["weight_init"] = self.weight_init
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        weight, scale, logits, packed = (prefix + name for name in ("weight", SCALE, LOGITS, PACKED))
-        problems = {logits: _dtype_problem(logits, state_dict[logits])} if logits in state_dict else {}
-        if (problem := self._weight_problem(state_dict, prefix)) is not None:
-            problems |= {weight: problem, scale: problem}  # a weight without its scales is another weight
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+        has_weight = prefix + "weight" in state_dict and self._weight_problem(state_dict, prefix) is None
+        if has_weight and metadata.get("weight_init") in WEIGHT_INITS:
+            self.weight_init = metadata["weight_init"]
+
+    def _problems(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, str | None]:
+        logits, packed = prefix + LOGITS, prefix + PACKED
+        problems = {logits: dtype_problem(logits, state_dict[logits])} if logits in state_dict else {}
+        problems |= super()._problems(state_dict, prefix)
         if (problem := self._mask_problem(state_dict, prefix)) is not None:
             problems |= {logits: problem, packed: problem}
-        refused = {key: problem for key, problem in problems.items() if problem is not None}
-        error_msgs += dict.fromkeys(refused.values())  # one message for one cause, also with strict=False
-        # The call below must not see what is refused: it would cast a wrong dtype silently, and report keys as missing
-        # or unexpected in addition.
-        kept = {key: value for key, value in state_dict.items() if key not in refused} if refused else state_dict
-        super()._load_from_state_dict(kept, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        missing_keys[:] = [key for key in missing_keys if key not in refused]
-        if weight in kept and local_metadata.get("weight_init") in WEIGHT_INITS:
-            self.weight_init = local_metadata["weight_init"]
-
-    def _weight_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-        """Return why this module cannot load the weight of a checkpoint and its scales, or None if it can."""
-        key, scale_key = prefix + "weight", prefix + SCALE
-        weight, scale = state_dict.get(key), state_dict.get(scale_key)
-        if self.weight_format == "dense":
-            if scale is not None:
-                return (
-                    f"{scale_key}: the checkpoint holds a quantized weight, but the weight of this "
-                    f"{type(self).__name__} is dense; construct it with the weight_format of the checkpoint, or call "
-                    "mglu_ops.quantize(model, weight_format) before loading"
-                )
-            return _dtype_problem(key, weight)
-        if weight is None and scale is None:
-            return None
-        stored = get_format(self.weight_format)
-        shapes = {
-            key: (weight, stored.dtype, (self.out_features, self.in_features // stored.packed)),
-            scale_key: (scale, stored.scale_dtype, stored.scale_shape(self.out_features, self.in_features)),
-        }
-        for name, (tensor, dtype, sizes) in shapes.items():
-            shape = (*self.leading, *sizes)
-            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
-            if found != (expected := f"{dtype} {list(shape)}"):
-                is_dense = name == key and isinstance(tensor, Tensor) and tensor.dtype in FLOATING
-                advice = "; load it into a dense model, and call mglu_ops.quantize after loading" if is_dense else ""
-                return f"{name}: got {found}, must be {expected} for weight_format={self.weight_format!r}{advice}"
-        return None
+        return problems
 
     def _mask_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
         """Return why this module cannot load the masks of a checkpoint, or None if it can."""
@@ -338,13 +221,6 @@ class MaskedLinear(nn.Module):
             except (TypeError, ValueError) as error:
                 return str(error)
         return None
-
-
-def _dtype_problem(key: str, tensor: Any) -> str | None:
-    """Return why a tensor of a checkpoint cannot be a weight or logits, or None if it can."""
-    if not isinstance(tensor, Tensor) or tensor.dtype in FLOATING:
-        return None
-    return f"{key}: got dtype {tensor.dtype}, must be one of {', '.join(map(str, FLOATING))}"
 
 
 def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[int], name: str) -> None:
@@ -378,42 +254,9 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
         raise type(error)(f"{name}: {str(error).removeprefix('packed_masks: ')}") from None
 
 
-def init_as_linear_(weight: Tensor) -> None:
-    """Draw weights `[..., out_features, in_features]` as `nn.Linear` does, also DTensors that cannot be flattened."""
-    std = nn.init.calculate_gain("leaky_relu", math.sqrt(5)) / math.sqrt(weight.shape[-1])
-    bound = math.sqrt(3.0) * std
-    nn.init.uniform_(weight, -bound, bound)
-
-
 def packed_logits(mask_logits: Tensor) -> Tensor:
     """The packed masks of logits `[n_masks, out_features, in_features]`, or of a stack of such along dimension 0."""
     return (ops.pack_logits if mask_logits.dim() == 3 else expert_ops.pack_expert_logits)(mask_logits)
-
-
-def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The stored weight and the scales of a weight `[out_features, in_features]`, or of a stack along dimension 0.
-
-    Only one weight at a time is copied to float32.
-    """
-    if chosen.is_dense:
-        return chosen.quantize(weight)
-    placements = getattr(weight, "placements", ())
-    if any(placement.is_shard() for placement in placements):
-        from torch.distributed.tensor import DTensor
-
-        assert isinstance(weight, DTensor)
-        mesh, own = weight.device_mesh, weight.to_local()
-        shards = math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard())
-        is_of_columns = any(placement.is_shard(weight.dim() - 1) for placement in placements)
-        # Each rank has equally many whole rows, and all rows that share a scale.
-        if not is_of_columns and own.numel() * shards == weight.numel() and own.shape[-2] % chosen.rows == 0:
-            stored, scale = quantized(chosen, own)
-            assert scale is not None
-            return DTensor.from_local(stored, mesh, placements), DTensor.from_local(scale, mesh, placements)
-    if weight.dim() == 2:
-        return chosen.quantize(weight)
-    each, scales = zip(*map(chosen.quantize, weight), strict=True)
-    return torch.stack(each), torch.stack(scales)
 
 
 def top_k_mask_weights(logits: Tensor, top_k: int) -> Tensor:

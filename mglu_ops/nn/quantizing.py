@@ -7,14 +7,15 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..formats import FORMATS, WeightFormat, check_activation_format, get_format
-from .arguments import check_columns, check_model
+from .arguments import check_columns, check_columns_of_ranks, check_model
 from .freezing import refuse_managed
 from .mask_logits import without_wrappers
-from .masked_linear import MaskedLinear, quantized
+from .masked_linear import MaskedLinear
 from .mglu import MGLU
+from .stored_linear import StoredLinear, quantized
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -23,7 +24,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def quantize(
     model: ModelT, weight_format: str, *, activation_format: str = "dense", skip: Iterable[str] = ()
 ) -> ModelT:
-    """Store the weight of every `MGLU` in `model` in 8 or 4 bits, in place. Call `freeze` first.
+    """Store the weights of all MGLU layers in `model` in 8 or 4 bits, in place. Call `freeze` first.
 
         mglu_ops.quantize(mglu_ops.freeze(model), "fp8_row")
 
@@ -32,9 +33,9 @@ def quantize(
     which may be float16, bfloat16 or float32, and which `model.to(dtype)` may change without touching the quantized
     weights. Gradients of x are computed, for example for adapters of other layers; the weight has no gradient.
 
-    Only `MGLU` changes, and `MGLUExperts`, whose experts are quantized one by one. The down projections of
-    `MGLUFeedForward` and `MGLUExpertsFeedForward`, attention and all other layers stay what they are, for a quantizer
-    of linear layers.
+    Only `MGLU` changes, and of a mixture of experts `MGLUExperts` and `ExpertsDown`, their down projections. Experts
+    are quantized one by one. The down projection of `MGLUFeedForward`, attention and all other layers stay what they
+    are, for a quantizer of linear layers. `skip=["*.down_proj"]` leaves the down projections of experts, too.
 
     torchao's `quantize_` takes only linear layers, unless it is told of others. With `Float8WeightOnlyConfig` and
     `Int8WeightOnlyConfig`, it then quantizes an `MGLU` to `fp8_row` and `int8_row`, and with `IntxWeightOnlyConfig` of
@@ -45,7 +46,8 @@ def quantize(
 
     With `activation_format="fp8_token"`, x is rounded too, at each call: to float8_e4m3fn with one scale a token. This
     is for prompts and large batches, on GPUs whose kernels multiply in fp8; other kernels take the rounded x in its own
-    dtype. Such a layer is for inference only, and refuses tensors that require a gradient.
+    dtype. Such a layer is for inference only, and refuses tensors that require a gradient. The down projections of
+    experts do not round their input.
 
     Modules keep their identity, hooks, masks and router. Layers that share a weight share the quantized one. A layer
     that has this format already keeps its weight, and takes the activation format. Either all layers that `skip` does
@@ -82,29 +84,30 @@ def quantize(
     for name, layer in layers.items():
         _check_layer(name or "it", layer, chosen)
     refuse_managed(model, set(layers.values()), "weight", "quantize")
-    tied: dict[nn.Parameter, list[MaskedLinear]] = {}
+    tied: dict[nn.Parameter, list[StoredLinear]] = {}
     for layer in layers.values():
         if layer.weight_format != chosen.name:
             tied.setdefault(layer.weight, []).append(layer)
     while tied:  # so that a dense weight is freed before the next one is quantized
         _store(*tied.popitem(), chosen)
     for layer in layers.values():
-        layer.activation_format = activation_format
+        if isinstance(layer, MaskedLinear):
+            layer.activation_format = activation_format
     return model
 
 
-def _layers(model: nn.Module, skip: Iterable[str]) -> dict[str, MaskedLinear]:
+def _layers(model: nn.Module, skip: Iterable[str]) -> dict[str, StoredLinear]:
     """The layers of a model that `skip` does not name, by their first names."""
     if isinstance(skip, str) or not isinstance(skip, Iterable):
         raise TypeError(f"skip: got {skip!r}, must be a list of names of modules")
     every = [
         (without_wrappers(name), module)
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, MaskedLinear)
+        if isinstance(module, StoredLinear)
     ]
     if not every:
         raise ValueError(f"model: got a {type(model).__name__} without an MGLU, must have one whose masks are frozen")
-    skipped: set[MaskedLinear] = set()
+    skipped: set[StoredLinear] = set()
     for pattern in skip:
         if not isinstance(pattern, str):
             raise TypeError(f"skip: got {pattern!r} in the list, must be a str, the name of a module")
@@ -117,14 +120,14 @@ def _layers(model: nn.Module, skip: Iterable[str]) -> dict[str, MaskedLinear]:
     return {name: module for module, name in reversed(names.items())}
 
 
-def _check_layer(name: str, layer: MaskedLinear, chosen: WeightFormat) -> None:
+def _check_layer(name: str, layer: StoredLinear, chosen: WeightFormat) -> None:
     """Check that a layer can be quantized, before any layer is."""
-    if layer.learnable_masks:
+    if isinstance(layer, MaskedLinear) and layer.learnable_masks:
         raise ValueError(
             f"model: {name} learns its masks, must be frozen before it is quantized: call mglu_ops.freeze(model) first"
             ", or name it in skip"
         )
-    if not isinstance(layer, MGLU):
+    if isinstance(layer, MaskedLinear) and not isinstance(layer, MGLU):
         raise ValueError(
             f"model: {name} is a {type(layer).__name__}, whose loop over the masks takes a dense weight only; name it "
             "in skip"
@@ -139,13 +142,15 @@ def _check_layer(name: str, layer: MaskedLinear, chosen: WeightFormat) -> None:
             f"model: {name} computes its weight from other tensors (torch.nn.utils.parametrize or prune); remove them "
             "first, leaving the weight"
         )
+    own: Tensor = getattr(layer.weight, "to_local", lambda: layer.weight)()  # what this rank holds of a DTensor
     try:
         check_columns(chosen, layer.in_features)
+        check_columns_of_ranks("in_features", layer.in_features, layer.weight.shape[-1] // own.shape[-1], chosen.name)
     except ValueError as error:
         raise ValueError(f"model: {name}: {error}; name it in skip") from None
 
 
-def _store(weight: nn.Parameter, layers: list[MaskedLinear], chosen: WeightFormat) -> None:
+def _store(weight: nn.Parameter, layers: list[StoredLinear], chosen: WeightFormat) -> None:
     """Give layers that share a weight the same stored weight and scales."""
     stored, scale = (
         None if tensor is None else nn.Parameter(tensor, requires_grad=False) for tensor in quantized(chosen, weight)

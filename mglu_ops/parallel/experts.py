@@ -12,15 +12,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..expert_calls import inverse_of, sort_pairs
-from ..nn.arguments import check_rows_of_ranks
-from ..nn.experts import GatherRows, MGLUExperts, MGLUExpertsFeedForward, weighted_sum
+from ..formats import get_format
+from ..nn.arguments import check_columns_of_ranks, check_rows_of_ranks
+from ..nn.experts import ExpertsDown, GatherRows, MGLUExperts, MGLUExpertsFeedForward, weighted_sum
 from .colwise import place
 
 BY_EXPERTS: dict[str, Placement] = dict.fromkeys(("weight", "weight_scale", "mask_logits", "packed_masks"), Shard(0))
 BY_ROWS: dict[str, Placement] = {**dict.fromkeys(BY_EXPERTS, Shard(1)), "mask_logits": Shard(2)}
 TOKENS = ("replicated", "sharded")
 DIVISIONS = {"experts": (BY_EXPERTS, Shard(0)), "rows": (BY_ROWS, Shard(2))}
-"""The placements of the tensors of `MGLUExperts`, and of `down_proj`, for each way to divide a layer."""
+"""The placements of the tensors of `MGLUExperts` and of the weight of `ExpertsDown`, for each way to divide a layer."""
 
 
 class ParallelExperts(ParallelStyle):
@@ -44,7 +45,8 @@ class ParallelExperts(ParallelStyle):
     parameters: DDP or FSDP averages their gradients over the ranks, as in the rest of the model.
 
     Layers with learned, fixed and frozen masks are divided alike, before or after `mglu_ops.freeze`. So are quantized
-    ones with their scales, before or after `mglu_ops.quantize`; a rank's rows in `fp8_block` must be a multiple of 128.
+    ones with their scales, before or after `mglu_ops.quantize`; a rank's rows in `fp8_block`, and its columns of the
+    projections in `fp8_block` and `int4_group`, must be a multiple of 128.
 
     Args:
         divide: `"experts"` or `"rows"`.
@@ -56,7 +58,7 @@ class ParallelExperts(ParallelStyle):
 
     Raises:
         ValueError: `divide` or `tokens` is not as above; or (by `parallelize_module`) the number of ranks does not
-            divide num_experts or intermediate_size, or would cut blocks of `fp8_block`.
+            divide num_experts or intermediate_size, or would cut blocks or groups of weights that share a scale.
         TypeError: (by `parallelize_module`) the module is not an `MGLUExpertsFeedForward`.
     """
 
@@ -88,9 +90,10 @@ class ParallelExperts(ParallelStyle):
             raise TypeError(
                 f"module: got {type(module).__name__}, must be an MGLUExpertsFeedForward for ParallelExperts"
             )
-        divide(module, module.experts, self.divide, device_mesh, self.src_data_rank)
+        divide(module.experts, module.down_proj, self.divide, device_mesh, self.src_data_rank)
         if self.tokens == "sharded":
-            module.combine, module.experts.ranks_of_tokens = exchange, device_mesh.size()
+            module.combine = exchange
+            module.experts.ranks_of_tokens = module.down_proj.ranks_of_tokens = device_mesh.size()
             return module
         # This replicates the parameters of the routers.
         return distribute_module(module, device_mesh, None, self._gathered, self._summed)
@@ -110,9 +113,9 @@ def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, exper
 
     Rows travel sorted by expert, so that a rank needs only the number of rows for each of its experts to know theirs.
     """
-    experts, down_proj = layer.experts, layer.down_proj
-    assert isinstance(down_proj, DTensor)
-    mesh = down_proj.device_mesh
+    experts = layer.experts
+    assert isinstance(experts.weight, DTensor)
+    mesh = experts.weight.device_mesh
     group, ranks, top_k = mesh.get_group(), mesh.size(), expert_ids.shape[1]
     order, offs = sort_pairs(expert_ids, experts.num_experts)
     inverse = inverse_of(order)
@@ -131,24 +134,29 @@ def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, exper
     return torch.bmm(expert_weights.unsqueeze(1), results).squeeze(1)
 
 
-def divide(module: nn.Module, experts: MGLUExperts, way: str, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Place the tensors of a layer on the ranks, and tell it the number of the rank's first expert.
+def divide(experts: MGLUExperts, down_proj: ExpertsDown, way: str, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Place the tensors of a layer on the ranks, and tell its parts the number of the rank's first expert.
 
     Args:
-        module: the module that has `down_proj`.
-        experts: the layer, in this module.
+        experts: the first half of the layer.
+        down_proj: the second half.
         way: a key of DIVISIONS.
         mesh: the ranks, in one dimension.
         src_data_rank: the rank whose values all get; None if each has them already.
     """
     of_experts, of_down_proj = DIVISIONS[way]
-    ranks = mesh.size()
+    ranks, first_expert = mesh.size(), 0
+    of_scale: Placement = of_down_proj
     if way == "rows":
         check_rows_of_ranks("intermediate_size", experts.out_features, ranks, experts.weight_format)
-        experts.first_expert = 0
+        check_columns_of_ranks("intermediate_size", down_proj.in_features, ranks, down_proj.weight_format)
+        if get_format(down_proj.weight_format).columns is None:
+            of_scale = Replicate()
     else:
         check_rows_of_ranks("num_experts", experts.num_experts, ranks, "dense")
-        experts.first_expert = mesh.get_local_rank() * (experts.num_experts // ranks)
-    place(module, "down_proj", of_down_proj, mesh, src_data_rank)
+        first_expert = mesh.get_local_rank() * (experts.num_experts // ranks)
+    experts.first_expert = down_proj.first_expert = first_expert
+    place(down_proj, "weight", of_down_proj, mesh, src_data_rank)
+    place(down_proj, "weight_scale", of_scale, mesh, src_data_rank)
     for name, placement in of_experts.items():
         place(experts, name, placement, mesh, src_data_rank)

@@ -54,7 +54,8 @@ class TransformersParallelExperts(TensorParallelLayer):
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Place all tensors of the experts, so that the loader reads those of this rank, and let the module sum."""
         experts: Any = module.mglu
-        divide(module, experts, self.way, mesh, None)
+        down_proj: Any = module.down_proj
+        divide(experts, down_proj, self.way, mesh, None)
         _replicate_router(experts, mesh)
         return super().install_forward(module, mesh)
 

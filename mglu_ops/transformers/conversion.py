@@ -99,11 +99,7 @@ def from_swiglu(
     for (gate, up, down), layer in zip(matrices, result.base_model.layers, strict=True):
         new = getattr(layer.mlp, "experts", layer.mlp)
         take_over_glu(new.mglu, gate, up, init)
-        scaled = nn.Parameter(down.clone() if mask_top_k is not None else down / n_masks)
-        if isinstance(new.down_proj, nn.Linear):
-            new.down_proj.weight = scaled
-        else:
-            new.down_proj = scaled
+        new.down_proj.weight = nn.Parameter(down.clone() if mask_top_k is not None else down / n_masks)
     return result
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 
-from .. import expert_ops
-from ..nn import MGLU, MGLUExperts, MGLUFeedForward
+from ..nn import MGLU, ExpertsDown, MGLUExperts, MGLUFeedForward
 from .configuration import ACTIVATIONS
 from .quantization import MGLUQuantizationConfig
 
@@ -21,19 +20,21 @@ class MGLUMoeExperts(nn.Module):
 
     Args:
         config: the configuration of a mixture.
+        down_format: the format of the weight of `down_proj`, a name in `mglu_ops.formats`.
         options: the keyword arguments of `MGLUExperts`.
 
     Attributes:
         mglu: `MGLUExperts(num_experts, hidden_size, intermediate size of an expert, ...)`.
-        down_proj: Parameter `[num_experts, hidden_size, intermediate size of an expert]`.
+        down_proj: `ExpertsDown(num_experts, intermediate size of an expert, hidden_size)`.
     """
 
-    def __init__(self, config: Any, **options: Any) -> None:
+    def __init__(self, config: Any, down_format: str = "dense", **options: Any) -> None:
         super().__init__()
         is_qwen = isinstance(config, Qwen3MoeConfig)  # where intermediate_size is for layers without experts
         intermediate = config.moe_intermediate_size if is_qwen else config.intermediate_size
         self.mglu = MGLUExperts(config.num_experts, config.hidden_size, intermediate, **options)
-        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, intermediate))
+        sizes = config.num_experts, intermediate, config.hidden_size
+        self.down_proj = ExpertsDown(*sizes, weight_format=down_format)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sums `[tokens, hidden_size]` of the results of each token's experts.
@@ -50,8 +51,7 @@ class MGLUMoeExperts(nn.Module):
         if experts.first_expert:
             top_k_index = top_k_index - experts.first_expert  # ids of other ranks' experts leave the range
         y = self.mglu(hidden_states, top_k_index)
-        down_proj, weights = map(experts.on_rank, (self.down_proj, top_k_weights))
-        return expert_ops.experts_down(y, down_proj, top_k_index, weights)
+        return self.down_proj(y, top_k_index, experts.on_rank(top_k_weights))
 
 
 @contextmanager
@@ -89,7 +89,8 @@ def feed_forward(mlp: nn.Module, name: str, config: Any, stored: MGLUQuantizatio
         "activation_format": activation_format,
     }
     if has_experts:
-        mlp.experts = experts = MGLUMoeExperts(config, **options)
+        down_format, _ = stored.formats_of(f"{name}.experts.down_proj")
+        mlp.experts = experts = MGLUMoeExperts(config, down_format, **options)
         _widen_logits(experts.mglu)
         return mlp
     layer = MGLUFeedForward(config.hidden_size, config.intermediate_size, **options)

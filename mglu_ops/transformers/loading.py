@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from .. import notices
 from ..checks import FLOATING
 from ..formats import get_format
-from ..nn.masked_linear import LOGITS, PACKED, SCALE, MaskedLinear
+from ..nn.masked_linear import LOGITS, PACKED, MaskedLinear
 from ..nn.packed_buffers import check_masks
+from ..nn.stored_linear import SCALE, StoredLinear
 from .quantization import METHOD
 
 _FLOATING = ("F16", "BF16", "F32", "F64", *map(str, FLOATING))
@@ -47,7 +48,8 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
     if missing := sorted(key for key in info.missing_keys if _is_of(key, layers)):
         # Masks of other layers than the model's do not tell in which form its own are.
         telling = {key for key in info.unexpected_keys if _is_of(key, layers) or not key.endswith((LOGITS, PACKED))}
-        reason = _reason(telling, len(set(map(_owner, missing))) < len(layers))
+        masked = sum(isinstance(layer, MaskedLinear) for layer in layers.values())
+        reason = _reason(telling, len(set(map(_owner, missing))) < masked)
         raise ValueError(f"{source}: has no {_first_of(missing)}; {reason}")
     kinds = set(map(_kind, layers))
     unused = sorted(key for key in info.unexpected_keys if _is_of(_kind(key), kinds))
@@ -145,8 +147,8 @@ def _dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Itera
             yield from _dtypes(torch.load(file, map_location="meta", weights_only=True), ())
 
 
-def _layers(model: nn.Module) -> dict[str, MaskedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, MaskedLinear)}
+def _layers(model: nn.Module) -> dict[str, StoredLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, StoredLinear)}
 
 
 def _owner(key: str) -> str:

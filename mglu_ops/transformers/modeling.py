@@ -33,6 +33,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .. import nn as mglu_nn
 from .. import notices
 from ..nn import MGLU, MGLUFeedForward
+from ..nn.stored_linear import StoredLinear
 from .configuration import (
     MGLUConfigMixin,
     MGLULlamaConfig,
@@ -41,7 +42,7 @@ from .configuration import (
     MGLUQwen3Config,
     MGLUQwen3MoeConfig,
 )
-from .feed_forward import MGLUMoeExperts, feed_forward, narrow
+from .feed_forward import feed_forward, narrow
 from .loading import check_adapter, check_dtypes, check_loaded, shapes_of_layers, warn_of_quantizer
 from .model_card import write_model_card
 from .quantization import describe_stored_weights, stored_weights
@@ -61,10 +62,7 @@ class MGLUPreTrainedMixin(_Model):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialise weights as Transformers does in linear layers; gain and masks as `mglu_ops.nn` does."""
-        if isinstance(module, MGLUMoeExperts):
-            init.normal_(module.down_proj, std=self.config.initializer_range)
-            return
-        if not isinstance(module, MGLU):
+        if not isinstance(module, StoredLinear):
             super()._init_weights(module)
             return
         if module.weight_format != "dense":
@@ -72,6 +70,8 @@ class MGLUPreTrainedMixin(_Model):
                 module.reset_parameters()
             return
         init.normal_(module.weight, std=self.config.initializer_range * module.weight_gain)
+        if not isinstance(module, MGLU):
+            return
         masks = module.packed_masks if module.mask_logits is None else module.mask_logits
         if not getattr(masks, "_is_hf_initialized", False):
             module.reset_masks()
@@ -98,7 +98,7 @@ class MGLUPreTrainedMixin(_Model):
         }
         check_loaded(model, info, source)
         for module in model.modules():  # the loader lets the gradient of each floating tensor be computed
-            if isinstance(module, MGLU) and module.weight_scale is not None:
+            if isinstance(module, StoredLinear) and module.weight_scale is not None:
                 module.weight.requires_grad_(False)
                 module.weight_scale.requires_grad_(False)
         return info, offload_index

@@ -12,6 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..formats import check_activation_format, get_format
 from ..nn.mask_logits import without_wrappers
 from ..nn.masked_linear import MaskedLinear
+from ..nn.stored_linear import StoredLinear
 
 METHOD = "mglu"
 """The `quant_method` of this package."""
@@ -26,14 +27,15 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
 
         "quantization_config": {"quant_method": "mglu", "weight_format": "fp8_row", "modules_to_not_convert": []}
 
-    Layers of other classes are not quantized by it. If the model was loaded with another quantizer, for its linear
-    layers, that one keeps the key `quantization_config`, and this is `mglu_quantization_config`.
+    Besides MGLU layers, it holds for the down projections of experts, without the activation format. Layers of other
+    classes are not quantized by it. If the model was loaded with another quantizer, for its linear layers, that one
+    keeps the key `quantization_config`, and this is `mglu_quantization_config`.
 
     Args:
         weight_format: a name in `mglu_ops.formats`.
-        modules_to_not_convert: names of MGLU layers whose weight is dense, as in `model.named_modules()`.
-        activation_format: what the other layers round x to, likewise. A dictionary of the configuration lacks the key
-            if it is `dense`, so that versions that do not know it can read it.
+        modules_to_not_convert: names of such layers whose weight is dense, as in `model.named_modules()`.
+        activation_format: what the other MGLU layers round x to, likewise. A dictionary of the configuration lacks the
+            key if it is `dense`, so that versions that do not know it can read it.
 
     Raises:
         ValueError: there is no such format, or the two do not go together.
@@ -56,7 +58,7 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = modules_to_not_convert or []
 
     def formats_of(self, name: str) -> tuple[str, str]:
-        """The weight and activation format of the MGLU layer of that name in the language model or in its decoder."""
+        """The weight and activation format of the layer of that name in the language model or in its decoder."""
         dense = {other.removeprefix("model.") for other in self.modules_to_not_convert}
         is_dense = name.removeprefix("model.") in dense
         return ("dense", "dense") if is_dense else (self.weight_format, self.activation_format)
@@ -101,12 +103,14 @@ def describe_stored_weights(model: nn.Module, config: Any) -> None:
     Raises:
         ValueError: layers with 8 or 4 bits have different formats of weights or activations.
     """
-    formats = {
-        without_wrappers(name): (module.weight_format, module.activation_format)
-        for name, module in model.named_modules()
-        if isinstance(module, MaskedLinear)
+    layers = {
+        without_wrappers(name): module for name, module in model.named_modules() if isinstance(module, StoredLinear)
     }
-    quantized = sorted({both for both in formats.values() if both[0] != "dense"})
+    stored = {module for module in layers.values() if module.weight_format != "dense"}
+    formats = {(one.weight_format, one.activation_format) for one in stored if isinstance(one, MaskedLinear)}
+    # Down projections of experts have no activation format.
+    others = {one.weight_format for one in stored} - {weight_format for weight_format, _ in formats}
+    quantized = sorted(formats | {(weight_format, "dense") for weight_format in others})
     if len(quantized) > 1:
         names = (weight if x == "dense" else f"{weight} with x in {x}" for weight, x in quantized)
         raise ValueError(
@@ -114,7 +118,7 @@ def describe_stored_weights(model: nn.Module, config: Any) -> None:
             "describes; quantize all of them, or all but those in skip, to one format"
         )
     for weight_format, activation_format in quantized:
-        dense = [name for name, (other, _) in formats.items() if other == "dense"]
+        dense = [name for name, module in layers.items() if module not in stored]
         place, beside = _PLACES
         other = dict(getattr(config, place, None) or {})
         is_ours = other.get("quant_method", METHOD) == METHOD

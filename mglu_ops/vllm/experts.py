@@ -5,6 +5,7 @@ vLLM's own layer of experts, `FusedMoE`, has the two matrices of SwiGLU, so that
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,11 @@ from vllm.model_executor.layers.fused_moe.router.router_factory import create_fu
 from vllm.model_executor.models.utils import extract_layer_index
 
 from .. import expert_ops
-from ..nn.arguments import check_int
+from ..formats import get_format
+from ..nn.arguments import check_columns, check_int
+from ..transformers.quantization import stored_weights
 from .layers import ColumnParallelMGLU
-from .shards import Part, down_shard
+from .shards import Part, columns_of_rank, down_scale_shard, down_shard
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -78,6 +81,76 @@ class ColumnParallelExperts(ColumnParallelMGLU):
         return expert_ops.experts_forward(*given, self.weight_scale, self.weight_format, self.activation_format)
 
 
+class RowParallelDown(nn.Module):
+    """The down projections of experts, of which this rank has some columns, or with expert parallelism some experts.
+
+    Args:
+        config: with `hidden_size`, and with the format of the weight if `mglu_ops.quantize` has quantized it.
+        prefix: name of the module in the model.
+        size: name in the config of the number of columns of all ranks together.
+        part: what this rank holds.
+
+    Attributes:
+        weight: Parameter `[experts of this rank, hidden_size, columns of this rank]`.
+        weight_scale: Parameter of the scales; None if the weight is dense, in the dtype of the model.
+
+    Raises:
+        ValueError: a rank's columns are not whole groups that share scales.
+    """
+
+    weight: nn.Parameter
+    weight_scale: nn.Parameter | None
+
+    def __init__(self, config: PretrainedConfig, prefix: str, size: str, part: Part) -> None:
+        super().__init__()
+        settings: Any = config
+        self.in_features, self.out_features, self.part = getattr(settings, size), settings.hidden_size, part
+        self.weight_format, _ = stored_weights(config).formats_of(prefix)
+        stored = get_format(self.weight_format)
+        check_columns(stored, self.in_features)
+        own = columns_of_rank(self.in_features, part.rank, part.ranks, self.weight_format, size)
+        columns, leading = own.stop - own.start, part.leading
+        weight = torch.empty(*leading, self.out_features, columns // stored.packed, dtype=stored.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("weight_scale", None)
+        if not stored.is_dense:
+            scale = torch.empty(*leading, *stored.scale_shape(self.out_features, columns), dtype=stored.scale_dtype)
+            self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.loaded: set[str] = set()
+
+    def forward(self, y: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """Return this rank's term of the weighted sums `[tokens, hidden_size]`.
+
+        Args:
+            y: `[tokens, K, columns of this rank]`.
+            expert_ids: as in `ColumnParallelExperts`.
+            expert_weights: floating `[tokens, K]`.
+        """
+        given = (y, self.weight, expert_ids, expert_weights)
+        return expert_ops.experts_down(*given, self.weight_scale, self.weight_format)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take this rank's part of the tensors in a checkpoint; vLLM's loader calls it, perhaps repeatedly.
+
+        Returns:
+            The names of the parameters that were loaded.
+
+        Raises:
+            TypeError, ValueError: a tensor has another shape or dtype than the config says, or another name.
+        """
+        parameters, loaded = dict(self.named_parameters()), set()
+        for name, tensor in weights:
+            if name not in parameters:
+                raise ValueError(f"{name}: the down projections of experts in {self.weight_format} have no such tensor")
+            shard = down_shard if name == "weight" else down_scale_shard
+            place = self.out_features, self.in_features, self.part.rank, self.part.ranks, self.weight_format
+            for own, layer in zip(parameters[name].data, self.part.layers(name, tensor), strict=True):
+                own.copy_(shard(layer, *place))
+            loaded.add(name)
+        self.loaded |= loaded
+        return loaded
+
+
 class ParallelExperts(nn.Module):
     """The experts of a mixture with their down projections: this rank's term of the sum over the ranks.
 
@@ -89,7 +162,7 @@ class ParallelExperts(nn.Module):
 
     Attributes:
         mglu: the MGLU layers.
-        down_proj: Parameter `[experts of this rank, hidden_size, columns of this rank]`, in the dtype of the model.
+        down_proj: the down projections.
 
     Raises:
         ValueError: as in `ColumnParallelMGLU`, with expert parallelism `num_experts` is not a multiple of the number of
@@ -107,11 +180,7 @@ class ParallelExperts(nn.Module):
         size = "moe_intermediate_size" if is_moe_size else "intermediate_size"
         self.first_expert = part.experts.start
         self.mglu = ColumnParallelExperts(config, quant_config, f"{prefix}.mglu", size, part)
-        columns = self.mglu.weight.shape[1]
-        down_proj = torch.empty(*part.leading, settings.hidden_size, columns)
-        self.down_proj = nn.Parameter(down_proj, requires_grad=False)
-        self.down_proj.weight_loader = self._load_down  # type: ignore[attr-defined] # vLLM's loader calls it
-        self.loaded: set[str] = set()
+        self.down_proj = RowParallelDown(config, f"{prefix}.down_proj", size, part)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Map x `[tokens, hidden_size]` to this rank's term of the result `[tokens, hidden_size]`.
@@ -123,12 +192,7 @@ class ParallelExperts(nn.Module):
         """
         if self.first_expert:
             expert_ids = expert_ids - self.first_expert  # ids of other ranks' experts leave the range
-        return expert_ops.experts_down(self.mglu(x, expert_ids), self.down_proj, expert_ids, expert_weights)
-
-    def _load_down(self, parameter: nn.Parameter, tensor: Tensor) -> None:
-        layer = self.mglu
-        parameter.data.copy_(down_shard(tensor, layer.in_features, layer.out_features, layer.part))
-        self.loaded.add("down_proj")
+        return self.down_proj(self.mglu(x, expert_ids), expert_ids, expert_weights)
 
 
 def check_parallelism(parallel: ParallelConfig) -> None:
@@ -153,8 +217,7 @@ class MGLUMoE(nn.Module):
 
     Args:
         config: as in `ParallelExperts`, and with `num_experts_per_tok`, and `norm_topk_prob`, which is True by default.
-        quant_config: of the router of masks. The router of experts and the down projections stay in the dtype of the
-            model.
+        quant_config: of the router of masks. The router of experts stays in the dtype of the model.
         prefix: name of the module in the model.
 
     Raises:

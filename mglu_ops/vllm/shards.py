@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..checks import FLOATING
-from ..formats import get_format
+from ..formats import WeightFormat, get_format
 from ..masks import check_layout, check_packed_masks, n_masks_of
-from ..nn.arguments import check_rows_of_ranks
+from ..nn.arguments import check_columns_of_ranks, check_rows_of_ranks
 from ..sizes import ceil_div
 
 
@@ -77,7 +77,21 @@ def rows_of_rank(
     if not 0 <= rank < ranks:
         raise ValueError(f"rank: got {rank}, must be from 0 to {ranks - 1} with {ranks} ranks")
     check_rows_of_ranks(name, rows, ranks, weight_format)
-    each = rows // ranks
+    return _slice_of_rank(rows, rank, ranks)
+
+
+def columns_of_rank(columns: int, rank: int, ranks: int, weight_format: str, name: str = "intermediate_size") -> slice:
+    """The columns of a down projection that a rank holds, likewise.
+
+    Raises:
+        ValueError: as in `rows_of_rank`, for groups of columns that share scales.
+    """
+    check_columns_of_ranks(name, columns, ranks, weight_format)
+    return _slice_of_rank(columns, rank, ranks)
+
+
+def _slice_of_rank(size: int, rank: int, ranks: int) -> slice:
+    each = size // ranks
     return slice(rank * each, (rank + 1) * each)
 
 
@@ -90,15 +104,7 @@ def weight_shard(
         TypeError: the format has another dtype, or is dense and the dtype is not floating; vLLM would cast it.
         ValueError: the weight has another shape, or `rows_of_rank` raises.
     """
-    stored = get_format(weight_format)
-    allowed = FLOATING if stored.dtype is None else (stored.dtype,)
-    if weight.dtype not in allowed:
-        raise TypeError(
-            f"weight: got dtype {weight.dtype}, must be one of {', '.join(map(str, allowed))} for the weight_format "
-            f"{weight_format} in the config"
-        )
-    if weight.shape != (shape := (out_features, in_features // stored.packed)):
-        raise ValueError(f"weight: got shape {list(weight.shape)}, must be {list(shape)}")
+    _check_weight(weight, out_features, in_features, weight_format)
     return weight[rows_of_rank(out_features, rank, ranks, weight_format)]
 
 
@@ -111,13 +117,7 @@ def scale_shard(
         TypeError: the dtype is not that of the format.
         ValueError: the config says `dense`, the scales have another shape, or `rows_of_rank` raises.
     """
-    stored = get_format(weight_format)
-    if stored.is_dense:
-        raise ValueError("weight_scale: got the scales of a quantized weight, but the config says that it is dense")
-    if scale.dtype is not stored.scale_dtype:
-        raise TypeError(f"weight_scale: got dtype {scale.dtype}, must be {stored.scale_dtype} for {weight_format}")
-    if scale.shape != (shape := stored.scale_shape(out_features, in_features)):
-        raise ValueError(f"weight_scale: got shape {list(scale.shape)}, must be {list(shape)} for {weight_format}")
+    stored = _check_scale(scale, out_features, in_features, weight_format)
     rows = rows_of_rank(out_features, rank, ranks, weight_format)
     return scale[rows.start // stored.rows : ceil_div(rows.stop, stored.rows)]
 
@@ -155,15 +155,55 @@ def packed_shard_of_logits(
     return torch.ops.mglu.pack_logits(mask_logits[:, rows_of_rank(out_features, rank, ranks)])
 
 
-def down_shard(weight: Tensor, out_features: int, in_features: int, part: Part) -> Tensor:
-    """A rank's part of the down projections `[num_experts, out_features, in_features]`: columns of its experts, a view.
+def down_shard(
+    weight: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str = "dense"
+) -> Tensor:
+    """A rank's columns of a down projection `[out_features, in_features]`, a view; half as many in `int4_group`.
 
     Raises:
-        TypeError: the dtype is not floating; vLLM would cast it.
-        ValueError: the weight has another shape, or `rows_of_rank` raises.
+        TypeError: as in `weight_shard`.
+        ValueError: the weight has another shape, or `columns_of_rank` raises.
     """
-    if weight.dtype not in FLOATING:
-        raise TypeError(f"down_proj: got dtype {weight.dtype}, must be one of {', '.join(map(str, FLOATING))}")
-    if weight.shape != (shape := (part.num_experts, out_features, in_features)):
-        raise ValueError(f"down_proj: got shape {list(weight.shape)}, must be {list(shape)}")
-    return weight[part.experts, :, rows_of_rank(in_features, part.rank, part.ranks)]
+    _check_weight(weight, out_features, in_features, weight_format)
+    columns, packed = columns_of_rank(in_features, rank, ranks, weight_format), get_format(weight_format).packed
+    return weight[:, columns.start // packed : columns.stop // packed]
+
+
+def down_scale_shard(
+    scale: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str
+) -> Tensor:
+    """The scales of a rank's columns of a down projection, a view: all of them if they are of whole rows.
+
+    Raises:
+        TypeError, ValueError: as in `scale_shard`, for columns.
+    """
+    stored = _check_scale(scale, out_features, in_features, weight_format)
+    columns = columns_of_rank(in_features, rank, ranks, weight_format)
+    if stored.columns is None:
+        return scale
+    return scale[:, columns.start // stored.columns : ceil_div(columns.stop, stored.columns)]
+
+
+def _check_weight(weight: Tensor, out_features: int, in_features: int, weight_format: str) -> None:
+    """Check the dtype and the shape of the whole weight of one layer."""
+    stored = get_format(weight_format)
+    allowed = FLOATING if stored.dtype is None else (stored.dtype,)
+    if weight.dtype not in allowed:
+        raise TypeError(
+            f"weight: got dtype {weight.dtype}, must be one of {', '.join(map(str, allowed))} for the weight_format "
+            f"{weight_format} in the config"
+        )
+    if weight.shape != (shape := (out_features, in_features // stored.packed)):
+        raise ValueError(f"weight: got shape {list(weight.shape)}, must be {list(shape)}")
+
+
+def _check_scale(scale: Tensor, out_features: int, in_features: int, weight_format: str) -> WeightFormat:
+    """Check the dtype and the shape of the scales of the whole weight of one layer, and return its format."""
+    stored = get_format(weight_format)
+    if stored.is_dense:
+        raise ValueError("weight_scale: got the scales of a quantized weight, but the config says that it is dense")
+    if scale.dtype is not stored.scale_dtype:
+        raise TypeError(f"weight_scale: got dtype {scale.dtype}, must be {stored.scale_dtype} for {weight_format}")
+    if scale.shape != (shape := stored.scale_shape(out_features, in_features)):
+        raise ValueError(f"weight_scale: got shape {list(scale.shape)}, must be {list(shape)} for {weight_format}")
+    return stored

@@ -89,7 +89,7 @@ def test_every_expert_is_made_as_the_table_says(name: str, init: str) -> None:
         gate, up = old.mlp.experts.gate_up_proj.chunk(2, dim=1)
         expected = torch.where(gate.abs() >= up.abs(), gate, up) if init == "magnitude" else up
         assert torch.equal(mglu.weight, expected)
-        assert torch.equal(new.mlp.experts.down_proj, old.mlp.experts.down_proj / 3)
+        assert torch.equal(new.mlp.experts.down_proj.weight, old.mlp.experts.down_proj / 3)
         first, *further = masks_of(mglu).unbind(1)
         assert torch.equal(first, gate.abs() >= up.abs()) == (init == "magnitude")
         assert all(0.6 < (first == masks).float().mean() < 0.9 for masks in further) == (init == "magnitude")

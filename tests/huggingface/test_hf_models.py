@@ -49,7 +49,7 @@ class NaiveExperts(nn.Module):
         sizes = mglu.num_experts, mglu.in_features, mglu.out_features
         self.naive = NaiveMGLUExperts(*sizes, n_masks=mglu.n_masks, activation=mglu.activation, top_k=mglu.top_k)
         self.naive.load_state_dict(mglu.state_dict())
-        self.down_proj = experts.down_proj
+        self.down_proj = experts.down_proj.weight
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return torch.einsum("tkd,tkhd,tk->th", self.naive(x, ids), self.down_proj[ids], weights)

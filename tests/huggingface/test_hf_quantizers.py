@@ -97,6 +97,17 @@ def test_the_format_of_activations_comes_back(tmp_path: Path) -> None:
         MGLUQuantizationConfig("int8_row", activation_format="fp8_token")
 
 
+def test_down_projections_of_experts_that_were_skipped_stay_dense(tmp_path: Path) -> None:
+    model = quantized("int8_row", "mixtral", skip=("*.down_proj",))
+    model.save_pretrained(tmp_path)
+    names = [f"model.layers.{i}.mlp.experts.down_proj" for i in range(len(model.model.layers))]
+    assert config_of(tmp_path)["quantization_config"]["modules_to_not_convert"] == names
+    result = load(tmp_path)
+    assert_same_layers(result, model)
+    assert [layer.mlp.experts.down_proj.weight_format for layer in result.model.layers] == ["dense"] * len(names)
+    assert torch.equal(logits(result), logits(model))
+
+
 def test_layers_that_were_skipped_stay_dense(tmp_path: Path) -> None:
     """A decoder names its layers without the language model's prefix."""
     model = quantized("fp8_row", skip=("model.layers.0",))

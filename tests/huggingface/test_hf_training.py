@@ -64,7 +64,8 @@ def test_a_mixture_has_the_groups_of_a_layer(tmp_path: Path) -> None:
     optimizer = trainer(model, tmp_path).create_optimizer()
     mlp = model.model.layers[0].mlp
     assert group_of(optimizer, mlp.experts.mglu.mask_logits)["name"] == "mask_logits"
-    for weight in (mlp.experts.mglu.weight, mlp.experts.mglu.router.weight, mlp.experts.down_proj, mlp.gate.weight):
+    experts = mlp.experts
+    for weight in (experts.mglu.weight, experts.mglu.router.weight, experts.down_proj.weight, mlp.gate.weight):
         assert group_of(optimizer, weight)["weight_decay"] == 0.1
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ACTIVATION_NAMES, examples
 
+from mglu_ops.formats import FORMATS
 from mglu_ops.nn import (
     MGLUExperts,
     MGLUExpertsFeedForward,
@@ -175,20 +176,46 @@ def test_the_feed_forward_layer_routes_as_qwen_and_mixtral_do(norm_topk_prob):
         row, probabilities = x.view(12, 12)[token], logits.view(12, 5)[token].softmax(0)
         chosen = probabilities.sort(descending=True).indices[:2].tolist()
         total = probabilities[chosen].sum() if norm_topk_prob else 1
-        expected = sum(probabilities[e] / total * (ones[e](row) @ block.down_proj[e].T) for e in chosen)
+        expected = sum(probabilities[e] / total * (ones[e](row) @ block.down_proj.weight[e].T) for e in chosen)
         torch.testing.assert_close(y.view(12, 12)[token], expected)
     assert torch.equal(block(x[0, 0]), block(x[:1, :1])[0, 0])
 
 
 def test_the_feed_forward_layer_has_the_names_and_initial_values_of_its_parts():
     block = MGLUExpertsFeedForward(4, 300, 200, 2, n_masks=4, mask_top_k=2)
-    names = {"gate.weight", "down_proj", *(f"experts.{name}" for name in ("weight", "mask_logits", "router.weight"))}
-    assert set(block.state_dict()) == names
-    for weight, columns in ((block.experts.weight, 300), (block.down_proj, 200), (block.gate.weight, 300)):
+    names = {f"experts.{name}" for name in ("weight", "mask_logits", "router.weight")}
+    assert set(block.state_dict()) == names | {"gate.weight", "down_proj.weight"}
+    for weight, columns in ((block.experts.weight, 300), (block.down_proj.weight, 200), (block.gate.weight, 300)):
         assert weight.abs().max() <= columns**-0.5  # as nn.Linear draws each expert's
         assert weight.std().item() == pytest.approx((3 * columns) ** -0.5, rel=0.05)
     leveled = MGLUExpertsFeedForward(4, 300, 200, 2, weight_init="leveled").experts.weight
     assert leveled.std().item() == pytest.approx(10**0.25 * 900**-0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("weight_format", [name for name in FORMATS if name != "dense"])
+def test_both_halves_are_quantized_but_for_skipped_down_projections(weight_format):
+    dense = freeze(MGLUExpertsFeedForward(3, 36, 260, 2, n_masks=2)).requires_grad_(False)
+    block, kept = copy.deepcopy(dense), copy.deepcopy(dense)
+    quantize(block, weight_format)
+    quantize(kept, weight_format, skip=["*down_proj"])
+    assert block.down_proj.weight_format == block.experts.weight_format == kept.experts.weight_format == weight_format
+    assert kept.down_proj.weight_format == "dense"
+    assert torch.equal(kept.down_proj.weight, dense.down_proj.weight)
+    with torch.no_grad():
+        for layer in (dense.experts, dense.down_proj):
+            layer.weight.copy_(torch.stack([_rounded(one, weight_format) for one in layer.weight]))
+    x = torch.randn(7, 36)
+    assert_matches(block(x), dense(x))
+    empty = quantize(freeze(MGLUExpertsFeedForward(3, 36, 260, 2, n_masks=2)), weight_format)
+    empty.load_state_dict(block.state_dict())
+    assert torch.equal(empty(x), block(x))
+    with pytest.raises(RuntimeError, match=r"down_proj\.weight_scale: the checkpoint holds a quantized weight, but"):
+        kept.load_state_dict(block.state_dict())
+    assert block.half().down_proj.weight.dtype == FORMATS[weight_format].dtype
+
+
+def _rounded(weight, weight_format):
+    return FORMATS[weight_format].dequantize(*FORMATS[weight_format].quantize(weight), weight.dtype)
 
 
 # --- Compiling and exporting ------------------------------------------------------------------------------------------

@@ -318,7 +318,7 @@ def test_cpp_launches_the_down_projections_that_python_launches(
                 rows = first * layer.top_k
                 chosen = next(one for one in device_code._chosen_tokens(layer) if one * layer.top_k >= call.rows)
                 config = experts_down.choose(layer.expert_call(torch.device("cuda"), chosen), chosen_for)
-                products, combine, _ = experts_down.launches(config, call, gpu, 0)
+                products, combine, *_ = experts_down.launches(config, call, gpu, 0)
                 pointers = addresses(layer)
                 steps = {"y": rows * layer.in_features * item, "out": first * layer.out_features * item}
                 steps |= {"expert_ids": 8 * rows, "expert_weights": 4 * rows}

@@ -12,6 +12,7 @@ from mglu_ops.formats import FORMATS
 from mglu_ops.nn import MGLUExpertsFeedForward, MGLUFeedForward
 from mglu_ops.vllm.shards import (
     Part,
+    down_scale_shard,
     down_shard,
     packed_shard,
     packed_shard_of_logits,
@@ -71,6 +72,20 @@ def test_the_shards_of_a_quantized_weight_are_its_rows(weight_format: str, rows:
         assert torch.equal(chosen.dequantize(weight, scales, torch.float32), whole[rows_of_rank(rows, rank, ranks)])
 
 
+@pytest.mark.parametrize("weight_format", [name for name in FORMATS if name != "dense"])
+def test_the_shards_of_a_quantized_down_projection_are_its_columns(weight_format: str) -> None:
+    chosen, sizes, ranks = FORMATS[weight_format], (20, 512), 2
+    torch.manual_seed(0)
+    stored, scale = chosen.quantize(torch.randn(sizes) * torch.linspace(1, 9, 512))
+    assert scale is not None
+    whole = chosen.dequantize(stored, scale, torch.float32)
+    for rank in range(ranks):
+        place = (*sizes, rank, ranks, weight_format)
+        weight, scales = down_shard(stored, *place), down_scale_shard(scale, *place)
+        assert scales.shape == chosen.scale_shape(20, 256)
+        assert torch.equal(chosen.dequantize(weight, scales, torch.float32), whole.chunk(ranks, 1)[rank])
+
+
 @pytest.mark.parametrize("by_experts", [False, True])
 def test_ranks_add_up_to_the_whole_mixture(by_experts: bool) -> None:
     """Each rank computes its rows of every expert, or its experts, whose ids it counts from its first."""
@@ -90,8 +105,9 @@ def test_ranks_add_up_to_the_whole_mixture(by_experts: bool) -> None:
         assert part.leading == own.shape[:1] == ((experts // ranks if by_experts else experts),)
         own_ids = ids - part.experts.start
         y = torch.ops.mglu.experts_forward(x, own, torch.stack(masks), own_ids, "silu")
-        down = down_shard(block.down_proj.detach(), COLUMNS, ROWS, part)
-        total += torch.ops.mglu.experts_down(y, down.contiguous(), own_ids, expert_weights)
+        layers = part.layers("weight", block.down_proj.weight.detach())
+        down = torch.stack([down_shard(layer, COLUMNS, ROWS, part.rank, part.ranks) for layer in layers])
+        total += torch.ops.mglu.experts_down(y, down, own_ids, expert_weights)
     torch.testing.assert_close(total, block(x).detach())
 
 
@@ -159,12 +175,18 @@ WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], s
         ValueError,
         r"weight: got shape \[12, 20\], must be \[num_experts=4, \.\.\.\]",
     ),
+    (lambda w, l, p: down_shard(w.T, *SHAPE, *RANK), ValueError, r"weight: got shape \[20, 12\], must be \[12, 20\]"),
+    (lambda w, l, p: down_shard(w.byte(), *SHAPE, *RANK), TypeError, r"weight: got dtype torch\.uint8"),
     (
-        lambda w, l, p: down_shard(w, COLUMNS, ROWS, EXPERTS),
+        lambda w, l, p: down_shard(BLOCKS.T, COLUMNS, 320, *RANK, "fp8_block"),
         ValueError,
-        r"down_proj: got shape \[12, 20\], must be \[4, 20, 12\]",
+        "intermediate_size: got 320, must be a multiple of 256 with 2 ranks and a weight in fp8_block, of which 128",
     ),
-    (lambda w, l, p: down_shard(w.byte(), COLUMNS, ROWS, EXPERTS), TypeError, r"down_proj: got dtype torch\.uint8"),
+    (
+        lambda w, l, p: down_scale_shard(SCALES[1:], *SHAPE, *RANK, "fp8_row"),
+        ValueError,
+        r"weight_scale: got shape \[11\], must be \[12\] for fp8_row",
+    ),
 ]
 
 

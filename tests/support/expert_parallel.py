@@ -55,10 +55,11 @@ class ExpertSetting(Setting):
     def of(device: str = "cpu", dtype: torch.dtype = torch.float64, width: int = WIDTH) -> ExpertSetting:
         return ExpertSetting(init_device_mesh(device, (dist.get_world_size(),)), device, dtype, width)
 
-    def model(self, **options: Any) -> nn.Sequential:  # type: ignore[override] # another kind of layer
+    def model(self, intermediate: int | None = None, **options: Any) -> nn.Sequential:  # type: ignore[override] # experts
         torch.manual_seed(0)
-        count, intermediate = (2, 16) if self.dtype.itemsize > 2 else (1, self.width)
-        layers = (MGLUExpertsFeedForward(8, self.width, intermediate, 3, n_masks=3, **options) for _ in range(count))
+        count, usual = (2, 16) if self.dtype.itemsize > 2 else (1, self.width)
+        sizes = 8, self.width, intermediate or usual, 3
+        layers = (MGLUExpertsFeedForward(*sizes, n_masks=3, **options) for _ in range(count))
         return nn.Sequential(*layers).to(self.device, self.dtype)
 
     def divided(self, way: str, model: nn.Sequential, src_data_rank: int | None = 0, **layouts: Any) -> nn.Sequential:
@@ -77,7 +78,7 @@ def check_placements(setting: ExpertSetting) -> None:
             masks = "experts.mask_logits" if learnable_masks else "experts.packed_masks"
             placements = {
                 "gate.weight": Replicate(),
-                "down_proj": Shard(0 if by_experts else 2),
+                "down_proj.weight": Shard(0 if by_experts else 2),
                 "experts.weight": Shard(0 if by_experts else 1),
                 masks: Shard(0 if by_experts else 1 + learnable_masks),
                 "experts.router.weight": Replicate(),
@@ -161,16 +162,22 @@ def check_training(setting: ExpertSetting) -> None:
 
 
 def check_quantized(setting: ExpertSetting) -> None:
-    """Layers are quantized before or after they are divided, with their scales."""
-    for name in ("fp8_row", "int8_row", "int4_group"):
-        alone = mglu_ops.quantize(mglu_ops.freeze(setting.model()), name)
+    """Both halves of layers are quantized before or after they are divided, with their scales."""
+    ranks, rank = setting.mesh.size(), setting.mesh.get_local_rank()
+    intermediate = 128 * ranks  # a whole block or group of columns for each rank
+    for name, of_columns in (("fp8_row", False), ("fp8_block", True), ("int8_row", False), ("int4_group", True)):
+        alone = mglu_ops.quantize(mglu_ops.freeze(setting.model(intermediate)), name)
         want = gradients(alone, alone, setting.x())
         for way in WAYS:
             # gloo cannot scatter fp8.
-            before = setting.divided(way, copy.deepcopy(alone), src_data_rank=None if name == "fp8_row" else 0)
-            after = mglu_ops.quantize(setting.divided(way, mglu_ops.freeze(setting.model())), name)
+            before = setting.divided(way, copy.deepcopy(alone), src_data_rank=None if name.startswith("fp8") else 0)
+            after = mglu_ops.quantize(setting.divided(way, mglu_ops.freeze(setting.model(intermediate))), name)
+            of_down = Shard(0) if way == "experts" else Shard(2) if of_columns else Replicate()
             for divided in (before, after):
                 assert divided[0].experts.weight_scale.placements == (Shard(WAYS.index(way)),)
+                assert divided[0].down_proj.weight_scale.placements == (of_down,)
+                own = alone[0].down_proj.weight.chunk(ranks, 0 if way == "experts" else 2)[rank]
+                assert torch.equal(divided[0].down_proj.weight.to_local(), own)
                 assert_same_gradients(setting, gradients(divided, divided, setting.x()), want, f"{way}, {name}")
 
 
@@ -185,6 +192,12 @@ def check_bad_input(setting: ExpertSetting) -> None:
         parallelize_module(odd, setting.mesh, ParallelExperts("experts"))
     with pytest.raises(ValueError, match=f"intermediate_size: got 9, must be a multiple of the .*, {ranks}"):
         parallelize_module(odd, setting.mesh, ParallelExperts("rows"))
+    group = f"got 16, must be a multiple of {128 * ranks} with {ranks} ranks and a weight in int4_group"
+    packed = setting.model(learnable_masks=False)
+    with pytest.raises(ValueError, match=f"intermediate_size: {group}"):
+        setting.divided("rows", mglu_ops.quantize(copy.deepcopy(packed), "int4_group"))
+    with pytest.raises(ValueError, match=f"model: 0.down_proj: in_features: {group}"):
+        mglu_ops.quantize(setting.divided("rows", packed), "int4_group")
     ids = torch.zeros(8, 2, dtype=torch.int32, device=setting.device)
     for way in WAYS:
         divided = setting.divided(way, setting.model(learnable_masks=False))
@@ -203,10 +216,10 @@ def check_materialized(setting: ExpertSetting) -> None:
         model = setting.divided(way, setting.model().to("meta"))
         model.to_empty(device=setting.device)
         for layer in model:
-            nn.init.constant_(layer.down_proj, 9)
+            nn.init.constant_(layer.down_proj.weight, 9)
             nn.init.constant_(layer.experts.weight, 9)
             layer.reset_parameters()
-            for tensor, inputs in ((layer.down_proj, 16), (layer.experts.weight, setting.width)):
+            for tensor, inputs in ((layer.down_proj.weight, 16), (layer.experts.weight, setting.width)):
                 bound = inputs**-0.5
                 assert 0.98 * bound < tensor.full_tensor().abs().max() <= bound, way
         with torch.no_grad():

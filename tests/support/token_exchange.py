@@ -59,7 +59,7 @@ def check_results(setting: ExpertSetting) -> None:
     x = setting.x().flatten(0, 1)
     for name, options in KINDS.items():
         alone, model = setting.model(**options), exchanging(setting, setting.model(**options))
-        for tensor in model[0].down_proj, model[0].experts.weight:
+        for tensor in model[0].down_proj.weight, model[0].experts.weight:
             assert tensor.placements == (Shard(0),)
         compare(setting, model, alone, x, name)
 

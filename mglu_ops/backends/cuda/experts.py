@@ -65,6 +65,10 @@ def addresses(given: ExpertArguments, out: Tensor) -> dict[str, int]:
     }
 
 
+_NOT_READ = dict.fromkeys(("x", "packed_masks", "mask_weights"), 0)
+"""The pointers of `Params` that the copy of a weight does not need."""
+
+
 class CudaDown:
     """A prepared call of `experts_down`. Thread-safe.
 
@@ -73,14 +77,18 @@ class CudaDown:
             of the only token. None where the library multiplies rows sorted by expert, in their dtype.
         combine: adds the products of each token.
         pair_bytes: what `products` writes for `combine`, in bytes a pair.
+        decode: copies a weight in 8 or 4 bits in y's dtype for the library; None for a dense weight.
     """
 
-    __slots__ = ("_device", "combine", "pair_bytes", "products")
+    __slots__ = ("_device", "combine", "decode", "pair_bytes", "products")
 
-    def __init__(self, products: Launch | None, combine: Launch | None, pair_bytes: int, device: int) -> None:
+    def __init__(
+        self, products: Launch | None, combine: Launch | None, pair_bytes: int, decode: Launch | None, device: int
+    ) -> None:
         self.products = products
         self.combine = combine
         self.pair_bytes = pair_bytes
+        self.decode = decode
         self._device = device
 
     def __call__(self, given: DownArguments) -> Tensor:
@@ -110,6 +118,10 @@ class CudaDown:
         if self.products is None:
             pairs, offs = sort_pairs(expert_ids, experts)
             places = inverse_of(pairs)
+            if self.decode is not None:
+                columns = y.shape[2]
+                weight = empty((experts, out_features, columns), (out_features * columns, columns, 1), y.dtype, device)
+                self.decode(stream, {**_NOT_READ, **pointers, "out": weight.data_ptr()})
             products = functional.grouped_mm(y.flatten(0, 1)[pairs], weight.mT, offs=offs)
             self.combine(stream, {**pointers, "products": products.data_ptr(), "places": places.data_ptr()})
         else:

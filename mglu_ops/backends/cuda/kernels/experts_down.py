@@ -10,10 +10,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from ....expert_calls import ExpertCall
+from ....formats import FORMATS
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
 from ..launch import load_kernel, parameters
+from . import decode_weight
 from .base import ELEMENTS, weight_is_vectorizable
 
 NAME, COMBINE = "experts_down", "combine_experts"
@@ -22,8 +24,9 @@ _COLUMNS = 128
 _COMBINE_THREADS = 128
 _LEAST_COLUMNS = 4096
 """The least columns of units that are divided. Shorter ones are so many that a last turn of them takes little."""
-_MOST_ROWS_OF_EXPERT = 64
-"""The most rows an expert, on average, for which this kernel is faster than library products of sorted rows."""
+_MOST_ROWS_OF_EXPERT = dict.fromkeys(FORMATS, 320) | {"dense": 64, "fp8_block": 160}
+"""The most rows an expert, on average, for which this kernel is faster than library products of sorted rows, which need
+a copy in y's dtype of a weight in 8 or 4 bits (csrc/cuda/experts_down.md)."""
 MOST_ROWS = 2**14
 """The most rows whose order blocks find."""
 _LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
@@ -149,7 +152,10 @@ def _target(gpu: Gpu) -> str:
 def sources(config: ExpertsDown | None, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
     """Everything that is compiled for a call, as `(kernel, target, macros)`; without `config` for library products."""
     if config is None:
-        return [(COMBINE, _target(gpu), combine_macros(call, None))]
+        found = [(COMBINE, _target(gpu), combine_macros(call, None))]
+        if not call.layer.weight.format.is_dense:
+            found.append((decode_weight.NAME, _target(gpu), decode_weight.macros(call.layer)))
+        return found
     found = [(NAME, _target(gpu), config.macros(call))]
     return found if config.block_tokens == 1 else [*found, (COMBINE, _target(gpu), combine_macros(call, config))]
 
@@ -179,11 +185,13 @@ def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
 def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
     """Whether products of sorted rows by `torch.nn.functional.grouped_mm` are faster, and possible."""
     layer = call.layer
-    many = call.rows > MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT * call.experts
+    stored, row_stride = layer.weight.format, layer.weight.layout.strides[0]
+    # `decode_weight` takes the weights of all experts as one matrix, whose blocks of scales must not be cut.
+    is_decodable = call.weight_stride == layer.out_features * row_stride and layer.out_features % stored.rows == 0
     return (
-        many
+        (call.rows > MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT[stored.name] * call.experts)
+        and (stored.is_dense or is_decodable)
         and layer.dtype is torch.bfloat16
-        and layer.weight.format.is_dense
         and layer.out_features % 8 == 0
         and not layer.batch_invariant
         and gpu.arch in _LIBRARY_ARCHITECTURES
@@ -281,10 +289,14 @@ def combine_launch(call: ExpertCall, config: ExpertsDown | None, gpu: Gpu, devic
 
 def launches(
     config: ExpertsDown | None, call: ExpertCall, gpu: Gpu, device: int
-) -> tuple[Launch | None, Launch | None, int]:
-    """The launches and `pair_bytes` of a `CudaDown`; one of the launches may not be needed."""
+) -> tuple[Launch | None, Launch | None, int, Launch | None]:
+    """The launches and `pair_bytes` of a `CudaDown`, in the order of its arguments; not all may be needed."""
     if config is None:
-        return None, combine_launch(call, None, gpu, device), 0
+        decode = None
+        if not call.layer.weight.format.is_dense:
+            stack = replace(call.layer, out_features=call.experts * call.layer.out_features)
+            decode = decode_weight.launch(stack, gpu, device, _target(gpu))
+        return None, combine_launch(call, None, gpu, device), 0, decode
     products = products_launch(config, call, gpu, device)
     combine = None if config.block_tokens == 1 else combine_launch(call, config, gpu, device)
-    return products, combine, config.pair_bytes(call)
+    return products, combine, config.pair_bytes(call), None
