@@ -3,6 +3,10 @@
 // From ids: a stable counting sort. Each warp counts the experts of a range of rows; the sums of these counts, over warps
 // and then over experts, tell where the first row of each warp and expert goes. From offs the rows are sorted already.
 // Rows without an expert form a last group.
+//
+// With MGLU_ORDER it writes the order of rows instead of items, for library products of sorted rows: the rows in the
+// order of places and the place of each row, int64 [rows] each, and then the end of each expert's places, int32
+// [experts].
 #include "items.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
@@ -10,6 +14,12 @@
 namespace mglu {
 
 constexpr bool kSorted = MGLU_SORTED;  // offs instead of ids
+#if defined(MGLU_ORDER) && MGLU_ORDER
+constexpr bool kOrder = true;
+#else
+constexpr bool kOrder = false;
+#endif
+static_assert(!kOrder || !kSorted, "sorted rows are in order");
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBatch = 4;  // rows of a lane that are read together
@@ -121,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
 
     if constexpr (!kSorted) {
         int* rows = p.out + 4 * p.max_items;
+        i64* order = reinterpret_cast<i64*>(p.out);
         for (int base = first; base < end; base += 32 * kBatch) {
             const Batch batch = read(base);
 #pragma unroll
@@ -128,12 +139,20 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
                 const int group = batch.group[i];
                 const u32 same = lanes_with(group);
                 const int earlier = __popc(same & ((1u << lane) - 1));
-                if (group < groups) rows[before(ends, group) + own[group] + earlier] = base + 32 * i + lane;
+                if (group < groups) {
+                    const int row = base + 32 * i + lane, place = before(ends, group) + own[group] + earlier;
+                    if constexpr (kOrder) order[place] = row, order[p.rows + row] = place;
+                    else rows[place] = row;
+                }
                 __syncwarp();
                 if (group < groups && earlier == 0) own[group] += __popc(same);
                 __syncwarp();
             }
         }
+    }
+    if constexpr (kOrder) {
+        for (int g = threadIdx.x; g < p.experts; g += kThreads) p.out[4 * p.rows + g] = ends[g];
+        return;
     }
     for (int i = threadIdx.x; i < p.max_items; i += kThreads) {
         ItemEntry entry = {-1, 0, 0, 1};

@@ -51,7 +51,7 @@ struct ItemParams {
 // Of group_tokens.
 struct GroupParams {
     const void* expert_ids;  // int32 or int64 [rows], or offs, int32 [experts]
-    int* out;                // ItemEntry [max_items], then for ids the rows in the order of places, [rows]
+    int* out;                // ItemEntry [max_items], then for ids the rows in the order of places, [rows]; or the order
     int id_bytes;
     int experts;
     int rows;
@@ -99,6 +99,11 @@ struct TileParams : Params {
 struct TrainingTileParams : TileParams {
     TensorMap out_map;       // [tokens][out_features], in boxes of kBoxTokens by 64
     TensorMap partials_map;  // [tokens][n_masks + 1, or 2 n_masks + 1 with mask weights][out_features], as out_map
+};
+
+struct TrainingItemParams : TrainingTileParams {
+    TensorMap out_row_map;  // the same matrices in boxes of one token, for an expert's last tokens
+    TensorMap partials_row_map;
 };
 
 }  // namespace mglu

@@ -27,7 +27,7 @@ using Weight = WeightPairs<kFormat, kType>;
 constexpr bool kFp8 = MGLU_FP8 != 0;               // x and W are multiplied in fp8 (tile_fp8.cuh)
 constexpr bool kPermutedX = MGLU_PERMUTED != 0;    // p.x is the copy that permute_x.cu or quantize_x.cu has made
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks: their rows are 16-byte aligned
-constexpr bool kExperts = kItems == Items::table;  // x is gathered in the order of experts by permute_x or quantize_x
+constexpr bool kExperts = kItems == Items::table;
 #if defined(MGLU_TRAIN) && MGLU_TRAIN
 constexpr bool kTrain = true;                // also write what backward needs (tile_training.cuh)
 constexpr int kBoxTokens = MGLU_BOX_TOKENS;  // tokens of a box that TMA stores, a multiple of 8
@@ -41,7 +41,9 @@ constexpr int kConsumers = kRowGroups * kMaskGroups;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kColumns = kTokens / 2;              // sums of one product that a thread holds
 constexpr int kChunkColumns = kFp8 ? 128 : 64;     // of in_features: 128 bytes of a row of x
-constexpr bool kCopiedX = kPermutedX || kExperts;  // a launch that copies x precedes this one
+// Whether a launch that copies x precedes this one. It gathers the x of experts, unless x is sorted and dense products
+// read it as it is.
+constexpr bool kCopiedX = kPermutedX || (kExperts && kSparse);
 constexpr bool kTiledX = kPermutedX && !kExperts;  // in the copy, a stage of a tile is one contiguous block
 constexpr int kSwath = 8;                          // row tiles that are visited together for each tile of tokens
 constexpr int kPassMasks = kMasks / kPasses;
@@ -52,7 +54,6 @@ static_assert(kConsumers <= 4, "at most four consumer warpgroups: registers");
 static_assert(kPasses == 1 || (kPassMasks * kPasses == kMasks && kPassMasks % 4 == 0),
               "the masks of a pass are whole words");
 static_assert(!kTrain || !kSparse, "in training products are dense");
-static_assert(!kExperts || !kTrain, "experts are not trained here");
 static_assert(!kFp8 || (kPermutedX && !kSparse && kPasses == 1 && kStageChunks == 1 && Weight::kBits == 8),
               "products in fp8 have one form");
 static_assert(!kTrain || kFormat == WeightFormat::dense, "in training W has the type of x");
@@ -119,15 +120,19 @@ constexpr bool kKeepTotal = kTrain && kMaskGroups == 1 && kPasses > 1;
 constexpr int kExchanged = kTrain && !kKeepTotal ? 3 : 2;  // arrays with one float for each sum
 constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kColumns * kExchanged * 512 : 0;
 
-template <bool kWithResults>
+template <bool kWithResults, bool kOfItems>
 struct ParamsOf {
     using Type = TileParams;
 };
 template <>
-struct ParamsOf<true> {
+struct ParamsOf<true, false> {
     using Type = TrainingTileParams;
 };
-using LaunchParams = ParamsOf<kTrain>::Type;
+template <>
+struct ParamsOf<true, true> {
+    using Type = TrainingItemParams;
+};
+using LaunchParams = ParamsOf<kTrain, kExperts>::Type;
 
 template <bool kOfItems>
 struct OrderOf {

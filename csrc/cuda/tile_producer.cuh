@@ -62,7 +62,7 @@ __device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles
         for (int stage = 0; stage < prefilled; ++stage)
             load_weights_and_masks(tp, ring + stage * kStageBytes, landed + 8 * stage,
                                    tiles.at(p, tiles.first()).stored_row(p), stage, x_bytes, policy);
-    else prefetch_first_stage(tp, tiles);
+    else if constexpr (!kExperts) prefetch_first_stage(tp, tiles);
     wait_for_earlier_kernels();
     int left_prefilled = prefilled;
     RingPosition position;

@@ -16,9 +16,16 @@ namespace mglu {
 // The boxes of 64 rows of W by kBoxTokens tokens that a warpgroup stores by TMA, one for each output. There are two
 // sets of boxes: the warpgroup fills one while the TMA unit reads the other. A box has a row of 128 bytes for each
 // token, with the 128-byte swizzle.
+//
+// A box past the last token is clipped. The tokens after an item's last one belong to the next expert, so its last box
+// is stored token by token; the swizzle follows from the address in shared memory.
 class StoredBoxes {
-    const TensorMap& y_;
-    const TensorMap& partials_;
+    struct Maps {
+        const TensorMap& of_boxes;
+        const TensorMap& of_tokens;  // for experts
+    };
+    const Maps y_;
+    const Maps partials_;
     const int warp_ = threadIdx.x / 32 % 4;
     const int lane_ = threadIdx.x % 32;
     const int barrier_ = 8 + threadIdx.x / 128;  // named barrier of the warpgroup
@@ -30,7 +37,7 @@ class StoredBoxes {
 
   public:
     // `memory` holds the boxes of all warpgroups.
-    __device__ __forceinline__ StoredBoxes(const TensorMap& y, const TensorMap& partials, u32 memory)
+    __device__ __forceinline__ StoredBoxes(const Maps& y, const Maps& partials, u32 memory)
         : y_(y),
           partials_(partials),
           boxes_(memory + threadIdx.x / 128 * (2 * kSetBytes)),
@@ -54,14 +61,14 @@ class StoredBoxes {
     }
 
     // Stores the boxes of kCount masks from `first_mask` on, and with `done` also y and P. Their first row of W is
-    // `row`. Each warp issues every fourth store.
+    // `row`, and the tile's tokens end before `end`. Each warp issues every fourth store.
     template <int kCount>
-    __device__ __forceinline__ void store(const Params& p, int row, int token, int first_mask, bool done) {
+    __device__ __forceinline__ void store(const Params& p, int row, int token, int end, int first_mask, bool done) {
         constexpr int kOfMasks = boxes_of_masks(kCount);
         fence_async_proxy();
         if (lane_ == 0) store_wait_read();  // the other set's boxes, to be filled next
         named_sync<128>(barrier_);
-        if (lane_ == 0 && token < p.tokens) {
+        if (lane_ == 0 && token < end) {
 #pragma unroll 1
             for (int box = warp_; box < kOfMasks + (done ? 2 : 0); box += 4) {
                 const u32 source = boxes_ + filling_ + box * kBoxBytes;
@@ -69,8 +76,13 @@ class StoredBoxes {
                 const int partial = box < kOfMasks ? 1 + of_mask : 0;
                 // Only backward reads the partial derivatives, so they may leave L2 before what this kernel reads
                 // again.
-                if (box == kOfMasks) tma_store_box(y_, row, token, source, cache_policy(false));
-                else tma_store_box(partials_, partial * p.out_features + row, token, source, cache_policy(true));
+                const Maps& maps = box == kOfMasks ? y_ : partials_;
+                const int column = box == kOfMasks ? row : partial * p.out_features + row;
+                const u64 policy = cache_policy(box != kOfMasks);
+                if (!kExperts || token + kBoxTokens <= end) tma_store_box(maps.of_boxes, column, token, source, policy);
+                else
+                    for (int i = 0; token + i < end; ++i)
+                        tma_store_box(maps.of_tokens, column, token + i, source + i * 128, policy);
             }
             store_commit();
         }

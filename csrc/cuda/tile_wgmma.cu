@@ -158,7 +158,8 @@ __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u3
         }
         if constexpr (kTrain)
             if (j % (kBoxTokens / 8) == kBoxTokens / 8 - 1)
-                boxes.template store<kCount>(p, tile.row + warpgroup_row, token + 8 - kBoxTokens, first_mask, done);
+                boxes.template store<kCount>(p, tile.row + warpgroup_row, token + 8 - kBoxTokens, tile.end(p),
+                                             first_mask, done);
     }
     if constexpr (!kLastGroup) named_arrive<256>(exchange.written);
     else if (kGroup > 0 && more) named_arrive<256>(exchange.read);
@@ -197,8 +198,10 @@ __device__ __forceinline__ void consume(const Params& p, const Tiles& tiles, u32
 // A warpgroup's boxes, in the memory of all warpgroups. A template, since only training has maps of the results.
 template <typename KernelParams>
 __device__ __forceinline__ auto boxes_of(const KernelParams& tp, u32 memory) {
-    if constexpr (kTrain) return StoredBoxes(tp.out_map, tp.partials_map, memory);
-    else return NoBoxes();
+    if constexpr (!kTrain) return NoBoxes();
+    else if constexpr (kExperts)
+        return StoredBoxes({tp.out_map, tp.out_row_map}, {tp.partials_map, tp.partials_row_map}, memory);
+    else return StoredBoxes({tp.out_map, tp.out_map}, {tp.partials_map, tp.partials_map}, memory);
 }
 
 }  // namespace mglu
@@ -228,7 +231,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
     __syncthreads();
     let_next_kernel_start();
 #if MGLU_ITEMS
-    // group_tokens has ended, since the launch that gathers x has waited for it.
+    // Where a launch gathers x, group_tokens has ended, since that launch has waited for it.
+    if constexpr (!kCopiedX) wait_for_earlier_kernels();
     const Tiles tiles = Tiles::of<kThreads>(items);
 #else
     const Tiles tiles;

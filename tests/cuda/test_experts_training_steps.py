@@ -43,7 +43,7 @@ def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forward_train(*operands):
-    return training.forward_train(ExpertArguments.of_offs(*operands))
+    return training.library_forward(ExpertArguments.of_offs(*operands))
 
 
 def backward(*arguments):

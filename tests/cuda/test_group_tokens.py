@@ -14,7 +14,7 @@ from emulated_kernels import needs_compiler, run
 from torch import Tensor
 
 from mglu_ops.backends.cuda.kernels import group_tokens
-from mglu_ops.expert_calls import ExpertCall, sort_pairs
+from mglu_ops.expert_calls import ExpertCall, inverse_of, sort_pairs
 from mglu_ops.layer_call import LayerCall
 
 pytestmark = needs_compiler
@@ -65,6 +65,22 @@ def test_items_are_a_stable_sort_in_pieces(rows: int, experts: int, index_dtype:
         for found in (entries, of_offs):
             assert torch.equal(found[: len(expected)].long(), expected)
             assert not found[len(expected) :, 2].any()
+
+
+@pytest.mark.parametrize(("rows", "experts"), [(1, 1), (600, 33)])
+def test_the_order_of_rows(rows: int, experts: int) -> None:
+    ids = torch.randint(-1, experts + 2, (rows, 1))
+    call = replace(ExpertCall.contiguous(LAYER, experts, rows, 1), index_dtype=torch.int64)
+    words = group_tokens.order_words(rows, experts)
+    memory = torch.full((words + 8,), -7)
+    pointers = {"expert_ids": ids.data_ptr(), "out": memory.data_ptr()}
+    macros = tuple(group_tokens.order_macros().items())
+    run(group_tokens.NAME, macros, 1, pointers, group_tokens.integers(call, 1), "GroupParams")
+    order, (pairs, offs) = group_tokens.Order.of(memory[:words], rows, experts), sort_pairs(ids, experts)
+    assert torch.equal(order.rows, pairs)
+    assert torch.equal(order.places, inverse_of(pairs))
+    assert torch.equal(order.offs, offs)
+    assert bool((memory[words:] == -7).all())
 
 
 @pytest.mark.parametrize("ends", [(5, 3, 40, 1), (-1, -9, 2**31 - 1, 0), (2**31 - 1,) * 4, (-(2**31),) * 4])

@@ -12,6 +12,7 @@ from expert_training import ExpertLayer, assert_as_good_as_naive
 from memory_layouts import rows_apart, transposed, unaligned
 from torch import Tensor
 
+from mglu_ops import expert_dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import experts_training
 
@@ -28,10 +29,15 @@ def _needs_grouped_products() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(params=["bfloat16", "bfloat16 without grouped_mm", "float16", "float32", "tf32"])
+@pytest.fixture(
+    params=["bfloat16", "bfloat16 without tiles", "bfloat16 without tiles and grouped_mm", "float16", "float32", "tf32"]
+)
 def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """The dtype of a step, after choosing its products; those without `grouped_mm` are an older GPU's."""
+    """The dtype of a step, after choosing its products: without `tile_wgmma` or `grouped_mm`, those of other GPUs."""
+    monkeypatch.setattr(expert_dispatch, "_other_calls", {})  # calls that are prepared with other products
     if "without" in request.param:
+        monkeypatch.setattr(experts_training, "training_items", lambda call, gpu: None)
+    if "grouped_mm" in request.param:
         monkeypatch.setattr(experts_training, "_library_has_kernel", lambda a: False)
     precision = "tf32" if request.param == "tf32" else "ieee"
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)

@@ -222,11 +222,12 @@ class Cuda(Backend):
         return self.unsupported_experts_training_reason(call) is None
 
     def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
-        """Prepare a forward pass. Its first call compiles and loads the kernels, and raises what `prepare` raises."""
-        return _on_device(call.layer.device.index, experts_training.forward_train)
+        """Raises what `prepare` raises."""
+        with torch.cuda.device(call.layer.device):
+            return _on_device(call.layer.device.index, experts_training.ForwardTrain(call))
 
     def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
-        """Prepare a backward pass; as `prepare_grouped_forward_train`."""
+        """Prepare a backward pass. Its first call compiles and loads the kernels, and raises what `prepare` raises."""
         return _on_device(call.layer.device.index, experts_training.backward)
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 from ...expert_calls import DownArguments, ExpertArguments, inverse_of, sort_pairs
 from .current import current_device, current_stream, empty
 from .driver import Launch
+from .kernels.group_tokens import Order, order_words
 from .launch import LaunchSequence
 
 
@@ -78,17 +79,25 @@ class CudaDown:
         combine: adds the products of each token.
         pair_bytes: what `products` writes for `combine`, in bytes a pair.
         decode: copies a weight in 8 or 4 bits in y's dtype for the library; None for a dense weight.
+        order: sorts the rows for the library; None where torch does.
     """
 
-    __slots__ = ("_device", "combine", "decode", "pair_bytes", "products")
+    __slots__ = ("_device", "combine", "decode", "order", "pair_bytes", "products")
 
     def __init__(
-        self, products: Launch | None, combine: Launch | None, pair_bytes: int, decode: Launch | None, device: int
+        self,
+        products: Launch | None,
+        combine: Launch | None,
+        pair_bytes: int,
+        decode: Launch | None,
+        order: Launch | None,
+        device: int,
     ) -> None:
         self.products = products
         self.combine = combine
         self.pair_bytes = pair_bytes
         self.decode = decode
+        self.order = order
         self._device = device
 
     def __call__(self, given: DownArguments) -> Tensor:
@@ -116,16 +125,24 @@ class CudaDown:
             return out
         # The products are freed on return, after the launches, as the workspace of CudaExperts.
         if self.products is None:
-            pairs, offs = sort_pairs(expert_ids, experts)
-            places = inverse_of(pairs)
+            rows, places, offs = self._order_of(expert_ids, experts)
             if self.decode is not None:
                 columns = y.shape[2]
                 weight = empty((experts, out_features, columns), (out_features * columns, columns, 1), y.dtype, device)
                 self.decode(stream, {**_NOT_READ, **pointers, "out": weight.data_ptr()})
-            products = functional.grouped_mm(y.flatten(0, 1)[pairs], weight.mT, offs=offs)
+            products = functional.grouped_mm(y.flatten(0, 1)[rows], weight.mT, offs=offs)
             self.combine(stream, {**pointers, "products": products.data_ptr(), "places": places.data_ptr()})
         else:
             products = empty((tokens * top_k * self.pair_bytes,), (1,), torch.uint8, device)
             self.products(stream, {**pointers, "out": products.data_ptr()})
             self.combine(stream, {**pointers, "products": products.data_ptr(), "places": 0})
         return out
+
+    def _order_of(self, expert_ids: Tensor, experts: int) -> Order:
+        if self.order is None:
+            pairs, offs = sort_pairs(expert_ids, experts)
+            return Order(pairs, inverse_of(pairs), offs)
+        rows = expert_ids.numel()
+        memory = expert_ids.new_empty(order_words(rows, experts), dtype=torch.int64)
+        self.order(current_stream(self._device), {"expert_ids": expert_ids.data_ptr(), "out": memory.data_ptr()})
+        return Order.of(memory, rows, experts)

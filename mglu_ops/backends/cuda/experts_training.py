@@ -1,31 +1,41 @@
 """A training step of experts in 16 bits on a GPU, for rows sorted by expert (csrc/cuda/training.md).
 
-The rows of each expert follow the equations of one layer (`training`). `torch.nn.functional.grouped_mm`
+The rows of each expert follow the equations of one layer (`training`). On compute capability 9.0 `tile_wgmma` is all of
+forward, where sizes and addresses suit it. In backward, and in forward elsewhere, `torch.nn.functional.grouped_mm`
 multiplies, with the ends of the experts' rows on the device, and kernels before and after it pass once over memory. To
 them, the rows of all experts' weights are one matrix. The flipped weights of an expert are stacked, so that the
 n_masks + 1 products of forward are columns of one product, and dx is one product with a float32 sum. In float16, and on
 GPUs for which torch has no kernel, kernels in Triton multiply instead (`mglu_ops.backends.triton.grouped`).
 
-Both round their results to 16 bits. If t and f_i were rounded, y would have up to 2.5 times the error of the naive
-layer, mostly because the error of t is in every gate and value. Therefore t is computed in float32, by a kernel in
-Triton. With one mask the gate and the value are the two products instead, and neither is a difference. The same
-holds for relu, at the cost of 2 n_masks products: a gate near 0 needs the right sign, since relu's derivative jumps.
+`grouped_mm` and Triton round their results to 16 bits. If t and f_i were rounded, y would have up to 2.5 times the
+error of the naive layer, mostly because the error of t is in every gate and value. Therefore t is computed in float32,
+by a kernel in Triton. With one mask the gate and the value are the two products instead, and neither is a difference.
+The same holds for relu, at the cost of 2 n_masks products: a gate near 0 needs the right sign, since relu's derivative
+jumps.
 
 Nothing waits for the GPU, and no shape depends on `offs`. The same inputs give the same bits.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import gcd
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
-from ...expert_calls import ExpertArguments
+from ...expert_calls import ExpertArguments, ExpertCall
+from ...layer_call import LayerCall, Layout
+from ...masks import packed_width
 from ...sizes import round_up
 from ..base import GroupedBackwardArguments
 from ..triton import device_reason
 from .compiler import has_cuda_core
+from .device import gpu_of
+from .experts import addresses
 from .kernels import training_steps as steps
+from .kernels.tile_wgmma_training import partials_of, training_items
 
 _LIBRARY_ARCHITECTURES = (9, 10)
 """Major compute capabilities for which `grouped_mm` has a kernel, of bfloat16 (torch 2.11 to 2.13). Elsewhere, and for
@@ -45,8 +55,56 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return device_reason(device)
 
 
-def forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
-    """`mglu::grouped_forward_train` on the current device, for arguments in any strides."""
+class ForwardTrain:
+    """A prepared `mglu::grouped_forward_train` on the current device. Thread-safe."""
+
+    def __init__(self, call: ExpertCall) -> None:
+        self._entries = partials_of(call.layer)
+        device: int = call.layer.device.index
+        call, gpu = _as_read(call), gpu_of(device)
+        launch = training_items(call, gpu)
+        self._sequence = None if launch is None else launch.sequence(call, gpu, device)
+
+    def __call__(self, given: ExpertArguments) -> tuple[Tensor, Tensor]:
+        sequence = self._sequence
+        if sequence is None:
+            return library_forward(given)
+        x, weight, packed_masks, *_ = given
+        given = given._replace(x=_aligned(x), weight=_aligned(weight), packed_masks=_padded_rows(packed_masks))
+        rows, d = x.shape[0], given.out_features
+        y, partials = x.new_empty(rows, d), x.new_empty(rows, self._entries, d)
+        workspace = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8)
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+        sequence(stream, addresses(given, y) | {"partials": partials.data_ptr()}, workspace.data_ptr())
+        steps.clear_rows(partials, ascending(given.routing, rows))  # the kernel clears those of y
+        return y, partials
+
+
+def _as_read(call: ExpertCall) -> ExpertCall:
+    """The call with x, weight and masks as the kernel reads them, so that its bits do not depend on their layouts."""
+    one = call.layer
+    octets = round_up(packed_width(one.in_features), _octets_together(one.n_masks))
+    layer = LayerCall.contiguous(
+        one.device, one.dtype, one.n_masks, 1, one.out_features, one.in_features, one.activation, one.mask_weights_dtype
+    )
+    layer = replace(layer, mask_weights=one.mask_weights, masks=Layout((octets * one.n_masks, one.n_masks, 1)))
+    return ExpertCall.contiguous(layer, call.experts, call.rows, None)
+
+
+def _padded_rows(packed_masks: Tensor) -> Tensor:
+    """The packed masks with rows at multiples of 16 bytes, contiguous but for the end of each row."""
+    octets, n_masks = packed_masks.shape[2:]
+    more = -octets % _octets_together(n_masks)
+    return F.pad(packed_masks, (0, 0, 0, more))[:, :, :octets] if more else _aligned(packed_masks)
+
+
+def _octets_together(n_masks: int) -> int:
+    """The fewest octets of in_features whose masks are a multiple of 16 bytes."""
+    return 16 // gcd(16, n_masks)
+
+
+def library_forward(given: ExpertArguments) -> tuple[Tensor, Tensor]:
+    """`mglu::grouped_forward_train` by products of the library, for arguments in any strides."""
     x, weight, packed_masks, activation, mask_weights, *_ = given
     offs = given.routing
     (rows, h), d, n_masks = x.shape, weight.shape[1], packed_masks.shape[3]

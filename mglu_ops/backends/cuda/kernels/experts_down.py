@@ -15,7 +15,7 @@ from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
 from ..launch import load_kernel, parameters
-from . import decode_weight
+from . import decode_weight, group_tokens
 from .base import ELEMENTS, weight_is_vectorizable
 
 NAME, COMBINE = "experts_down", "combine_experts"
@@ -28,7 +28,7 @@ _MOST_ROWS_OF_EXPERT = dict.fromkeys(FORMATS, 320) | {"dense": 64, "fp8_block": 
 """The most rows an expert, on average, for which this kernel is faster than library products of sorted rows, which need
 a copy in y's dtype of a weight in 8 or 4 bits (csrc/cuda/experts_down.md)."""
 MOST_ROWS = 2**14
-"""The most rows whose order blocks find."""
+"""The most rows whose order blocks find, or one block for the library."""
 _LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
 """Where `grouped_mm` reads no offset on the host."""
 
@@ -153,6 +153,8 @@ def sources(config: ExpertsDown | None, call: ExpertCall, gpu: Gpu) -> list[tupl
     """Everything that is compiled for a call, as `(kernel, target, macros)`; without `config` for library products."""
     if config is None:
         found = [(COMBINE, _target(gpu), combine_macros(call, None))]
+        if _orders(call):
+            found.append((group_tokens.NAME, _target(gpu), group_tokens.order_macros()))
         if not call.layer.weight.format.is_dense:
             found.append((decode_weight.NAME, _target(gpu), decode_weight.macros(call.layer)))
         return found
@@ -196,6 +198,11 @@ def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
         and not layer.batch_invariant
         and gpu.arch in _LIBRARY_ARCHITECTURES
     )
+
+
+def _orders(call: ExpertCall) -> bool:
+    """Whether `group_tokens` orders the rows for the library; its only block takes longer than torch's sort of many."""
+    return call.rows <= MOST_ROWS and call.experts <= group_tokens.MOST_EXPERTS
 
 
 def launch_for(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
@@ -289,14 +296,15 @@ def combine_launch(call: ExpertCall, config: ExpertsDown | None, gpu: Gpu, devic
 
 def launches(
     config: ExpertsDown | None, call: ExpertCall, gpu: Gpu, device: int
-) -> tuple[Launch | None, Launch | None, int, Launch | None]:
+) -> tuple[Launch | None, Launch | None, int, Launch | None, Launch | None]:
     """The launches and `pair_bytes` of a `CudaDown`, in the order of its arguments; not all may be needed."""
     if config is None:
         decode = None
         if not call.layer.weight.format.is_dense:
             stack = replace(call.layer, out_features=call.experts * call.layer.out_features)
             decode = decode_weight.launch(stack, gpu, device, _target(gpu))
-        return None, combine_launch(call, None, gpu, device), 0, decode
+        order = group_tokens.order(call, gpu, device, _target(gpu)) if _orders(call) else None
+        return None, combine_launch(call, None, gpu, device), 0, decode, order
     products = products_launch(config, call, gpu, device)
     combine = None if config.block_tokens == 1 else combine_launch(call, config, gpu, device)
-    return products, combine, config.pair_bytes(call), None
+    return products, combine, config.pair_bytes(call), None, None

@@ -31,7 +31,8 @@ class TileItems(ExpertLaunch):
     """A launch of `tile_wgmma`, whose blocks loop over tiles of rows of W and items. A cluster shares an item.
 
     Two launches precede it. `group_tokens` writes the items, and `permute_x`, or for products in fp8 `quantize_x`,
-    gathers x in the order of experts. Each x is `[rows, columns of whole stages]`.
+    gathers x in the order of experts. Each x is `[rows, columns of whole stages]`. Dense products whose columns are not
+    permuted read an x that is sorted by expert without a copy.
     """
 
     config: TileWgmma  # type: ignore[assignment]
@@ -49,31 +50,38 @@ class TileItems(ExpertLaunch):
         return cluster * min(tiles, gpu.multiprocessors // cluster), 1
 
     def sources(self, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-        return [*super().sources(call, gpu), self._gather_source(call, gpu)]
+        gather = [self._gather_source(call, gpu)] if self._gathers else []
+        return [*super().sources(call, gpu), *gather]
 
     def sequence(self, call: ExpertCall, gpu: Gpu, device: int) -> LaunchSequence:
-        target, copies = self.config.target(gpu), []
+        target, copies, layer = self.config.target(gpu), [], self._layer(call)
         if self._rounds_x_before(call):
             tokens = replace(call.layer, leading=(_tokens(call),))
             copies.append(quantize_x.copy(tokens, gpu, device, target, 0))
         copies.append(group_tokens.copy(call, gpu, device, target, self.item_rows))
-        copies.append(self._gather(call, gpu, device))
+        if self._gathers:
+            copies.append(self._gather(call, gpu, device))
         kernel = Launch(
             load_kernel(device, self.config.kernel, target, self.macros(call)),
             self.grid(call, gpu),
             self.config.threads,
-            self.config.shared_bytes(self._layer(call)),
+            self.config.shared_bytes(layer),
             overlap=True,
-            parameters=parameters("params.cuh", "TileParams"),
-            integers=integers(self._layer(call)),
+            parameters=parameters("params.cuh", "TrainingItemParams" if self.config.results(layer) else "TileParams"),
+            integers=integers(layer),
             second=self._item_struct(call),
         )
-        stacked = replace(self._layer(call), out_features=call.experts * call.layer.out_features)
-        _, weight, masks = self.config.matrices(stacked)
-        item, columns, width = (1, 128, self.columns(call)) if self.config.fp8 else (2, 64, self.columns(call))
-        height = min(self.config.block_tokens, call.rows)
-        x = Matrix(item, width, call.rows, item * width, columns, height, swizzle=True)
-        return LaunchSequence(kernel, tuple(copies), (TensorMaps(x=x), TensorMaps(weight=weight, packed_masks=masks)))
+        stacked = replace(layer, out_features=call.experts * call.layer.out_features)
+        x, weight, masks = self.config.matrices(stacked)
+        if self._gathers:
+            item, columns, width = (1, 128, self.columns(call)) if self.config.fp8 else (2, 64, self.columns(call))
+            height = min(self.config.block_tokens, call.rows)
+            x = Matrix(item, width, call.rows, item * width, columns, height, swizzle=True)
+        maps = [TensorMaps(x=x), TensorMaps(weight=weight, packed_masks=masks)]
+        if results := self.config.results(layer):
+            tokens_of_results = {name: replace(matrix, box_height=1) for name, matrix in results.items()}
+            maps += [TensorMaps(**results), TensorMaps(**tokens_of_results)]
+        return LaunchSequence(kernel, tuple(copies), tuple(maps))
 
     def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
         return next(self._all(call, gpu), None)
@@ -84,9 +92,9 @@ class TileItems(ExpertLaunch):
             yield "grouped: must be True"
         if config.decoded:
             yield f"config: got {config}, must not be decoded"
-        if not (config.permuted or config.sparse or config.fp8):
-            yield f"config: got {config}, must be permuted, sparse or fp8"
-        yield from _unstacked(call)
+        if not (self._gathers or call.is_sorted):
+            yield f"config: got {config}, must be permuted, sparse or fp8, since x is not sorted"
+        yield from unstacked(call)
         problem = config.violation(self._layer(call), gpu)
         if problem is not None:
             yield problem
@@ -95,8 +103,12 @@ class TileItems(ExpertLaunch):
 
     def _layer(self, call: ExpertCall) -> LayerCall:
         """One expert's layer with the rows of all, as the kernel reads them."""
-        layer = quantize_x.as_read(self.config, call.layer)
-        return replace(layer, leading=(call.rows,), x=Layout((self.columns(call), 1)))
+        layer = replace(quantize_x.as_read(self.config, call.layer), leading=(call.rows,))
+        return replace(layer, x=Layout((self.columns(call), 1))) if self._gathers else layer
+
+    @property
+    def _gathers(self) -> bool:
+        return self.config.permuted or self.config.sparse or self.config.fp8
 
     def columns(self, call: ExpertCall) -> int:
         """Columns of the gathered x."""
@@ -135,7 +147,7 @@ class TileItems(ExpertLaunch):
 
 _ITEMS = {"MGLU_ITEMS": 1}
 
-_MOST_SUMS = 128
+MOST_SUMS = 128
 """Registers of a thread for sums; others hold its item."""
 
 
@@ -144,7 +156,7 @@ def _tokens(call: ExpertCall) -> int:
     return call.rows // (call.top_k or 1)
 
 
-def _unstacked(call: ExpertCall) -> Iterator[str]:
+def unstacked(call: ExpertCall) -> Iterator[str]:
     """Yield why the weights or the masks of all experts are not one matrix."""
     layer = call.layer
     rows = call.experts * layer.out_features
@@ -172,7 +184,7 @@ def choose(call: ExpertCall, gpu: Gpu) -> TileItems | None:
 
     In the batch-invariant mode products are dense, so that each sum ascends k in one accumulator.
     """
-    if call.layer.n_masks == 0 or not tile_wgmma.can_run(call.layer, gpu) or any(_unstacked(call)):
+    if call.layer.n_masks == 0 or not tile_wgmma.can_run(call.layer, gpu) or any(unstacked(call)):
         return None
     costs = costs_of(gpu)
     config = min(candidates(call, gpu), key=lambda one: costs.microseconds_of_experts(one, call, gpu), default=None)
@@ -195,7 +207,10 @@ def candidates(call: ExpertCall, gpu: Gpu) -> Iterator[TileWgmma]:
 
 def _has_registers(config: TileWgmma, layer: LayerCall) -> bool:
     """Whether the sums of a tile leave registers for the tile's item."""
-    if config.sparse:
-        return True
+    return config.sparse or sums_of(config, layer) <= MOST_SUMS
+
+
+def sums_of(config: TileWgmma, layer: LayerCall) -> int:
+    """Registers of a thread for the sums of dense products."""
     products = ceil_div(layer.n_masks // config.passes + 1, config.mask_groups) + config.fp8
-    return products * config.block_tokens // 2 <= _MOST_SUMS
+    return products * config.block_tokens // 2

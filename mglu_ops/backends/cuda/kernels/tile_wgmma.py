@@ -127,7 +127,7 @@ class TileWgmma(LaunchConfig):
             "MGLU_STAGES": self.stages,
             "MGLU_SUB": self.sub,
             "MGLU_STEPS": self.steps,
-            "MGLU_BULK_MASKS": int(mask_alignment(call) == 16),
+            "MGLU_BULK_MASKS": int(self.loads_masks(call)),
             "MGLU_SPARSE": int(self.sparse),
             "MGLU_PERMUTED": int(self.permuted or self.fp8),
             "MGLU_FP8": int(self.fp8),
@@ -156,13 +156,17 @@ class TileWgmma(LaunchConfig):
         pitch = call.weight.layout.strides[0] * item
         columns = self.chunk_columns // packed
         weight = Matrix(item, call.in_features // packed, call.out_features, pitch, columns, rows, swizzle=True)
-        if mask_alignment(call) < 16:
+        if not self.loads_masks(call):
             return x, weight, None
         width = call.in_features // 8 * call.n_masks
         # A multiple of 16 bytes: odd numbers of masks take two chunks of 64 columns.
         box = 8 * call.n_masks * (2 if self.fp8 or call.n_masks % 2 else 1)
         pitch, swizzle = call.masks.strides[0], call.n_masks == 16 and not self.fp8
         return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=swizzle)
+
+    def loads_masks(self, call: LayerCall) -> bool:
+        """Whether TMA loads the masks, whose rows are then 16-byte aligned. Otherwise threads read them."""
+        return mask_alignment(call) == 16
 
     def results(self, call: LayerCall) -> dict[str, Matrix]:
         """The matrices that the kernel writes with tensor maps: none here, since threads write the result."""

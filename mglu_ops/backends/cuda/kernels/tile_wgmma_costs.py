@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from math import ceil, expm1
+from math import ceil, erfc, expm1, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +98,18 @@ class CostModel:
     def microseconds_of_experts(self, config: TileWgmma, call: ExpertCall, gpu: Gpu) -> float:
         """Estimate the time of a launch for experts, whose loads nobody knows.
 
-        A quarter of the estimate is for exponentially distributed loads, and the rest for balanced ones. With the
-        former, an expert has more than n rows with the probability exp(-n / mean), so that it has
-        1 / (1 - exp(-rows of an item / mean)) items.
+        A quarter of the estimate is for exponentially distributed loads, and the rest for a random choice of equally
+        probable experts. With the former, an expert has more than n rows with the probability exp(-n / mean), so that
+        it has 1 / (1 - exp(-rows of an item / mean)) items.
         """
         used = min(call.experts, call.rows)
         mean, of_item = call.rows / used, config.block_tokens * config.cluster
-        gathered = 4 * call.rows * call.layer.in_features / self.l2_bytes_per_us
+        gathers = config.permuted or config.sparse or config.fp8
+        gathered = 4 * call.rows * call.layer.in_features / self.l2_bytes_per_us if gathers else 0
         slower = replace(self, l2_bytes_per_us=self.l2_bytes_per_us * _L2_OF_EXPERTS)
         balanced, exponential = (
             slower._microseconds_of_tiles(config, call.layer, gpu, config.cluster * used * items, used)
-            for items in (ceil(mean / of_item), 1 / -expm1(-of_item / mean))
+            for items in (_items_of_random_loads(mean, of_item), 1 / -expm1(-of_item / mean))
         )
         return _GROUP_US + gathered + 0.75 * balanced + 0.25 * exponential
 
@@ -147,6 +148,12 @@ class CostModel:
         bits = 0 if config.permuted or config.sparse or config.fp8 else config.mask_groups * n_masks * of_mask
         columns = products * (costs.gap + config.block_tokens) + config.passes * costs.fragments + bits
         return columns * self.cluster if config.cluster > 1 else columns
+
+
+def _items_of_random_loads(mean: float, of_item: int) -> float:
+    """The mean number of items of an expert in use whose rows are Poisson-distributed, by the normal distribution."""
+    most = ceil((mean + 6 * sqrt(mean)) / of_item)
+    return 1 + sum(erfc((i * of_item + 0.5 - mean) / sqrt(2 * mean)) / 2 for i in range(1, most))
 
 
 _GROUP_US = 3.0

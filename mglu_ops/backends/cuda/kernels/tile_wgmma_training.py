@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from ....expert_calls import ExpertCall
 from ....layer_call import LayerCall
 from ....sizes import ceil_div
 from ..device import Gpu
 from ..tensor_map import Matrix
+from . import group_tokens
 from .base import has_x_in_rows
+from .tile_experts import MOST_SUMS, TileItems, sums_of, unstacked
 from .tile_wgmma import TileWgmma, can_run
 from .tile_wgmma_choice import filled, shapes, suits
 from .tile_wgmma_costs import costs_of
@@ -34,6 +37,8 @@ class TrainingTile(TileWgmma):
     """Tokens that are stored at once: a multiple of 8 that divides `block_tokens`."""
     weighted: bool = False
     """Whether there are mask weights."""
+    padded_masks: bool = False
+    """Whether rows of masks are followed by unused bytes up to a multiple of 16, so that TMA loads them."""
 
     def _fixed_bytes(self, n_masks: int) -> int:
         """Bytes of two sets of stored boxes, and of the sums that warpgroups of the same rows or passes exchange.
@@ -50,6 +55,9 @@ class TrainingTile(TileWgmma):
     def macros(self, call: LayerCall) -> dict[str, int]:
         return super().macros(call) | {"MGLU_TRAIN": 1, "MGLU_BOX_TOKENS": self.box_tokens}
 
+    def loads_masks(self, call: LayerCall) -> bool:
+        return self.padded_masks or super().loads_masks(call)
+
     def results(self, call: LayerCall) -> dict[str, Matrix]:
         widths = {"out": call.out_features, "partials": partials_of(call) * call.out_features}
         return {
@@ -65,6 +73,8 @@ class TrainingTile(TileWgmma):
             yield f"weighted: got {self.weighted}, for mask weights {call.mask_weights_dtype}"
         if self.box_tokens % 8 or self.block_tokens % self.box_tokens:
             yield f"box_tokens: got {self.box_tokens}, must be a multiple of 8 that divides {self.block_tokens}"
+        if self.padded_masks and call.masks.strides[0] % 16:
+            yield f"padded_masks: got rows of {call.masks.strides[0]} bytes, must be a multiple of 16"
         if call.out_features % 8:
             yield f"training needs out_features that are a multiple of 8, got {call.out_features}"
         if partials_of(call) * call.out_features >= 2**31:
@@ -93,6 +103,33 @@ def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
     # Larger boxes take fewer barriers.
     larger = replace(fastest, box_tokens=16)
     return fastest if larger.violation(call, gpu) else larger
+
+
+_MOST_SUMS_OF_EXPERTS = 160
+"""Registers of a thread for sums; others hold its item. In inference it is `MOST_SUMS`."""
+
+
+def training_items(call: ExpertCall, gpu: Gpu) -> TileItems | None:
+    """Return the fastest launch for the rows of experts by the cost model, or None if the kernel cannot train them."""
+    layer = call.layer
+    if not can_run(layer, gpu) or layer.out_features % 8 or any(unstacked(call)):
+        return None
+    if call.experts > group_tokens.MOST_EXPERTS or not 0 < call.rows <= group_tokens.MOST_ROWS:
+        return None
+    costs = costs_of(gpu)
+    fastest = min(_candidates(layer, gpu), key=lambda one: costs.microseconds_of_experts(one, call, gpu))
+    fastest = replace(fastest, padded_masks=layer.masks.strides[0] % 16 == 0)
+    boxes = (TileItems(replace(fastest, box_tokens=tokens), True) for tokens in (16, 8))
+    return next((launch for launch in boxes if launch.violation(call, gpu) is None), None)
+
+
+def _candidates(layer: LayerCall, gpu: Gpu) -> Iterator[TrainingTile]:
+    """The launches for the rows of experts. With more sums, registers hold the fragments of two steps, not of four."""
+    weighted, must_permute = layer.mask_weights_dtype is not None, not has_x_in_rows(layer)
+    for one in launches(layer.n_masks, layer.weight.bits, weighted, must_permute, gpu.shared_bytes_per_sm):
+        sums = sums_of(one, layer)
+        if one.rows <= layer.out_features and sums <= _MOST_SUMS_OF_EXPERTS:
+            yield replace(one, steps=min(one.steps, 2)) if sums > MOST_SUMS else one
 
 
 @cache
