@@ -51,7 +51,7 @@ struct ItemParams {
 // Of group_tokens.
 struct GroupParams {
     const void* expert_ids;  // int32 or int64 [rows], or offs, int32 [experts]
-    int* out;                // ItemEntry [max_items], then for ids the rows in the order of places, [rows]; or the order
+    int* out;                // ItemEntry [max_items], then for ids the rows in the order of places, [rows]
     int id_bytes;
     int experts;
     int rows;

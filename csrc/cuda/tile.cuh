@@ -39,8 +39,8 @@ constexpr int kBoxTokens = 8;
 constexpr int kRowGroups = (kBlockRows + 63) / 64;
 constexpr int kConsumers = kRowGroups * kMaskGroups;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kColumns = kTokens / 2;              // sums of one product that a thread holds
-constexpr int kChunkColumns = kFp8 ? 128 : 64;     // of in_features: 128 bytes of a row of x
+constexpr int kColumns = kTokens / 2;           // sums of one product that a thread holds
+constexpr int kChunkColumns = kFp8 ? 128 : 64;  // of in_features: 128 bytes of a row of x
 // Whether a launch that copies x precedes this one. It gathers the x of experts, unless x is sorted and dense products
 // read it as it is.
 constexpr bool kCopiedX = kPermutedX || (kExperts && kSparse);
@@ -63,7 +63,8 @@ static_assert(!kTrain || kTokens % kBoxTokens == 0, "whole boxes");
 // producer warpgroup to the consumers. The producer keeps more where its warps expand x (kSparse), and most where the
 // consumers have few sums.
 constexpr bool kFewSpareRegisters = (kPassMasks / kMaskGroups + 1) * kTokens / 2 > 112;
-constexpr int kProducerRegisters = !kSparse ? (!kExperts ? 24 : kCluster > 1 ? 40 : 32) : kFewSpareRegisters ? 40 : 72;
+constexpr int kDenseProducerRegisters = !kExperts ? 24 : kCluster > 1 || !kCopiedX ? 40 : 32;
+constexpr int kProducerRegisters = !kSparse ? kDenseProducerRegisters : kFewSpareRegisters ? 40 : 72;
 constexpr int kLaunchRegisters = kConsumers == 2 ? 3 * 168 : kConsumers == 3 ? 4 * 128 : 5 * 96;
 constexpr int kConsumerRegisters =
     kConsumers == 1 ? 255 : (kLaunchRegisters - kProducerRegisters) / (8 * kConsumers) * 8;

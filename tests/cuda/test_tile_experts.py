@@ -12,9 +12,11 @@ from test_cuda_compile import HOPPER, REGISTERS_PER_SM, compiled
 
 from mglu_ops.backends.cuda.choice import choose_experts
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.backends.cuda.experts_training import as_read
 from mglu_ops.backends.cuda.kernels import permute_x, quantize_x
 from mglu_ops.backends.cuda.kernels.tile_experts import TileItems, candidates, choose
-from mglu_ops.backends.cuda.kernels.tile_wgmma_costs import costs_of
+from mglu_ops.backends.cuda.kernels.tile_wgmma_costs import _items_of_random_loads, costs_of
+from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, training_items
 from mglu_ops.expert_calls import ExpertCall
 from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerCall
@@ -38,7 +40,8 @@ def check(call: ExpertCall, launch: TileItems | None) -> None:
         # csrc/cuda/tile_wgmma.md has these spills, which a single layer does not have.
         weighted = call.layer.mask_weights_dtype is not None and launch.config.mask_groups == 2
         scales_columns = call.layer.weight.format.columns is not None
-        assert spills <= (120 if weighted or scales_columns or call.layer.n_masks >= 8 else 16), log
+        many_masks = call.layer.n_masks >= (6 if isinstance(launch.config, TrainingTile) else 8)
+        assert spills <= (120 if weighted or scales_columns or many_masks else 16), log
         assert "serialized" not in log, log
         threads = launch.config.threads if kernel == launch.config.kernel else 256
         assert registers * threads <= REGISTERS_PER_SM, log
@@ -52,6 +55,28 @@ def test_compiles_without_spills(n_masks: int, tokens: int) -> None:
     check(call, choose(call, HOPPER))
     invariant = replace(call, layer=replace(call.layer, batch_invariant=True))
     check(invariant, choose(invariant, HOPPER))
+
+
+@pytest.mark.parametrize("weighted", quick_only_for([False], [False, True]))
+@pytest.mark.parametrize("n_masks", quick_only_for([1, 4], range(1, 17)))
+def test_training_compiles_without_spills(n_masks: int, weighted: bool) -> None:
+    options = {"mask_weights_dtype": torch.float32} if weighted else {}
+    for model, tokens in ((GPT_OSS, 8192), (QWEN, 256)):
+        call = as_read(replace(expert_call(n_masks, tokens, model, **options), top_k=None))
+        launch = training_items(call, HOPPER)
+        check(call, launch)
+        assert launch is not None
+        assert launch.config.loads_masks(launch.of_item(call))
+
+
+def test_what_is_trained_by_products_of_the_library() -> None:
+    call = as_read(replace(expert_call(1, 8192), top_k=None))
+    assert training_items(call, HOPPER) is not None
+    assert training_items(call, KNOWN_GPUS[8, 0]) is None
+    for changes in ({"rows": 0}, {"rows": 2**20 + 1}, {"experts": 1025}, {"weight_stride": 2 * call.weight_stride}):
+        assert training_items(replace(call, **changes), HOPPER) is None
+    for changes in ({"out_features": 60}, {"out_features": 100}, {"in_features": 2044}, {"dtype": torch.float32}):
+        assert training_items(replace(call, layer=replace(call.layer, **changes)), HOPPER) is None
 
 
 @pytest.mark.parametrize("n_masks", quick_only_for([2], [1, 2, 4, 8, 16]))
@@ -76,6 +101,10 @@ def test_gathers_x_after_grouping() -> None:
         launch = choose(one, HOPPER)
         assert launch is not None
         assert [kernel for kernel, *_ in launch.sources(one, HOPPER)] == ["tile_wgmma", "group_tokens", gather]
+    trained = as_read(replace(expert_call(1, 256), top_k=None))  # its x is sorted, and is read as it is
+    launch = training_items(trained, HOPPER)
+    assert launch is not None
+    assert [kernel for kernel, *_ in launch.sources(trained, HOPPER)] == ["tile_wgmma", "group_tokens"]
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
@@ -89,6 +118,14 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     assert widths[0] == 16
     assert 16 <= widths[1] <= 48
     assert widths[-1] >= 96
+
+
+def test_the_model_counts_items_of_random_loads() -> None:
+    """Every second expert has more rows than the mean, so that items as wide as that are too narrow."""
+    loads = torch.poisson(torch.full((100_000,), 64.0), generator=torch.Generator().manual_seed(0))
+    for of_item in (16, 32, 64, 80, 128):
+        expected = (loads / of_item).ceil().mean().item()
+        assert _items_of_random_loads(64, of_item) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:

@@ -61,7 +61,7 @@ class ForwardTrain:
     def __init__(self, call: ExpertCall) -> None:
         self._entries = partials_of(call.layer)
         device: int = call.layer.device.index
-        call, gpu = _as_read(call), gpu_of(device)
+        call, gpu = as_read(call), gpu_of(device)
         launch = training_items(call, gpu)
         self._sequence = None if launch is None else launch.sequence(call, gpu, device)
 
@@ -80,7 +80,7 @@ class ForwardTrain:
         return y, partials
 
 
-def _as_read(call: ExpertCall) -> ExpertCall:
+def as_read(call: ExpertCall) -> ExpertCall:
     """The call with x, weight and masks as the kernel reads them, so that its bits do not depend on their layouts."""
     one = call.layer
     octets = round_up(packed_width(one.in_features), _octets_together(one.n_masks))
