@@ -30,6 +30,7 @@ def main() -> None:
         num_experts=options.experts,
         num_experts_per_tok=options.top_k,
         moe_intermediate_size=sizes["intermediate_size"] // 2,
+        num_key_value_heads=sizes["num_attention_heads"],
         output_router_logits=True,  # adds the loss that balances the load of the experts
         n_masks=options.n_masks,
         weight_init="leveled",
