@@ -76,14 +76,20 @@ class StoredBoxes {
                 const int partial = box < kOfMasks ? 1 + of_mask : 0;
                 // Only backward reads the partial derivatives, so they may leave L2 before what this kernel reads
                 // again.
-                const int column = partial * p.out_features + row;
-                const auto store_from = [&](const TensorMap& y, const TensorMap& partials, int i) {
-                    if (box == kOfMasks) tma_store_box(y, row, token + i, source + i * 128, cache_policy(false));
-                    else tma_store_box(partials, column, token + i, source + i * 128, cache_policy(true));
-                };
-                if (!kExperts || token + kBoxTokens <= end) store_from(y_.of_boxes, partials_.of_boxes, 0);
+                if constexpr (!kExperts) {  // one store would choose its map at run time, which costs registers
+                    if (box == kOfMasks) tma_store_box(y_.of_boxes, row, token, source, cache_policy(false));
+                    else
+                        tma_store_box(partials_.of_boxes, partial * p.out_features + row, token, source,
+                                      cache_policy(true));
+                    continue;
+                }
+                const Maps& maps = box == kOfMasks ? y_ : partials_;
+                const int column = box == kOfMasks ? row : partial * p.out_features + row;
+                const u64 policy = cache_policy(box != kOfMasks);
+                if (token + kBoxTokens <= end) tma_store_box(maps.of_boxes, column, token, source, policy);
                 else
-                    for (int i = 0; token + i < end; ++i) store_from(y_.of_tokens, partials_.of_tokens, i);
+                    for (int i = 0; token + i < end; ++i)
+                        tma_store_box(maps.of_tokens, column, token + i, source + i * 128, policy);
             }
             store_commit();
         }
