@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic, as the poisoning requires
 # Most of an export's time goes into compiling the C++ around the kernels, which need not be fast in a test.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+# A pool of compilers would import torch in processes of its own, while pytest already keeps the cores busy.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
@@ -28,6 +31,8 @@ settings.register_profile("explore", deadline=None, max_examples=1000, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
+# pytest adds its handlers to loggers that do not propagate. Torch would then write every graph to this one as text.
+logging.getLogger("torch.__trace").propagate = True
 gc.disable()  # until everything is collected; it would trace millions of objects again and again
 
 
