@@ -102,6 +102,7 @@ def check(variants: list[Variant]) -> None:
         torch.testing.assert_close(output.double(), variant.oracle(1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not triton_backend.is_installed(), reason="triton is not installed")
 def test_triton_kernels_compute_their_layers() -> None:
     """In a process of its own, because the import of the kernels decides whether they are interpreted."""

@@ -98,6 +98,7 @@ def test_a_form_with_wrong_masks_has_no_result(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.long
 def test_a_fused_form_compiles_with_the_pass_and_pdl_with_its_option() -> None:
     layer = generate.PlainMGLU(32, 48, n_masks=2)
     x = torch.randn(3, 32)

@@ -93,6 +93,7 @@ def test_roofs_and_speedup_of_a_small_table(plots: Any, tmp_path: Path) -> None:
     assert high == pytest.approx((4 * 1024, 700))
 
 
+@pytest.mark.long
 def test_plots_repeat_byte_for_byte_and_name_their_result(plots: Any, tmp_path: Path) -> None:
     paths = plots.draw(suites.RESULTS, tmp_path)
     assert [path.stem for path in paths] == list(plots.PLOTS)

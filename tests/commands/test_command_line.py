@@ -47,6 +47,7 @@ def make(): return mglu_ops.nn.NaiveMGLU(8, 8), (torch.randn(2, 8),)
 """
 
 
+@pytest.mark.long
 def test_a_command_runs_user_code_that_uses_public_names_for_the_first_time(tmp_path: Path) -> None:
     """`python -m mglu_ops` imports the package without torch, and completes that import before it runs user code."""
     (tmp_path / "model.py").write_text(USER_CODE)

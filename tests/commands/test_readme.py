@@ -13,6 +13,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from families import quick_only_for
 from processes import ROOT, snippets
 
 from benchmarks import pages, suites
@@ -22,6 +23,9 @@ README = (ROOT / "README.md").read_text()
 MOST_LINES = 150
 PYTHON = os.environ.get("MGLU_README_PYTHON")
 """The Python of an environment that mglu_ops is installed into, for `make dist`; None to run this checkout."""
+
+
+RUNS = cache(tables.runs)  # otherwise each table reads hundreds of files
 
 
 def name_of(page: Path) -> str:
@@ -62,7 +66,7 @@ def test_snippets_of_the_readme_run_in_order_and_print_what_it_shows(tmp_path: P
     assert (tmp_path / "model.pt2").is_file()
 
 
-@pytest.mark.parametrize("page", ["FAQ.md", "mglu_ops/weight_formats.md"])
+@pytest.mark.parametrize("page", ["mglu_ops/weight_formats.md", pytest.param("FAQ.md", marks=pytest.mark.long)])
 def test_snippets_of_a_page_run(page: str, tmp_path: Path) -> None:
     found = snippets((ROOT / page).read_text(), "python")
     assert found
@@ -102,9 +106,12 @@ def test_a_page_installs_from_the_clone_and_never_by_name(page: Path) -> None:
     assert not re.search(r"""pip install[^\n]*["' ]mglu[-_]ops""", text)
 
 
-@pytest.mark.parametrize("page", pages.pages(), ids=name_of)
+FAST = [page for page in pages.pages() if page.parent.name != "learning"]
+
+
+@pytest.mark.parametrize("page", quick_only_for(FAST, pages.pages()), ids=name_of)
 def test_tables_of_a_page_are_generated_from_the_results(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "runs", cache(tables.runs))  # otherwise each table reads hundreds of files
+    monkeypatch.setattr(tables, "runs", RUNS)
     text = page.read_text()
     assert pages.fill(text, suites.RESULTS) == text, "python -m mglu_ops bench tables fills them"
     marks = re.findall(r"^<!-- table: ", text, flags=re.MULTILINE)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import quick_only_for, sample
+from families import quick_cases, quick_only_for
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma
@@ -108,17 +108,16 @@ DECODED = {1: (1, 3, 4, 8, 16), 8: (1, 4, 7, 16), 16: (1, 3, 8, 15, 16)}
 """The numbers of masks that are compiled for each number of tokens; for other GPUs than `MOST_USED`, every second."""
 
 
-def is_quick(name: str, arch: tuple[int, int], tokens: int, n_masks: int) -> bool:
-    return arch == (9, 0) and (name == "dense" or (name, n_masks) in (("fp8_block", 4), ("fp8_block", 15)))
-
-
 @pytest.mark.parametrize(
     ("name", "arch", "tokens", "n_masks"),
-    [
-        pytest.param(*case, n_masks, marks=() if is_quick(*case, n_masks) else pytest.mark.long)
-        for case in itertools.product(FORMATS, ARCHITECTURES, DECODED)
-        for n_masks in DECODED[case[2]][:: 1 if case[1] in MOST_USED else 2]
-    ],
+    quick_cases(
+        [("dense", (9, 0), 1, 4), ("dense", (9, 0), 8, 7), ("fp8_block", (9, 0), 16, 15)],
+        (
+            (*case, n_masks)
+            for case in itertools.product(FORMATS, ARCHITECTURES, DECODED)
+            for n_masks in DECODED[case[2]][:: 1 if case[1] in MOST_USED else 2]
+        ),
+    ),
 )
 def test_decode_mma_compiles_without_spills(name: str, arch: tuple[int, int], tokens: int, n_masks: int) -> None:
     dtypes = (torch.float16, torch.bfloat16)
@@ -133,7 +132,7 @@ def test_decode_mma_compiles_without_spills(name: str, arch: tuple[int, int], to
 
 
 @pytest.mark.parametrize("tokens", quick_only_for([64], [32, 64, 8192]))
-@pytest.mark.parametrize("n_masks", [1, 4, 8, 9, 16])
+@pytest.mark.parametrize("n_masks", quick_only_for([4], [1, 4, 8, 9, 16]))
 def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int) -> None:
     call = layer_call(torch.bfloat16 if n_masks == 4 else torch.float16, n_masks, tokens)
     config = launch_of(call, HOPPER)
@@ -164,7 +163,8 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
     assert "decoded" in str(decoded.violation(dense, HOPPER))
 
 
-@pytest.mark.parametrize("n_masks", quick_only_for([4, 16], range(1, 17)))
+@pytest.mark.long  # test_tile_experts.py compiles one of them in the quick tests
+@pytest.mark.parametrize("n_masks", range(1, 17))
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block"])
 def test_tiles_in_fp8_compile_without_spills(name: str, n_masks: int) -> None:
     call = replace(stored_in(layer_call(torch.bfloat16, n_masks, 8192), name), activation_format="fp8_token")
@@ -175,32 +175,27 @@ def test_tiles_in_fp8_compile_without_spills(name: str, n_masks: int) -> None:
     assert "activation_format" in str(config.violation(replace(call, activation_format="dense"), HOPPER))
 
 
-def test_calls_whose_products_are_in_fp8() -> None:
+@pytest.mark.parametrize("arch", quick_only_for([(9, 0)], KNOWN_GPUS), ids=str)
+def test_calls_whose_products_are_in_fp8(arch: tuple[int, int]) -> None:
     """Few tokens, and calls that the kernel cannot run, get an x that is rounded and as wide as before."""
     call = replace(stored_in(layer_call(torch.bfloat16, 4, 8192), "fp8_row"), activation_format="fp8_token")
     few, wide = replace(call, leading=(4,)), replace(call, dtype=torch.float32)
     in_fp8 = [choose(one, HOPPER).config.rounds_x for one in (call, few, replace(few, batch_invariant=True), wide)]
     assert in_fp8 == [True, False, True, False]
     assert not choose(call, KNOWN_GPUS[8, 0]).config.rounds_x
-    for gpu in KNOWN_GPUS.values():
-        for one in (few, wide):
-            config = choose(one, gpu).config
-            (*kernels, rounding) = quantize_x.sources(config, one, gpu)
-            assert (kernels, rounding[0]) == (config.sources(one, gpu), quantize_x.NAME)
-            assert compiled(*rounding)[1] == 0
+    for one in (few, wide):
+        config = choose(one, KNOWN_GPUS[arch]).config
+        (*kernels, rounding) = quantize_x.sources(config, one, KNOWN_GPUS[arch])
+        assert (kernels, rounding[0]) == (config.sources(one, KNOWN_GPUS[arch]), quantize_x.NAME)
+        assert compiled(*rounding)[1] == 0
 
 
+@pytest.mark.long  # test_tile_experts.py compiles one of them in the quick tests
 @pytest.mark.parametrize(
     ("n_masks", "tokens", "x_alignment"),  # an x at multiples of 8 bytes is permuted
-    [
-        (2, 8192, 16),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in ((1, 64, 16), (4, 24, 16), (4, 8192, 8), (8, 64, 8), (9, 24, 16), (16, 24, 16), (16, 8192, 16))
-        ),
-    ],
+    [(1, 64, 16), (2, 8192, 16), (4, 24, 16), (4, 8192, 8), (8, 64, 8), (9, 24, 16), (16, 24, 16), (16, 8192, 16)],
 )
-@pytest.mark.parametrize("name", quick_only_for(["int4_group"], [name for name in FORMATS if name != "dense"]))
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "dense"])
 def test_tile_wgmma_of_fewer_bits_compiles_without_spills(name, n_masks, tokens, x_alignment):
     for dtype in (torch.float16, torch.bfloat16) if tokens == 8192 else (torch.bfloat16,):
         call = stored_in(layer_call(dtype, n_masks, tokens, (14336, 4096), x_alignment=x_alignment), name)
@@ -209,13 +204,10 @@ def test_tile_wgmma_of_fewer_bits_compiles_without_spills(name, n_masks, tokens,
         check(call, HOPPER, config)
 
 
-@pytest.mark.parametrize(
-    ("n_masks", "tokens"),
-    [
-        *((2, 24), (9, 32), (11, 24), (13, 24), (16, 32)),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((8, 32), (10, 32), (12, 24), (15, 16), (16, 16))),
-    ],
-)
+TIGHT = (2, 24), (8, 32), (9, 32), (10, 32), (11, 24), (12, 24), (13, 24), (15, 16), (16, 16), (16, 32)
+
+
+@pytest.mark.parametrize(("n_masks", "tokens"), quick_cases([(16, 32)], TIGHT))
 def test_sparse_tiles_compile_without_spills_where_registers_are_fewest(n_masks: int, tokens: int) -> None:
     call = layer_call(torch.bfloat16, n_masks, tokens, (14336, 4096))
     config = launch_of(call, HOPPER)
@@ -223,6 +215,7 @@ def test_sparse_tiles_compile_without_spills_where_registers_are_fewest(n_masks:
     check(call, HOPPER, config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("n_masks", "tokens"), [(3, 64), (8, 80), (16, 64)])
 def test_sparse_tiles_of_small_layers_compile_without_spills(n_masks: int, tokens: int) -> None:
     call = layer_call(torch.bfloat16, n_masks, tokens, (4096, 1024))
@@ -234,7 +227,7 @@ def test_sparse_tiles_of_small_layers_compile_without_spills(n_masks: int, token
     check(call, HOPPER, config)
 
 
-@pytest.mark.parametrize("tokens", [32, 64])
+@pytest.mark.parametrize("tokens", quick_only_for([32], [32, 64]))
 def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None:
     call = layer_call(torch.float16, 3, tokens, mask_alignment=8)
     config = launch_of(call, HOPPER)
@@ -246,15 +239,16 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None
 @pytest.mark.parametrize("weighted", quick_only_for([False], [False, True]))
 @pytest.mark.parametrize("shape", quick_only_for([(8192, 2048)], [(8192, 2048), (14336, 4096)]))
 @pytest.mark.parametrize("tokens", quick_only_for([8192], [128, 2048, 8192]))
-@pytest.mark.parametrize("n_masks", quick_only_for([1, 4, 11, 16], range(1, 17)))
+@pytest.mark.parametrize("n_masks", quick_only_for([4], range(1, 17)))
 def test_tiles_of_training_compile_without_spills(n_masks, tokens, shape, weighted):
     options = {"mask_weights_dtype": torch.float32} if weighted else {}
     call = layer_call((torch.bfloat16, torch.float16)[n_masks % 2], n_masks, tokens, shape, **options)
     check(call, HOPPER, training_choice(call, HOPPER))
 
 
-@pytest.mark.parametrize("activation", sample(sorted(set(ACTIVATIONS) - {"silu"}), every=3))
-@pytest.mark.parametrize("n_masks", quick_only_for([1], [1, 8]))
+@pytest.mark.long
+@pytest.mark.parametrize("activation", sorted(set(ACTIVATIONS) - {"silu"}))
+@pytest.mark.parametrize("n_masks", [1, 8])
 def test_tiles_of_training_compile_with_every_activation(n_masks: int, activation: str) -> None:
     call = layer_call(torch.bfloat16, n_masks, 8192, activation=activation)
     check(call, HOPPER, training_choice(call, HOPPER))
@@ -262,13 +256,16 @@ def test_tiles_of_training_compile_with_every_activation(n_masks: int, activatio
 
 @pytest.mark.parametrize(
     ("arch", "dtype"),
-    [
-        pytest.param(arch, dtype, marks=() if (arch, dtype) == ((9, 0), torch.float32) else pytest.mark.long)
-        for arch in ARCHITECTURES
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)[: 3 if arch in MOST_USED else 1]
-    ],
+    quick_cases(
+        [((9, 0), torch.float32)],
+        (
+            (arch, dtype)
+            for arch in ARCHITECTURES
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)[: 3 if arch in MOST_USED else 1]
+        ),
+    ),
 )
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", quick_only_for(["int4_group"], FORMATS))
 def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype, name: str) -> None:
     for n_masks, tokens in ((3, 1), (16, 4)):
         call = stored_in(layer_call(dtype, n_masks, tokens, mask_alignment=1), name)
@@ -308,14 +305,13 @@ STEPS = (
 """Numbers of masks, dtypes and activations; the first three for GPUs other than `MOST_USED`."""
 
 
-@pytest.mark.parametrize("vector", [True, False])
+@pytest.mark.parametrize("vector", quick_only_for([True], [True, False]))
 @pytest.mark.parametrize(
     ("arch", "n_masks", "dtype", "activation"),
-    [
-        pytest.param(arch, *step, marks=() if arch == (9, 0) and step == STEPS[0] else pytest.mark.long)
-        for arch in (*ARCHITECTURES, (8, 6))
-        for step in (STEPS if arch in MOST_USED else STEPS[:3])
-    ],
+    quick_cases(
+        [((9, 0), *STEPS[0])],
+        ((arch, *step) for arch in (*ARCHITECTURES, (8, 6)) for step in (STEPS if arch in MOST_USED else STEPS[:3])),
+    ),
 )
 def test_training_steps_compile_without_spills(arch, n_masks, dtype, activation, vector):
     for kernel, macros in _training_step_variants(n_masks, dtype, activation, vector):
@@ -325,11 +321,9 @@ def test_training_steps_compile_without_spills(arch, n_masks, dtype, activation,
         assert registers * 256 * blocks <= REGISTERS_PER_SM, log
 
 
-@pytest.mark.parametrize(
-    "n_products", [pytest.param(n, marks=() if n in (1, 5) else pytest.mark.long) for n in range(1, 18)]
-)
-@pytest.mark.parametrize("is_input_gradient", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n_products", quick_only_for([5], range(1, 18)))
+@pytest.mark.parametrize("is_input_gradient", quick_only_for([True], [True, False]))
+@pytest.mark.parametrize("dtype", quick_only_for([torch.bfloat16], [torch.float16, torch.bfloat16]))
 def test_gemms_of_backward_compile_without_spills(dtype: torch.dtype, is_input_gradient: bool, n_products: int) -> None:
     wide = n_products == 1 and not is_input_gradient
     macros = backward_gemm.macros(dtype, n_products, is_input_gradient=is_input_gradient, wide=wide)

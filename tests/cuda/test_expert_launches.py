@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import quick_only_for
+from families import quick_cases, quick_only_for
 from test_cuda_compile import ARCHITECTURES, HOPPER, REGISTERS_PER_SM, compiled, stored_in
 from test_launch import Driver
 
@@ -24,10 +24,6 @@ from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerCall
 
 QWEN3_30B_A3B, MIXTRAL, GPT_OSS = (128, 768, 2048, 8), (8, 14336, 4096, 2), (32, 2880, 2880, 4)
-
-
-QUICK = (("dense", 4), ("fp8_row", 8))
-"""Formats and numbers of masks whose kernels `make test` compiles."""
 
 
 def experts_call(
@@ -46,7 +42,7 @@ def experts_call(
     return ExpertCall.contiguous(layer, experts, tokens, top_k)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+@pytest.mark.parametrize("arch", quick_only_for([(8, 0), (9, 0)], ARCHITECTURES), ids=str)
 def test_every_call_has_a_launch_that_fits(arch: tuple[int, int]) -> None:
     gpu = KNOWN_GPUS[arch]
     models = (QWEN3_30B_A3B, MIXTRAL, GPT_OSS, (1024, 16, 64, 4), (3, 40, 16384, 2), (2, 15, 64, 1))
@@ -84,11 +80,13 @@ def test_the_batch_invariant_launch_depends_only_on_the_layer() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "name", "n_masks"),
-    [
-        pytest.param(arch, *case, marks=() if arch == (9, 0) and case in QUICK else pytest.mark.long)
-        for arch, n_masks in (((8, 0), (1, 8, 16)), ((9, 0), (1, 4, 8, 15, 16)))
-        for case in itertools.product(FORMATS, n_masks)
-    ],
+    quick_cases(
+        [((9, 0), "fp8_row", 8)],
+        [
+            *itertools.product([(8, 0)], FORMATS, (1, 8, 16)),
+            *itertools.product([(9, 0)], FORMATS, (1, 4, 8, 15, 16)),
+        ],
+    ),
 )
 def test_items_compile_without_spills(arch: tuple[int, int], name: str, n_masks: int) -> None:
     gpu, seen = KNOWN_GPUS[arch], set()

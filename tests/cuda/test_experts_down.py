@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import quick_cases
 from test_cuda_compile import REGISTERS_PER_SM, compiled
 
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
@@ -32,16 +33,12 @@ def down_call(
     return replace(ExpertCall.contiguous(layer, experts, tokens, top_k), expert_weights_dtype=torch.float32)
 
 
-def is_quick(name: str, arch: tuple[int, int], tokens: int) -> bool:
-    return arch == (9, 0) and (name == "dense" or (name, tokens) in (("fp8_block", 1), ("int4_group", 700)))
-
-
 @pytest.mark.parametrize(
     ("name", "arch", "tokens"),
-    [
-        pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.long)
-        for case in itertools.product(FORMATS, [(8, 0), (9, 0)], (1, 8, 256, 700))
-    ],
+    quick_cases(
+        [("dense", (9, 0), 8), ("fp8_block", (9, 0), 1)],
+        itertools.product(FORMATS, [(8, 0), (9, 0)], (1, 8, 256, 700)),
+    ),
 )
 def test_compiles_without_spills(name: str, arch: tuple[int, int], tokens: int) -> None:
     gpu = KNOWN_GPUS[arch]

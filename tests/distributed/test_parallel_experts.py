@@ -35,7 +35,8 @@ def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
     run_on_ranks(expert_parallel.run_checks, tmp_path, *ON_CPU, list(expert_parallel.CHECKS), ranks=4)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long  # on two ranks, the snippets of the page run in the quick tests (test_parallel.py)
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_exchange_tokens_equal_one_process(ranks: int, tmp_path: Path) -> None:
     checks = list(token_exchange.CHECKS)
     run_on_ranks(token_exchange.run_checks, tmp_path, *ON_CPU, checks, ranks=ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -122,20 +121,11 @@ def test_from_pretrained_shards_and_computes_the_same(tmp_path: Path) -> None:
     run_on_ranks(check_loaded, tmp_path, folders)
 
 
-WITHOUT_TRANSFORMERS = """
-import sys
-sys.modules["transformers"] = None
-import mglu_ops.parallel
-try:
-    mglu_ops.parallel.register_transformers_style()
-except ImportError as error:
-    print(error)
-"""
+def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mglu_ops.parallel import register_transformers_style
 
-
-def test_without_transformers_the_error_names_the_extra() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRANSFORMERS], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert run.stdout.startswith("register_transformers_style: needs transformers 5.17 or later")
-    assert '".[transformers]"' in run.stdout
+    monkeypatch.delitem(sys.modules, "mglu_ops.parallel.transformers_style", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
+    words = r'register_transformers_style: needs transformers 5\.17 or later.* "\.\[transformers\]"'
+    with pytest.raises(ImportError, match=words):
+        register_transformers_style()

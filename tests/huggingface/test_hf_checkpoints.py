@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from families import family
 from hf_models import BY_NAME, frozen, logits, mglus, tiny, tiny_swiglu
 from processes import snippets
 from torch import Tensor
@@ -172,12 +173,10 @@ LOADERS: dict[str, dict[str, Any]] = {
     "device map": {"device_map": "cpu"},
     "mismatches ignored": {"ignore_mismatched_sizes": True},
 }
-EACH_LOADER = pytest.mark.parametrize("loader", LOADERS)
-SHARDS = pytest.mark.parametrize("shard_size", ["5GB", "20KB"], ids=["whole", "sharded"])
+SHARD_SIZES = ["5GB", "20KB"]  # one file, and several
 
 
-@EACH_LOADER
-@SHARDS
+@pytest.mark.parametrize(("loader", "shard_size"), family(LOADERS, SHARD_SIZES, most=1))
 def test_the_other_form_is_refused(loader: str, shard_size: str, tmp_path: Path) -> None:
     saved(tiny(), tmp_path / "logits", max_shard_size=shard_size)
     saved(tiny(learnable_masks=False), tmp_path / "packed", max_shard_size=shard_size)
@@ -187,8 +186,7 @@ def test_the_other_form_is_refused(loader: str, shard_size: str, tmp_path: Path)
         load(tmp_path / "packed", learnable_masks=True, **LOADERS[loader])
 
 
-@EACH
-@EACH_LOADER
+@pytest.mark.parametrize(("name", "loader"), family(BY_NAME, LOADERS, most=1))
 def test_a_swiglu_checkpoint_is_refused(name: str, loader: str, tmp_path: Path) -> None:
     folder = saved(tiny_swiglu(name), tmp_path)
     for cls in BY_NAME[name].mglu:
@@ -196,9 +194,9 @@ def test_a_swiglu_checkpoint_is_refused(name: str, loader: str, tmp_path: Path) 
             cls.from_pretrained(folder, **LOADERS[loader])
 
 
-@EACH_LOADER
-@SHARDS
-@pytest.mark.parametrize("size", [{"n_masks": 3}, {"intermediate_size": 48}])
+@pytest.mark.parametrize(
+    ("loader", "shard_size", "size"), family(LOADERS, SHARD_SIZES, [{"n_masks": 3}, {"intermediate_size": 48}], most=1)
+)
 def test_other_sizes_are_refused(loader: str, shard_size: str, size: dict[str, int], tmp_path: Path) -> None:
     saved(tiny(), tmp_path, max_shard_size=shard_size)
     words = r"mlp\.mglu\.\w+ has shape \[.*44, 36\], but the configuration says \["
@@ -273,8 +271,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@EACH_LOADER
+@pytest.mark.parametrize(("wrong", "loader"), family(WRONG, LOADERS, most=1))
 def test_wrong_packed_masks_are_refused(wrong: str, loader: str, tmp_path: Path) -> None:
     corrupt, error, words = WRONG[wrong]
     saved(tiny(learnable_masks=False), tmp_path)
@@ -296,15 +293,18 @@ def test_layers_that_the_configuration_does_not_have_are_refused(learnable: bool
         load(tmp_path, num_hidden_layers=3)
 
 
-@EACH_LOADER
-@pytest.mark.parametrize(("name", "dtype"), [("weight", "int64"), ("mask_logits", "int8"), ("weight", "float8_e4m3fn")])
+WRITTEN = {"int64": "I64", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
+"""Dtypes of torch that no weight has, to their names in a checkpoint."""
+
+
+@pytest.mark.parametrize(("loader", "name", "dtype"), family(LOADERS, ["weight", "mask_logits"], WRITTEN, most=1))
 def test_weights_and_logits_of_a_wrong_dtype_are_refused(loader: str, name: str, dtype: str, tmp_path: Path) -> None:
     model = tiny()
     key = f"model.layers.1.mlp.mglu.{name}"
     rewrite(saved(model, tmp_path), lambda state: {**state, key: state[key].to(getattr(torch, dtype))})
-    written = {"int64": "I64", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}[dtype]
     for cls in (AutoModel, AutoModelForCausalLM):
-        with pytest.raises(TypeError, match=rf"{tmp_path}: {key} has dtype {written}, must be one of F16, BF16, F32"):
+        words = rf"{tmp_path}: {key} has dtype {WRITTEN[dtype]}, must be one of F16, BF16, F32"
+        with pytest.raises(TypeError, match=words):
             cls.from_pretrained(tmp_path, **LOADERS[loader])
     state = {**model.state_dict(), key: model.state_dict()[key].to(getattr(torch, dtype))}
     with pytest.raises(TypeError, match=f"state_dict: {key} has dtype torch.{dtype}, must be one of"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from families import family
 from hf_models import BY_NAME, frozen, logits, mglus, tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -21,7 +22,7 @@ import mglu_ops
 from mglu_ops.formats import FORMATS
 from mglu_ops.transformers import MGLUQuantizationConfig
 
-EACH_FORMAT = pytest.mark.parametrize("weight_format", [name for name, one in FORMATS.items() if not one.is_dense])
+STORED = [name for name, one in FORMATS.items() if not one.is_dense]
 KEY = "layers.1.mlp.mglu"
 
 
@@ -50,8 +51,7 @@ def assert_same_layers(result: Any, model: Any) -> None:
         assert is_dense or not theirs.weight_scale.requires_grad
 
 
-@EACH_FORMAT
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize(("name", "weight_format"), family(BY_NAME, STORED, most=1))
 def test_a_quantized_model_comes_back(weight_format: str, name: str, tmp_path: Path) -> None:
     model = quantized(weight_format, name, mask_top_k=1)
     expected = logits(model)
@@ -67,7 +67,7 @@ def test_a_quantized_model_comes_back(weight_format: str, name: str, tmp_path: P
     assert_same_layers(decoder, model)
 
 
-@EACH_FORMAT
+@pytest.mark.parametrize("weight_format", STORED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_another_dtype_casts_no_stored_weight(weight_format: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = quantized(weight_format)

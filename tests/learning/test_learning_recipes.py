@@ -89,7 +89,7 @@ def test_the_best_recipe_has_the_leveled_weights_of_the_modules(n_masks):
     assert experiments.BEST[n_masks].weight_gain == pytest.approx(layer.weight_gain, abs=2e-4)
 
 
-LEVELED = (
+EVERY_LEVELED = (
     experiments.BEST[1],
     experiments.LARGER,
     *experiments.AGAIN,
@@ -97,6 +97,8 @@ LEVELED = (
     *experiments.GELU_GATES,
     *experiments.OTHER_GATES,
 )
+LEVELED = {(one.layer, one.activation, one.n_masks, one.top_k, one.weight_gain): one for one in EVERY_LEVELED}.values()
+"""One recipe for each start of a layer."""
 
 
 @pytest.mark.parametrize("recipe", LEVELED, ids=lambda one: one.name)

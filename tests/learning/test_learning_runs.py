@@ -98,6 +98,7 @@ def test_a_conversion_waits_for_the_process_that_trains_its_teacher(text, tmp_pa
     assert (tmp_path / f"{one.name}.csv").is_file()
 
 
+@pytest.mark.long
 def test_trained_models_are_evaluated_with_weights_in_each_format(text, tmp_path, monkeypatch):
     recipes = [tiny_run(text, 20, layer="glu"), tiny_run(text, 20, n_masks=2)]
     runs, out = tmp_path / "runs", tmp_path / "out"

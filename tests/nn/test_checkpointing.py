@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import assert_matches
+from families import quick_only_for
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -20,7 +21,7 @@ mglu, aten = torch.ops.mglu, torch.ops.aten
 each_kind_of_masks = pytest.mark.parametrize(
     "options", [{}, {"top_k": 2}, {"learnable_masks": False}], ids=["learned", "routed", "fixed"]
 )
-BACKENDS = [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
+BACKENDS = [None, "aot_eager", "inductor"]
 
 
 def compiled(module: Callable[..., Any], backend: str | None) -> Any:
@@ -75,7 +76,7 @@ def saved_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", quick_only_for([None], BACKENDS))
 @each_kind_of_masks
 @pytest.mark.parametrize("dtype", [torch.float32, "autocast", pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_recomputing_runs_forward_twice_and_gives_the_same_bits(runs, backend, options, dtype) -> None:
@@ -156,7 +157,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, **self.options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", quick_only_for([None, "aot_eager"], BACKENDS))
 @pytest.mark.parametrize("save_activations", [True, False])
 @each_kind_of_masks
 def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations: bool, options: dict[str, Any]) -> None:
@@ -189,7 +190,7 @@ def save(*operators: Any) -> Callable[..., CheckpointPolicy]:
     return policy
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", quick_only_for([None], BACKENDS))
 @pytest.mark.parametrize(
     ("policy", "times", "learnable_masks"),
     [

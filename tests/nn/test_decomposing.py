@@ -24,7 +24,7 @@ def operators(program: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("activation", "top_k", "dtype"),
-    [("silu", None, torch.float32), ("gelu", 2, torch.float32), ("relu_squared", 2, torch.bfloat16)],
+    [("gelu", 2, torch.float32), pytest.param("relu_squared", None, torch.bfloat16, marks=pytest.mark.long)],
 )
 def test_a_program_is_written_out_and_computes_the_same(activation: str, top_k: int | None, dtype: torch.dtype) -> None:
     # 19 columns have padding in their last byte.

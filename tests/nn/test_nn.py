@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budgets import NAIVE_FACTOR, assert_matches, relative_error
+from families import family
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ACTIVATION_NAMES, DTYPES, examples
@@ -170,9 +171,7 @@ def test_fixed_masks_are_fair_coins_in_the_packed_format(in_features):
     assert (masks[0] ^ masks[1]).double().mean().item() == pytest.approx(0.5, abs=5 * spread)
 
 
-@each_kind
-@learned_or_fixed
-@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize(("kind", "learnable_masks", "top_k"), family(MASKED, [True, False], [None, 2], most=2))
 def test_modules_compile_as_one_graph(kind, learnable_masks, top_k):
     layer = kind(19, 12, n_masks=3, learnable_masks=learnable_masks, top_k=top_k)
     x, grad = torch.randn(5, 19), torch.randn(5, 12)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from budgets import NAIVE_FACTOR, assert_matches, relative_error
 from expert_modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results
+from families import family
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ACTIVATION_NAMES, examples
@@ -221,8 +222,7 @@ def _rounded(weight, weight_format):
 # --- Compiling and exporting ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["learned", "fixed", "frozen", "quantized"])
-@pytest.mark.parametrize("mask_top_k", [None, 1])
+@pytest.mark.parametrize(("case", "mask_top_k"), family(["learned", "fixed", "frozen", "quantized"], [None, 1], most=1))
 def test_a_layer_compiles_as_one_graph_for_all_loads(case, mask_top_k):
     block = MGLUExpertsFeedForward(
         4,

@@ -88,5 +88,6 @@ def check_experts_in_fsdp(rank: int) -> None:
     assert found["0.experts/flips/0"] > 0
 
 
+@pytest.mark.long
 def test_experts_train_in_fsdp_as_in_one_process(tmp_path: Path) -> None:
     run_on_ranks(check_experts_in_fsdp, tmp_path)

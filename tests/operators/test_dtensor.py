@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -325,20 +323,3 @@ def _run_check(rank: int, check: str) -> None:
 def test_two_ranks_equal_one_process(check: str, tmp_path: Path) -> None:
     """Each check runs in new processes, so that it makes the first call with a DTensor."""
     run_on_ranks(_run_check, tmp_path, check)
-
-
-IMPORTS = """
-import sys, torch
-import mglu_ops
-x, weight = torch.randn(3, 16), torch.randn(4, 16)
-packed = torch.ops.mglu.pack_masks(torch.rand(4, 16) > 0.5)
-torch.ops.mglu.forward(x, weight.requires_grad_(), packed).sum().backward()
-print("torch.distributed.tensor" in sys.modules, "mglu_ops.sharding" in sys.modules)
-mglu_ops.ops.register_dtensor_rules()
-print("torch.distributed.tensor" in sys.modules)
-"""
-
-
-def test_a_call_without_dtensors_does_not_import_dtensor() -> None:
-    run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=120)
-    assert run.stdout.split() == ["False", "False", "True"]

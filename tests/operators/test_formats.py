@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from budgets import BUDGET, relative_error
+from families import quick_only_for
 from hypothesis import given
 from hypothesis import strategies as st
 from stored_weights import every_stored_value, stored_layer
@@ -137,7 +138,7 @@ def test_wrong_arguments_are_named(given, changes, error, message, device):
             forward(*moved._replace(x=moved.x.clone().requires_grad_(trains)))
 
 
-@every_format
+@pytest.mark.parametrize("name", quick_only_for(["int4_group"], STORED))
 def test_opcheck(name: str) -> None:
     """Torch cannot compare fp8 tensors, which `test_schema` does with the arguments before and after a call."""
     given, _ = stored_layer(name, torch.float32, 3, 130, 264, 2)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from families import sample
 
 
 def last_line(folder: Path, *arguments: str) -> str:
@@ -21,6 +20,7 @@ def last_line(folder: Path, *arguments: str) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_second_import_says_that_operators_are_registered_once(tmp_path: Path) -> None:
     code = """
 import sys
@@ -44,7 +44,8 @@ WITHOUT_EDITABLE = "import sys; sys.meta_path = [f for f in sys.meta_path if 'ed
 """Removes the import hook of an editable install, which would find our modules despite the user's package."""
 
 
-@pytest.mark.parametrize("call", sample(["enable_fusion()", "fuse(None)"], 2))
+@pytest.mark.long
+@pytest.mark.parametrize("call", ["enable_fusion()", "fuse(None)"])
 def test_a_package_of_the_user_that_hides_ours_is_named(call: str, tmp_path: Path) -> None:
     (tmp_path / "compile_passes").mkdir()
     (tmp_path / "compile_passes" / "__init__.py").touch()

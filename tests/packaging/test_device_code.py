@@ -9,12 +9,12 @@ import shutil
 import struct
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import quick_only_for
 from library_fixtures import needs_compiler
 from processes import run
 from small_packages import write_small_package
@@ -33,6 +33,8 @@ from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import LayerInfo
 from mglu_ops.packaging.seal import PackageError
+
+pytestmark = [needs_compiler, pytest.mark.long]
 
 HERE = Path(__file__).parent
 LAYER = LayerInfo(8, 1024, 2048, "float16", "silu", None)
@@ -87,7 +89,7 @@ def compile_cpp(out: Path, *arguments: str | Path) -> None:
     assert process.returncode == 0, process.stderr
 
 
-@pytest.fixture(scope="module", params=quick_only_for([8], [1, 8]), ids="n_masks={}".format)
+@pytest.fixture(scope="module", params=[1, 8], ids="n_masks={}".format)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerInfo]:
     """A program that prints the launches of calls, with the table of three layers, and the dense one of them.
 
@@ -107,6 +109,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder / "print_launches", layer
 
 
+@cache  # a choice takes milliseconds, and the fixture and a test both make those of 512 numbers of tokens
 def choose_or_decode(call: LayerCall, gpu: Gpu) -> LaunchChoice:
     """The usual choice, but 512 tokens of a weight in fewer bits read copies of W and x, whatever is faster."""
     choice = choose(call, gpu)
@@ -229,7 +232,6 @@ def launches(printing: PrintingDriver, layer: LayerInfo, tokens: int, sms: int) 
     return [f"{tokens} tokens", *launched(printing, sequence, addresses(layer))]
 
 
-@needs_compiler
 @pytest.mark.parametrize("sms", [2, 78, 132, 144])
 def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
@@ -242,7 +244,6 @@ def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
         assert errors == ""
 
 
-@needs_compiler
 def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
 ) -> None:
@@ -273,7 +274,6 @@ def expert_call(layer: LayerInfo, tokens: int) -> ExpertCall:
     )
 
 
-@needs_compiler
 @of_one_program
 @pytest.mark.parametrize("sms", [2, 132])
 def test_cpp_launches_the_experts_that_python_launches(
@@ -298,7 +298,6 @@ def test_cpp_launches_the_experts_that_python_launches(
     assert kernels == {"decode_mma", "tile_wgmma", "plain", "group_tokens", "permute_x", "quantize_x"}
 
 
-@needs_compiler
 @of_one_program
 @pytest.mark.parametrize("sms", [2, 132])
 def test_cpp_launches_the_down_projections_that_python_launches(
@@ -335,7 +334,6 @@ def test_cpp_launches_the_down_projections_that_python_launches(
         assert errors == ""
 
 
-@needs_compiler
 @of_one_program
 def test_cpp_compiles_plain_kernels_for_experts_that_are_not_in_the_table(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
@@ -361,7 +359,6 @@ def test_cpp_compiles_plain_kernels_for_experts_that_are_not_in_the_table(
         assert errors.count("no tuned kernel for a layer with weight") == 1
 
 
-@needs_compiler
 @of_one_program
 def test_down_projections_without_a_kernel_are_refused(program: tuple[Path, LayerInfo], tmp_path: Path) -> None:
     with pytest.raises(
@@ -383,8 +380,6 @@ def compiles_device_code() -> bool:
     return True
 
 
-@needs_compiler
-@pytest.mark.long
 @pytest.mark.skipif(not compiles_device_code(), reason="needs NVRTC or nvcc")
 @pytest.mark.parametrize("n_masks", [1, 8])
 def test_the_kernels_of_a_package_are_compiled_and_embedded(n_masks: int, tmp_path: Path) -> None:

@@ -47,12 +47,14 @@ def test_a_package_agrees_with_its_model(request: pytest.FixtureRequest, fixture
 
 @long
 @needs_compiler
-def test_a_package_with_a_shim_and_a_weights_file_agrees_with_its_model(packages: Path, library: Path) -> None:
-    bare, x = packages / "bare.pt2", inputs(1)
-    loaded = mglu_ops.load(bare, library=library, weights=packages / "weights.pt")
+def test_a_package_with_a_shim_and_a_weights_file_agrees_with_its_model(more_packages: Path, library: Path) -> None:
+    bare, x = more_packages / "bare.pt2", inputs(1)
+    info = read_info(bare)
+    assert (info.calls, info.embeds_weights, info.inputs[0].shape) == ("shim", False, [1, 64])
+    loaded = mglu_ops.load(bare, library=library, weights=more_packages / "weights.pt")
     torch.testing.assert_close(loaded(x), model()(x).detach())
     with pytest.raises(PackageError, match="pass library="):
-        mglu_ops.load(bare, weights=packages / "weights.pt")
+        mglu_ops.load(bare, weights=more_packages / "weights.pt")
     with pytest.raises(PackageError, match="pass weights="):
         mglu_ops.load(bare, library=library)
     with pytest.raises(ValueError, match=r"must be input: float32 \[1, 64\]"):
@@ -71,6 +73,7 @@ def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -
     assert ((result.double() - exact).abs() <= limit).all()
 
 
+@long
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "change", "words"),
@@ -83,11 +86,11 @@ def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -
         ("1.packed_masks", lambda w: None, r"1\.packed_masks: got NoneType, must be uint8 \[96, 8, 4\]"),
     ],
 )
-def test_weights_of_another_layout_are_refused(packages, library, name, change, words):
+def test_weights_of_another_layout_are_refused(more_packages, library, name, change, words):
     """The code of a package reads them as if they had the layout that it was compiled for, whatever their size."""
-    weights = mglu_ops.load_weights(packages / "weights.pt")
+    weights = mglu_ops.load_weights(more_packages / "weights.pt")
     with pytest.raises(PackageError, match=words):
-        mglu_ops.load(packages / "bare.pt2", library=library, weights={**weights, name: change(weights[name])})
+        mglu_ops.load(more_packages / "bare.pt2", library=library, weights={**weights, name: change(weights[name])})
 
 
 class RoutedExperts(nn.Module):
@@ -110,7 +113,8 @@ class RoutedExperts(nn.Module):
         )
 
 
-@pytest.mark.parametrize("weight_format", ["dense", pytest.param("int4_group", marks=long)])
+@long
+@pytest.mark.parametrize("weight_format", ["dense", "int4_group"])
 def test_a_package_gives_the_bits_of_the_operators_over_experts(tmp_path: Path, weight_format: str) -> None:
     """Also for experts without rows, and for ids out of range."""
     model, path = RoutedExperts(weight_format).eval(), tmp_path / "model.pt2"
@@ -125,6 +129,7 @@ def test_a_package_gives_the_bits_of_the_operators_over_experts(tmp_path: Path, 
         assert torch.equal(package(*given), model(*given))
 
 
+@long
 def test_a_package_of_experts_agrees_with_its_model_and_describes_itself(expert_package: Path) -> None:
     package, model = mglu_ops.load(expert_package), frozen_experts()
     for tokens in (1, 2, 7, 64):
@@ -220,8 +225,6 @@ def test_a_package_describes_itself(packages: Path) -> None:
     (tensor,) = info.inputs
     (low, high, symbol), features = tensor.shape
     assert (tensor.dtype, low <= 1, high, symbol.isidentifier(), features) == ("float32", True, None, True, 64)
-    bare = read_info(packages / "bare.pt2")
-    assert (bare.calls, bare.embeds_weights, bare.inputs[0].shape) == ("shim", False, [1, 64])
 
 
 def freed(tensor: Tensor) -> Tensor:

@@ -210,23 +210,6 @@ def outcome(name: str, arguments: Sequence[Any]) -> Tensor | str:
         return re.sub(r"torch\.(?!nn)", "", str(error))
 
 
-def assert_as_in_python(calls: Sequence[Call], library: Path, folder: Path) -> None:
-    """Assert that the library gives the bits and the errors of Python."""
-    torch.save(calls, folder / "calls.pt")
-    python("-c", STORED, library, folder / "calls.pt", folder / "outcomes.pt")
-    for (name, arguments), found in zip(calls, torch.load(folder / "outcomes.pt"), strict=True):
-        expected = outcome(name, arguments)
-        if isinstance(found, str) or isinstance(expected, str):
-            assert found == expected
-        else:
-            words = f"{name}, {[str(one) for one in arguments if not isinstance(one, Tensor)]}, {arguments[0].dtype}"
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=words)
-
-
-def test_stored_weights_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
-    assert_as_in_python([("forward", tuple(call)) for call in (*stored_calls(), *rounding_calls())], library, tmp_path)
-
-
 def of_experts(given: ExpertArguments) -> Call:
     x, weight, packed_masks, *rest, ids, offs = given
     name, routing = ("grouped_forward", offs) if ids is None else ("experts_forward", ids)
@@ -302,8 +285,19 @@ def other_expert_calls() -> Iterator[Call]:
         yield "experts_down", tuple(call)
 
 
-def test_experts_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
-    assert_as_in_python([*expert_calls(), *other_expert_calls()], library, tmp_path)
+def test_calls_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
+    """One test for all calls, because starting a process takes longer than the calls."""
+    layers = [("forward", tuple(call)) for call in (*stored_calls(), *rounding_calls())]
+    calls = [*layers, *expert_calls(), *other_expert_calls()]
+    torch.save(calls, tmp_path / "calls.pt")
+    python("-c", STORED, library, tmp_path / "calls.pt", tmp_path / "outcomes.pt")
+    for (name, arguments), found in zip(calls, torch.load(tmp_path / "outcomes.pt"), strict=True):
+        expected = outcome(name, arguments)
+        if isinstance(found, str) or isinstance(expected, str):
+            assert found == expected
+        else:
+            words = f"{name}, {[str(one) for one in arguments if not isinstance(one, Tensor)]}, {arguments[0].dtype}"
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=words)
 
 
 TOGETHER = """
@@ -330,7 +324,8 @@ print("fine")
 """
 
 
-@pytest.mark.parametrize("order", ["library first", pytest.param("python first", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("order", ["library first", "python first"])
 def test_operators_are_registered_once(library: Path, order: str) -> None:
     """The kernels of Python stay in force, with their gradients, vmap rules and fake kernels."""
     assert "fine" in python("-c", TOGETHER, library, order, *NAMES)

@@ -127,6 +127,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> mglu_ops.packaging.load
     return mglu_ops.load(once(tmp_path_factory, "several", make) / "model.pt2")
 
 
+@long
 @pytest.mark.parametrize("sizes", [(4, 3, 7), (2, 0, 2), (0, 1, 1), (6, 9, 15)])
 def test_sizes_that_fit_are_taken(several: Any, sizes: tuple[int, int, int]) -> None:
     given = several_inputs(*sizes)
@@ -136,10 +137,12 @@ def test_sizes_that_fit_are_taken(several: Any, sizes: tuple[int, int, int]) -> 
     torch.testing.assert_close(several(x, y.contiguous(), z.contiguous(), *rest), expected)
 
 
+@long
 def test_a_description_tells_the_conditions(several: Any) -> None:
     assert "  only where x.shape[0] % 2 == 0" in str(several.info).splitlines()
 
 
+@long
 def test_the_order_of_keys_does_not_matter(several: Any) -> None:
     x, y, z, scales, *constants = several_inputs()
     backwards = dict(reversed(scales.items()))
@@ -148,6 +151,7 @@ def test_the_order_of_keys_does_not_matter(several: Any) -> None:
     torch.testing.assert_close(several(x, y, z, backwards, *constants), expected)
 
 
+@long
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -172,6 +176,7 @@ def test_inputs_that_do_not_fit_are_refused(several: Any, wrong: tuple[Any, ...]
         several(*wrong)
 
 
+@long
 def test_keywords_are_refused_where_the_example_had_positions(several: Any) -> None:
     with pytest.raises(ValueError, match="got 0 positional arguments, x=, must be nested like"):
         several(x=torch.ones(4, 8))
@@ -320,6 +325,7 @@ print("hangs" if any(thread.is_alive() for thread in threads) else "wrong" if wr
 """
 
 
+@long
 def test_threads_may_share_a_package(packages: Path) -> None:
     """Without a lock, a thread waits for torch's only model and keeps the interpreter's lock, which the other needs.
 

@@ -40,6 +40,7 @@ def test_a_package_gives_the_bits_that_it_gives_in_python(library: Path, package
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_experts_give_the_bits_that_they_give_in_python(library, expert_package, tmp_path, tokens):
     write_tensor(tmp_path / "x.tensor", inputs(tokens))
@@ -49,8 +50,9 @@ def test_experts_give_the_bits_that_they_give_in_python(library, expert_package,
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_a_package_with_a_shim_reads_its_weights_from_a_file(library: Path, packages: Path) -> None:
-    package, weights, tensors = packages / "bare.pt2", packages / "weights.pt", tensor_files(packages)[:2]
+@pytest.mark.long
+def test_a_package_with_a_shim_reads_its_weights_from_a_file(library, packages, more_packages):
+    package, weights, tensors = more_packages / "bare.pt2", more_packages / "weights.pt", tensor_files(packages)[:2]
     process = run_package(library.parent, package, "--weights", weights, *tensors)
     assert process.returncode == 0, process.stdout + process.stderr
     foreign = run_package(library.parent, package, "--weights", packages / "x7.tensor", *tensors)
@@ -92,8 +94,8 @@ def test_packages_run_under_sanitizers(programs: Path, packages: Path, more_pack
 
 
 @pytest.mark.long
-def test_weights_files_are_read_under_sanitizers(programs: Path, packages: Path) -> None:
-    package, weights = packages / "bare.pt2", packages / "weights.pt"
+def test_weights_files_are_read_under_sanitizers(programs: Path, packages: Path, more_packages: Path) -> None:
+    package, weights = more_packages / "bare.pt2", more_packages / "weights.pt"
     process = run_package(programs, package, "--weights", weights, *tensor_files(packages)[:2])
     assert process.returncode == 0, process.stdout + process.stderr
 

@@ -33,7 +33,7 @@ PROGRAMS = 300
 RUNNER = Path(__file__).with_name("run_perturbed_programs.py")
 
 
-@pytest.mark.parametrize("number", quick_sample(range(PROGRAMS), every=10))
+@pytest.mark.parametrize("number", quick_sample(range(PROGRAMS), every=15))
 def test_perturbed_program(number: int) -> None:
     seed, index = sample(number)
     changed = program(seed, index)
@@ -58,6 +58,7 @@ def _may_be_refused(right: Program) -> bool:
     return right.given == "float" or (rounded and any(name[0] in "Ll" for name in right.trained))
 
 
+@pytest.mark.long
 def test_a_seed_and_an_index_are_one_program() -> None:
     drawn = [sample(number) for number in range(60)]
     programs = [program(*key) for key in drawn]

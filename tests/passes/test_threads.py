@@ -102,6 +102,7 @@ def test_enabling_and_disabling_at_once() -> None:
     assert mglu_ops.fusion_report().graphs == before + 1
 
 
+@pytest.mark.long
 def test_enabling_while_other_threads_run_compiled_code() -> None:
     """The other threads compile it again. With `torch._dynamo.reset`, the process would crash after a few seconds."""
     model, x = layer(), torch.randn(3, 16)

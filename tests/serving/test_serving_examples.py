@@ -27,10 +27,8 @@ def test_a_block_is_exported_and_run_in_cpp(tmp_path: Path) -> None:
     assert {"model.pt2", "libmglu_ops.so", "run_package"} <= {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("weight_format", "size"),
-    [("fp8_row", 96 * 64 + 4 * 96), pytest.param("int4_group", 96 * 34, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("weight_format", "size"), [("fp8_row", 96 * 64 + 4 * 96), ("int4_group", 96 * 34)])
 def test_a_model_is_quantized_saved_and_loaded(weight_format: str, size: int, tmp_path: Path) -> None:
     small = ("--hidden", "64", "--intermediate", "96", "--n-masks", "2", "--output", tmp_path / "out/model.pt")
     process = run_example("quantize.py", *small, "--weight-format", weight_format)
@@ -75,6 +73,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     assert "must be a folder with a config.json" in process.stderr
 
 
+@pytest.mark.long
 def test_a_mixture_is_trained_frozen_quantized_and_served(tmp_path: Path) -> None:
     options = ["--steps", "20", "--size", "tiny", "--experts", "3", "--bytes", "200000", "--output", tmp_path / "model"]
     process = run_example("experts.py", *options, "--weight-format", "int4_group")

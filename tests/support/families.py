@@ -48,5 +48,10 @@ def quick_only_for(quick: Sequence[Any], values: Iterable[Any]) -> list[Any]:
     return [_parameters((value,), is_long=value not in quick) for value in values]
 
 
+def quick_cases(quick: Sequence[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """All cases, each with a value for every parameter; the ones in `quick` are quick."""
+    return [_parameters(case, is_long=case not in quick) for case in every]
+
+
 def _parameters(case: tuple[Any, ...], *, is_long: bool) -> Any:
     return pytest.param(*case, marks=pytest.mark.long if is_long else ())

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from stored_weights import StoredLayers
 from torch import Tensor, nn
 
 import mglu_ops
+from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, MGLUExpertsFeedForward, NaiveMGLU
 from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import source_directory
@@ -81,20 +81,14 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with packages, and the inputs and results of eager PyTorch.
 
     - `operator.pt2` takes any number of tokens.
-    - `bare.pt2`, made by the command line, calls the shim for one token, and has its weights in `weights.pt`.
     - `small.pt2` has the form of a package and little content.
     - `x7.tensor` and `y7.tensor` are the input and the result for 7 tokens; there is such a pair for each entry of
       `TOKENS`.
     """
 
     def make(folder: Path) -> None:
-        options = ["--static", "--shim", "--strict", "--weights", str(folder / "weights.pt")]
-        command = ["-m", "mglu_ops", "export", "library_fixtures:model_and_inputs", str(folder / "bare.pt2"), *options]
-        with ThreadPoolExecutor() as pool:  # both compile for seconds
-            bare = pool.submit(python, *command)
-            layers, example = model_and_inputs()
-            mglu_ops.export(layers, example, folder / "operator.pt2")
-            bare.result()
+        layers, example = model_and_inputs()
+        mglu_ops.export(layers, example, folder / "operator.pt2")
         write_small_package(folder / "small.pt2")
         for tokens in TOKENS:
             write_tensor(folder / f"x{tokens}.tensor", inputs(tokens))
@@ -105,12 +99,18 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def more_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `composite.pt2` and `shim.pt2`, which take any number of tokens. For tests marked `long`."""
+    """A folder with more packages, for tests marked `long`.
+
+    - `composite.pt2` and `shim.pt2` take any number of tokens.
+    - `bare.pt2`, made by the command line, calls the shim for one token, and has its weights in `weights.pt`.
+    """
 
     def make(folder: Path) -> None:
         layers, example = model_and_inputs()
         mglu_ops.export(layers, example, folder / "composite.pt2", backend="composite")
         mglu_ops.export(layers, example, folder / "shim.pt2", shim=True)
+        options = ["--static", "--shim", "--strict", "--weights", str(folder / "weights.pt")]
+        assert main(["export", "library_fixtures:model_and_inputs", str(folder / "bare.pt2"), *options]) == 0
 
     return once(tmp_path_factory, "more_packages", make)
 
