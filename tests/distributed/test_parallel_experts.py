@@ -23,6 +23,7 @@ def check_and_save(rank: int, folder: str) -> None:
     expert_parallel.load(rank, *ON_CPU, folder)
 
 
+@pytest.mark.long  # layers without experts are checked on two ranks in the quick tests (test_parallel.py)
 def test_two_ranks_equal_one_process_which_loads_their_checkpoints(tmp_path: Path) -> None:
     """One test for all checks, because starting two processes takes longer than the checks."""
     run_on_ranks(check_and_save, tmp_path, str(tmp_path))

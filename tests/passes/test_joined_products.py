@@ -9,7 +9,7 @@ import lookalikes
 import pytest
 import torch
 import torch.nn.functional as F
-from families import family
+from families import family, quick_cases
 from graphs import compare
 from kinds import KINDS, MAIN_KINDS, MODES, N_MASKS, SAME, D, H, More, Pair, activated, fuses_to_one, sum_of
 from spellings import JOINTS, WRONG_JOINTS, from_source
@@ -257,9 +257,10 @@ def _less_repeated(x: Tensor, w: Tensor, gates: Tensor) -> Tensor:
     return activated(stacked(x, one) for one in (gates, w.expand(4, -1, -1) - gates)).sum(0)
 
 
-@pytest.mark.parametrize(
-    ("source", "count"), [*((one, 0) for one in (*WRONG_PAIRS, *NOT_JOINED)), *((one, 1) for one in STILL_JOINED)]
-)
+PARTS = [*((one, 0) for one in (*WRONG_PAIRS, *NOT_JOINED)), *((one, 1) for one in STILL_JOINED)]
+
+
+@pytest.mark.parametrize(("source", "count"), quick_cases(PARTS[::2], PARTS))
 def test_parts_of_joined_products(source: str, count: int) -> None:
     layer = lookalikes.layer_of(source, globals())
     capture = compare(layer, lambda: lookalikes.tensors(("x", "weight")), SAME)
