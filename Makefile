@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-# The checks for every change: under 4 minutes on 2 idle cores, and 7 in a fresh clone.
+# The checks for every change: 4 to 5 minutes on 2 idle cores, and 7 in a fresh clone.
 test: lint types unit
 
 # All that can be checked without a GPU, as continuous integration does.
@@ -41,7 +41,7 @@ unit: $(VENV)/.ready
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not long and not gpu"
 
 unit-long: $(VENV)/.ready
-	@echo "The long tests take about 20 minutes on two idle cores."
+	@echo "The long tests take 20 to 35 minutes on two idle cores."
 	$(PYTEST) -m "long or hypothesis or gpu" --durations=25
 
 # The fusion pass with another version of torch: make test-torch TORCH=2.15.0
