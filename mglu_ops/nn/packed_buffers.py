@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .arguments import check_model
 from .masked_linear import PACKED, MaskedLinear, check_masks_of
+from .stored_linear import StoredLinear
 
 
 def check_masks(model: nn.Module) -> None:
@@ -25,7 +26,8 @@ def check_masks(model: nn.Module) -> None:
     before that. It synchronises with a GPU once for each layer whose `in_features` is not a multiple of 8.
 
     This runs `mglu_ops.check_packed_masks`, which documents what it cannot find, and compares `n_masks` with the
-    module's. It also checks that no loader has replaced a weight in 8 or 4 bits without its scales.
+    module's. It also checks that no loader has replaced a weight in 8 or 4 bits, of these layers or of `ExpertsDown`,
+    without its scales.
 
     Args:
         model: any module; one without such layers, or whose masks are learned, passes.
@@ -37,12 +39,11 @@ def check_masks(model: nn.Module) -> None:
     """
     check_model(model)
     for name, module in model.named_modules():
+        path = f"model: {name}." if name else "model: "
         if isinstance(module, MaskedLinear) and module.packed_masks is not None:
-            path = f"{name}.packed_masks" if name else "packed_masks"
-            rows = (*module.leading, module.out_features)
-            check_masks_of(module, module.packed_masks, rows, f"model: {path}")
-            if module.weight_format != "dense":
-                module.check_pair(f"model: {path.removesuffix(PACKED)}")
+            check_masks_of(module, module.packed_masks, (*module.leading, module.out_features), path + PACKED)
+        if isinstance(module, StoredLinear) and module.weight_format != "dense":
+            module.check_pair(path)
 
 
 # The tensors of masks that were checked, by their identity and the in_features and n_masks that they were checked for.

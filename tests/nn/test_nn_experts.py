@@ -19,6 +19,7 @@ from mglu_ops.nn import (
     MGLUExperts,
     MGLUExpertsFeedForward,
     NaiveMGLUExperts,
+    check_masks,
     decompose,
     freeze,
     parameter_groups,
@@ -213,6 +214,13 @@ def test_both_halves_are_quantized_but_for_skipped_down_projections(weight_forma
     with pytest.raises(RuntimeError, match=r"down_proj\.weight_scale: the checkpoint holds a quantized weight, but"):
         kept.load_state_dict(block.state_dict())
     assert block.half().down_proj.weight.dtype == FORMATS[weight_format].dtype
+    check_masks(block)
+    weight = copy.deepcopy(block.down_proj.weight)
+    block.down_proj._parameters["weight"] = weight  # as accelerate does
+    with pytest.raises(ValueError, match=r"model: down_proj\.weight: was replaced without the other one of weight and"):
+        check_masks(block)
+    with pytest.raises(ValueError, match=r"^weight: was replaced without the other one of weight and weight_scale"):
+        block(x.half())
 
 
 def _rounded(weight, weight_format):
