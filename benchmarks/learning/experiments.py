@@ -168,7 +168,7 @@ TEXT = {
         replace(one, size=size, megabytes=megabytes)
         for one in (leveled_glu("silu"), RELU_SQUARED[1], best_with("relu", 1), best_with("relu", 4))
     )
-    for size, megabytes in {"25M": 60.0, "90M": 120.0, "300M": 240.0}.items()
+    for size, megabytes in {"25M": 60.0, "90M": 90.0, "300M": 120.0}.items()
 }
 """Size to layers of equal width, and ReLU squared with as many bytes as SwiGLU; the text grows with the model."""
 MIXTURE = tuple(

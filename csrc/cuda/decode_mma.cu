@@ -457,7 +457,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
 
     // Bulk copies need a tenth of the instructions.
     const bool use_bulk_copy = kHasTma && !kExpandedX && p.x_is_vectorizable;
-    if (threadIdx.x < kXSegments) barrier_init(x.ready + 8 * threadIdx.x, 1);
+    // Expanded x lies where the barriers would be, and needs none.
+    if (!kExpandedX && threadIdx.x < kXSegments) barrier_init(x.ready + 8 * threadIdx.x, 1);
     if constexpr (kHasTma) fence_async_proxy();
     if (use_bulk_copy) x.store(p, rows, p.in_features / 8);  // the zeros past in_features
     if constexpr (kCluster > 1) arrive_in_cluster();
