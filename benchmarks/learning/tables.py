@@ -21,6 +21,7 @@ from benchmarks.learning.experiments import (
     SWIGLU,
     TEXT_RESULTS,
     USUAL,
+    leveled_glu,
     same_load,
     same_training,
 )
@@ -133,8 +134,8 @@ def experiment(results: Path, name: str) -> str:
     """The table of an experiment: a row for each recipe with a finished run, then the names of the other recipes.
 
     'To SwiGLU' is the difference to the mean of the SwiGLU runs of the same size, text and learning rate, in nats a
-    byte. A mean over several seeds is followed by the largest distance between two of them. With several kinds of text,
-    the loss of each kind follows.
+    byte; SwiGLU has leveled weights if it was trained with no others. A mean over several seeds is followed by the
+    largest distance between two of them. With several kinds of text, the loss of each kind follows.
 
     Raises:
         FileNotFoundError: no run on the usual text is finished.
@@ -145,7 +146,9 @@ def experiment(results: Path, name: str) -> str:
     of, lines, missing = by_recipe(found), [], []
     for recipe in dict.fromkeys(replace(one, seed=0) for one in EXPERIMENTS[name]):
         if recipe in of:
-            lines.append(cells(of[recipe], of.get(baseline(recipe))))
+            dense = baseline(recipe)
+            leveled = replace(dense, weight_gain=leveled_glu("silu").weight_gain)
+            lines.append(cells(of[recipe], of.get(dense) or of.get(leveled)))
         else:
             missing.append(label(recipe))
     parts = [timed_source(found, results)] if found else []
