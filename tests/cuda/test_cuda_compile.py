@@ -60,13 +60,13 @@ def launch_of(call: LayerCall, gpu: Gpu) -> Any:
     return without_tables(call, gpu)
 
 
-def compiled(kernel: str, target: str, macros: dict[str, int]) -> tuple[int, int, str]:
-    """Compile a kernel for a target such as sm_90a, and return its registers, the bytes it spills, and the log."""
+def compiled(kernel: str, target: str, macros: dict[str, int]) -> tuple[int, int, str, str]:
+    """Compile a kernel for a target such as sm_90a, and return its registers, the bytes it spills, the log, and PTX."""
     return _compiled(kernel, target, tuple(sorted(macros.items())))
 
 
 @cache
-def _compiled(kernel: str, target: str, macros: tuple[tuple[str, int], ...]) -> tuple[int, int, str]:
+def _compiled(kernel: str, target: str, macros: tuple[tuple[str, int], ...]) -> tuple[int, int, str, str]:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (pip install cuda-core nvidia-cuda-nvrtc)")
     source = source_directory() / f"{kernel}.cu"
     error, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
@@ -77,6 +77,9 @@ def _compiled(kernel: str, target: str, macros: tuple[tuple[str, int], ...]) -> 
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
     log = b" " * size
     nvrtc.nvrtcGetProgramLog(program, log)
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    ptx = b" " * size
+    nvrtc.nvrtcGetPTX(program, ptx)
     nvrtc.nvrtcDestroyProgram(program)
     assert int(error) == 0, log.decode()
     registers, spills = (
@@ -84,12 +87,12 @@ def _compiled(kernel: str, target: str, macros: tuple[tuple[str, int], ...]) -> 
     )
     assert registers is not None, log.decode()
     assert spills is not None, log.decode()
-    return int(registers[1]), int(spills[1]), f"{kernel} {dict(macros)}: {log.decode()}"
+    return int(registers[1]), int(spills[1]), f"{kernel} {dict(macros)}: {log.decode()}", ptx.decode()
 
 
 def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
     assert config is not None
-    registers, spills, log = compiled(config.kernel, config.target(gpu), config.macros(call))
+    registers, spills, log, _ = compiled(config.kernel, config.target(gpu), config.macros(call))
     # 15 masks of 16 tokens in the large blocks of an A100 use all registers and spill up to four words. Two masks of
     # 128 tokens with scales of columns spill up to five, of which the loop reads one.
     most = (
@@ -131,6 +134,16 @@ def test_decode_mma_compiles_without_spills(name: str, arch: tuple[int, int], to
         check(call, KNOWN_GPUS[arch], config)
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("int4_group", 1), ("int4_group", 2), ("int8_row", 1)])
+def test_decode_mma_has_barriers_only_where_x_leaves_them_room(name: str, tokens: int) -> None:
+    """x of one token beside 4-bit weights lies over the place of the barriers, which it does not need."""
+    call = stored_in(layer_call(torch.bfloat16, 1, tokens), name)
+    config = launch_of(call, HOPPER)
+    assert isinstance(config, DecodeMma)
+    *_, ptx = compiled(config.kernel, config.target(HOPPER), config.macros(call))
+    assert ("mbarrier.init" in ptx) == ((name, tokens) != ("int4_group", 1))
+
+
 @pytest.mark.parametrize("tokens", quick_only_for([64], [32, 64, 8192]))
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [1, 4, 8, 9, 16]))
 def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int) -> None:
@@ -152,7 +165,7 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
     call = stored_in(layer_call(torch.bfloat16, 4, 8192), name)
     decoded = replace(launch_of(call, HOPPER), decoded=True, sub=1, stages=3)
     (_, kernel, *_) = decoded.sources(call, HOPPER)
-    registers, spills, log = compiled(*kernel)
+    registers, spills, log, _ = compiled(*kernel)
     assert (kernel[0], spills) == ("decode_weight", 0), log
     assert registers <= 64, log
     if call.weight.format.columns is not None:
@@ -315,7 +328,7 @@ STEPS = (
 )
 def test_training_steps_compile_without_spills(arch, n_masks, dtype, activation, vector):
     for kernel, macros in _training_step_variants(n_masks, dtype, activation, vector):
-        registers, spills, log = compiled(kernel, f"sm_{arch[0]}{arch[1]}", macros)
+        registers, spills, log, _ = compiled(kernel, f"sm_{arch[0]}{arch[1]}", macros)
         assert spills <= (4 if kernel == "weight_gradients" and arch >= (10, 0) else 0), log  # with 7 masks
         blocks = 3 if vector else 2  # at least, on an SM
         assert registers * 256 * blocks <= REGISTERS_PER_SM, log
@@ -327,7 +340,7 @@ def test_training_steps_compile_without_spills(arch, n_masks, dtype, activation,
 def test_gemms_of_backward_compile_without_spills(dtype: torch.dtype, is_input_gradient: bool, n_products: int) -> None:
     wide = n_products == 1 and not is_input_gradient
     macros = backward_gemm.macros(dtype, n_products, is_input_gradient=is_input_gradient, wide=wide)
-    _, _, log = compiled(backward_gemm.NAME, "sm_90a", macros)
+    _, _, log, _ = compiled(backward_gemm.NAME, "sm_90a", macros)
     assert "0 bytes stack frame, 0 bytes spill stores" in log, log
     assert backward_gemm.shared_bytes() + RESERVED_SHARED_BYTES_PER_BLOCK <= HOPPER.shared_bytes_per_sm
 
