@@ -59,6 +59,7 @@ def backward(*arguments):
         [None, BF16, F32],
         [BF16, F32],
         ["silu", "relu"],
+        most=2,
         one_in=3,
     ),
 )
