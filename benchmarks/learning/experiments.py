@@ -195,6 +195,10 @@ OTHERWISE = tuple(
 )
 """Masks that learn otherwise than by AdamW on logits with hard masks: they are continuous in the first half of the
 steps, or have a budget of flips. With our recipe, about 15% of the bits differ from the start at the end."""
+TEXT_MASKS = tuple(
+    replace(one, megabytes=60.0) for one in (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4))
+)
+"""What three kinds of text are also read by, with 25M weights: masks with ReLU that learn otherwise, and with SiLU."""
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
@@ -335,7 +339,13 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     # Mixtures of 8 experts, 2 of them active, at equal width and at equal bytes of experts.
     "mixture": seeds(MIXTURE),
     # Larger models and three kinds of text.
-    "text": [*seeds(TEXT["25M"]), *seeds(TEXT["90M"], SEEDS[:2]), *TEXT["300M"]],
+    "text": [
+        *seeds(TEXT["25M"]),
+        *seeds(TEXT["90M"]),
+        *seeds(TEXT["300M"], SEEDS[:2]),
+        *seeds(TEXT_MASKS),
+        *seeds(TEXT["300M"], SEEDS[2:]),
+    ],
 }
 """Name to runs. A run in several experiments of the same text is trained once."""
 USUAL = [name for name in EXPERIMENTS if name != "text"]
