@@ -196,7 +196,7 @@ OTHERWISE = tuple(
 )
 """Masks that learn otherwise than by AdamW on logits with hard masks: they are continuous in the first half of the
 steps, or have a budget of flips. With our recipe, about 15% of the bits differ from the start at the end."""
-TEXT_MASKS = tuple(replace(one, megabytes=60.0) for one in (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4)))
+TEXT_MASKS = (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4))
 """Layers that read three kinds of text with 25M weights only: masks with ReLU that learn otherwise, and with SiLU."""
 
 
