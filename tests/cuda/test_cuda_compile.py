@@ -29,6 +29,7 @@ from mglu_ops.layer_call import LayerCall, StoredWeight
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_USED = ((8, 0), (9, 0))
+USUAL_MASKS = (1, 2, 4, 8, 16)
 """Their grids are complete. The other grids are smaller, since no branch of the sources is for the other GPUs alone."""
 REGISTERS_PER_SM = 65536
 
@@ -178,7 +179,7 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
 
 @pytest.mark.long  # test_tile_experts.py compiles one of them in the quick tests
 @pytest.mark.parametrize(
-    ("name", "n_masks"), [*(("fp8_row", n) for n in range(1, 17)), *(("fp8_block", n) for n in (1, 2, 4, 8, 16))]
+    ("name", "n_masks"), [*(("fp8_row", n) for n in range(1, 17)), *(("fp8_block", n) for n in USUAL_MASKS)]
 )
 def test_tiles_in_fp8_compile_without_spills(name: str, n_masks: int) -> None:
     call = replace(stored_in(layer_call(torch.bfloat16, n_masks, 8192), name), activation_format="fp8_token")
@@ -251,11 +252,23 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("shape", "weighted"), quick_cases([((14336, 4096), False)], [((14336, 4096), False), ((8192, 2048), True)])
+    ("n_masks", "tokens", "shape", "weighted"),
+    quick_cases(
+        [(4, 8192, (14336, 4096), False)],
+        (
+            (n_masks, *case)
+            for n_masks in range(1, 17)
+            for number, case in enumerate(
+                (tokens, *layer)
+                for tokens in (128, 2048, 8192)
+                for layer in (((14336, 4096), False), ((8192, 2048), True))
+            )
+            if n_masks in USUAL_MASKS or number % 3 == n_masks % 3
+        ),
+    ),
 )
-@pytest.mark.parametrize("tokens", quick_only_for([8192], [128, 2048, 8192]))
-@pytest.mark.parametrize("n_masks", quick_only_for([4], range(1, 17)))
 def test_tiles_of_training_compile_without_spills(n_masks, tokens, shape, weighted):
+    """The usual numbers of masks in all cases, and each other number in two of six."""
     options = {"mask_weights_dtype": torch.float32} if weighted else {}
     call = layer_call((torch.bfloat16, torch.float16)[n_masks % 2], n_masks, tokens, shape, **options)
     check(call, HOPPER, training_choice(call, HOPPER))

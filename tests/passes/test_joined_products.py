@@ -53,7 +53,7 @@ JOINED_PAIRS: dict[str, Pair] = {
 }
 
 
-@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED_PAIRS, MAIN_KINDS, MODES, one_in=1))
+@pytest.mark.parametrize(("name", "kind", "mode"), family(JOINED_PAIRS, MAIN_KINDS, MODES, one_in=2))
 def test_gate_and_value_in_one_product(name: str, kind: str, mode: str) -> None:
     def term(x: Tensor, w: Tensor, m: Tensor, _: More) -> Tensor:
         return activated(JOINED_PAIRS[name](x, w, m, KINDS[kind].complement(m)))
@@ -103,7 +103,7 @@ def _sum_of_ranges(products: Tensor) -> Tensor:
     return sum(activated(pair).sum(0) for pair in zip(ranges[:N_MASKS], ranges[N_MASKS:], strict=True))
 
 
-@pytest.mark.parametrize(("source", "kind", "mode"), family(JOINED, MAIN_KINDS, MODES, one_in=1))
+@pytest.mark.parametrize(("source", "kind", "mode"), family(JOINED, MAIN_KINDS, MODES, one_in=2))
 def test_all_masks_in_one_product(source: str, kind: str, mode: str) -> None:
     function = from_source("x, w, ms, cs", source, globals())
 
@@ -260,7 +260,7 @@ def _less_repeated(x: Tensor, w: Tensor, gates: Tensor) -> Tensor:
 PARTS = [*((one, 0) for one in (*WRONG_PAIRS, *NOT_JOINED)), *((one, 1) for one in STILL_JOINED)]
 
 
-@pytest.mark.parametrize(("source", "count"), quick_cases(PARTS[::2], PARTS))
+@pytest.mark.parametrize(("source", "count"), quick_cases(PARTS[::3], PARTS))
 def test_parts_of_joined_products(source: str, count: int) -> None:
     layer = lookalikes.layer_of(source, globals())
     capture = compare(layer, lambda: lookalikes.tensors(("x", "weight")), SAME)
