@@ -338,12 +338,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     # Mixtures of 8 experts, 2 of them active, at equal width and at equal bytes of experts.
     "mixture": seeds(MIXTURE),
     # Larger models and three kinds of text.
-    "text": [
-        *seeds(TEXT["25M"]),
-        *seeds(TEXT["90M"]),
-        *seeds(TEXT_MASKS),
-        *seeds(TEXT["300M"]),
-    ],
+    "text": seeds([*TEXT["25M"], *TEXT_MASKS, *TEXT["90M"], *TEXT["300M"]]),
 }
 """Name to runs. A run in several experiments of the same text is trained once."""
 USUAL = [name for name in EXPERIMENTS if name != "text"]

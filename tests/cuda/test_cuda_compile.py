@@ -29,8 +29,8 @@ from mglu_ops.layer_call import LayerCall, StoredWeight
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_USED = ((8, 0), (9, 0))
-USUAL_MASKS = (1, 2, 4, 8, 16)
 """Their grids are complete. The other grids are smaller, since no branch of the sources is for the other GPUs alone."""
+USUAL_MASKS = (1, 2, 4, 8, 16)
 REGISTERS_PER_SM = 65536
 
 
@@ -251,25 +251,19 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None
     check(call, HOPPER, config)
 
 
+TRAINED = [(tokens, weighted) for tokens in (128, 2048, 8192) for weighted in (False, True)]
+"""Tokens, and whether the terms have weights. The usual numbers of masks are compiled for all, each other for two."""
+
+
 @pytest.mark.parametrize(
-    ("n_masks", "tokens", "shape", "weighted"),
+    ("n_masks", "tokens", "weighted"),
     quick_cases(
-        [(4, 8192, (14336, 4096), False)],
-        (
-            (n_masks, *case)
-            for n_masks in range(1, 17)
-            for number, case in enumerate(
-                (tokens, *layer)
-                for tokens in (128, 2048, 8192)
-                for layer in (((14336, 4096), False), ((8192, 2048), True))
-            )
-            if n_masks in USUAL_MASKS or number % 3 == n_masks % 3
-        ),
+        [(4, 8192, False)],
+        ((n, *case) for n in range(1, 17) for case in (TRAINED if n in USUAL_MASKS else TRAINED[n % 3 :: 3])),
     ),
 )
-def test_tiles_of_training_compile_without_spills(n_masks, tokens, shape, weighted):
-    """The usual numbers of masks in all cases, and each other number in two of six."""
-    options = {"mask_weights_dtype": torch.float32} if weighted else {}
+def test_tiles_of_training_compile_without_spills(n_masks: int, tokens: int, weighted: bool) -> None:
+    shape, options = ((8192, 2048), {"mask_weights_dtype": torch.float32}) if weighted else ((14336, 4096), {})
     call = layer_call((torch.bfloat16, torch.float16)[n_masks % 2], n_masks, tokens, shape, **options)
     check(call, HOPPER, training_choice(call, HOPPER))
 
