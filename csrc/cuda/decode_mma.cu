@@ -76,7 +76,7 @@ constexpr int kStageBytes = Stage::kBytes;
 constexpr bool kSwizzleMasks = Stage::kSwizzleMasks;
 constexpr int kPartialFloats = (kMasks + 1) * kRows * kTokenColumns;
 constexpr int kRingBytes = kStages * kStageBytes;
-// A warp's sums overwrite its ring. Where they are larger, they overwrite all rings and x.
+// A warp's sums overwrite its ring. Where they are larger, they overwrite all rings and x, but not the barriers of x.
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
 constexpr int kScaleBytes = kScalesRows<kFormat> ? (4 * kTiles * kRows + 127) / 128 * 128 : 0;  // before the rings
@@ -150,7 +150,8 @@ struct SharedX {
         : base(base),
           octets(stages * kStageChunks * 8),
           segment_octets((stages + kXSegments - 1) / kXSegments * (kStageChunks * 8)) {
-        ready = base + tokens * row_bytes();
+        constexpr u32 kSumsBeyondRings = kWarps * (kSumBytes - kRingBytes);
+        ready = base + max(tokens * row_bytes(), kSumsBeyondRings);
     }
 
     __device__ __forceinline__ u32 row_bytes() const { return octets * 16 + 16; }

@@ -76,7 +76,7 @@ class DecodeMma(LaunchConfig):
         return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
 
     def shared_bytes(self, call: LayerCall) -> int:
-        """Bytes of the rows' scales, and of all rings of stages and x, which the sums overwrite at the end."""
+        """Bytes of the rows' scales, of all rings and x, which the sums overwrite at the end, and of the barriers."""
         warps = self.tiles * self.split_k
         ring = self.stages * ROWS * call.bytes_of_columns(self.stage_columns)
         columns = round_up(call.in_features, self.stage_columns)
@@ -85,7 +85,7 @@ class DecodeMma(LaunchConfig):
         if call.tokens == 1 and call.weight.bits == 4:  # each element with a zero after it
             rows_of_x = columns * 4
         scales = round_up(4 * ROWS * self.tiles, 128) if _scales_rows(call) else 0
-        return scales + max(warps * ring + rows_of_x + 32, warps * sums)
+        return scales + max(warps * ring + rows_of_x, warps * sums) + 32
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
         """Enough that no SM takes more than `blocks_per_sm` blocks while another has none."""
