@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
     parser.add_argument("--width", type=int, default=128, help="width of the model, a multiple of 32")
     parser.add_argument("--n-masks", type=int, default=4, help="masks of each layer of the model, 1 to 16")
-    parser.add_argument("--steps", type=int, default=500, help="training steps")
+    parser.add_argument("--steps", type=int, default=350, help="training steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     smallest = {"layer": 1, "layers": 1, "width": HEAD_WIDTH, "n_masks": 1, "steps": 20}
