@@ -1,11 +1,15 @@
 """Collects text on this machine, removes duplicates, divides it into training and held-out text, and tokenises it.
 
-python -m benchmarks.learning.corpus --out DIR [--kind python rfc c] [--text FOLDER] [--megabytes 100]
+python -m benchmarks.learning.corpus --out DIR [--kind python rfc c] [--text FOLDER] [--megabytes 100] [--bytes]
 
 The default text is the Python sources of the installed packages, which every machine with the requirements has. The
 kind `english` is the prose in these packages, and the manual pages. Two kinds are Debian packages, unpacked in
 `--debian`: `rfc` is the text files of doc-rfc, and `c` the C sources of linux-source-6.1. Several kinds are one corpus:
 each step reads a random mixture, and each kind has its own held-out text.
+
+A text that can be made again comes from packages of exact versions: `--text FOLDER --kind python` reads the packages in
+`FOLDER/python` instead of the installed ones, and `--digest` refuses a corpus with another hash. With `--bytes`, each
+byte is a token, so that the hash depends on nothing but the text.
 
 Whole packages are held out: each manual page and each RFC is one, and in Linux each folder or file of the second level.
 Held-out files are dropped if another package has the same file, or if training text has most of their lines. Text
@@ -23,6 +27,7 @@ import site
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +55,10 @@ ANY_SUFFIX = ("",)
 VOCABULARY = 8192
 END = "<|end|>"
 """The token after each document, which stands for no bytes."""
+BYTES = 256
+"""The vocabulary of a corpus whose tokens are bytes."""
+END_BYTE = 255
+"""The token after each document if tokens are bytes; no byte of UTF-8 has this value."""
 LARGEST_FILE = 1 << 20
 """The largest file that is read, in bytes; larger files are mostly tables that a program wrote."""
 TOKENIZER_BYTES = 32 << 20
@@ -176,7 +185,10 @@ def read(paths: Iterable[tuple[str, Path]]) -> list[Document]:
 
 
 def divide(
-    documents: Sequence[Document], most: float = float("inf"), most_held_out: float = MOST_HELD_OUT
+    documents: Sequence[Document],
+    most: float = float("inf"),
+    most_held_out: float = MOST_HELD_OUT,
+    share: float = HELD_OUT,
 ) -> tuple[list[Document], list[Document]]:
     """Divide documents into training text and held-out text, by packages.
 
@@ -184,11 +196,12 @@ def divide(
         documents: all documents, without duplicates.
         most: the most training text, in bytes.
         most_held_out: the most held-out text, in bytes, about.
+        share: the fraction of the text that is held out, about, if that is less.
     """
     sizes: dict[str, int] = {}
     for document in documents:
         sizes[document.package] = sizes.get(document.package, 0) + document.size
-    wanted, chosen, taken = min(HELD_OUT * min(sum(sizes.values()), most), most_held_out), set[str](), 0
+    wanted, chosen, taken = min(share * min(sum(sizes.values()), most), most_held_out), set[str](), 0
     largest = max(LARGEST_HELD_OUT * wanted, min(sizes.values(), default=0))
     for package in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if taken >= wanted:
@@ -241,42 +254,60 @@ def encode(tokenizer: Any, documents: Sequence[Document], batch: int = 512) -> N
     return np.concatenate(found)
 
 
+def encode_bytes(documents: Sequence[Document]) -> NDArray[np.uint16]:
+    """The bytes of all documents, each followed by END_BYTE, uint16."""
+    whole = b"".join(document.text.encode() + bytes([END_BYTE]) for document in documents)
+    return np.frombuffer(whole, np.uint8).astype(np.uint16)
+
+
 def bytes_of_tokens(tokenizer: Any) -> list[int]:
     """The number of bytes that each token stands for: a byte-level encoding writes each byte as one character."""
     vocabulary = tokenizer.get_vocab()
     return [0 if token == END else len(token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
 
 
+def collect(kinds: Sequence[str] | None, text: Path | None, debian: Path) -> dict[str, Iterable[tuple[str, Path]]]:
+    """The files of each kind of text, as `files` yields them; `prepare` explains the arguments."""
+    if kinds is None and text is not None:
+        return {text.name: files([text], ANY_SUFFIX)}
+    own = {} if text is None else {path.name: [path] for path in text.iterdir() if path.is_dir()}
+    return {kind: files(own.get(kind) or roots(kind, debian), SUFFIXES[kind]) for kind in kinds or ["python"]}
+
+
 def prepare(
     out: Path,
-    kinds: Sequence[str] = ("python",),
+    kinds: Sequence[str] | None = None,
     text: Path | None = None,
     vocabulary: int = VOCABULARY,
     megabytes: float = float("inf"),
     debian: Path = Path("/"),
+    held_out: float | None = None,
 ) -> Corpus:
     """Collect and tokenise text into a folder, unless the folder already holds a corpus.
 
     Args:
         out: the folder.
-        kinds: keys of SUFFIXES.
-        text: a folder to read instead: every file in it that is UTF-8 text.
-        vocabulary: the number of tokens.
+        kinds: keys of SUFFIXES; None for `python`, or for every file in `text` that is UTF-8 text.
+        text: a folder to read instead. With `kinds`, the packages of a kind are in the subfolder with its name; kinds
+            without a subfolder are read where they are installed.
+        vocabulary: the number of tokens; BYTES for bytes.
         megabytes: the most training text of a kind, in 10^6 bytes; more text is subsampled at random.
         debian: the folder in which the Debian packages of `rfc` and `c` are unpacked.
+        held_out: the held-out text of all kinds, in 10^6 bytes, before files like training text are dropped; None for
+            2% of the text, at most 2.5.
 
     Raises:
         ValueError: there is too little text of a kind to hold some of it out.
     """
     if (out / "corpus.json").is_file():
         return load(out)
-    found = {kind: files(roots(kind, debian), SUFFIXES[kind]) for kind in kinds}
-    if text is not None:
-        found = {text.name: files([text], ANY_SUFFIX)}
+    found = collect(kinds, text, debian)
+    most_held_out = MOST_HELD_OUT if held_out is None else held_out * 1e6
     divided: dict[str, dict[str, list[Document]]] = {}
     for kind, paths in found.items():
         documents = read(paths)
-        both = divide(documents, megabytes * 1e6, MOST_HELD_OUT / len(found))
+        share = HELD_OUT if held_out is None else 1.0
+        both = divide(documents, megabytes * 1e6, most_held_out / len(found), share)
         if not all(both):
             raise ValueError(
                 f"text: {len(documents)} documents of {kind} are too few to hold some out; they must come from several "
@@ -284,11 +315,15 @@ def prepare(
             )
         divided[kind] = dict(zip(("train", "held_out"), both, strict=True))
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer([one for parts in divided.values() for one in parts["train"]], vocabulary)
-    digest = hashlib.sha256(tokenizer.to_str().encode())
+    digest, token_bytes, encoded = hashlib.sha256(), [1] * END_BYTE + [0], encode_bytes
+    if vocabulary != BYTES:
+        tokenizer = train_tokenizer([one for parts in divided.values() for one in parts["train"]], vocabulary)
+        tokenizer.save(str(out / "tokenizer.json"))
+        digest.update(tokenizer.to_str().encode())
+        token_bytes, encoded = bytes_of_tokens(tokenizer), partial(encode, tokenizer)
     sizes: dict[str, dict[str, int]] = {kind: {} for kind in divided}
     for name in ("train", "held_out"):
-        tokens = {kind: encode(tokenizer, parts[name]) for kind, parts in divided.items()}
+        tokens = {kind: encoded(parts[name]) for kind, parts in divided.items()}
         whole = np.concatenate([*tokens.values()])
         np.save(out / f"{name}.npy", whole)
         digest.update(hashlib.sha256(whole.tobytes()).digest())
@@ -302,8 +337,7 @@ def prepare(
         held_out_packages=sorted({one.package for parts in divided.values() for one in parts["held_out"]}),
         parts=sizes if len(sizes) > 1 else {},
     )
-    tokenizer.save(str(out / "tokenizer.json"))
-    content = json.dumps({"sizes": asdict(about), "token_bytes": bytes_of_tokens(tokenizer)}, indent=1)
+    content = json.dumps({"sizes": asdict(about), "token_bytes": token_bytes}, indent=1)
     # Written last, so a folder with this file is complete.
     write_whole(out / "corpus.json", lambda path: path.write_text(content))
     return load(out)
@@ -319,20 +353,38 @@ def load(folder: Path) -> Corpus:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kind", nargs="+", choices=list(SUFFIXES), default=["python"])
-    parser.add_argument("--text", type=Path, metavar="FOLDER", help="a folder of text to use instead")
+    parser.add_argument("--kind", nargs="+", choices=list(SUFFIXES), help="kinds of text (default: python)")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder of text to use instead: all of it, or with --kind the subfolders with the names of the kinds",
+    )
     parser.add_argument(
         "--megabytes", type=float, default=100.0, help="the most training text of a kind (default: 100)"
     )
     parser.add_argument(
         "--debian", type=Path, default="/", help="the folder in which Debian's packages are unpacked (default: /)"
     )
+    parser.add_argument(
+        "--held-out", type=float, metavar="MEGABYTES", help="the held-out text (default: 2%% of the text, at most 2.5)"
+    )
+    parser.add_argument("--bytes", action="store_true", help="let each byte be a token")
+    parser.add_argument("--digest", help="the hash that the corpus must have")
     arguments = parser.parse_args()
     corpus = prepare(
-        arguments.out, arguments.kind, arguments.text, megabytes=arguments.megabytes, debian=arguments.debian
+        arguments.out,
+        arguments.kind,
+        arguments.text,
+        BYTES if arguments.bytes else VOCABULARY,
+        arguments.megabytes,
+        arguments.debian,
+        arguments.held_out,
     )
     for name, value in asdict(corpus.sizes).items():
         print(f"{name}: {value}")
+    if arguments.digest not in (None, corpus.sizes.digest):
+        raise SystemExit(f"--digest: the corpus has the hash {corpus.sizes.digest}, must be {arguments.digest}")
 
 
 if __name__ == "__main__":

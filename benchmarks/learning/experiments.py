@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.learning.corpus import Corpus, load
+from benchmarks.learning.corpus import BYTES, Corpus, load
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import CONTEXT, SEQUENCES, steps_of
 from benchmarks.learning.train import run
@@ -198,6 +198,26 @@ OTHERWISE = tuple(
 steps, or have a budget of flips. With our recipe, about 15% of the bits differ from the start at the end."""
 TEXT_MASKS = (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4))
 """Layers that read three kinds of text with 25M weights only: masks with ReLU that learn otherwise, and with SiLU."""
+PAIRED_SEEDS = (0, 1, 2, 3, 4)
+PRUNED = replace(leveled_glu("silu"), structure="2:4", decay=2e-4)
+"""SwiGLU whose two matrices are each learned 2:4, with the decay of the paper that proposes SR-STE."""
+STRUCTURE = {
+    name: replace(one, vocabulary=BYTES, paired=True)
+    for name, one in {
+        "SwiGLU": SWIGLU,
+        "one free mask": BEST[1],
+        "one 2:4 mask": replace(BEST[1], structure="2:4"),
+        "2:4 SwiGLU": PRUNED,
+        "one 2:4 mask, centered gradient": replace(BEST[1], structure="2:4", centered=True),
+        "ReLU squared": RELU_SQUARED[0],
+        "leveled SwiGLU": leveled_glu("silu"),
+        "2:4 SwiGLU, decay 2e-3": replace(PRUNED, decay=2e-3),
+        "2:4 SwiGLU, decay 2e-5": replace(PRUNED, decay=2e-5),
+    }.items()
+}
+"""Name to layer, of equal width, for the question whether a 2:4 mask is worth it. On sparse tensor cores, a layer with
+2:4 masks or matrices takes as much arithmetic as ReLU squared: one dense product, and the down projection."""
+_STRUCTURE = [*STRUCTURE.values()]
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
@@ -339,9 +359,17 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     "mixture": seeds(MIXTURE),
     # Larger models and three kinds of text.
     "text": seeds([*TEXT["25M"], *TEXT_MASKS, *TEXT["90M"], *TEXT["300M"]]),
+    # What does a 2:4 mask cost? The first two layers show the noise between paired seeds.
+    "structure": [
+        *seeds(_STRUCTURE[:2], PAIRED_SEEDS),
+        *seeds(_STRUCTURE[:7], PAIRED_SEEDS),
+        *seeds(_STRUCTURE[7:], PAIRED_SEEDS[:2]),
+        *seeds((replace(one, size="90M") for one in _STRUCTURE[:4]), SEEDS),
+        *seeds((replace(one, size="90M") for one in _STRUCTURE[:6]), PAIRED_SEEDS),
+    ],
 }
 """Name to runs. A run in several experiments of the same text is trained once."""
-USUAL = [name for name in EXPERIMENTS if name != "text"]
+USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure")]
 """The experiments that read one corpus, whose results are in RESULTS."""
 
 

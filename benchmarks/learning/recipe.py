@@ -16,6 +16,7 @@ from benchmarks.decoder import Block, Projection, Sizes
 from benchmarks.language_model import LanguageModel
 from benchmarks.learning.masks import ContinuousMGLU, start_accumulators
 from benchmarks.learning.mixture import Mixture
+from benchmarks.learning.structure import PrunedGLU, StructuredMGLU
 from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
 from mglu_ops.nn.conversion import WEIGHTS, take_over_glu
 
@@ -25,6 +26,7 @@ LAYERS: tuple[Layer, ...] = get_args(Layer)
 EXPERT_LAYERS = ("lu", "glu", "mglu")
 """The layers of which mixtures consist."""
 StraightThrough = Literal["identity", "clipped", "tanh"]
+Structure = Literal["free", "2:4"]
 SLOPE = 0.05
 """The width of `clipped` and `tanh`."""
 
@@ -76,7 +78,14 @@ class Recipe:
             `mglu_ops.nn.conversion.WEIGHTS`; None for random parameters.
         distilled: whether the model learns the predictions of its teacher instead of the text; needs `start`.
         skip: the text that the run skips first, in 10^6 bytes; with `start`, the teacher has read it.
-        seed: the seed of the initial parameters. The text and its order do not depend on it.
+        structure: `2:4` for masks of `mglu` with two ones among each four columns, or for matrices of `glu` that keep
+            two of each four weights (`benchmarks.learning.structure`); `free` for neither.
+        centered: whether the mean of each four is removed from the gradient of logits with structure 2:4.
+        decay: the decay of SR-STE, of matrices with structure 2:4.
+        vocabulary: the number of tokens; None for the model's own.
+        paired: whether layers are compared seed by seed. The seed is then that of the order of the text too, and
+            layers with the same seed start with the same parameters where their shapes agree, up to gains.
+        seed: the seed of the initial parameters. Unless `paired`, the text and its order do not depend on it.
     """
 
     layer: Layer = "mglu"
@@ -104,10 +113,20 @@ class Recipe:
     start: str | None = None
     distilled: bool = False
     skip: float = 0.0
+    structure: Structure = "free"
+    centered: bool = False
+    decay: float = 0.0
+    vocabulary: int | None = None
+    paired: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        allowed = {"layer": LAYERS, "size": SIZES, "straight_through": get_args(StraightThrough)}
+        allowed = {
+            "layer": LAYERS,
+            "size": SIZES,
+            "straight_through": get_args(StraightThrough),
+            "structure": get_args(Structure),
+        }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, must be one of {', '.join(values)}")
@@ -135,6 +154,18 @@ class Recipe:
             raise ValueError(f"flips: got {self.flips} for masks that are continuous, must be 0")
         if self.distilled and self.start is None:
             raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
+        self._check_structure()
+
+    def _check_structure(self) -> None:
+        is_masked = self.may_learn_otherwise and not self.continuous and not self.flips
+        if self.structure == "2:4" and not is_masked and (self.layer != "glu" or self.is_mixture):
+            raise ValueError(
+                f"structure: got 2:4 for {self.layer}, must be free unless the masks of mglu are learned with our "
+                "recipe's gradient and optimiser, or for glu, without experts"
+            )
+        for name, layer in (("centered", "mglu"), ("decay", "glu")):
+            if getattr(self, name) and (self.layer, self.structure) != (layer, "2:4"):
+                raise ValueError(f"{name}: got {getattr(self, name)}, must be 0 unless {layer} has structure 2:4")
 
     @property
     def has_masks(self) -> bool:
@@ -165,13 +196,15 @@ class Recipe:
     def name(self) -> str:
         """The name of the run: its layer, every field that differs from the default, and its seed."""
         layer = f"{self.layer}-{self.n_masks}" if self.has_masks else self.layer
-        return "_".join([layer, *(f"{name}={value}" for name, value in self.changes.items()), f"seed={self.seed}"])
+        parts = [layer, *(f"{name}={value}" for name, value in self.changes.items()), f"seed={self.seed}"]
+        return "_".join(parts).replace(":", "-")  # not every file system allows a colon
 
     @property
     def sizes(self) -> Sizes:
         """The sizes of the model, with the intermediate size of one expert."""
         sizes = SIZES[self.size]
-        return replace(sizes, intermediate=round(sizes.intermediate * self.width / self.active / 8) * 8)
+        intermediate = round(sizes.intermediate * self.width / self.active / 8) * 8
+        return replace(sizes, intermediate=intermediate, vocabulary=self.vocabulary or sizes.vocabulary)
 
     @property
     def flops_of_token(self) -> float:
@@ -193,7 +226,8 @@ class Recipe:
     def model(self) -> LanguageModel:
         """Build the model with its initial parameters, in float32 on the current default device."""
         torch.manual_seed(self.seed)
-        model = LanguageModel(self.sizes, self._projection())
+        projection = self._projection()
+        model = LanguageModel(self.sizes, drawn_apart(projection) if self.paired else projection)
         for module in model.modules():
             if isinstance(module, (MGLU, NaiveMGLU)) and module.mask_logits is not None:
                 self._start_logits(module, module.mask_logits)
@@ -223,6 +257,9 @@ class Recipe:
             "no_value_mask": partial(NaiveMGLU, mask_value=False, **masked),
         }
         make = makers[self.layer]
+        if self.structure == "2:4":
+            pruned = partial(PrunedGLU, decay=self.decay, activation=self.activation)
+            make = partial(StructuredMGLU, centered=self.centered, **masked) if self.has_masks else pruned
         if self.is_mixture:
             only_masked = {name: value for name, value in masked.items() if name != "activation" and self.has_masks}
             options = {"layer": self.layer, "activation": self.activation, **only_masked}
@@ -241,8 +278,20 @@ class Recipe:
             parametrize.register_parametrization(module, "mask_logits", squashed, unsafe=True)
 
 
+def drawn_apart(make: Projection) -> Projection:
+    """Draw the parameters of projections so that what is drawn afterwards does not depend on the projection."""
+
+    def projection(hidden: int, intermediate: int) -> nn.Module:
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            return make(hidden, intermediate)
+
+    return projection
+
+
 KINDS: dict[str, type] = {
-    one.name: {"top_k": int, "start": str}.get(one.name, type(one.default)) for one in fields(Recipe)
+    one.name: {"top_k": int, "start": str, "vocabulary": int}.get(one.name, type(one.default)) for one in fields(Recipe)
 }
 """Name of a field of a recipe to the type of its values besides None."""
 

@@ -15,12 +15,20 @@ WARM_UP = 0.1
 LAST_RATE = 0.1
 EVALUATIONS = 6
 """Points of a learning curve. Each evaluates all held-out text: with 2 MB, this takes 7% of the time of a short run."""
+MOST_TOKENS = 2_500_000
+"""The most held-out tokens of a kind, about, of points before the last, in batches spread evenly over longer text."""
 
 
 class Windows:
-    """The windows of a corpus, `[SEQUENCES, CONTEXT + 1]` a step, in the one order in which all runs read them."""
+    """The windows of a corpus, `[SEQUENCES, CONTEXT + 1]` a step, in the order in which all runs with a seed read them.
 
-    def __init__(self, tokens: Tensor, device: str) -> None:
+    Args:
+        tokens: the training text, uint16 `[tokens]`.
+        device: the device of the windows.
+        seed: the seed of the order.
+    """
+
+    def __init__(self, tokens: Tensor, device: str, seed: int = 0) -> None:
         self.tokens = tokens.to(device, torch.int32)  # uint16 cannot be indexed on every device
         self.windows = (len(tokens) - 1) // CONTEXT
         if self.windows < SEQUENCES:
@@ -28,26 +36,27 @@ class Windows:
         self.steps_of_epoch = self.windows // SEQUENCES
         self.tokens_of_step = SEQUENCES * CONTEXT
         self._offsets = torch.arange(CONTEXT + 1, device=device)
-        self._epoch, self._starts = -1, torch.empty(0)
+        self._seed, self._epoch, self._starts = seed, -1, torch.empty(0)
 
     def batch(self, step: int) -> Tensor:
         """The tokens of a step, int64."""
         epoch, index = divmod(step, self.steps_of_epoch)
         if epoch != self._epoch:
-            order = torch.randperm(self.windows, generator=torch.Generator().manual_seed(epoch))
+            order = torch.randperm(self.windows, generator=torch.Generator().manual_seed(self._seed * 1000 + epoch))
             self._epoch, self._starts = epoch, (order * CONTEXT).to(self.tokens.device)
         starts = self._starts[index * SEQUENCES : (index + 1) * SEQUENCES]
         return self.tokens[starts[:, None] + self._offsets].long()
 
 
-def held_out_batches(tokens: Tensor, device: str) -> Iterator[Tensor]:
-    """Yield the windows of held-out text, `[SEQUENCES, CONTEXT + 1]`, int64.
+def held_out_batches(tokens: Tensor, device: str, most: float = math.inf) -> Iterator[Tensor]:
+    """Yield the windows of held-out text, `[SEQUENCES, CONTEXT + 1]`, int64: about `most` tokens, or all of them.
 
     An incomplete last batch is dropped, so that only one shape is compiled, unless it is the only batch.
     """
     tokens = tokens.to(device, torch.int32)
     offsets, windows = torch.arange(CONTEXT + 1, device=device), (len(tokens) - 1) // CONTEXT
-    for first in range(0, windows - windows % SEQUENCES or windows, SEQUENCES):
+    stride = SEQUENCES * max(1, math.ceil(len(tokens) / most))
+    for first in range(0, windows - windows % SEQUENCES or windows, stride):
         starts = torch.arange(first, min(first + SEQUENCES, windows), device=device) * CONTEXT
         yield tokens[starts[:, None] + offsets].long()
 

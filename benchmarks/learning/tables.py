@@ -251,6 +251,11 @@ def label(recipe: Recipe) -> str:
         "start": f"converted by `{recipe.start}`",
         "distilled": "distilled",
         "skip": f"after {recipe.skip:g} MB of the teacher",
+        "structure": recipe.structure,
+        "centered": "centered gradient",
+        "decay": f"SR-STE decay {recipe.decay:g}",
+        "vocabulary": f"{recipe.vocabulary} tokens",
+        "paired": "paired seeds",
     }
     layer = names[recipe.layer] + (f", n_m = {recipe.n_masks}" if recipe.has_masks else "")
     return ", ".join([layer, *(words[name] for name in recipe.changes if name != "activation")])
@@ -279,7 +284,7 @@ def masks(results: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    **{f"learning_{name}": partial(experiment, name=name) for name in EXPERIMENTS},
+    **{f"learning_{name}": partial(experiment, name=name) for name in EXPERIMENTS if name != "structure"},
     "learning_mask_statistics": masks,
     "learning_choice": choice,
 }

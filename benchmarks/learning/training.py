@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,8 @@ from benchmarks.language_model import LanguageModel
 from benchmarks.learning.corpus import Corpus
 from benchmarks.learning.masks import WIDTH, ContinuousMGLU, step_accumulators
 from benchmarks.learning.recipe import Recipe, take_over
-from benchmarks.learning.schedule import Windows, held_out_batches, rate, steps_of
+from benchmarks.learning.schedule import MOST_TOKENS, Windows, held_out_batches, rate, steps_of
+from benchmarks.learning.structure import StructuredMGLU
 from benchmarks.memory import release
 from benchmarks.records import write_whole
 from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_groups
@@ -60,6 +62,8 @@ class Training:
     ) -> None:
         if device == "cuda":
             release(device)  # so that memory of the last run does not count
+        if (tokens := len(corpus.token_bytes)) > recipe.sizes.vocabulary:
+            raise ValueError(f"vocabulary: got {recipe.sizes.vocabulary}, must be at least the corpus's {tokens}")
         self.recipe, self.corpus, self.device = recipe, corpus, device
         self.steps, self.progress = max(1, steps_of(recipe.megabytes, corpus)), Progress()
         self.skipped = steps_of(recipe.skip, corpus)
@@ -88,8 +92,8 @@ class Training:
         self.flips_of_rate = recipe.flips / sum(rate(step, self.steps) for step in range(self.steps))
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8, fused=device == "cuda")
         self.largest = [group["lr"] for group in self.optimizer.param_groups]
-        self.windows = Windows(corpus.train, device)
-        self.statistics = MaskStatistics(self.model) if recipe.has_masks else None
+        self.windows = Windows(corpus.train, device, recipe.seed if recipe.paired else 0)
+        self.statistics = MaskStatistics(self.model) if recipe.has_masks and recipe.structure == "free" else None
         self.first_masks = [packed_masks(layer) for layer in masked_layers(self.model)]
 
     def step(self) -> Tensor:
@@ -155,13 +159,17 @@ class Training:
 
     @torch.no_grad()
     def losses(self) -> dict[str, float]:
-        """The loss on held-out text, in nats a byte: on all of it, and on each kind of text if there are several."""
+        """The loss on held-out text, in nats a byte: on all of it, and on each kind of text if there are several.
+
+        Before the last step, it is the loss on a part of long texts (`MOST_TOKENS`).
+        """
         sizes = self.corpus.token_bytes.to(self.device)
+        most = math.inf if self.progress.step == self.steps else MOST_TOKENS
         sums = {}
         for kind, tokens in self.corpus.held_out_parts.items():
             nats = torch.zeros((), device=self.device, dtype=torch.float64)
             size = torch.zeros((), device=self.device, dtype=torch.int64)
-            for batch in held_out_batches(tokens, self.device):
+            for batch in held_out_batches(tokens, self.device, most):
                 nats += self.nats(batch)
                 size += sizes[batch[:, 1:]].sum()
             sums[kind] = float(nats), float(size)
@@ -194,10 +202,11 @@ class Training:
         """Means over layers and masks, and the gate ratio of each layer; empty for a model without masks.
 
         `flips` is the share of mask bits that the last step changed, `flipped` the share that differs from the start.
+        Masks of structure 2:4 have no other number than `flipped`; their gate ratio is 1/2.
         """
-        if self.statistics is None:
+        if not self.recipe.has_masks:
             return {}
-        numbers = self.statistics.update()
+        numbers = {} if self.statistics is None else self.statistics.update()
         ratios: dict[str, list[float]] = {}
         for key, value in numbers.items():
             if "/gate_ratio/" in key:
@@ -251,7 +260,8 @@ def packed_masks(layer: MGLU | NaiveMGLU) -> Tensor:
     if layer.packed_masks is not None:
         return layer.packed_masks.clone().flatten(0, -3)
     assert layer.mask_logits is not None
-    return packed_logits(layer.mask_logits.detach()).flatten(0, -3)
+    logits = layer.hard_logits() if isinstance(layer, StructuredMGLU) else layer.mask_logits
+    return packed_logits(logits.detach()).flatten(0, -3)
 
 
 def _mean(values: list[float]) -> float:

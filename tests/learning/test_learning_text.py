@@ -80,3 +80,30 @@ def test_too_little_text_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("a line of text that is long enough to count\n" * 3)
     with pytest.raises(ValueError, match=r"text: 1 documents of .* are too few to hold some out"):
         corpus.prepare(tmp_path / "out", text=tmp_path)
+
+
+def test_bytes_of_packages_of_exact_versions_are_a_corpus(folder, tmp_path, monkeypatch, capsys):
+    for path in folder.glob("package*/file*.txt"):
+        place = tmp_path / "text" / "python" / path.parent.name / f"{path.stem}.py"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(path.read_text() + "\n# ä")
+        place.with_suffix(".txt").write_text(f"{path.read_text()} is not Python")
+    command = ["corpus", "--text", str(tmp_path / "text"), "--kind", "python", "--bytes", "--held-out", "0.02"]
+    monkeypatch.setattr("sys.argv", [*command, "--out", str(tmp_path / "made")])
+    corpus.main()
+    made = corpus.load(tmp_path / "made")
+    assert made.sizes.kind == "python"
+    for name in ("train", "held_out"):
+        tokens, size, files = getattr(made, name), *(getattr(made.sizes, f"{name}_{of}") for of in ("bytes", "files"))
+        assert int(made.token_bytes[tokens.long()].sum()) == size == len(tokens) - files
+        documents = bytes(tokens.tolist()).split(bytes([corpus.END_BYTE]))[:-1]
+        assert len(documents) == files
+        assert all(document.decode().endswith("# ä") for document in documents)
+    assert 0.02e6 <= made.sizes.held_out_bytes < 0.03e6
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", [*command, "--out", str(tmp_path / "again"), "--digest", made.sizes.digest])
+    corpus.main()
+    assert f"digest: {made.sizes.digest}" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", [*command, "--out", str(tmp_path / "again"), "--digest", "another"])
+    with pytest.raises(SystemExit, match=f"the corpus has the hash {made.sizes.digest}, must be another"):
+        corpus.main()

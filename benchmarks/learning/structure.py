@@ -1,0 +1,91 @@
+"""Masks and weights of structure 2:4: exactly two of each four consecutive columns are ones, or are kept."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mglu_ops import ops
+from mglu_ops.activations import get_activation
+from mglu_ops.nn import GLU, MGLU
+
+
+def two_of_four(scores: Tensor) -> Tensor:
+    """Choose the two largest of each four consecutive scores; of equal ones, the earlier.
+
+    Args:
+        scores: floating `[..., columns]` without NaN, where columns are a multiple of 4.
+
+    Returns:
+        bool of the same shape.
+    """
+    columns = scores.unflatten(-1, (-1, 4)).unbind(-1)
+    wins = [torch.zeros_like(columns[0], dtype=torch.int8) for _ in columns]
+    for i, j in combinations(range(4), 2):
+        is_earlier = columns[i] >= columns[j]
+        wins[i] = wins[i] + is_earlier
+        wins[j] = wins[j] + ~is_earlier
+    return torch.stack([count >= 2 for count in wins], -1).flatten(-2)
+
+
+class StructuredMGLU(MGLU):
+    """MGLU whose masks have structure 2:4: the ones are at the two largest of each four logits.
+
+    The gradient is straight-through, 1 to each of the four logits. If `centered`, the mean of the four is removed from
+    it, which never moves a mask: it adds the same number to four logits.
+    """
+
+    def __init__(self, *sizes: int, centered: bool = False, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.centered = centered
+
+    def hard_logits(self) -> Tensor:
+        """Numbers in the shape of the logits whose signs are the masks, with the gradient of the logits."""
+        assert self.mask_logits is not None
+        soft: Tensor = self.mask_logits
+        hard = torch.where(two_of_four(soft.detach()), 1.0, -1.0)
+        if self.centered:
+            groups = soft.unflatten(-1, (-1, 4))
+            soft = (groups - groups.mean(-1, keepdim=True)).flatten(-2)
+        return hard + (soft - soft.detach())
+
+    def _project(self, x: Tensor, mask_weights: Tensor | None) -> Tensor:
+        return ops.forward_ste(x, self.weight, self.hard_logits(), self.activation, mask_weights)[0]
+
+
+class PrunedGLU(GLU):
+    """GLU whose two matrices keep the two largest of each four consecutive weights, by magnitude.
+
+    The gradient is straight-through: pruned weights have it too. SR-STE (arXiv 2102.04010, eq. 9) adds `decay` times
+    the pruned weights to it, so that choices settle.
+    """
+
+    def __init__(self, in_features: int, out_features: int, decay: float, activation: str = "silu") -> None:
+        super().__init__(in_features, out_features, activation)
+        self.decay = decay
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x `[..., in_features]` to `[..., out_features]`."""
+        assert self.gate_proj is not None
+        gate, value = (F.linear(x, _Pruned.apply(one.weight, self.decay)) for one in (self.gate_proj, self.up_proj))
+        return get_activation(self.activation).forward(gate) * value
+
+
+class _Pruned(torch.autograd.Function):
+    """Sets two of each four weights to 0, with the gradient of SR-STE."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, decay: float) -> Tensor:
+        kept = weight * two_of_four(weight.abs())
+        ctx.save_for_backward(weight - kept)
+        ctx.decay = decay
+        return kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (pruned,) = ctx.saved_tensors
+        return grad + ctx.decay * pruned, None
