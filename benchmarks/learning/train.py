@@ -32,12 +32,12 @@ from benchmarks.records import environment, write_table, write_whole
 
 PROTOCOL = (
     "the corpus's windows of 512 tokens in one random order for all runs, or for all runs with a seed if they are "
-    "paired, 32 a step; bfloat16 autocast of float32 "
-    "parameters; AdamW, betas 0.9 and 0.99, epsilon 1e-8, weight decay 0.1 (not of norms and mask logits), gradients "
-    "clipped to a norm of 1, warm-up over 10% of the steps, cosine to 10% of the rate; held_out: nats a byte over all "
-    "held-out text, and over about 2.5 M tokens of longer text before the last point; train: nats a token, mean since the last point, and worst, of one step; seconds: steps alone, "
-    "without evaluations, while other runs may have the same GPU; peak_mb: parameters, gradients, "
-    "state of the optimiser and activations"
+    "paired, 32 a step; bfloat16 autocast of float32 parameters; AdamW, betas 0.9 and 0.99, epsilon 1e-8, weight decay "
+    "0.1 (not of norms and mask logits), gradients clipped to a norm of 1, warm-up over 10% of the steps, cosine to "
+    "10% of the rate; held_out: nats a byte over all held-out text, before the last point over about 2.5 M tokens of "
+    "longer text; train: nats a token, mean since the last point, and worst, of one step; seconds: steps alone, "
+    "without evaluations, while other runs may have the same GPU; peak_mb: parameters, gradients, state of the "
+    "optimiser and activations"
 )
 SAVE_SECONDS = 120.0
 """Seconds between two checkpoints of a run, which may be killed."""
