@@ -38,7 +38,8 @@ def start_process() -> None:
 
 def judge(key: tuple[int, int]) -> tuple[str, str]:
     """The outcome of the program of a seed and an index, and why it failed."""
-    from perturbed_programs import perturbation, place, program, through_the_pass
+    from perturbed_programs import perturbation, place, program
+    from source_programs import through_the_pass
 
     changed = program(*key)
     try:

@@ -23,11 +23,10 @@ from perturbed_programs import (
     program,
     right_program,
     sample,
-    through_the_pass,
 )
 from processes import python
 from right_programs import Program, draw
-from source_programs import Both, difference, outcomes
+from source_programs import Both, difference, outcomes, through_the_pass
 
 PROGRAMS = 300
 RUNNER = Path(__file__).with_name("run_perturbed_programs.py")
@@ -107,7 +106,15 @@ PLAIN = Program(
         ("x afterwards", lambda x: x + 1, "x afterwards: relative error"),
         ("m0 afterwards", lambda m: ~m, "m0 afterwards: other values"),
         ("result 0", lambda y: y.float(), "result 0: torch.float32"),
-        ("result 0 requires a gradient", lambda y: False, "result 0 requires a gradient: False, must be True"),
+        ("result 0", lambda y: y / 0, "result 0: not finite, must be finite"),
+        ("result 0, requires a gradient", lambda y: False, "result 0, requires a gradient: False, must be True"),
+        ("result 0, strides", lambda strides: strides[::-1], "result 0, strides: (1, 8), must be (8, 1)"),
+        (
+            "result 0, shares memory with",
+            lambda others: ("x afterwards",),
+            "result 0, shares memory with: ('x afterwards',), must be ()",
+        ),
+        ("W afterwards, strides", lambda strides: (1, 8), "W afterwards, strides: (1, 8), must be (8, 1)"),
         ("state of random numbers", lambda state: state.flip(0), "state of random numbers: other values"),
     ],
 )
@@ -118,17 +125,40 @@ def test_a_difference_is_seen(name: str, changed: Callable[[Any], Any], message:
     assert (difference(found, wanted) or "").startswith(message)
 
 
-def test_a_failure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda y: y + 1, "result 0: relative error"),
+        (lambda y: y.t().contiguous().t().clone(), "result 0, strides"),
+        (lambda y: y[None].unbind()[0], "result 0, refuses writes"),
+        (lambda y: y.detach(), "result 0, requires a gradient"),
+    ],
+)
+def test_a_failure_is_seen(changed: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that the pass breaks is a failure."""
 
     def broken(self: Both, gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         function = whole(self, gm, example_inputs)
-        return lambda *inputs: tuple(y if self.runs_plain else y + 1 for y in function(*inputs))
+        return lambda *inputs: tuple(y if self.runs_plain else changed(y) for y in function(*inputs))
 
     whole = Both.__call__
     monkeypatch.setattr(Both, "__call__", broken)
-    with pytest.raises(AssertionError, match="result 0: relative error"):
+    with pytest.raises(AssertionError, match=message):
         through_the_pass(PLAIN)
+
+
+def test_shared_memory_is_seen() -> None:
+    """Results that are the same tensor, or share memory with each other or with an input, differ from copies."""
+
+    def layout(*results: str) -> dict[str, Any]:
+        program = replace(PLAIN, statements=(*PLAIN.statements, "w = W * 1"), extra=results, trained=())
+        found = outcomes(program, program.function())
+        return {name: found[f"result {len(results)}, {name}"] for name in ("is also", "shares memory with")}
+
+    assert layout("w") == {"is also": (), "shares memory with": ()}
+    assert layout("w", "w") == {"is also": ("result 1",), "shares memory with": ()}
+    assert layout("w", "w.t()") == {"is also": (), "shares memory with": ("result 1",)}
+    assert layout("W[0]") == {"is also": (), "shares memory with": ("W afterwards",)}
 
 
 def test_what_cannot_be_compared_is_skipped() -> None:
@@ -137,7 +167,7 @@ def test_what_cannot_be_compared_is_skipped() -> None:
 
     assert outcome() == "fused"
     assert outcome("W.mul_(2)") == "skipped: eager raises an error"
-    assert outcome("y = y / 0") == "skipped: not finite"
+    assert outcome("y = y * math.inf - y * math.inf") == "skipped: not finite"
     assert outcome("torch._dynamo.graph_break()") == "skipped: Dynamo raises an error"
 
 

@@ -10,7 +10,7 @@ import linecache
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from budgets import BUDGET, relative_error
 from graphs import Capture
 from spellings import Sign
 from torch import Tensor
+from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
@@ -146,18 +147,19 @@ class Both(Capture):
 def outcomes(program: SourceProgram, function: Callable[..., Any]) -> dict[str, Any]:
     """All that a call of a program gives: results, gradients, the inputs afterwards, and the state of random numbers.
 
-    These are gradients of a weighted sum of all results, in which each element has a weight of its own.
+    Of results and inputs these are the values, the layout, and which of them share memory. Gradients are those of a
+    weighted sum of all results, in which each element has a weight of its own.
     """
     torch.manual_seed(program.seed)
     inputs = program.inputs()
     with program.surroundings():
         results = function(**inputs)
-    tensors = {name: t for name, t in inputs.items() if isinstance(t, Tensor)}
-    found: dict[str, Any] = {f"result {i}": y.detach().clone() for i, y in enumerate(results)}
-    found |= {f"result {i} requires a gradient": y.requires_grad for i, y in enumerate(results)}
-    found |= {f"{name} afterwards": t.detach().clone() for name, t in tensors.items()}
+    tensors = {f"result {i}": y for i, y in enumerate(results)}
+    tensors |= {f"{name} afterwards": t for name, t in inputs.items() if isinstance(t, Tensor)}
+    found: dict[str, Any] = {name: t.detach().clone() for name, t in tensors.items()}
+    found |= {f"{name}, {what}": value for name in tensors for what, value in _layout(name, tensors)}
     found["state of random numbers"] = torch.get_rng_state()
-    leaves = {name: t for name, t in tensors.items() if t.requires_grad and t.is_leaf}
+    leaves = {name: t for name, t in inputs.items() if isinstance(t, Tensor) and t.requires_grad and t.is_leaf}
     found |= {f"gradient of {name}": None for name in leaves}
     recorded = [y for y in results if y.requires_grad]
     if leaves and recorded:
@@ -165,6 +167,21 @@ def outcomes(program: SourceProgram, function: Callable[..., Any]) -> dict[str, 
         grads = torch.autograd.grad(recorded, list(leaves.values()), weights, allow_unused=True)
         found |= {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
     return found
+
+
+def _layout(name: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    """What a user can observe of a tensor besides its values, and which of the others share its memory."""
+    tensor = tensors[name]
+    yield "requires a gradient", tensor.requires_grad
+    yield "is a leaf", tensor.is_leaf
+    yield "is an inference tensor", tensor.is_inference()
+    is_recorded_view = tensor.requires_grad and tensor._is_view()
+    yield "refuses writes", is_recorded_view and _get_creation_meta(tensor) != CreationMeta.DEFAULT
+    yield "strides", tensor.stride()
+    yield "offset", tensor.storage_offset()
+    others = {other: t for other, t in tensors.items() if t is not tensor}
+    yield "is also", tuple(other for other in tensors if other not in others and other != name)
+    yield "shares memory with", tuple(other for other, t in others.items() if torch._C._is_alias_of(tensor, t))
 
 
 def attempt(program: SourceProgram, function: Callable[..., Any]) -> dict[str, Any] | Exception:
@@ -178,6 +195,19 @@ def attempt(program: SourceProgram, function: Callable[..., Any]) -> dict[str, A
 
 
 # --- Judging ---------------------------------------------------------------------------------------------------------
+
+
+def through_the_pass(program: SourceProgram) -> str:
+    """The outcome of a program (`judged`); it is skipped if eager raises an error, or nothing of a result is finite."""
+    try:
+        wanted = outcomes(program, program.function())
+    except Exception:
+        return "skipped: eager raises an error"
+    tensors = [value for value in wanted.values() if isinstance(value, Tensor) and value.numel()]
+    if not all(bool(value.isfinite().any()) for value in tensors):
+        return "skipped: not finite"
+    return judged(program, wanted, Both(assume_binary=program.assume_binary))
+
 
 SAME = 10 * BUDGET[torch.float64]
 NARROW = {r"bfloat16": torch.bfloat16, r"\bfloat16|half\(": torch.float16, r"float32|\.float\(": torch.float32}
@@ -244,7 +274,8 @@ def tolerance(program: SourceProgram) -> float:
 def difference(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float | None = SAME) -> str | None:
     """What the first difference of two `outcomes` is, or None.
 
-    `tolerance` is for the relative errors of tensors; without one, they must be equal to the last bit.
+    `tolerance` is for the relative errors of tensors where the wanted ones are finite; without one, they must be equal
+    to the last bit.
     """
     if found.keys() != wanted.keys():
         return f"has {sorted(found.keys() ^ wanted.keys())} on one side only"
@@ -256,17 +287,22 @@ def difference(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: f
 
 def _difference(a: Any, b: Any, tolerance: float | None) -> str | None:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return None if a is b else f"{_words(a)}, must be {_words(b)}"
+        return None if a == b else f"{_words(a)}, must be {_words(b)}"
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"{a.dtype} {tuple(a.shape)}, must be {b.dtype} {tuple(b.shape)}"
     if bool(((a == b) | (a.isnan() & b.isnan())).all()):
         return None
-    if tolerance is None or not b.is_floating_point():
+    if tolerance is None or not (b.is_floating_point() or b.is_complex()):
         return "other values"
+    budget = max(tolerance, BUDGET.get(b.dtype, 0.0))
+    a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
+    a, b = a[b.isfinite()], b[b.isfinite()]
+    if not a.isfinite().all():
+        return "not finite, must be finite"
     if b.abs().sum() < NOISE and a.abs().sum() < NOISE:
         return None
     error = relative_error(a, b)
-    return None if error <= max(tolerance, BUDGET[b.dtype]) else f"relative error {error:.3g}"
+    return None if error <= budget else f"relative error {error:.3g}"
 
 
 def _words(value: Any) -> str:
