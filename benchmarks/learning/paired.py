@@ -1,9 +1,9 @@
 """Compares layers seed by seed, in runs that read the text in the same order and start with the same weights.
 
-python -m benchmarks.learning.paired --runs DIR [--out benchmarks/results]
+python -m benchmarks.learning.paired --runs DIR [DIR ...] [--out benchmarks/results]
 
-The command gathers the finished runs of the experiment `structure` in a folder into two tables: `learning_structure`
-has a row for each run, and `learning_structure_curves` all points of their learning curves.
+The command gathers the finished runs of the experiment `structure` into two tables: `learning_structure` has a row for
+each run, and `learning_structure_curves` all points of their learning curves. Each text has a folder of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,20 +58,24 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Differ
     return Difference(statistics.fmean(pairs), spread, QUANTILES[len(pairs) - 1] * spread / math.sqrt(len(pairs)))
 
 
-def gather(folder: Path, out: Path) -> None:
-    """Write the two tables of the runs in a folder into another folder.
+def gather(folders: Iterable[Path], out: Path) -> None:
+    """Write the two tables of the runs in some folders, each of one text, into another folder.
 
     Raises:
-        FileNotFoundError: no run is finished.
-        ValueError: the runs read different texts.
+        FileNotFoundError: a folder has no finished run.
+        ValueError: the runs of a folder read different texts.
     """
-    found = runs(folder.parent, folder.name)
+    found = [run for folder in folders for run in runs(folder.parent, folder.name)]
     own = "recipe", "weights", "mask_bits", "idle_weights", "steps", "tflop", "seconds", "peak_mb"
     shared = [name for name in found[0].facts if name.partition(".")[0] not in own]
     facts = {name: ", ".join(dict.fromkeys(run.facts[name] for run in found)) for name in shared}
     write_table([row_of(run) for run in found], facts, out, NAME)
     columns = "step", "megabytes", "train", "worst", "held_out", "seconds"
-    curves = [{"run": run.recipe.name, **{name: row[name] for name in columns}} for run in found for row in run.rows]
+    curves = [
+        {"text": run.facts["corpus.digest"], "run": run.recipe.name, **{name: row[name] for name in columns}}
+        for run in found
+        for row in run.rows
+    ]
     write_table(curves, facts, out, f"{NAME}_curves")
 
 
@@ -80,7 +84,7 @@ def row_of(run: Finished) -> dict[str, Any]:
     recipe, last = run.recipe, run.rows[-1]
     given = {"layer": recipe.layer, "n_masks": recipe.n_masks, **recipe.changes, "seed": recipe.seed}
     costs = {name: run.facts[name] for name in ("weights", "mask_bits", "steps", "seconds", "peak_mb")}
-    where = {name: run.facts[name] for name in ("device", "commit")}
+    where = {"device": run.facts["device"], "commit": run.facts["commit"], "text": run.facts["corpus.digest"]}
     measured = {"held_out": last["held_out"], "train": last["train"], "flipped": last.get("flipped", "")}
     return {"run": recipe.name, "recipe": given, **measured, **costs, **where}
 
@@ -92,20 +96,30 @@ def table(results: Path) -> str:
         FileNotFoundError: the result is missing.
     """
     facts, rows = read_table(results / f"{NAME}.csv")
-    losses: dict[Recipe, dict[int, float]] = {}
+    texts: dict[str, dict[Recipe, dict[int, float]]] = {}
     for row in rows:
         recipe = Recipe(**json.loads(row["recipe"]))
+        losses = texts.setdefault(row["text"], {})
         losses.setdefault(replace(recipe, seed=0), {})[recipe.seed] = float(row["held_out"])
     lines = [
-        line_of(size, name, losses)
+        [text[:7], *line_of(size, name, losses)]
+        for text, losses in texts.items()
         for size in SIZES
         for name, recipe in STRUCTURE.items()
         if replace(recipe, size=size) in losses
     ]
-    head = ["model", "layer", "nats a byte", "deviation", "seeds"]
+    head = ["text", "model", "layer", "nats a byte", "deviation", "seeds"]
     for name in REFERENCES:
         head += [f"to {name}", "deviation"]
-    return f"{_source(facts, losses)}\n\n{markdown(head, lines)}"
+    commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
+    source = f"{facts['device']}, torch {facts['torch']}, commit {commits}; text `{facts['corpus.kind']}`."
+    noise = [
+        f"{_noise(losses, size)} in the {size} model on {text[:7]}"
+        for text, losses in texts.items()
+        for size in dict.fromkeys(recipe.size for recipe in losses)
+    ]
+    source += f" Standard deviation between seeds, in nats a byte: {', '.join(noise)}."
+    return f"{source}\n\n{markdown(head, lines)}"
 
 
 def line_of(size: str, name: str, losses: Mapping[Recipe, Mapping[int, float]]) -> list[str]:
@@ -118,27 +132,18 @@ def line_of(size: str, name: str, losses: Mapping[Recipe, Mapping[int, float]]) 
     return cells
 
 
+def _noise(losses: Mapping[Recipe, Mapping[int, float]], size: str) -> str:
+    """The deviation between seeds, pooled over the layers of a size."""
+    return _digits(deviation([*of.values()] for recipe, of in losses.items() if recipe.size == size))
+
+
 def _digits(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.5f}"
 
 
-def _source(facts: Mapping[str, str], losses: Mapping[Recipe, Mapping[int, float]]) -> str:
-    """The line above the table: device, versions, text, and the deviation between seeds by size."""
-    sizes: dict[str, list[Sequence[float]]] = {}
-    for recipe, of in losses.items():
-        sizes.setdefault(recipe.size, []).append([*of.values()])
-    noise = ", ".join(f"{deviation(of):.5f} in the {size} model" for size, of in sizes.items())
-    commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
-    return (
-        f"{facts['device']}, torch {facts['torch']}, commit {commits}; text `{facts['corpus.kind']}` "
-        f"{facts['corpus.digest']}, {float(facts['corpus.held_out_bytes']) / 1e6:.1f} MB held out. Standard deviation "
-        f"between seeds, in nats a byte: {noise}."
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="a folder of finished runs")
+    parser.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of finished runs, one a text")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     gather(options.runs, options.out)

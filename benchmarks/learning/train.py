@@ -39,6 +39,8 @@ PROTOCOL = (
     "without evaluations, while other runs may have the same GPU; peak_mb: parameters, gradients, state of the "
     "optimiser and activations"
 )
+MOST_NAMES = 100
+"""The most packages that the head of a result names."""
 SAVE_SECONDS = 120.0
 """Seconds between two checkpoints of a run, which may be killed."""
 
@@ -143,7 +145,8 @@ def head(training: Training) -> dict[str, str]:
 def corpus_facts(corpus: Corpus) -> dict[str, str]:
     """What the head of a result says about the text."""
     sizes = asdict(corpus.sizes)
-    sizes["held_out_packages"] = " ".join(sizes["held_out_packages"])
+    packages = sizes["held_out_packages"]
+    sizes["held_out_packages"] = " ".join(packages) if len(packages) <= MOST_NAMES else f"{len(packages)} packages"
     if parts := sizes.pop("parts"):
         sizes["parts"] = json.dumps(parts)
     return {f"corpus.{key}": str(value) for key, value in sizes.items()}

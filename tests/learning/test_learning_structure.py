@@ -181,7 +181,7 @@ def test_differences_are_of_runs_with_the_same_seed(text, tmp_path, monkeypatch)
             path = tmp_path / "runs" / f"{one.name}.csv"
             found = read_table(path)[1][-1]["held_out"]
             path.write_text(path.read_text().replace(found, str(loss)))
-    paired.gather(tmp_path / "runs", tmp_path / "out")
+    paired.gather([tmp_path / "runs"], tmp_path / "out")
     facts, rows = read_table(tmp_path / "out" / f"{paired.NAME}.csv")
     assert facts["corpus.digest"] == text.sizes.digest
     assert {Recipe(**json.loads(row["recipe"])) for row in rows} == {
@@ -189,12 +189,14 @@ def test_differences_are_of_runs_with_the_same_seed(text, tmp_path, monkeypatch)
     }
     curves = read_table(tmp_path / "out" / f"{paired.NAME}_curves.csv")[1]
     assert len(curves) == 4 * len(rows) == 28
-    lines = paired.table(tmp_path / "out").splitlines()
+    lines, short = paired.table(tmp_path / "out").splitlines(), text.sizes.digest[:7]
     # Differences 0.01 and 0.02 have the deviation 0.00707, and an interval of 12.706 * 0.00707 / sqrt(2).
-    assert lines[4:] == [
+    assert [line.removeprefix(f"| {short} ") for line in lines[4:]] == [
         "| 25M | SwiGLU | 0.7100 | 0.01414 | 2 | -0.0150 ± 0.0635 | 0.00707 |  |  |",
         "| 25M | one free mask | 0.7250 | 0.02121 | 2 |  |  | +0.0150 ± 0.0635 | 0.00707 |",
         "| 25M | one 2:4 mask | 0.7567 | 0.04041 | 3 | +0.0100 ± 0.0000 | 0.00000 | +0.0250 ± 0.0635 | 0.00707 |",
     ]
+    # The variances 0.0002, 0.00045 and 0.00163, weighted by their 1, 1 and 2 degrees of freedom.
+    assert f"in nats a byte: 0.03129 in the 25M model on {short}." in lines[0]
     assert paired.difference({0: 1.0}, {1: 1.0}) is None
     assert str(paired.difference({0: 1.5}, {0: 1.0})) == "+0.5000"
