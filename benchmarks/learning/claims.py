@@ -8,18 +8,17 @@ unit in which the runs are compared too.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 
 from benchmarks.frames import markdown
-from benchmarks.learning import comparisons
+from benchmarks.learning import comparisons, paired
 from benchmarks.learning.comparisons import ALL_SIZES, CHOICES, COMPARISONS, NAMES, PAPERS, SCALED, Comparison
 from benchmarks.learning.experiments import BEST, LARGER, SWIGLU, same_load
 from benchmarks.learning.recipe import SIZES, Recipe
-from benchmarks.learning.tables import Finished, by_recipe, label, mean_loss, runs, source
+from benchmarks.learning.tables import Finished, by_recipe, deviation, label, mean_loss, runs, source
 
 CONFIDENCE = 2.0
 """Standard errors that a difference must exceed: about 95% confidence."""
@@ -97,14 +96,6 @@ class Measured:
     @property
     def is_noise(self) -> bool:
         return abs(self.advantage) <= self.noise
-
-
-def deviation(losses: Iterable[Sequence[float]]) -> float:
-    """The standard deviation between seeds, pooled over recipes with two seeds or more; NaN if there is none."""
-    several = [of for of in losses if len(of) > 1 and all(map(math.isfinite, of))]
-    freedom = sum(len(of) - 1 for of in several)
-    squares = sum((len(of) - 1) * statistics.variance(of) for of in several)
-    return math.sqrt(squares / freedom) if several else math.nan
 
 
 def losses_of(found: Iterable[Finished], size: str) -> Mapping[Recipe, list[float]]:
@@ -241,5 +232,6 @@ TABLES = {
     "learning_findings": findings,
     "learning_stability": stability,
     "learning_summary": summary,
+    "learning_structure": paired.table,
 }
 """Name of a table to the function that makes it from the folder of the results."""

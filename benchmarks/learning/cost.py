@@ -33,7 +33,7 @@ PROTOCOL = (
 
 def layer_of(recipe: Recipe) -> Recipe:
     """The recipe with defaults in all fields that do not affect the kernels of a step."""
-    rates = "lr", "mask_lr", "mask_stop"
+    rates = "lr", "last_rate", "mask_lr", "mask_stop"
     initial = "logits_std", "gate_ratio", "weight_gain", "down_gain", "start", "seed"
     return replace(recipe, **{n: getattr(Recipe, n) for n in ("megabytes", "skip", "distilled", *rates, *initial)})
 

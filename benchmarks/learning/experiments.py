@@ -213,6 +213,8 @@ STRUCTURE = {
         "leveled SwiGLU": leveled_glu("silu"),
         "2:4 SwiGLU, decay 2e-3": replace(PRUNED, decay=2e-3),
         "2:4 SwiGLU, decay 2e-5": replace(PRUNED, decay=2e-5),
+        "SwiGLU, rate to 0": replace(SWIGLU, last_rate=0.0),
+        "one free mask, rate to 0": replace(BEST[1], last_rate=0.0),
     }.items()
 }
 """Name to layer, of equal width, for the question whether a 2:4 mask is worth it. On sparse tensor cores, a layer with
@@ -359,11 +361,11 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     "mixture": seeds(MIXTURE),
     # Larger models and three kinds of text.
     "text": seeds([*TEXT["25M"], *TEXT_MASKS, *TEXT["90M"], *TEXT["300M"]]),
-    # What does a 2:4 mask cost? The first two layers show the noise between paired seeds.
+    # What does a 2:4 mask cost? The first layers show the noise between paired seeds.
     "structure": [
-        *seeds(_STRUCTURE[:2], PAIRED_SEEDS),
+        *seeds([*_STRUCTURE[:2], *_STRUCTURE[9:]], PAIRED_SEEDS),
         *seeds(_STRUCTURE[:7], PAIRED_SEEDS),
-        *seeds(_STRUCTURE[7:], PAIRED_SEEDS[:2]),
+        *seeds(_STRUCTURE[7:9], PAIRED_SEEDS[:2]),
         *seeds((replace(one, size="90M") for one in _STRUCTURE[:4]), SEEDS),
         *seeds((replace(one, size="90M") for one in _STRUCTURE[:6]), PAIRED_SEEDS),
     ],

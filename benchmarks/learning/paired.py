@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frames import markdown
-from benchmarks.learning.claims import deviation
 from benchmarks.learning.experiments import STRUCTURE
 from benchmarks.learning.recipe import SIZES, Recipe
-from benchmarks.learning.tables import Finished, runs
+from benchmarks.learning.tables import Finished, deviation, runs
 from benchmarks.records import read_table, write_table
 
 NAME = "learning_structure"
 REFERENCES = ("one free mask", "SwiGLU")
 """The layers that the others are compared with, keys of `experiments.STRUCTURE`."""
+MEASURES = {"held_out": "Held-out text", "train": "The last sixth of the training text, which is read once"}
+"""Column of the runs to what it measures, in nats a byte."""
 QUANTILES = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5% quantiles of Student's t with 0 (none), 1, 2, ... degrees of freedom."""
 
@@ -90,42 +91,49 @@ def row_of(run: Finished) -> dict[str, Any]:
 
 
 def table(results: Path) -> str:
-    """The losses of each layer and size, and their paired differences.
+    """The losses of each layer and size, and their paired differences: one table for each of `MEASURES`.
 
     Raises:
         FileNotFoundError: the result is missing.
     """
     facts, rows = read_table(results / f"{NAME}.csv")
+    commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
+    parts = [f"{facts['device']}, torch {facts['torch']}, commit {commits}; text `{facts['corpus.kind']}`."]
+    head = ["text", "model", "layer", "seeds", "nats a byte", "deviation"]
+    for name in REFERENCES:
+        head += [f"to {name}", "deviation"]
+    for measure, about in MEASURES.items():
+        texts = losses_of(rows, measure)
+        lines = [
+            [text[:7], *line_of(size, name, losses)]
+            for text, losses in texts.items()
+            for size in SIZES
+            for name, recipe in STRUCTURE.items()
+            if replace(recipe, size=size) in losses
+        ]
+        noise = ", ".join(
+            f"{_noise(losses, size)} in the {size} model on {text[:7]}"
+            for text, losses in texts.items()
+            for size in dict.fromkeys(recipe.size for recipe in losses)
+        )
+        parts += [f"**{about}.** Standard deviation between seeds: {noise}.", markdown(head, lines)]
+    return "\n\n".join(parts)
+
+
+def losses_of(rows: Iterable[Mapping[str, str]], measure: str) -> dict[str, dict[Recipe, dict[int, float]]]:
+    """The losses by text, recipe (with seed 0) and seed; `measure` is a column of the runs."""
     texts: dict[str, dict[Recipe, dict[int, float]]] = {}
     for row in rows:
         recipe = Recipe(**json.loads(row["recipe"]))
-        losses = texts.setdefault(row["text"], {})
-        losses.setdefault(replace(recipe, seed=0), {})[recipe.seed] = float(row["held_out"])
-    lines = [
-        [text[:7], *line_of(size, name, losses)]
-        for text, losses in texts.items()
-        for size in SIZES
-        for name, recipe in STRUCTURE.items()
-        if replace(recipe, size=size) in losses
-    ]
-    head = ["text", "model", "layer", "nats a byte", "deviation", "seeds"]
-    for name in REFERENCES:
-        head += [f"to {name}", "deviation"]
-    commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
-    source = f"{facts['device']}, torch {facts['torch']}, commit {commits}; text `{facts['corpus.kind']}`."
-    noise = [
-        f"{_noise(losses, size)} in the {size} model on {text[:7]}"
-        for text, losses in texts.items()
-        for size in dict.fromkeys(recipe.size for recipe in losses)
-    ]
-    source += f" Standard deviation between seeds, in nats a byte: {', '.join(noise)}."
-    return f"{source}\n\n{markdown(head, lines)}"
+        seeds = texts.setdefault(row["text"], {}).setdefault(replace(recipe, seed=0), {})
+        seeds[recipe.seed] = float(row[measure])
+    return texts
 
 
 def line_of(size: str, name: str, losses: Mapping[Recipe, Mapping[int, float]]) -> list[str]:
     """The cells of a layer."""
     of = losses[replace(STRUCTURE[name], size=size)]
-    cells = [size, name, f"{statistics.fmean(of.values()):.4f}", _digits(deviation([[*of.values()]])), str(len(of))]
+    cells = [size, name, str(len(of)), f"{statistics.fmean(of.values()):.4f}", _digits(deviation([[*of.values()]]))]
     for reference in REFERENCES:
         found = difference(of, losses.get(replace(STRUCTURE[reference], size=size), {}))
         cells += [str(found), _digits(found.deviation)] if found and name != reference else ["", ""]

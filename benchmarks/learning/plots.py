@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import plots
-from benchmarks.learning.claims import CONFIDENCE, GELU, deviation, losses_of
+from benchmarks.learning.claims import CONFIDENCE, GELU, losses_of
 from benchmarks.learning.comparisons import NAMES, PAPERS
 from benchmarks.learning.experiments import BEST, LARGER, SWIGLU
 from benchmarks.learning.recipe import Recipe
-from benchmarks.learning.tables import Finished, by_recipe, label, mean_loss, runs
+from benchmarks.learning.tables import Finished, by_recipe, deviation, label, mean_loss, runs
 from mglu_ops.nn.leveling import level_gain
 
 if TYPE_CHECKING:

@@ -59,6 +59,7 @@ class Recipe:
         active: the experts of a token, which have the intermediate size together.
         megabytes: training text, in 10^6 bytes. Text that is read twice counts twice.
         lr: the largest learning rate of the weights.
+        last_rate: the learning rates at the end, as a fraction of the largest.
         mask_lr: the learning rate of mask logits, as a fraction of `lr`.
         mask_stop: the fraction of the steps after which the masks are frozen.
         logits_std: the standard deviation of the initial logits.
@@ -99,6 +100,7 @@ class Recipe:
     active: int = 1
     megabytes: float = 60.0
     lr: float = 1e-3
+    last_rate: float = 0.1
     mask_lr: float = 1.0
     mask_stop: float = 1.0
     logits_std: float = 0.01

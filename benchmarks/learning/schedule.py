@@ -12,7 +12,6 @@ from benchmarks.learning.corpus import Corpus
 from benchmarks.learning.recipe import CONTEXT, SEQUENCES
 
 WARM_UP = 0.1
-LAST_RATE = 0.1
 EVALUATIONS = 6
 """Points of a learning curve. Each evaluates all held-out text: with 2 MB, this takes 7% of the time of a short run."""
 MOST_TOKENS = 2_500_000
@@ -67,13 +66,13 @@ def steps_of(megabytes: float, corpus: Corpus) -> int:
     return round(tokens / (SEQUENCES * CONTEXT))
 
 
-def rate(step: int, steps: int) -> float:
-    """The learning rate of a step as a fraction of the largest."""
+def rate(step: int, steps: int, last: float) -> float:
+    """The learning rate of a step as a fraction of the largest; it ends at the fraction `last`."""
     warm_up = max(1, round(WARM_UP * steps))
     if step < warm_up:
         return (step + 1) / warm_up
     done = (step - warm_up) / max(1, steps - warm_up)
-    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def points(steps: int) -> list[int]:

@@ -104,6 +104,14 @@ def mean_loss(seeds: Iterable[Finished]) -> float:
     return statistics.fmean(run.loss for run in seeds)
 
 
+def deviation(losses: Iterable[Sequence[float]]) -> float:
+    """The standard deviation between seeds, pooled over recipes with two seeds or more; NaN if there is none."""
+    several = [of for of in losses if len(of) > 1 and all(map(math.isfinite, of))]
+    freedom = sum(len(of) - 1 for of in several)
+    squares = sum((len(of) - 1) * statistics.variance(of) for of in several)
+    return math.sqrt(squares / freedom) if several else math.nan
+
+
 def peak_gb(seeds: Iterable[Finished]) -> float:
     """The most memory of training, in gigabytes; NaN on a CPU."""
     return max(float(run.facts["peak_mb"]) for run in seeds) / 1000
@@ -237,6 +245,7 @@ def label(recipe: Recipe) -> str:
         "active": f"{recipe.active} active",
         "megabytes": f"{recipe.megabytes:g} MB",
         "lr": f"learning rate {recipe.lr:g}",
+        "last_rate": f"last rate {recipe.last_rate:g}",
         "mask_lr": f"masks at {recipe.mask_lr:g} times the rate",
         "mask_stop": f"masks frozen after {recipe.mask_stop:.0%}",
         "logits_std": f"logits from N(0, {recipe.logits_std:g})",

@@ -89,19 +89,23 @@ class Training:
         if recipe.flips:
             self.accumulators = [one for group in groups if group["name"] == "mask_logits" for one in group["params"]]
             groups = [group for group in groups if group["name"] != "mask_logits"]
-        self.flips_of_rate = recipe.flips / sum(rate(step, self.steps) for step in range(self.steps))
+        self.flips_of_rate = recipe.flips / sum(map(self.rate, range(self.steps)))
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8, fused=device == "cuda")
         self.largest = [group["lr"] for group in self.optimizer.param_groups]
         self.windows = Windows(corpus.train, device, recipe.seed if recipe.paired else 0)
         self.statistics = MaskStatistics(self.model) if recipe.has_masks and recipe.structure == "free" else None
         self.first_masks = [packed_masks(layer) for layer in masked_layers(self.model)]
 
+    def rate(self, step: int) -> float:
+        """The learning rate of a step as a fraction of the largest."""
+        return rate(step, self.steps, self.recipe.last_rate)
+
     def step(self) -> Tensor:
         """Take a step and return its loss, without waiting for the device."""
         step = self.progress.step
         stopped = step >= self.recipe.mask_stop * self.steps
         for group, largest in zip(self.optimizer.param_groups, self.largest, strict=True):
-            group["lr"] = 0.0 if stopped and group["name"] == "mask_logits" else largest * rate(step, self.steps)
+            group["lr"] = 0.0 if stopped and group["name"] == "mask_logits" else largest * self.rate(step)
         for layer in masked_layers(self.model):
             if isinstance(layer, ContinuousMGLU):
                 layer.set_tau(WIDTH * max(0.0, 1 - step / (self.recipe.continuous * self.steps)))
@@ -112,7 +116,7 @@ class Training:
         self.optimizer.step()
         for logits in () if stopped else self.accumulators:
             assert logits.grad is not None
-            step_accumulators(logits, logits.grad, self.flips_of_rate * rate(step, self.steps))
+            step_accumulators(logits, logits.grad, self.flips_of_rate * self.rate(step))
         self.model.zero_grad(set_to_none=True)
         self.progress.step += 1
         return loss.detach()

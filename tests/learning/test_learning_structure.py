@@ -161,6 +161,15 @@ def test_points_before_the_last_evaluate_a_part_of_long_text(text, monkeypatch):
     assert torch.equal(third[4:8], every[12:16])
 
 
+@pytest.mark.parametrize("last", [0.0, 0.5])
+def test_rates_end_at_the_fraction_that_the_recipe_says(last, text):
+    run = training.Training(tiny_run(text, 20, n_masks=1, last_rate=last), text, "cpu", compiled=False)
+    for _ in range(run.steps):
+        run.step()
+    assert run.rate(2) == 1
+    assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx([1e-2 * last] * 3, abs=1e-4)
+
+
 def test_a_corpus_with_more_tokens_than_the_model_is_refused(text):
     with pytest.raises(ValueError, match="vocabulary: got 256, must be at least the corpus's 300"):
         training.Training(tiny_run(text, 2, vocabulary=256), text, "cpu", compiled=False)
@@ -189,14 +198,14 @@ def test_differences_are_of_runs_with_the_same_seed(text, tmp_path, monkeypatch)
     }
     curves = read_table(tmp_path / "out" / f"{paired.NAME}_curves.csv")[1]
     assert len(curves) == 4 * len(rows) == 28
-    lines, short = paired.table(tmp_path / "out").splitlines(), text.sizes.digest[:7]
+    short, (_, about, lines, _, _) = text.sizes.digest[:7], paired.table(tmp_path / "out").split("\n\n")
     # Differences 0.01 and 0.02 have the deviation 0.00707, and an interval of 12.706 * 0.00707 / sqrt(2).
-    assert [line.removeprefix(f"| {short} ") for line in lines[4:]] == [
-        "| 25M | SwiGLU | 0.7100 | 0.01414 | 2 | -0.0150 ± 0.0635 | 0.00707 |  |  |",
-        "| 25M | one free mask | 0.7250 | 0.02121 | 2 |  |  | +0.0150 ± 0.0635 | 0.00707 |",
-        "| 25M | one 2:4 mask | 0.7567 | 0.04041 | 3 | +0.0100 ± 0.0000 | 0.00000 | +0.0250 ± 0.0635 | 0.00707 |",
+    assert [line.removeprefix(f"| {short} ") for line in lines.splitlines()[2:]] == [
+        "| 25M | SwiGLU | 2 | 0.7100 | 0.01414 | -0.0150 ± 0.0635 | 0.00707 |  |  |",
+        "| 25M | one free mask | 2 | 0.7250 | 0.02121 |  |  | +0.0150 ± 0.0635 | 0.00707 |",
+        "| 25M | one 2:4 mask | 3 | 0.7567 | 0.04041 | +0.0100 ± 0.0000 | 0.00000 | +0.0250 ± 0.0635 | 0.00707 |",
     ]
     # The variances 0.0002, 0.00045 and 0.00163, weighted by their 1, 1 and 2 degrees of freedom.
-    assert f"in nats a byte: 0.03129 in the 25M model on {short}." in lines[0]
+    assert about == f"**Held-out text.** Standard deviation between seeds: 0.03129 in the 25M model on {short}."
     assert paired.difference({0: 1.0}, {1: 1.0}) is None
     assert str(paired.difference({0: 1.5}, {0: 1.0})) == "+0.5000"

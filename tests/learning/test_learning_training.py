@@ -27,12 +27,13 @@ pytestmark = pytest.mark.usefixtures("tiny")
 
 
 def test_the_learning_rate_rises_and_falls():
-    rates = [schedule.rate(step, 1000) for step in range(1000)]
+    rates = [schedule.rate(step, 1000, 0.1) for step in range(1000)]
     assert rates[0] == pytest.approx(0.01)
     assert max(rates) == rates[99] == 1
     assert rates[549] == pytest.approx(0.55, abs=0.01)
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
     assert all(a > b for a, b in pairwise(rates[100:]))
+    assert schedule.rate(999, 1000, 0) == pytest.approx(0, abs=1e-5)
 
 
 def test_every_window_is_read_once_in_an_epoch():
