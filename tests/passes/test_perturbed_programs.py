@@ -1,6 +1,6 @@
 """Right programs with one perturbation give what eager gives, and leave their inputs as eager does.
 
-`perturbed_programs` says what must hold; `python tests/passes/run_perturbed_programs.py` runs any number of programs.
+`perturbed_programs` says what must hold; `python tests/passes/run_random_programs.py perturbed` runs any number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from right_programs import Program, draw
 from source_programs import Both, difference, outcomes, through_the_pass
 
 PROGRAMS = 300
-RUNNER = Path(__file__).with_name("run_perturbed_programs.py")
+RUNNER = Path(__file__).with_name("run_random_programs.py")
 
 
 @pytest.mark.parametrize("number", quick_sample(range(PROGRAMS), every=15))
@@ -176,5 +176,5 @@ def test_the_script_counts_programs_by_family() -> None:
     number = next(n for n in itertools.count() if through_the_pass(program(*sample(n))) == "fused")
     seed, index = sample(number)
     for options in (f"--seed {seed} --index {index}", f"--programs 1 --start {number}"):
-        found = python(RUNNER, *options.split())
+        found = python(RUNNER, "perturbed", *options.split())
         assert re.search(r"all +1 fused, +0 refused, +0 silent, +0 skipped, +0 failed", found)

@@ -9,9 +9,10 @@ import copy
 import linecache
 import math
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from graphs import Capture
 from spellings import Sign
 from torch import Tensor
 from torch._C._autograd import CreationMeta, _get_creation_meta
+from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
@@ -38,15 +40,45 @@ class Damped(torch.autograd.Function):
         return grad * 0.1
 
 
+class Rounded(torch.autograd.Function):
+    """A straight-through mask that is 0 and 1 up to rounding errors."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return (logits > 0).to(logits.dtype) + logits - logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class RoundedToHalf(Rounded):
+    """The same with the rounding errors of float16."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return ((logits > 0).half() + logits.half() - logits.half()).to(logits.dtype)
+
+
+class Narrow(Rounded):
+    """A straight-through mask in bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return (logits > 0).bfloat16()
+
+
 NAMES: dict[str, Any] = {
     "torch": torch,
     "F": F,
     "math": math,
     "checkpoint": checkpoint,
-    "Sign": Sign,
-    "Damped": Damped,
+    **{function.__name__: function for function in (Sign, Damped, Rounded, RoundedToHalf, Narrow)},
 }
 """The names that the source of a program may use besides its arguments."""
+
+
+SAME = 10 * BUDGET[torch.float64]
 
 
 @dataclass(frozen=True)
@@ -58,6 +90,10 @@ class SourceProgram:
 
     assume_binary = False
     dynamic = False
+    traces = False
+    """Whether AOTAutograd traces a graph with a fused layer, before it is run."""
+    rounding = SAME
+    """The largest relative error that is rounding if the program casts to no narrower dtype."""
 
     @property
     def arguments(self) -> list[str]:
@@ -70,6 +106,10 @@ class SourceProgram:
     def inputs(self) -> dict[str, Any]:
         """New inputs with the same values at each call, because a program may write to its inputs."""
         raise NotImplementedError
+
+    def exact(self) -> SourceProgram | None:
+        """The program with the same inputs in float64, if its results are rounded to another dtype."""
+        return None
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """The context in which the program runs."""
@@ -121,27 +161,68 @@ def reads(statement: str) -> list[str]:
 
 
 class Both(Capture):
-    """A `Capture` that also keeps the original graph, and runs either."""
+    """A `Capture` that also keeps the original graph, and runs either; after AOTAutograd if it `traces`."""
 
+    traces = False
     plain: GraphModule | None = None
     runs_plain = False
     error: BaseException | None = None
-    """What the pass raised or warned of; Dynamo wraps errors of a backend in its own."""
+    """What the pass raised or warned of, or what its graph raised in AOTAutograd; Dynamo wraps errors of a backend."""
 
     def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        self.plain = plain = copy.deepcopy(gm)
+        plain = copy.deepcopy(gm)
+        with self._errors_kept(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.run_pass(gm, example_inputs)
+        run_plain, run_fused = plain.forward, gm.forward
+        if self.traces and self.report.fused:
+            with _modes_restored():
+                run_plain = aot_eager(plain, example_inputs)
+            with self._errors_kept(), _modes_restored():
+                run_fused = aot_eager(gm, example_inputs)
+        self.plain = plain
+
+        def run(*inputs: Any) -> Any:
+            with _modes_restored():
+                return (run_plain if self.runs_plain else run_fused)(*inputs)
+
+        return run
+
+    @contextmanager
+    def _errors_kept(self) -> Iterator[None]:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                self.run_pass(gm, example_inputs)
+            yield
         except BaseException as error:
             self.error = error
             raise
-        return lambda *inputs: (plain if self.runs_plain else gm).forward(*inputs)
 
     def run_pass(self, gm: GraphModule, example_inputs: Any) -> None:
         """Change a graph; what this raises is a failure of the pass."""
         super().__call__(gm, example_inputs)
+
+
+@contextmanager
+def _modes_restored() -> Iterator[None]:
+    """Restore the modes of torch if a graph raises an error between entering one and leaving it."""
+    enabled, dtype, nesting = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), _autocast_nesting()
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    grad = torch.set_grad_enabled(torch.is_grad_enabled())
+    with torch.inference_mode(torch.is_inference_mode_enabled()), grad, torch._C._ForceDispatchKeyGuard(*keys):
+        try:
+            yield
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold guards, which change a mode when they are freed
+            torch.set_autocast_enabled("cpu", enabled)
+            torch.set_autocast_dtype("cpu", dtype)
+            while _autocast_nesting() > nesting:
+                torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+            raise
+
+
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def outcomes(program: SourceProgram, function: Callable[..., Any]) -> dict[str, Any]:
@@ -206,15 +287,18 @@ def through_the_pass(program: SourceProgram) -> str:
     tensors = [value for value in wanted.values() if isinstance(value, Tensor) and value.numel()]
     if not all(bool(value.isfinite().any()) for value in tensors):
         return "skipped: not finite"
-    return judged(program, wanted, Both(assume_binary=program.assume_binary))
+    backend = Both(assume_binary=program.assume_binary)
+    backend.traces = program.traces
+    return judged(program, wanted, backend)
 
 
-SAME = 10 * BUDGET[torch.float64]
-NARROW = {r"bfloat16": torch.bfloat16, r"\bfloat16|half\(": torch.float16, r"float32|\.float\(": torch.float32}
+NARROW = {r"bfloat16|Narrow": torch.bfloat16, r"\bfloat16|half\(": torch.float16, r"float32|\.float\(": torch.float32}
 """How a program spells a cast to a dtype, beginning with the least precise.
 
 A straight-through sum or a gradient in this dtype is rounded, which the operator's exact mask is not.
 """
+FACTOR = 3
+"""How many times as large as eager's error the error of a fused layer may be, if both round to a narrow dtype."""
 NOISE = 1e-11
 """A tensor whose absolute values add up to less holds only rounding errors, of a difference of equal numbers."""
 
@@ -261,6 +345,10 @@ def verdict(
         return "refused"
     assert not isinstance(found, Exception), f"raises {type(found).__name__}: {found}"
     text = difference(found, wanted, tolerance(program))
+    if text is not None and (exact := program.exact()) is not None:  # eager may be as far from the exact results
+        outcome = attempt(exact, exact.function())
+        if not isinstance(outcome, Exception):
+            text = difference(found, wanted, tolerance(program), outcome)
     assert text is None, text
     return "fused"
 
@@ -268,19 +356,28 @@ def verdict(
 def tolerance(program: SourceProgram) -> float:
     """The largest relative error that is rounding, in the least precise dtype that a program casts to."""
     source = str(program)
-    return next((BUDGET[dtype] for spelling, dtype in NARROW.items() if re.search(spelling, source)), SAME)
+    narrow = next((BUDGET[dtype] for spelling, dtype in NARROW.items() if re.search(spelling, source)), 0.0)
+    return max(narrow, program.rounding)
 
 
-def difference(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float | None = SAME) -> str | None:
+def difference(
+    found: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    tolerance: float | None = SAME,
+    exact: Mapping[str, Any] | None = None,
+) -> str | None:
     """What the first difference of two `outcomes` is, or None.
 
     `tolerance` is for the relative errors of tensors where the wanted ones are finite; without one, they must be equal
-    to the last bit.
+    to the last bit. With `exact` outcomes, they may also be as large as those of the wanted ones, times `FACTOR`.
     """
     if found.keys() != wanted.keys():
         return f"has {sorted(found.keys() ^ wanted.keys())} on one side only"
     for name, value in wanted.items():
-        if (text := _difference(found[name], value, tolerance)) is not None:
+        allowed = tolerance
+        if tolerance is not None and exact is not None and isinstance(exact.get(name), Tensor):
+            allowed = max(tolerance, FACTOR * _error(value, exact[name]))
+        if (text := _difference(found[name], value, allowed)) is not None:
             return f"{name}: {text}"
     return None
 
@@ -294,15 +391,20 @@ def _difference(a: Any, b: Any, tolerance: float | None) -> str | None:
         return None
     if tolerance is None or not (b.is_floating_point() or b.is_complex()):
         return "other values"
-    budget = max(tolerance, BUDGET.get(b.dtype, 0.0))
-    a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
-    a, b = a[b.isfinite()], b[b.isfinite()]
-    if not a.isfinite().all():
+    if not a[b.isfinite()].isfinite().all():
         return "not finite, must be finite"
-    if b.abs().sum() < NOISE and a.abs().sum() < NOISE:
-        return None
-    error = relative_error(a, b)
-    return None if error <= budget else f"relative error {error:.3g}"
+    error = _error(a, b)
+    return None if error <= max(tolerance, BUDGET.get(b.dtype, 0.0)) else f"relative error {error:.3g}"
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    """The relative error of a where both are finite; 0 for integers."""
+    if not (a.is_floating_point() or a.is_complex()) or a.shape != b.shape:
+        return 0.0
+    a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
+    is_finite = a.isfinite() & b.isfinite()
+    a, b = a[is_finite], b[is_finite]
+    return 0.0 if b.abs().sum() < NOISE and a.abs().sum() < NOISE else relative_error(a, b)
 
 
 def _words(value: Any) -> str:

@@ -1,0 +1,40 @@
+"""Random whole blocks give what eager gives, and leave their inputs as eager does.
+
+`blocks` draws them; `python tests/passes/run_random_programs.py blocks` runs any number.
+"""
+
+from __future__ import annotations
+
+import pytest
+from block_parts import TABLES
+from blocks import block_program
+from families import sample
+from source_programs import through_the_pass
+
+PROGRAMS = 200
+
+
+@pytest.mark.parametrize("seed", sample(range(PROGRAMS), every=25))
+def test_block(seed: int) -> None:
+    block = block_program(seed)
+    try:
+        through_the_pass(block)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{block}") from error
+
+
+@pytest.mark.long
+def test_every_part_occurs() -> None:
+    """A seed is one block, and few are needed for all parts."""
+    blocks = [block_program(seed) for seed in range(1000)]
+    assert [block_program(seed) for seed in range(0, 1000, 50)] == blocks[::50]
+    wanted = {f"{title}: {name}" for title, table in TABLES.items() for name in table}
+    assert wanted - {part for block in blocks for part in block.parts} == set()
+
+
+@pytest.mark.parametrize("region", ["checkpoint", "inference_mode", "autocast to bfloat16", "no_grad"])
+def test_layers_in_regions_are_fused(region: str) -> None:
+    """The pass sees the body of a higher-order operator too."""
+    blocks = (block_program(seed) for seed in range(1000))
+    regions = (block for block in blocks if {f"region: {region}", "extent: whole", "layer: dense"} <= {*block.parts})
+    assert any(through_the_pass(block) == "fused" for block in regions)
