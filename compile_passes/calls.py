@@ -8,16 +8,18 @@ it is assumed to write to all of its arguments, to return them, and to draw.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.jit._builtins import _find_builtin
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -75,6 +77,7 @@ class Watcher:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Effect] = {}
+        self._mode = FakeTensorMode()
 
     def effect(self, node: Node) -> Effect:
         """What a node does."""
@@ -96,20 +99,26 @@ class Watcher:
             return Effect(shares=frozenset(range(len(node.all_input_nodes))))
         elif not node.all_input_nodes and not isinstance(example(node), Tensor):
             return NONE  # it switches a mode
-        key = (call_key(node), *(_kind(example(item)) for item in node.all_input_nodes))
+        indexes = target in (operator.getitem, operator.setitem) and isinstance(example(node.args[0]), Tensor)
+        key = (call_key(node, any_number=indexes), *(_kind(example(item)) for item in node.all_input_nodes))
         if key not in self._known:
-            self._known[key] = _watched(node) or _by_schema(node)
+            self._known[key] = _watched(node, self._mode) or _by_schema(node)
         return self._known[key]
 
 
-def _watched(node: Node) -> Effect | None:
+def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
     """The effect of a call by running it on fake tensors; None if that fails."""
     inputs, watch = node.all_input_nodes, _Watch()
-    if any(example(item) is None for item in inputs):  # None as an argument would mean another call
+    given = [example(item) for item in inputs]
+    if any(value is None for value in given):  # None as an argument would mean another call
+        return None
+    if any(
+        type(n) is int and n == 0 for value in tensors_in(given) for n in value.shape
+    ):  # an operator may skip its work on an empty tensor
         return None
     try:
-        with FakeTensorMode(), torch.no_grad():
-            copies = {item: tree_map(_copy, example(item)) for item in inputs}
+        with mode, torch.no_grad():
+            copies = {item: tree_map(partial(fake_copy, mode), example(item)) for item in inputs}
             call = as_function(node)
             args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
             with watch:
@@ -129,22 +138,24 @@ def _watched(node: Node) -> Effect | None:
     return Effect(frozenset(writes), shares, watch.draws, changes_metadata, returns_target, multiplies)
 
 
-def _copy(value: Any) -> Any:
+def fake_copy(mode: FakeTensorMode, value: Any) -> Any:
     """A fake tensor like `value`, or the number that a symbolic one stood for in tracing."""
     if isinstance(value, Tensor):
         shape, stride = ([_number(n) for n in sizes] for sizes in (value.shape, value.stride()))
-        if 0 in shape:
-            raise ValueError("an operator may skip its work on an empty tensor")
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        with _disable_current_modes():
+            meta = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+            return FakeTensor(mode, meta, value.device)
     return _number(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
 def _number(value: Any) -> Any:
+    """A number, or the one that a symbolic number stood for in tracing; a size that only data decide becomes 5."""
     if isinstance(value, (int, float)):
         return value
-    if value.node.hint is None:
-        raise ValueError(f"the value of {value} is unknown")
-    return value.node.hint
+    if value.node.hint is not None:
+        return value.node.hint
+    known = value.node.shape_env.var_to_val
+    return value.node.pytype(value.node.expr.xreplace({s: known.get(s, 5) for s in value.node.expr.free_symbols}))
 
 
 def as_function(node: Node) -> Callable[..., Any]:
@@ -158,7 +169,8 @@ def as_function(node: Node) -> Callable[..., Any]:
     module = node.graph.owning_module.get_submodule(str(node.target))
     if not type(module).__module__.startswith("torch.nn"):
         raise ValueError("a module of another library may do anything")
-    state = {name: _copy(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    state = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for name, t in tensors}
     return lambda *args, **kwargs: torch.func.functional_call(module, state, args, kwargs)
 
 
@@ -173,17 +185,45 @@ class _Watch(TorchDispatchMode):
         self.reshaped: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
-        given = {**dict(zip(aliases, args, strict=False)), **kwargs}
-        written = [given.get(name) for name, alias in aliases.items() if alias is not None and alias.is_write]
-        if given.get("training", given.get("train")) is True:  # the schemas of most norms do not declare this write
-            written += [given.get("running_mean"), given.get("running_var")]
-        self.written.update(storage_of(tensor) for tensor in tensors_in(written))
-        self.draws |= _draws(func)
-        self.multiplies |= _multiplies(func)
-        self.reshaped += args[:1] if torch.Tag.inplace_view in func.tags else ()
+        kwargs, known = kwargs or {}, _operator(func)
+        if known.may_write:
+            given = {**dict(zip(known.names, args, strict=False)), **kwargs}
+            written = [given.get(name) for name in known.written]
+            # The schemas of most norms do not declare this write.
+            if given.get("training", given.get("train")) is True:
+                written += [given.get("running_mean"), given.get("running_var")]
+            self.written.update(storage_of(tensor) for tensor in tensors_in(written))
+        self.draws |= known.draws
+        self.multiplies |= known.multiplies
+        self.reshaped += args[:1] if known.reshapes else ()
         return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """What the schema and the tags of an operator say: its arguments, those that it writes to, and more."""
+
+    names: tuple[str, ...]
+    written: tuple[str, ...]
+    draws: bool
+    multiplies: bool
+    reshapes: bool
+
+    @property
+    def may_write(self) -> bool:
+        return bool(self.written) or not {"training", "train"}.isdisjoint(self.names)
+
+
+@lru_cache(maxsize=4096)
+def _operator(op: torch._ops.OpOverload) -> _Operator:
+    arguments = op._schema.arguments
+    return _Operator(
+        names=tuple(one.name for one in arguments),
+        written=tuple(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write),
+        draws=_draws(op),
+        multiplies=_multiplies(op),
+        reshapes=torch.Tag.inplace_view in op.tags,
+    )
 
 
 def _draws(op: torch._ops.OpOverload) -> bool:
@@ -212,8 +252,11 @@ def _name(node: Node) -> str:
 # --- Calls that are alike --------------------------------------------------------------------------------------------
 
 
-def call_key(node: Node) -> Hashable:
-    """A key that is equal for calls of one function with equal arguments; an input is represented by its position."""
+def call_key(node: Node, *, any_number: bool = False) -> Hashable:
+    """A key that is equal for calls of one function with equal arguments; an input is represented by its position.
+
+    With `any_number`, integers are equal, as they are for what `x[i] = y` writes to.
+    """
     positions = {item: position for position, item in enumerate(node.all_input_nodes)}
 
     def frozen(argument: Any) -> Hashable:
@@ -223,6 +266,8 @@ def call_key(node: Node) -> Hashable:
             return (type(argument).__name__, *map(frozen, argument))
         if isinstance(argument, dict):
             return tuple((name, frozen(item)) for name, item in argument.items())
+        if any_number and type(argument) is int:
+            return int
         return (type(argument).__name__, repr(argument))
 
     return (node.op, node.target, frozen(node.args), frozen(node.kwargs))

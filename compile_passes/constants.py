@@ -61,11 +61,11 @@ class Folder:
         No node ever writes to their storages: even a later write would be seen by the next call.
         """
         memory = Memory(self.graph)
-        overwritten = self._written_at_end | memory.written
+        memory.write_at_end(self._written_at_end)
         found: dict[Node, None] = {}
         for node in self.graph.nodes:
             is_constant = node in self._held or (not memory.effects[node].writes and _is_pure(node, found))
-            if is_constant and memory.storages[node].isdisjoint(overwritten):
+            if is_constant and not memory.is_written(node):
                 found[node] = None
         return list(found)
 

@@ -19,11 +19,12 @@ import torch._inductor.compile_fx as inductor
 import torch._inductor.config as inductor_config
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from mglu_ops import notices
 
 from .fusion import FusionError, FusionPass
+from .memory import Surroundings
 
 _SLOT = "pre_grad_custom_pass"
 
@@ -85,6 +86,8 @@ def adding_the_pass(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
             fusion_pass = _pass_to_add()
             if fusion_pass is None:
                 return compile_graph(*args, **kwargs)
+            if args and isinstance(args[0], GraphModule):
+                fusion_pass.surroundings = Surroundings(args[0])
             with inductor_config.patch(_settings_of(fusion_pass)):
                 compiled = compile_graph(*args, **kwargs)
             if not fusion_pass.has_run:

@@ -14,6 +14,7 @@ A graph is read in three steps. Each goes over the nodes once, so the time is li
 
 from __future__ import annotations
 
+import hashlib
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,19 +23,26 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mglu_ops.tensors import bytes_of
+
 from .recognise import Recogniser
+from .report import line
 from .roles import keys_of_masked_weights, original, roles_of_masks, stack_key
 from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL
-from .rules.rule import RuleError, RulesBySymbol
+from .rules.rule import RulesBySymbol
 from .rules.weight_layouts import rounds_once
 from .shapes import dims, dtype_of, requires_grad
 from .symbols import as_call
-from .values import Binary, Bundle, Levels, Mask, Scalar, Value, Weighted, first_of
+from .values import Binary, Bundle, Levels, Scalar, Value, Weighted, first_of
 from .view import View
 
 
 class Evaluation(Recogniser):
-    """A recogniser with the values of all nodes, computed once each."""
+    """A recogniser with the values of all nodes, computed once each.
+
+    Attributes:
+        errors: what rules have raised. A rule that raises an error knows nothing of the node.
+    """
 
     def __init__(self, view: View, constants: Callable[[Node], torch.Tensor | None] = lambda _: None) -> None:
         """Read the graph of a view.
@@ -42,17 +50,19 @@ class Evaluation(Recogniser):
         `constants` gives the value of a node of the original graph if it has the same value whenever it runs.
         """
         super().__init__(view)
+        self.errors: list[str] = []
         graph = view.graph
         self._constants = constants
         self._roles = frozenset(roles_of_masks(graph, self))
         masks = {mask for _, mask in self._roles}
-        for node in graph.nodes:
+        nodes = list(graph.nodes)  # without those that rules imagine
+        for node in nodes:
             self._values[node] = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, self._leaf)
             if masks:
                 self._assume(node, is_mask=stack_key(self.key(node)) in masks and dims(node) in (1, 2, 3))
         self.masked_weights = frozenset(keys_of_masked_weights(graph, self))
         if self.masked_weights:
-            for node in graph.nodes:
+            for node in nodes:
                 if not isinstance(self._values[node], (Scalar, Levels, Binary)):
                     self._values[node] = self._evaluate(node, LAYER_RULES_BY_SYMBOL, self._values.get)
 
@@ -90,7 +100,8 @@ class Evaluation(Recogniser):
                 try:
                     value = rule.function(self, node, call)
                 except Exception as error:
-                    raise RuleError(node, rule) from error
+                    self.errors.append(f"rule `{rule.name}` at `{line(node)}`: {type(error).__name__}: {error}")
+                    continue
                 if value is not None and self._keeps_precision(node, value):
                     self.looked_through.update(self._looking)
                     if isinstance(value, Binary) and requires_grad(node) and not any(value.slope):
@@ -108,16 +119,20 @@ class Evaluation(Recogniser):
 
     def _leaf(self, node: Node) -> Value:
         """The value of a node that no rule knows: a mask by its dtype, by its constant values, or by its use."""
-        key = self.key(node)
-        if dtype_of(node) is torch.bool:
-            return Binary(Mask(node, key, "bool"))
+        is_bool = dtype_of(node) is torch.bool
         constant = self._constants(self.view.origin[node]) if self.view.is_constant(node) else None
-        if constant is not None:
-            if constant.dim() == 0:
-                return Scalar(float(constant))
-            if constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):
-                return Binary(Mask(node, key, "constant"))
-        return None
+        if constant is not None and constant.dim() == 0 and not is_bool:
+            return Scalar(constant.item())
+        if constant is not None and constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):
+            return self._constant_mask(node, constant != 0)
+        return self.new_mask(node, "bool", rounding=0) if is_bool else None
+
+    def _constant_mask(self, node: Node, bits: torch.Tensor) -> Binary:
+        """A mask whose values are known: equal values are one mask, also in two tensors that hold M and 1 - M."""
+        first = bits.flatten()[:1]
+        inverted = bool(first.any())
+        digest = hashlib.sha256(bytes_of((bits ^ first).contiguous())).hexdigest()
+        return self.new_mask(node, "constant", rounding=0, same_as=("constant", digest), inverted=inverted)
 
 
 def _is_binary(tensor: torch.Tensor) -> bool:

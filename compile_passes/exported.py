@@ -7,6 +7,7 @@ that tracing recorded (an export with grad mode on) are dropped first; they woul
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -116,7 +117,8 @@ def _lower_to_aten(graph: Graph) -> None:
     """Replace new nodes by ATen operators with traced values, which is what an exported graph consists of."""
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     for node in list(graph.nodes):
-        is_result = node.op == "call_method" or node.target in (torch.add, torch.mul)  # with the root's example
+        is_arithmetic = node.target in (operator.add, operator.mul) and isinstance(node.meta.get("val"), Tensor)
+        is_result = node.op == "call_method" or is_arithmetic  # with the root's example
         is_new = "val" not in node.meta or is_result
         if not is_new or node.op not in ("call_function", "call_method"):
             continue

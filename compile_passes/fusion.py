@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -23,14 +23,14 @@ from .distributed import is_part_of_a_split_graph, lacks_its_mask, report_split_
 from .evaluate import Evaluation
 from .examples import record_examples
 from .inlining import inline_no_grad
-from .memory import Memory
+from .memory import Memory, Surroundings
 from .near_misses import find_near_misses
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, layers_present, line, report_at
-from .rewrite import replacement, rewrite
+from .rewrite import Replacement, replacement, rewrite
 from .shapes import example, tensor_example
-from .sites import Refusal, Site, find_sites, interior
+from .sites import Refusal, Site, find_sites, interior, parts_of
 from .symbols import calls_read_once
 from .view import View
 
@@ -50,6 +50,7 @@ def fuse_graph(
     strict: bool = False,
     assume_binary: bool = False,
     constants: Callable[[Node], Tensor | None] = lambda _: None,
+    surroundings: Surroundings | None = None,
 ) -> None:
     """Rewrite the MGLU layers of a graph in place, and add to `report` what became of each.
 
@@ -60,6 +61,7 @@ def fuse_graph(
         assume_binary: also fuse real masks, trusting them to be binary (packing checks at run time).
         constants: the value of a node if it is the same whenever the graph runs, otherwise None; a real mask among
             such nodes is proved to be binary by its values.
+        surroundings: the graphs around this one, if it may be the body of a higher-order operator.
 
     Raises:
         FusionError: under `strict`, if a layer is not fused (the other layers are), or if the pass itself fails.
@@ -76,7 +78,7 @@ def fuse_graph(
     present = layers_present(graph)
     try:
         with _no_new_guards(graph), calls_read_once():
-            fused, missed = _fuse(graph, constants, assume_binary)
+            fused, missed = _fuse(graph, report, constants, assume_binary, surroundings)
     except Exception as error:
         message = (
             f"mglu_ops: the fusion pass failed and left the graph as it was ({_cause(error)}). This is a bug of "
@@ -98,33 +100,38 @@ def fuse_graph(
 
 
 def _fuse(
-    graph: Graph, constants: Callable[[Node], Tensor | None], assume_binary: bool
+    graph: Graph,
+    report: FusionReport,
+    constants: Callable[[Node], Tensor | None],
+    assume_binary: bool,
+    surroundings: Surroundings | None,
 ) -> tuple[list[SiteReport], list[SiteReport]]:
     """Fuse the layers of a graph; returns the reports of those that were fused and of those that were not."""
     view = View(graph)
     recogniser = Evaluation(view, constants)
-    layers, missed = [], []
-    found: set[Node] = set()
-    reported: set[Hashable] = set()
-    for site in find_sites(view.graph, recogniser):
-        spelling = interior(recogniser, site)
-        try:
-            layers.append(check(recogniser, site, assume_binary))
-        except Refusal as refusal:
-            if lacks_its_mask(graph, view.originals(spelling)):
-                continue  # `report_split_layers` reports it
-            missed.append(_describe(site, reason=str(refusal), before=tuple(map(line, spelling))))
-            reported.update(recogniser.key(projection.weight) for projection in site.projections)
-        found.update(spelling)
-    missed.extend(report_split_layers(graph, view.originals(found)))
+    report.errors.extend(recogniser.errors)
+    sites = find_sites(view.graph, recogniser)
+    spellings = {site: interior(recogniser, site) for site in sites}
+    near = {}
     if not is_part_of_a_split_graph():
-        missed.extend(find_near_misses(recogniser, found, reported))
-    made = []
-    for layer in layers:
-        try:
-            made.append(replacement(recogniser, layer))
-        except Refusal as refusal:
-            missed.append(_describe(layer.site, reason=str(refusal), before=tuple(map(line, layer.interior))))
+        near = find_near_misses(recogniser, {node for spelling in spellings.values() for node in spelling})
+    if sites and surroundings is not None:
+        view.memory.write_at_end(surroundings.written_after(graph.owning_module))
+    replaced: dict[Node, Replacement] = {}
+    missed: list[SiteReport] = []
+    found: set[Node] = set()
+    for site, spelling in spellings.items():
+        is_fused, refused = _fuse_site(recogniser, site, assume_binary, replaced)
+        if not is_fused and lacks_its_mask(graph, view.originals(spelling)):
+            continue  # `report_split_layers` reports it
+        found.update(spelling)
+        for part, reason in refused:
+            missed.append(_describe(part, reason=reason, before=tuple(map(line, interior(recogniser, part)))))
+            for projection in part.projections:
+                near.pop(recogniser.key(projection.weight), None)
+    missed.extend(report_split_layers(graph, view.originals(found)))
+    missed.extend(near.values())
+    made = list(replaced.values())
     notes = _notes(recogniser, [one.layer for one in made])
     fused = [
         _describe(
@@ -141,8 +148,30 @@ def _fuse(
         for one, note in zip(made, notes, strict=True)
     ]
     if made:
+        for node in reversed(recogniser.imagined):
+            view.graph.erase_node(node)
         rewrite(view, made)
     return fused, missed
+
+
+def _fuse_site(
+    recogniser: Recogniser, site: Site, assume_binary: bool, replaced: dict[Node, Replacement]
+) -> tuple[bool, list[tuple[Site, str]]]:
+    """Replace a site, or the parts of it that can be if the whole cannot.
+
+    Replacements are added to `replaced`, by their roots. Returns whether any part is replaced, and the parts that are not
+    with the reasons; if no part is, the reason is that of the whole.
+    """
+    if site.root in replaced:
+        return True, []
+    try:
+        replaced[site.root] = replacement(recogniser, check(recogniser, site, assume_binary))
+        return True, []
+    except Refusal as refusal:
+        parts = [_fuse_site(recogniser, part, assume_binary, replaced) for part in parts_of(recogniser, site)]
+        if any(is_fused for is_fused, _ in parts):
+            return True, [one for _, refused in parts for one in refused]
+        return False, [(site, str(refusal))]
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
@@ -281,12 +310,11 @@ def _frozen(graph: Graph) -> dict[Node, Tensor]:
     if graph.owning_module is None or not inductor_config.freezing or torch.is_grad_enabled():
         return {}
     values = {node: getattr(graph.owning_module, str(node.target), None) for node in graph.find_nodes(op="get_attr")}
-    storages = Memory(graph).storages
-    returned = {storage for node in graph.output_node().all_input_nodes for storage in storages[node]}
+    memory, end = Memory(graph), graph.output_node()
     return {
         node: value.detach()
         for node, value in values.items()
-        if isinstance(value, Tensor) and storages[node].isdisjoint(returned)
+        if isinstance(value, Tensor) and not memory.share(node, end.all_input_nodes, memory.order[end])
     }
 
 
@@ -306,7 +334,7 @@ class FusionPass(CustomGraphPass):
     """The pass as an object for Inductor's `pre_grad_custom_pass`; it first runs the passes that were there before.
 
     Pickling keeps its options and drops its report, so that compile caches and worker processes can carry it.
-    `has_run` tells whether it was called.
+    `has_run` tells whether it was called, and `surroundings` are the graphs of the module that is compiled.
     """
 
     def __init__(
@@ -325,6 +353,7 @@ class FusionPass(CustomGraphPass):
         self.assume_binary = assume_binary
         self.before = tuple(before)
         self.has_run = False
+        self.surroundings: Surroundings | None = None
 
     def after(self, before: Sequence[GraphPass]) -> FusionPass:
         """A pass of the same options and report that first runs the passes `before`."""
@@ -340,6 +369,7 @@ class FusionPass(CustomGraphPass):
             strict=self.strict,
             assume_binary=self.assume_binary,
             constants=_frozen(graph).get,
+            surroundings=self.surroundings,
         )
 
     def uuid(self) -> Any | None:
@@ -350,4 +380,4 @@ class FusionPass(CustomGraphPass):
         return ("mglu_ops", _source_hash(), self.strict, self.assume_binary, tuple(str(uuid) for uuid in uuids))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "report": FusionReport(), "has_run": False}
+        return {**self.__dict__, "report": FusionReport(), "has_run": False, "surroundings": None}

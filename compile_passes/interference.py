@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from .recognise import Recogniser
 from .report import line
+from .shapes import sources
 from .sites import Refusal
 from .symbols import as_call, value_users
 from .values import Activated, Bundle, Gated, Product, Projection, Weighted, first_of
@@ -89,13 +90,20 @@ def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Col
     A call whose effect is unknown counts as a write, and so does a gradient hook: it would see another gradient. The
     memory of the root does not count: the operator returns a new tensor instead, which backward does not read.
     """
-    inside = {view.origin[node] for node in interior}
+    inside = view.originals(interior)
     inputs = {item for node in interior for item in node.all_input_nodes}
     for node in dict.fromkeys((*reads, *interior, *inputs)):
         for writer in view.later_writers(node, besides=root):
             if writer not in inside:
                 problem = "writes in place to" if view.memory.effects[writer].is_known else "may change or watch"
-                raise Refusal(f"`{line(writer)}` {problem} `{view.holders[node].name}`, which backward needs")
+                what = "the graph around this one" if writer.op == "output" else f"`{line(writer)}`"
+                raise Refusal(f"{what} {problem} `{view.holders[node].name}`, which backward needs")
+    for call in view.memory.differentiating:
+        if view.origin[root] in sources(call):
+            raise Refusal(
+                f"`{line(call)}` takes a gradient of the layer that may be differentiated again, and the operator has "
+                "no second derivatives"
+            )
 
 
 def _is_computed(recogniser: Recogniser, node: Node) -> bool:

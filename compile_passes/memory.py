@@ -1,21 +1,26 @@
-"""The memory of a graph: which tensors share a storage, which nodes write to which storages, and under which modes.
+"""Which nodes share memory, which nodes write to it, and under which modes each node runs.
 
 In a graph that was just traced, the examples of a tensor and of its views share a storage. In a program that was saved
 and loaded they do not, because each was stored separately; there the calls tell what they share (`calls.py`).
+
+A storage may become one with others: the result of a call whose effect is unknown may be a view of any argument. From
+the position of that call on, a write to one of them counts as a write to all. Joined storages form trees of which each
+edge has a position (union-find by size), so that a question takes logarithmic time however many calls are unknown.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Hashable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from .calls import Effect, Watcher, storage_of
+from .calls import Effect, Watcher, bodies_of, storage_of
 from .shapes import example
 
 STORAGE = "mglu_storage"
@@ -28,13 +33,24 @@ class Modes:
 
     Attributes:
         grad: whether gradients are recorded.
-        blocks: the blocks of autocast and inference mode around the node.
-        transforms: the functorch transforms (`vmap`, `grad`, ...) around it.
+        blocks: the nodes that enter the blocks of autocast and inference mode around the node.
+        transforms: the names of the functorch transforms (`vmap`, `grad`, ...) around it.
     """
 
     grad: Any
-    blocks: tuple[str, ...] = ()
+    blocks: tuple[Node, ...] = ()
     transforms: tuple[str, ...] = ()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run a block inside the blocks of autocast and inference mode."""
+        with ExitStack() as stack:
+            for node in self.blocks:
+                entered: Any = node.target
+                state = entered(*node.args, **node.kwargs)
+                module = torch.autograd.grad_mode if "inference" in entered.__name__ else torch.amp.autocast_mode
+                stack.callback(getattr(module, entered.__name__.replace("enter", "exit")), state)
+            yield
 
 
 class Memory:
@@ -46,51 +62,161 @@ class Memory:
         self.effects: dict[Node, Effect] = {}
         self.modes = dict(_modes(graph))
         self.storages: dict[Node, frozenset[Hashable]] = {}
-        self.given: set[Hashable] = set()
-        """The storages of the graph's inputs, parameters and constants."""
         self.misdescribed: set[int] = set()
         """The ids of examples whose shape or gradient a later call changes: they show what their tensor becomes."""
-        self._writes: dict[Hashable, list[Node]] = {}
+        self.differentiating: list[Node] = []
+        """The calls of autograd in the graph whose gradients can be differentiated again."""
+        self.writes_inputs = False
+        """Whether some node writes to an input or constant of the graph."""
+        self._parents: dict[Hashable, tuple[Hashable, int]] = {}
+        """For a storage that was joined to another one, that storage, and the position from which they are one."""
+        self._sizes: dict[Hashable, int] = {}
+        self._given: dict[Hashable, int] = {}
+        """The storages that are an input, parameter or constant, or one with such a storage, and from where on."""
+        self._writes: dict[Hashable, tuple[list[int], list[Node]]] = {}
         self._returned = graph.output_node().all_input_nodes
         for node in graph.nodes:
-            effect = self.effects[node] = watcher.effect(node)
-            inputs = node.all_input_nodes
-            held = {storage for i in effect.shares for storage in self.storages[inputs[i]]}
-            self.storages[node] = frozenset(held.union(_traced(node)))
-            if node.op in ("placeholder", "get_attr"):
-                self.given |= self.storages[node]
-            if effect.changes_metadata:
-                self.misdescribed.add(id(example(inputs[0])))
-            for storage in {storage for i in effect.writes for storage in self.storages[inputs[i]]}:
-                self._writes.setdefault(storage, []).append(node)
+            self._add(node, watcher.effect(node))
 
-    @property
-    def written(self) -> set[Hashable]:
-        """The storages that some node writes to."""
-        return set(self._writes)
+    def write_at_end(self, storages: Iterable[Hashable]) -> None:
+        """Note that something writes to storages after the graph has run; its output node stands for the writer."""
+        end = next(reversed(self.order))
+        for storage in storages:
+            self._write(storage, end, len(self.order))
 
-    def is_written(self, node: Node) -> bool:
-        """Whether some node writes to the memory of a node's result."""
-        return not self.storages[node].isdisjoint(self._writes)
+    def _add(self, node: Node, effect: Effect) -> None:
+        inputs, position = node.all_input_nodes, self.order[node]
+        self.effects[node] = effect
+        held = {storage for i in effect.shares for storage in self.storages[inputs[i]]}
+        own = set(_traced(node))
+        if held and effect.is_known and own and own <= held:
+            held = own  # such as one of several results
+        held = held | own
+        if not effect.is_known and not own and not node.users:
+            held = set()  # it returns nothing
+        if len(held) > 1 and not own >= held:
+            held = {self._join(held, position)}
+        self.storages[node] = frozenset(held)
+        if node.op in ("placeholder", "get_attr"):
+            self._given.update(dict.fromkeys(held, position))
+        if effect.changes_metadata:
+            self.misdescribed.add(id(example(inputs[0])))
+        if _differentiates(node):
+            self.differentiating.append(node)
+        for storage in {storage for i in effect.writes for storage in self.storages[inputs[i]]}:
+            self._write(storage, node, position)
 
-    def writes(self, storage: Hashable, after: int, before: float) -> Iterator[Node]:
-        """The nodes between two positions that write to a storage."""
-        writers = self._writes.get(storage, [])
-        start = bisect_right(writers, after, key=self.order.__getitem__)
-        for writer in writers[start:]:
-            if self.order[writer] >= before:
-                return
-            yield writer
+    def _write(self, storage: Hashable, writer: Node, position: int) -> None:
+        root = self._root(storage, position)
+        positions, writers = self._writes.setdefault(root, ([], []))
+        positions.append(position)
+        writers.append(writer)
+        self.writes_inputs |= root in self._given
 
-    @property
-    def writes_inputs(self) -> bool:
-        """Whether some node writes to an input or constant of the graph."""
-        return not self.given.isdisjoint(self._writes)
+    # --- Joined storages ---------------------------------------------------------------------------------------------
+
+    def _join(self, storages: Iterable[Hashable], position: int) -> Hashable:
+        """Make storages one from a position on; returns one of them."""
+        largest, *others = sorted({self._root(s, position) for s in storages}, key=lambda s: -self._sizes.get(s, 1))
+        for other in others:
+            self._parents[other] = (largest, position)
+            self._sizes[largest] = self._sizes.get(largest, 1) + self._sizes.get(other, 1)
+            if other in self._given:
+                self._given.setdefault(largest, position)
+        return largest
+
+    def _root(self, storage: Hashable, position: float) -> Hashable:
+        """The storage that stands at a position for all that are one with a storage."""
+        while (parent := self._parents.get(storage)) is not None and parent[1] <= position:
+            storage = parent[0]
+        return storage
+
+    def share(self, one: Node, others: Iterable[Node], position: int) -> bool:
+        """Whether a node shares memory with one of the others at a position."""
+        roots = {self._root(storage, position) for storage in self.storages[one]}
+        return any(self._root(storage, position) in roots for other in others for storage in self.storages[other])
+
+    def is_given(self, node: Node, position: int) -> bool:
+        """Whether a node shares memory with an input or constant of the graph at a position."""
+        roots = (self._root(storage, position) for storage in self.storages[node])
+        return any(self._given.get(root, position + 1) <= position for root in roots)
 
     @property
     def returns_inputs(self) -> bool:
         """Whether the graph returns memory of an input or constant."""
-        return any(self.storages[node] & self.given for node in self._returned)
+        return any(self.is_given(node, len(self.order)) for node in self._returned)
+
+    # --- Writes ------------------------------------------------------------------------------------------------------
+
+    def is_written(self, node: Node) -> bool:
+        """Whether some node writes to the memory of a node's result."""
+        return self.last_write(node, -1, len(self.order) + 1) is not None
+
+    def writes(self, storage: Hashable, after: int, before: float) -> Iterator[Node]:
+        """The nodes between two positions that write to a storage."""
+        for _, writers, start, end in self._written(storage, after, before):
+            yield from writers[start:end]
+
+    def last_write(self, node: Node, after: int, before: float) -> Node | None:
+        """The last node between two positions that writes to the memory of a node's result."""
+        if not self._writes:
+            return None
+        last = [
+            (positions[end - 1], writers[end - 1])
+            for storage in self.storages[node]
+            for positions, writers, start, end in self._written(storage, after, before)
+            if start < end
+        ]
+        return max(last, key=lambda found: found[0])[1] if last else None
+
+    def _written(
+        self, storage: Hashable, after: int, before: float
+    ) -> Iterator[tuple[list[int], list[Node], int, int]]:
+        """The writes between two positions to all that is one with a storage: positions, nodes, and which of them."""
+        joined = -1
+        while joined < before:
+            parent, left = self._parents.get(storage, (None, before))
+            if storage in self._writes:
+                positions, writers = self._writes[storage]
+                start = bisect_right(positions, max(after, joined - 1))
+                yield positions, writers, start, max(start, bisect_left(positions, min(left, before)))
+            if parent is None:
+                return
+            storage, joined = parent, int(left)
+
+
+def _differentiates(node: Node) -> bool:
+    """Whether a node computes gradients that may be differentiated again."""
+    is_autograd = node.target == "backward" or getattr(node.target, "__module__", None) == "torch.autograd"
+    return node.op.startswith("call_") and is_autograd and node.kwargs.get("create_graph", False) is not False
+
+
+class Surroundings:
+    """The graphs of a module and of the bodies of its higher-order operators, such as `checkpoint`."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self._calls: dict[GraphModule, list[Node]] = {}
+        """The calls of each body."""
+        self._memories: dict[Graph, Memory] = {}
+        for graph in [one.graph for one in module.modules() if isinstance(one, GraphModule)]:
+            for node in graph.nodes:
+                if isinstance(node.target, torch._ops.HigherOrderOperator):
+                    for body in filter(None, bodies_of(node)):
+                        self._calls.setdefault(body, []).append(node)
+
+    def written_after(self, body: GraphModule | None) -> Iterator[Hashable]:
+        """The storages that graphs around a body write to after its call, of which its own graph knows nothing.
+
+        Tracing gives an input of a body the example of the operand, so that both have one storage.
+        """
+        for call in self._calls.get(body, ()) if body is not None else ():
+            memory = self._memories.get(call.graph) or Memory(call.graph)
+            self._memories[call.graph] = memory
+            around = set(self.written_after(call.graph.owning_module))
+            for node in call.all_input_nodes:
+                if memory.last_write(node, memory.order[call], len(memory.order)) is not None:
+                    yield from memory.storages[node]
+                yield from memory.storages[node] & around
 
 
 def _traced(node: Node) -> Iterator[Hashable]:
@@ -117,7 +243,7 @@ def _modes(graph: Graph) -> Iterator[tuple[Node, Modes]]:
         if name == "_set_grad_enabled":
             modes = replace(modes, grad=node.args[0])
         elif name in _ENTERS:
-            modes = replace(modes, blocks=(*modes.blocks, node.name))
+            modes = replace(modes, blocks=(*modes.blocks, node))
         elif name in _EXITS:
             modes = replace(modes, blocks=modes.blocks[:-1])
         elif name.endswith("_increment_nesting") or name == "_enter_dual_level":

@@ -45,22 +45,22 @@ class _Weight:
     """The nodes from the forms to the products, including the products."""
 
 
-def find_near_misses(recogniser: Recogniser, found: set[Node], reported: set[Hashable]) -> list[SiteReport]:
-    """The report of one near miss for each weight that multiplies one x in two forms, at least one of them masked.
+def find_near_misses(recogniser: Recogniser, found: set[Node]) -> dict[Hashable, SiteReport]:
+    """The reports of near misses, one for each weight that multiplies one x in two forms, at least one of them masked.
 
     Args:
         recogniser: the values of the nodes of a graph.
         found: the nodes of the layers that were found, which do not count.
-        reported: the keys of weights that the report mentions already.
+
+    Returns:
+        The reports by the keys of the weights.
     """
-    misses = []
+    misses = {}
     for key, weight in _weights(recogniser, found).items():
-        if key in reported:
-            continue
         is_multiplied = any(len(forms) > 1 for forms in weight.by_x.values())
         miss = _miss(recogniser, weight.reached, found) if is_multiplied else _given_away(weight)
         if miss is not None:
-            misses.append(miss)
+            misses[key] = miss
     return misses
 
 
@@ -189,7 +189,7 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> SiteR
 
     If rules know all of these, the miss is at the last product; None if nothing uses the products.
     """
-    pending, seen = list(reached), set(reached)
+    pending, seen = list(reached), reached | set(recogniser.imagined)
     unknown = [node for node in reached if not _is_known(recogniser, node)]
     is_used = False
     while pending:

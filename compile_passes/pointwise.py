@@ -8,6 +8,7 @@ True + True is True.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +17,14 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .calls import as_function, call_key
+from .values import Number
 
 
 @dataclass(frozen=True)
 class Operand:
     """A tensor that replaces an input of a node: its values, and whether it is a tensor without dimensions."""
 
-    values: tuple[float, ...]
+    values: tuple[Number, ...]
     dtype: torch.dtype
     is_number: bool = False
     has_gradient: bool = False
@@ -32,7 +34,7 @@ class Operand:
 class Result:
     """The values of a node, and their derivatives with respect to each operand that has a gradient."""
 
-    values: tuple[float, ...]
+    values: tuple[Number, ...]
     slopes: tuple[tuple[float, ...], ...]
 
 
@@ -45,7 +47,8 @@ _MOST_RESULTS = 4096
 def evaluate(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype) -> Result | None:
     """Evaluate an elementwise node on `operands`, which all have the same length or are numbers.
 
-    Returns None if a result is not finite, or if its dtype is not `dtype`, the dtype of the node.
+    Returns None if a result is not finite, if its dtype is not `dtype` (the dtype of the node), or if the call raises
+    an error, as `7 % M` does at M = 0.
     """
     if node.op == "call_module":  # its target is a name that another graph may give to another module
         return _evaluated(node, operands, dtype)
@@ -64,11 +67,14 @@ def _evaluated(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype)
         tensors = {item: _tensor(operand, length) for item, operand in operands.items()}
         # The call reads copies, because an in-place operation may not write to a leaf with a gradient.
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda item: tensors[item].clone())
-        result = as_function(node)(*args, **kwargs)
+        try:
+            result = as_function(node)(*args, **kwargs)
+        except Exception:  # the call may raise any error at values that the program never has
+            return None
         if result.dtype != dtype:
             return None
-        values = tuple(float(v) for v in result.detach().flatten().tolist())
-        if not all(v == v and abs(v) != float("inf") for v in values):
+        values = tuple(result.detach().flatten().tolist())
+        if not all(map(math.isfinite, values)):
             return None
         leaves = [tensors[item] for item, operand in operands.items() if operand.has_gradient]
         return Result(values, _slopes(result, leaves, length))
@@ -88,13 +94,14 @@ def _tensor(operand: Operand, length: int) -> torch.Tensor:
     return tensor.requires_grad_() if operand.has_gradient else tensor
 
 
-def as_dtype(value: float, dtype: torch.dtype) -> float | None:
+def as_dtype(value: Number, dtype: torch.dtype) -> Number | None:
     """A number rounded to a dtype: 0.5 is 0 as an integer, 0.999 is 1 in bfloat16. None if the dtype cannot hold it."""
     is_integer = dtype is not torch.bool and not dtype.is_floating_point
     try:
         if is_integer and not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max:
             return None
         with _disable_current_modes():
-            return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
-    except RuntimeError:  # a dtype without conversions, such as float4
+            exact = torch.float64 if isinstance(value, float) else torch.int64
+            return torch.tensor(value, dtype=exact).to(dtype).item()
+    except RuntimeError:  # a dtype without conversions, such as float4, or an integer of more than 64 bits
         return None

@@ -38,7 +38,7 @@ from .shapes import (
     unusual_kind,
 )
 from .sites import Refusal, Site, interior
-from .values import Mask, MaskWeight, Term
+from .values import Mask, MaskWeight, Term, scale_of, unscaled
 from .view import overwritten
 from .weight_formats import StoredWeight, is_decoded, stored_weight
 
@@ -50,6 +50,8 @@ class Layer:
     site: Site
     x: Node
     weight: Node
+    weight_scale: float
+    """The number by which the program multiplies the masked weight."""
     transposed: bool
     masks: tuple[tuple[Mask, bool], ...]
     """Each mask, and whether the gate uses its complement."""
@@ -100,11 +102,12 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     reasons.of(_check_operands, recogniser, site)
     reasons.of(_check_experts, site)
     masks: list[tuple[Mask, bool]] = []
-    dtype, trains = None, False
+    dtype, trains, weight_scale = None, False, 1.0
     if all(isinstance(projection.weight, Node) for projection in site.projections):
         found = [reasons.of(_check_mask, term, assume_binary) for term in site.terms]
         masks = [mask for mask in found if mask is not None]
         if len(masks) == len(found):
+            weight_scale = reasons.of(_check_weight_scale, site) or 1
             trains = bool(reasons.of(_check_gradients, site, masks))
             reasons.of(_check_kinds, site, [mask for mask, _ in masks])
         dtype = reasons.of(_check_dtypes, site)
@@ -120,6 +123,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
         site=site,
         x=first.x,
         weight=first.weight,
+        weight_scale=weight_scale,
         transposed=first.transposed,
         masks=tuple(masks),
         activation=activation[0],
@@ -231,6 +235,15 @@ def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
 # --- Masks -----------------------------------------------------------------------------------------------------------
 
 
+def _check_weight_scale(site: Site) -> float:
+    """The number c by which all masked weights are multiplied, whose mask factors are then 0 and c."""
+    scales = {scale_of(one.factor) for one in site.projections if one.factor is not None}
+    if len(scales) > 1:
+        numbers = ", ".join(f"{scale:g}" for scale in scales)
+        raise Refusal(f"the masked weights are multiplied by different numbers: {numbers}")
+    return next(iter(scales), 1)
+
+
 def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
     """The mask of a term, and whether its gate uses the complement."""
     gate, value = term.gate.factor, term.value.factor
@@ -241,15 +254,12 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
         written = any(factor.mask.bits.target is overwritten for factor in (gate, value))
         why = " (the graph writes in place to one of them)" if written else ""
         raise Refusal(f"gate and value use two different masks{why}; the value's must be 1 - M of the gate's M")
-    if gate.is_gate(1) and value.is_gate(-1):
-        complement = False
-    elif gate.is_gate(-1) and value.is_gate(1):
-        complement = True
-    else:
+    if unscaled(gate).at not in _BOTH or value.at != gate.at[::-1]:
         raise Refusal(
             f"the masks are not complementary: at M = 0 and M = 1 the gate multiplies the weight by {gate.at} and the "
             f"value by {value.at}; this must be (0, 1) and (1, 0)"
         )
+    complement = unscaled(gate).is_gate(-1)
     mask = replace(gate.mask, rounding=max(gate.mask.rounding, value.mask.rounding))
     _check_mask_shape(term, mask)
     if mask.proof is None and not assume_binary:
@@ -260,6 +270,9 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
             f"proves to be binary{doubt}; make it bool, or derive it by a comparison{trust}"
         )
     return mask, complement
+
+
+_BOTH = ((0, 1), (1, 0))
 
 
 def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
@@ -293,7 +306,7 @@ def _trains(site: Site, term: Term) -> bool:
 
 
 def _check_slopes(term: Term, sign: int) -> None:
-    gate, value = term.gate.factor, term.value.factor
+    gate, value = (one.factor and unscaled(one.factor) for one in (term.gate, term.value))
     assert gate is not None, "the masks are checked first"
     assert value is not None, "the masks are checked first"
     carriers = [factor.mask.carrier and factor.mask.carrier.key for factor in (gate, value)]
@@ -380,6 +393,11 @@ def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple
     mask_weights = tuple(term.mask_weight for term in site.terms if term.mask_weight is not None)
     if mask_weights and len(mask_weights) != len(site.terms):
         raise Refusal("some terms of the sum have mask weights and some do not")
+    if dtype is torch.float16 and (any(abs(one) != 1 for one in scales) or any(term.moved for term in site.terms)):
+        raise Refusal(
+            "a number or a mask weight multiplies a part of the layer, and in float16 a value that is multiplied later "
+            "may overflow or vanish before; multiply the layer's result, or use bfloat16"
+        )
     if max(scales) - min(scales) <= 1e-12 * abs(scales[0]):  # equal up to rounding
         return mask_weights, scales[0]
     if mask_weights:
@@ -396,12 +414,16 @@ def _with_stored_weight(recogniser: Recogniser, layer: Layer) -> Layer:
     if not is_decoded(layer.weight):
         return layer
     try:
+        if layer.weight_scale != 1:
+            raise Refusal("the program multiplies the masked weight by a number")
         if layer.is_of_experts:
             raise Refusal("the pass proves the formats of single layers only")
         if layer.trains_masks:
             raise Refusal("the operator trains masks of weights in x's dtype only")
         stored = stored_weight(recogniser, layer.weight, layer.site.root, layer.dtype, transposed=layer.transposed)
     except Refusal as refusal:
+        if any(projection.row_scaled for projection in layer.site.projections):
+            raise
         return replace(layer, why_decoded=str(refusal))
     return replace(layer, stored=stored)
 

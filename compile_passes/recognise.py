@@ -5,9 +5,11 @@ The first argument of each rule is a recogniser. `evaluate.py` asks the rules an
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from .shapes import holds_experts, is_matrix, repeated, requires_grad, slice_of, tensor_example
@@ -30,6 +32,7 @@ class Recogniser:
         self.looked_through: set[Node] = set()
         """The nodes that rules have looked through (`through`) to a value."""
         self._looking: list[Node] = []
+        self._imagined: dict[Hashable, Node] = {}
         self.view = view
         for node in view.graph.nodes:
             self._keys[node] = self._intern(node)
@@ -38,7 +41,7 @@ class Recogniser:
         """The value of an argument of a node, which may be another node or a number."""
         if isinstance(argument, Node):
             return self._values.get(argument)
-        return Scalar(float(argument)) if isinstance(argument, (bool, int, float)) else None
+        return Scalar(argument) if isinstance(argument, (bool, int, float)) else None
 
     def factor(self, mask: Any, weight: Any) -> Value:
         """The value of `mask` as a factor of `weight`."""
@@ -71,10 +74,47 @@ class Recogniser:
         identity: Hashable = (node.op, node.target, self.key(node.args), named)
         if call is not None and call.is_whole and example is not None and not example.is_complex():
             identity = (call.symbol, self.key(call.args))
-        kind = None if example is None else (example.dtype, str(example.device), requires_grad(node))
         modes = self.view.modes(node)
-        structure = (identity, kind, modes.blocks, modes.transforms)
-        return ("node", self._interned.setdefault(structure, len(self._interned)))
+        return self._identity(node, identity, requires_grad(node), modes.blocks, modes.transforms)
+
+    def _identity(self, node: Node, *structure: Hashable) -> Hashable:
+        """The key of the value of a node; `structure` tells how it is computed. All keys of computed values come here.
+
+        Equal keys imply equal shapes, dtypes and devices, whatever the structure is.
+        """
+        value = tensor_example(node)
+        kind = None if value is None else (value.dtype, str(value.device), *map(_size, value.shape))
+        return ("node", self._interned.setdefault((*structure, kind), len(self._interned)))
+
+    def new_mask(
+        self,
+        node: Node,
+        proof: str | None,
+        *,
+        rounding: float,
+        same_as: tuple[Hashable, ...] | None = None,
+        trained: bool = False,
+        inverted: bool = False,
+        doubt: str = "",
+        logits: Node | None = None,
+    ) -> Binary:
+        """The value of a node whose elements are a mask, or its complement if `inverted`. All new masks are made here.
+
+        Args:
+            node: the node.
+            proof: why it is binary; None if nothing proves it.
+            rounding: the machine epsilon of its rounding errors (`Mask.rounding`), with those of what it is made of.
+            same_as: the operation and the keys of its operands, if other calls make the same mask; the shape, dtype and
+                device of the node become part of the key.
+            trained: whether the mask has a gradient, which the node carries.
+            inverted: whether the node holds the complement.
+            doubt: why an unproved mask may not be binary.
+            logits: a node such that the mask is `logits > 0`.
+        """
+        key = self.key(node) if same_as is None else self._identity(node, "mask", same_as)
+        carrier = Carrier(node, self.key(node)) if trained else None
+        mask = Mask(node, key, proof, carrier, doubt=doubt, inverted=inverted, logits=logits, rounding=rounding)
+        return Binary(mask, at=(1, 0) if inverted else (0, 1), slope=(1, 1) if trained else (0, 0))
 
     def through(self, argument: Any) -> Call | None:
         """The call behind an argument, for a rule that looks through it; its node then belongs to the site."""
@@ -83,11 +123,47 @@ class Recogniser:
             self._looking.append(argument)
         return call
 
+    def straight_through(self, hard: Mask, node: Node, logits: Node | None, rounding: float) -> Binary:
+        """The value of a node that has the values of the mask `hard`, up to rounding errors, and carries a gradient.
+
+        `logits` is the node that receives the gradient, if the mask is `logits > 0`.
+        """
+        proof = hard.proof and "straight-through"
+        carrier = Carrier(node, self.key(node), logits)
+        rounding = max(rounding, hard.rounding)
+        return Binary(replace(hard, proof=proof, carrier=carrier, rounding=rounding), slope=(1, 1))
+
+    def imagine(self, node: Node, function: Callable[..., Any], *args: Any) -> Node:
+        """A node that computes what the program computes only in another place: `W * s` of `(W * M) * s`, or `x.t()`.
+
+        It stands before `node` in the view until the rewrite copies or erases it. Equal calls are one node.
+
+        Args:
+            node: the node whose rule asks, under whose modes the call would run.
+            function: the function; it returns a tensor like its first argument, or `torch.t` of it.
+            args: its arguments.
+        """
+        key = ("imagined", function, self.key(args), self.view.modes(node))
+        if key not in self._imagined:
+            with self.view.graph.inserting_before(node):
+                made = self.view.graph.call_function(function, args)
+            value = tensor_example(args[0])
+            assert value is not None, "rules imagine functions of tensors"
+            value = value.mT if function is torch.t else value
+            has_gradient = any(map(requires_grad, args)) and self.view.modes(node).grad is not False
+            made.meta = {"example_value": value.detach().requires_grad_(has_gradient)}
+            self._keys[made] = self._identity(made, (function, self.key(args)), has_gradient)
+            self._imagined[key] = made
+        return self._imagined[key]
+
+    @property
+    def imagined(self) -> list[Node]:
+        """The nodes that rules have imagined, each after those that it reads."""
+        return list(self._imagined.values())
+
     def unproved(self, node: Node) -> Binary:
         """The value of a real tensor that is used like a mask although nothing proves that it is binary."""
-        key, trained = self.key(node), requires_grad(node)
-        mask = Mask(node, key, proof=None, carrier=Carrier(node, key) if trained else None)
-        return Binary(mask, slope=(1, 1) if trained else (0, 0))
+        return self.new_mask(node, None, rounding=0, trained=requires_grad(node))
 
     def as_weighted(self, argument: Any) -> Weighted | None:
         """An argument as a weight, masked or not.
@@ -107,6 +183,11 @@ class Recogniser:
             is_weight = is_matrix(base) and not isinstance(self.value(base), (Scalar, Levels, Binary))
             return Weighted(base, None) if is_weight else None
         return Weighted(argument, None) if holds_experts(argument) else None
+
+
+def _size(size: Any) -> Hashable:
+    """A size of a tensor as a part of a key; a symbolic one adds no guard as text."""
+    return size if type(size) is int else str(size)
 
 
 def _same_tensor(node: Node) -> Node | None:

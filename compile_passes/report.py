@@ -81,7 +81,7 @@ class SiteReport:
 _COLUMNS = ("module", "source", "masks", "activation", "dtype", "result", "masks packed")
 
 
-@dataclass
+@dataclass(repr=False)
 class FusionReport:
     """The layers of all graphs that the pass has read, in order; a layer that is compiled twice is listed twice.
 
@@ -92,19 +92,23 @@ class FusionReport:
         missed: layers that were recognised but not fused.
         present: layers that called the operator already, such as `mglu_ops.nn.MGLU`.
         graphs: the number of graphs that the pass has read.
+        errors: what rules of the pass have raised; the nodes at which they did are left unchanged.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
     missed: list[SiteReport] = field(default_factory=list)
     present: list[SiteReport] = field(default_factory=list)
     graphs: int = 0
+    errors: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         present = f"{len(self.present)} called the operator already, " if self.present else ""
         head = f"{len(self.fused)} fused, {len(self.missed)} missed, {present}{counted(self.graphs, 'graph')} seen"
-        if not self.fused and not self.missed and not self.present:
+        if not self.fused and not self.missed and not self.present and not self.errors:
             return head
         return "\n".join([head, "", *_table([_COLUMNS, *self._rows()]), *self._notes()])
+
+    __repr__ = __str__  # so that a notebook shows the table
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         fused = (*self.present, *self.fused)  # another thread may compile meanwhile
@@ -126,6 +130,9 @@ class FusionReport:
                 "\nMasks are packed at each call, so that a changed mask takes effect at the next call; to pack them "
                 "once, use mglu_ops.freeze, torch._inductor.config.freezing under no_grad, or mglu_ops.export."
             )
+
+        for error in dict.fromkeys(self.errors):
+            yield f"\nA rule of the pass failed, which is a bug of mglu_ops, and knew nothing of one node: {error}"
 
         if any(site.hides_nan for site in self.fused):
             yield (

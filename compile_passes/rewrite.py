@@ -32,6 +32,7 @@ from .shapes import (
 )
 from .sites import Refusal
 from .symbols import as_call
+from .trial import with_strides_of
 from .values import Binary, Mask, MaskWeight, Slice
 from .view import View
 from .weight_formats import StoredWeight, is_one_scale
@@ -69,18 +70,19 @@ def replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
 
 
 def _replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
-    graph, root = recogniser.view.graph, layer.site.root
+    graph, root, value = recogniser.view.graph, layer.site.root, layer.site.value
     before = root.prev
     try:
         with graph.inserting_before(root):
             result, packed = _fused_call(graph, recogniser, layer)
             if layer.scale != 1:
-                result = graph.call_function(torch.mul, (result, layer.scale))
-            if layer.site.rest is not None:
-                result = graph.call_function(torch.add, (layer.site.rest, result))
+                result = graph.call_function(operator.mul, (result, layer.scale))
+            if value.rest is not None:
+                addends = (value.rest, result) if value.rest_first else (result, value.rest)
+                result = graph.call_function(operator.add, addends)
+            result = with_strides_of(recogniser.view, root, _nodes_between(before, root))
         nodes = tuple(_nodes_between(before, root))
-        trains = torch.is_grad_enabled() and requires_grad(root)
-        check_interference(recogniser, root, layer.interior, nodes, trains=trains)
+        check_interference(recogniser, root, layer.interior, nodes, trains=requires_grad(root))
     except BaseException:
         for node in reversed(_nodes_between(before, root)):
             graph.erase_node(node)
@@ -121,9 +123,14 @@ def _erase_dead(view: View, spelling: set[Node]) -> None:
 
 def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
     """Make the call of the operator; returns the layer's result and when its masks are packed."""
-    x = _cast(graph, layer.x, layer.dtype)
+    x = _cast(graph, _made(graph, recogniser, layer.x), layer.dtype)
     stored = layer.stored
-    weight = _transpose(graph, layer, stored.weight if stored else _cast(graph, layer.weight, layer.dtype))
+    weight = stored.weight if stored else _made(graph, recogniser, layer.weight)
+    if layer.weight_scale != 1:
+        weight = graph.call_function(operator.mul, (weight, layer.weight_scale))
+    if not stored and dtype_of(layer.weight) != layer.dtype:
+        weight = graph.call_method("to", (weight, layer.dtype))
+    weight = _transpose(graph, layer, weight)
     layer = _in_weight_order(layer)
     mask_weight = _mask_weights(graph, recogniser, layer)
     offs: tuple[Node, ...] = (layer.offs,) if layer.offs is not None else ()
@@ -144,7 +151,16 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
         result = graph.call_function(call, arguments)
     if is_batch:
         result = graph.call_method("unflatten", (result, 0, (_number_of(graph, layer.x, 0), -1)))
+    if layer.site.terms[0].gate.swapped:
+        result = graph.call_method("t", (result,))
     return result, packed
+
+
+def _made(graph: Graph, recogniser: Recogniser, node: Node) -> Node:
+    """A node of the program, or a copy of one that a rule has imagined."""
+    if node not in recogniser.imagined:
+        return node
+    return graph.node_copy(node, lambda item: _made(graph, recogniser, item))
 
 
 def _ends_of_equal_groups(graph: Graph, layer: Layer) -> Node:

@@ -7,6 +7,7 @@ needed as a number, a symbolic one counts as unknown.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -207,6 +208,23 @@ def range_of(node: Any) -> tuple[Node, int, int, int] | None:
             bounds = _bounds(part, size(base, dim)) if isinstance(part, slice) else None
     dim = dimension(dim, base)
     return None if dim is None or bounds is None else (base, dim, *bounds)
+
+
+def strided_slice_of(node: Any) -> tuple[int, int, int] | None:
+    """`(dim, start, step)` if `node` is `tensor[..., start::step, ...]` up to the end of a dimension."""
+    call = as_call(node)
+    if call is None or call.symbol not in ("getitem", "slice"):
+        return None
+    base, *rest = call.args
+    dim, part = (rest[0], slice(*rest[1:])) if call.symbol == "slice" else _single_item(base, *rest)
+    dim = dimension(dim, base)
+    length = None if dim is None else size(base, dim)
+    if length is None or not isinstance(part, slice):
+        return None
+    if not all(isinstance(item, (int, NoneType)) for item in (part.start, part.stop, part.step)):
+        return None
+    start, stop, step = part.indices(length)
+    return (dim, start, step) if dim is not None and stop == length and step > 1 else None
 
 
 def _bounds(part: slice, length: int | None) -> tuple[int, int] | None:

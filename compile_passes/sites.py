@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph, Node
 
+from mglu_ops.masks import MAX_MASKS
+
+from . import formulas
 from .recognise import Recogniser
 from .shapes import dtype_of
 from .symbols import as_call, symbol_of, value_users
@@ -20,12 +23,14 @@ class Refusal(Exception):  # noqa: N818 (a result, not an error)
 
 @dataclass(frozen=True)
 class Site:
-    """A candidate: a node whose value is a sum of gated terms."""
+    """A candidate: a node whose value is a sum of gated terms, perhaps plus a residual."""
 
     root: Node
-    terms: tuple[Term, ...]
-    rest: Node | None = None
-    """A residual that the root adds to the terms."""
+    value: Gated
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return self.value.terms
 
     @property
     def projections(self) -> Iterator[Projection]:
@@ -38,28 +43,50 @@ def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
     """The maximal sums of gated terms, in the order of the graph."""
     if not recogniser.masked_weights:
         return []
-    roots: dict[Node, Site] = {}
-    for node in graph.nodes:
-        value = recogniser.value(node)
-        if not isinstance(value, Gated) or all(_continues(recogniser, user, node) for user in value_users(node)):
-            continue
-        if value.rest is not None and value.whole is not None:
-            continue  # a node of the graph holds the sum of the terms alone, and is the site
-        root = node if value.rest is not None else _without_cast(recogniser, node)
-        roots.setdefault(root, Site(root, value.terms, value.rest))
-    return list(roots.values())
+    sums = [node for node in graph.nodes if isinstance(recogniser.value(node), Gated)]
+    return _sites(recogniser, [n for n in sums if not all(_continues(recogniser, u, n) for u in value_users(n))])
 
 
-def _without_cast(recogniser: Recogniser, node: Node) -> Node:
-    """The sum itself, where `node` is a copy of it or a cast of it from the layer's dtype to another one."""
-    call = as_call(node)
-    while call is not None and call.symbol in ("to", "alias"):
-        (source,) = call.args
-        value = recogniser.value(source)
-        if not isinstance(value, Gated) or dtype_of(source) != value.terms[0].gate.dtype:
-            break
-        node, call = source, as_call(source)
-    return node
+def parts_of(recogniser: Recogniser, site: Site) -> list[Site]:
+    """The smaller sums that a site adds, which may be fused if the whole is refused; none if it has too many terms."""
+    if not 1 < len(site.terms) <= MAX_MASKS:
+        return []
+    operands = [site.root]
+    for node in operands:
+        if node is site.root or isinstance(recogniser.value(node), Bundle):
+            operands += node.all_input_nodes
+    return _sites(recogniser, [n for n in operands[1:] if isinstance(recogniser.value(n), Gated)])
+
+
+def _sites(recogniser: Recogniser, sums: list[Node]) -> list[Site]:
+    """Sums as sites: the nodes that first hold all of the terms, before the program scales, casts or copies the sum.
+
+    If the sum is computed in another dtype than the layer and cast at the end, the site is the cast.
+    """
+    sites: dict[Node, Site] = {}
+    for node in sums:
+        chain = [node]
+        while len(inner := [i for i in chain[-1].all_input_nodes if _has_the_terms(recogniser, i, chain[-1])]) == 1:
+            chain += inner
+        dtype = _sum_at(recogniser, node).terms[0].gate.dtype
+        root = next((one for one in reversed(chain) if dtype_of(one) == dtype), chain[-1])
+        sites.setdefault(root, Site(root, _sum_at(recogniser, root)))
+    return list(sites.values())
+
+
+def _sum_at(recogniser: Recogniser, node: Node) -> Gated:
+    value = recogniser.value(node)
+    assert isinstance(value, Gated), "a site is a sum of gated terms"
+    return value
+
+
+def _has_the_terms(recogniser: Recogniser, node: Node, longer: Node) -> bool:
+    """Whether a node holds the terms of `longer`, each up to a number, and no residual that `longer` lacks."""
+    one, other = recogniser.value(node), recogniser.value(longer)
+    if not isinstance(one, Gated) or not isinstance(other, Gated) or one.rest not in (None, other.rest):
+        return False
+    unscaled = [[replace(t, formula=formulas.unscaled(t.formula)[0]) for t in value.terms] for value in (one, other)]
+    return unscaled[0] == unscaled[1]
 
 
 def _continues(recogniser: Recogniser, node: Node, part: Node) -> bool:
@@ -82,7 +109,7 @@ def _adds_terms(recogniser: Recogniser, node: Node, part: Node) -> bool:
 def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
     """The nodes from the leaves of a site (x, weight, mask_weights) to its root, included, in the graph's order."""
     leaves: set[Any] = {node for one in site.projections for node in (one.x, one.weight, one.offs)}
-    leaves |= {term.mask_weight.node for term in site.terms if term.mask_weight is not None} | {site.rest}
+    leaves |= {term.mask_weight.node for term in site.terms if term.mask_weight is not None} | {site.value.rest}
     keys = {recogniser.key(node) for node in leaves if isinstance(node, Node)}
     seen: set[Node] = set()
     stack = [site.root]

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import nn
-from torch._functorch import predispatch
 from torch.fx import Node
 
 import mglu_ops.expert_ops
@@ -72,6 +71,8 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "scaled_sub", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
     yield "rounded_div", f"{_TWO}, rounding_mode", _elementwise("div")
     yield "round", "input, decimals==0", _elementwise("round")
+    yield "floor", "input", _elementwise("floor")
+    yield "ceil", "input", _elementwise("ceil")
     yield "round_to", "input, decimals", _elementwise("round")
     yield "neg", "input", _elementwise("neg", operator.neg, torch.negative, "negative", "__neg__")
     yield "abs", "input", _elementwise("abs", operator.abs, torch.absolute, "absolute", "__abs__")
@@ -112,6 +113,8 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "where", "input, condition, other", ("where",)
     yield "masked_fill", "input, mask, value", _elementwise("masked_fill")
     yield "scatter", "input, dim, index, value|src, reduce==None", _elementwise("scatter")
+    yield "index_fill", "input, dim, index, value", _elementwise("index_fill")
+    yield "gumbel_softmax", "logits, -tau, hard==True, -eps, -dim", (F.gumbel_softmax,)
     yield "one_hot", "input|tensor, num_classes=-1", (F.one_hot, *_aten("one_hot"))
     yield "bernoulli", "input, ...", _elementwise("bernoulli")
     yield "index_put", "input, indices, values, accumulate==False", _elementwise("index_put")
@@ -168,13 +171,11 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "getattr", "input, name", (getattr,)
     yield "size", "...", ("size", "dim", *_aten("sym_size"))
     yield "assert_metadata", "input|a, ...", _aten("_assert_tensor_metadata")
-    yield "add_batch_dim", "input, dim, -level", (torch._C._functorch._add_batch_dim, predispatch._add_batch_dim)
-    removals = (torch._C._functorch._remove_batch_dim, predispatch._remove_batch_dim)
-    yield "remove_batch_dim", "input, -level, size, dim", removals
     # Layers
     yield "linear", "input, weight, bias=None", (F.linear, *_aten("linear"))
     yield "inner", _TWO, (torch.inner, "inner", *_aten("inner"))
     multiplications = (operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__")
+    multiplications = (*multiplications, torch.linalg.matmul)
     yield "matmul", "input, other|mat2|tensor2", (*multiplications, *_aten("matmul", "mm", "bmm"))
     groups = "input|mat_a, mat2|mat_b, offs=None, bias==None, out_dtype==None"
     yield "grouped_mm", groups, (F.grouped_mm, torch._grouped_mm, *_aten("_grouped_mm"))

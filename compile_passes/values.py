@@ -22,7 +22,10 @@ from torch.fx import Node
 from .formulas import VARIABLE, Formula
 from .shapes import requires_grad, tensor_example
 
-Pair = tuple[float, float]
+Number = bool | int | float
+"""A number as the program computes with it: an integer stays one, since a float holds only 53 bits."""
+
+Pair = tuple[Number, Number]
 Slice = tuple[Node, "int | None"]
 """A node, or with an index its slice along the first dimension."""
 
@@ -57,7 +60,6 @@ class Mask:
         doubt: a reason why an unproved mask may not be binary, for the report.
         inverted: whether `bits` holds the complement.
         logits: a node such that the mask is `logits > 0`, if there is one.
-        batched: whether the bits are a stack whose first dimension `torch.vmap` hides.
         rounding: the machine epsilon of the rounding errors with which the program computes the mask; 0 if there are
             none. `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
     """
@@ -70,7 +72,6 @@ class Mask:
     doubt: str = ""
     inverted: bool = False
     logits: Node | None = None
-    batched: bool = False
     rounding: float = 0.0
 
     @property
@@ -78,7 +79,7 @@ class Mask:
         """The shape of the mask or of the stack; empty if tracing recorded none."""
         example = tensor_example(self.bits)
         shape = () if example is None else tuple(example.shape)
-        return shape[1:] if self.batched or self.index is not None else shape
+        return shape[1:] if self.index is not None else shape
 
     @property
     def stack(self) -> int | None:
@@ -93,14 +94,14 @@ class Mask:
 class Scalar:
     """A number, or a tensor filled with it."""
 
-    value: float
+    value: Number
 
 
 @dataclass(frozen=True)
 class Levels:
     """A tensor that holds only these values: `sign(x)` holds -1, 0 and 1."""
 
-    values: tuple[float, ...]
+    values: tuple[Number, ...]
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,9 @@ class Projection:
     If the weight has three dimensions, each expert multiplies its own rows: `x[e]` of x `[E, t, h]`, or with `offs` the
     rows from `offs[e - 1]` to `offs[e]` of x `[S, h]`, as in `torch.nn.functional.grouped_mm`.
 
+    With `swapped` the value is the transpose of that, as of `(weight * factor) @ x.T`.
+
+    `row_scaled` says that `weight` contains a scale by which the program multiplies the product and not the weight.
     `problem` is a reason for the user why a site with this projection is not fused.
     """
 
@@ -181,6 +185,8 @@ class Projection:
     transposed: bool = False
     problem: str | None = None
     offs: Node | None = None
+    swapped: bool = False
+    row_scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,12 +213,16 @@ class Activated:
 
 @dataclass(frozen=True)
 class Term:
-    """`mask_weight * formula(gate) * value`, the part of the layer that one mask makes; None stands for 1."""
+    """`mask_weight * formula(gate) * value`, the part of the layer that one mask makes; None stands for 1.
+
+    `moved` says that the program multiplies the gate or the value by the mask weight, and not the product of both.
+    """
 
     formula: Formula
     gate: Projection
     value: Projection
     mask_weight: MaskWeight | None = None
+    moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,15 +233,14 @@ class Gated:
         terms: the terms.
         rest: a residual that the sum contains besides the terms, if any.
         whole: with a residual, the node that holds the sum of the terms alone, if the graph has one.
+        rest_first: whether the residual is the first operand, whose strides decide if both have others.
     """
 
     terms: tuple[Term, ...]
     rest: Node | None = None
     whole: Node | None = None
+    rest_first: bool = False
 
-
-BATCHED = -1
-"""The dimension of a bundle whose items `torch.vmap` computes at once: each node has the shape of one item."""
 
 MOST_ITEMS = 64
 """The most items of a bundle: 16 masks and their complements, and more, so that the report can say "too many"."""
@@ -250,8 +259,18 @@ class Bundle:
     size: int | None = None
 
 
+@dataclass(frozen=True)
+class Interleaved:
+    """Several values in one tensor: item i is the slice `i::n` of dimension `dim`, where n is the number of items."""
+
+    items: tuple[Weighted | Projection, ...]
+    dim: int
+
+
 Part: TypeAlias = "Binary | Weighted | Projection | Activated | Gated"
-Value: TypeAlias = Scalar | Levels | Binary | Product | Weighted | Projection | Activated | Gated | Bundle | None
+Value: TypeAlias = (
+    Scalar | Levels | Binary | Product | Weighted | Projection | Activated | Gated | Bundle | Interleaved | None
+)
 
 
 def first_of(value: Value) -> Value:
@@ -283,7 +302,7 @@ def binary_at(value: Binary, index: int) -> Binary:
     """One of a stack of masks."""
     mask = value.mask
     carrier = mask.carrier and replace(mask.carrier, key=slice_key(mask.carrier.key, index), index=index)
-    one = replace(mask, key=slice_key(mask.key, index), carrier=carrier, index=index, batched=False)
+    one = replace(mask, key=slice_key(mask.key, index), carrier=carrier, index=index)
     return replace(value, mask=one)
 
 
@@ -299,6 +318,21 @@ def merge(a: Mask, b: Mask) -> Mask | None:
     if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:
         return None
     return replace(a if a.carrier is not None else b, rounding=max(a.rounding, b.rounding))
+
+
+def scale_of(factor: Binary) -> Number:
+    """C of a factor that is c times a mask or its complement; 1 for other functions of a mask."""
+    numbers = [number for number in factor.at if number]
+    return numbers[0] if len(numbers) == 1 else 1
+
+
+def unscaled(factor: Binary) -> Binary:
+    """A factor divided by its `scale_of`."""
+    scale = scale_of(factor)
+    if scale == 1:
+        return factor
+    at, slope = (tuple(number / scale for number in pair) for pair in (factor.at, factor.slope))
+    return replace(factor, at=at, slope=slope)
 
 
 def same_function(a: Binary | None, b: Binary | None) -> bool:

@@ -56,17 +56,14 @@ class View:
         self.origin: dict[Node, Node] = {}
         self.holders: dict[Node, Node] = {}
         self._defined: dict[Node, int] = {}
+        """The position of the original node that made the value of a node."""
         self._copied: dict[Node, tuple[Any, Any]] = {}
         self._tensors: dict[Node, Node] = {}
         """For each node that returns the tensor which it writes to, the node that made that tensor."""
         self._latest: dict[Node, Node] = {}
         """The last node that returns a tensor, by the node that made the tensor."""
         self._current: dict[Node, Node] = {}
-        """The node of the view that holds what a tensor of the graph holds now."""
-        self._stale: dict[Node, Node] = {}
-        """The tensors that were written to, or share memory with one that was, and the last such write."""
-        self._members: dict[Any, list[Node]] = {}
-        """The tensors in each storage."""
+        """The node of the view that holds what a tensor of the graph held when it was last read or written."""
         for node in graph.nodes:
             self._copy(node)
         self.order = {node: position for position, node in enumerate(self.graph.nodes)}
@@ -75,31 +72,28 @@ class View:
 
     def _copy(self, node: Node) -> None:
         writes, is_function = self.memory.effects[node].writes, self._writes_a_function(node)
-        copy = self.graph.node_copy(node, self._read)
+        position = self.memory.order[node]
+        copy = self.graph.node_copy(node, lambda item: self._read(item, position))
         copy.name = node.name
         if id(example(node)) in self.memory.misdescribed:
             copy.meta = {key: value for key, value in copy.meta.items() if key not in ("example_value", "val")}
         self.origin[copy] = self.holders[copy] = node
-        self._defined[copy] = self.memory.order[node]
+        self._defined[copy] = position
         self._copied[copy] = (copy.args, copy.kwargs)
         if writes and not is_function:
             copy.op, copy.target = "call_function", opaque
-        elif is_fill(node):
-            copy.op, copy.target = "call_method", "masked_fill"
         self._current[node] = copy
-        for storage in self.memory.storages[node]:
-            self._members.setdefault(storage, []).append(node)
-        if writes:
-            self._write(node, copy, is_function)
+        if is_function:
+            self._write(node, copy)
 
-    def _read(self, node: Node) -> Node:
-        """The node of the view that holds what a tensor of the graph holds now."""
+    def _read(self, node: Node, position: int) -> Node:
+        """The node of the view that holds what a tensor of the graph holds at a position."""
         tensor = self._tensors.get(node, node)
-        writer = self._stale.pop(tensor, None)
+        current = self._current[tensor]
+        writer = self.memory.last_write(tensor, self._defined[current], position)
         if writer is not None:
-            args = (self._current[tensor], self._current[writer])
             name = f"{tensor.name}_after_{writer.name}"
-            leaf = self.graph.create_node("call_function", overwritten, args, name=name)
+            leaf = self.graph.create_node("call_function", overwritten, (current, self._current[writer]), name=name)
             leaf.meta = dict(tensor.meta)
             self._current[tensor], self.holders[leaf] = leaf, self._latest.get(tensor, tensor)
             self._defined[leaf] = self.memory.order[writer]
@@ -113,9 +107,8 @@ class View:
         effect, inputs = self.memory.effects[node], node.all_input_nodes
         if effect.writes != {0} or not node.args or node.args[0] is not inputs[0]:
             return False
-        target, *others = inputs
-        storages = self.memory.storages
-        if not storages[target].isdisjoint(self.memory.given.union(*map(storages.__getitem__, others))):
+        (target, *others), position = inputs, self.memory.order[node]
+        if self.memory.is_given(target, position) or self.memory.share(target, others, position):
             return False
         value, modes = example(target), self.memory.modes[node]
         if not isinstance(value, Tensor) or modes.transforms:
@@ -124,26 +117,19 @@ class View:
             return False
         return is_fill(node) or (effect.returns_target and _is_same_kind(example(node), value))
 
-    def _write(self, node: Node, copy: Node, is_function: bool) -> None:
-        """Make later nodes that read what a node has written to see the new values."""
-        inputs = node.all_input_nodes
-        written = [self._tensors.get(inputs[i], inputs[i]) for i in self.memory.effects[node].writes]
-        for storage in {storage for tensor in written for storage in self.memory.storages[tensor]}:
-            self._stale.update(dict.fromkeys((self._tensors.get(n, n) for n in self._members.get(storage, ())), node))
-        self._stale.update(dict.fromkeys(written, node))
-        if not is_function:
-            self._stale.pop(node, None)
-            return
-        (tensor,) = written
-        del self._stale[tensor]
+    def _write(self, node: Node, copy: Node) -> None:
+        """Make later nodes that read the tensor which a node has written to see the function that it wrote."""
+        target = node.all_input_nodes[0]
+        tensor = self._tensors.get(target, target)
         _record_gradient(self._current[tensor])
         self._current[tensor] = copy
         if is_fill(node):
             self.holders[copy] = self._latest.get(tensor, tensor)
             copy.meta = {**copy.meta, "example_value": example(tensor)}
+            if _is_bool_mask(node):
+                copy.op, copy.target = "call_method", "masked_fill"
         else:
             self._tensors[node], self._latest[tensor] = tensor, node
-            self._stale.pop(node, None)
 
     # --- Questions about the original graph --------------------------------------------------------------------------
 
@@ -245,11 +231,13 @@ def _is_same_kind(one: Any, other: Tensor) -> bool:
 
 
 def is_fill(node: Node) -> bool:
-    """Whether a node is `tensor[mask] = number` with a bool mask of the tensor's shape."""
+    """Whether a node is `tensor[index] = number`."""
     call = as_call(node)
-    if call is None or call.symbol != "setitem":
-        return False
-    tensor, mask, number = call.args
+    return call is not None and call.symbol == "setitem" and isinstance(call.args[2], (int, float))
+
+
+def _is_bool_mask(fill: Node) -> bool:
+    """Whether the index of a fill is a bool mask of the tensor's shape."""
+    tensor, mask, _ = fill.args
     condition = example(mask)
-    is_mask = isinstance(condition, Tensor) and condition.dtype is torch.bool
-    return is_mask and same_shape(mask, tensor) and isinstance(number, (int, float))
+    return isinstance(condition, Tensor) and condition.dtype is torch.bool and same_shape(mask, tensor)

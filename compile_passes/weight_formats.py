@@ -7,13 +7,12 @@ How a program spreads its scales over the weights is not read from the spelling.
 `expand`, `repeat_interleave`) are run on the positions 0, 1, 2, ... of the scales. The result tells which scale each
 weight is multiplied by, and must be what the format says.
 
-How a program unpacks two weights of 4 bits from a byte is not read from the spelling either. The calls that do it move
-bytes, which is found in the same way, or compute with single bytes, which is found by running them on all 256.
+Two weights of 4 bits in a byte are unpacked by calls that compute with single bytes, which are run on all 256, and by
+one `stack` of both. Other ways to unpack them are not proved.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from .report import line
 from .shapes import dtype_of, example, holds, requires_grad, same_shape, tensor_example
 from .sites import Refusal
 from .symbols import as_call, symbol_of
+from .values import Number
 
 _CASTS = frozenset({"to", "alias", "detach"})
 _RESHAPES = frozenset({"reshape", "flatten", "unflatten"})
@@ -44,8 +44,6 @@ _REPEATS = frozenset({"expand", "expand_as", "repeat", "repeat_interleave"})
 _SPREADS = _CASTS | _RESHAPES | _VIEWS | _REPEATS
 """Calls whose results hold elements of their first argument, whatever the values of these are."""
 
-_MOVES = _RESHAPES | _VIEWS | _REPEATS
-_JOINS = frozenset({"stack", "cat"})
 _ARITHMETIC = frozenset({"and", "rshift", "floor_divide", "rounded_div", "remainder", "add", "sub"})
 """Calls with a number, by which programs unpack and shift the 4 bits of a weight."""
 
@@ -121,7 +119,7 @@ class _Decoding:
         transposed: whether the weight is `[in_features, out_features]`.
         products: the weight and the nodes behind it, down to the product; each reshapes or casts the next.
         casts: the factor with the stored weight and the nodes behind it, down to the stored weight. Each reshapes or
-            casts the next, or unpacks two weights a byte, as `_read_by` knows.
+            casts the next, or unpacks two weights a byte.
         scales: the factor with the scales and the nodes behind it.
         packed: how many weights an element of the stored weight holds.
     """
@@ -145,7 +143,7 @@ def _decodings(weight: Node, transposed: bool) -> list[_Decoding]:
     packed, found = [], []
     for factor, scale in (call.args, call.args[::-1]) if call is not None and call.symbol == "mul" else ():
         scales = _path(scale, _SPREADS)
-        if calls := _unpacking(factor, weight, transposed):
+        if calls := [] if transposed else _unpacking(factor, weight):
             packed.append(_Decoding(weight, transposed, products, calls, scales, _PACKED.packed))
         casts = _path(factor, _CASTS | _RESHAPES)
         ends = [i for i, node in enumerate(casts) if _is_8_bit(node) and same_shape(node, weight)]
@@ -175,11 +173,6 @@ def _check_numbers(decoding: _Decoding, dtype: torch.dtype) -> None:
         if not _represents(dtype_of(node), dtype):
             rounded = _name(dtype_of(node))
             raise Refusal(f"`{line(node)}` rounds the weight to {rounded}, and the layer is {_name(dtype)}")
-    if decoding.packed == 2 and not _unpacks(decoding):
-        raise Refusal(
-            f"`{line(decoding.casts[0])}` is not proved to be the low and the high four bits of each byte of "
-            f"`{decoding.stored.name}`, minus 8, in neighbouring columns"
-        )
     for node in decoding.casts if decoding.packed == 1 else ():
         if not _represents(dtype_of(node), dtype_of(decoding.stored)):
             raise Refusal(f"`{line(node)}` rounds the stored weight to {_name(dtype_of(node))}")
@@ -202,119 +195,46 @@ def _check_tensors(recogniser: Recogniser, found: StoredWeight, weight: Node, ro
 _PACKED = FORMATS["int4_group"]
 
 
-def _unpacking(factor: Node | float, weight: Node, transposed: bool) -> Sequence[Node]:
-    """A factor and the nodes that it is made of, down to the nearest tensor of bytes that may hold two weights each.
+def _unpacking(factor: Node | float, weight: Node) -> Sequence[Node]:
+    """A factor and the nodes that it is made of, down to the bytes that it unpacks; empty if it does not.
 
-    Empty if there is no such tensor, or if `_read_by` does not know how the factor is made of this tensor alone.
+    It must be `stack((low, high), -1)` of functions of bytes, flattened, and a function of that.
     """
     shape = _shape(weight)
-    if not isinstance(factor, Node) or shape is None:
+    joint = _path(factor, _CASTS | _RESHAPES | _ARITHMETIC)
+    call = as_call(joint[-1]) if joint else None
+    if shape is None or len(shape) != 2 or call is None or call.symbol != "stack" or len(call.args[0]) != 2:
         return []
-    half = (shape[0] // 2, shape[1]) if transposed else (shape[0], shape[1] // 2)
-    nodes, seen = [factor], {factor}
-    for _ in range(_FARTHEST):
-        for node in nodes:
-            if dtype_of(node) == _PACKED.dtype and _shape(node) == half and (calls := _calls_from(node, factor)):
-                return calls
-        nodes = list(dict.fromkeys(item for node in nodes for item in _read_by(node) if item not in seen))
-        seen.update(nodes)
-    return []
+    halves = [_path(half, _CASTS | _ARITHMETIC) for half in call.args[0]]
+    bytes_of_halves = {path[-1] for path in halves if path}
+    wanted = (shape[0], shape[1] // 2)
+    if len(bytes_of_halves) != 1 or _shape(joint[-1]) not in {(*wanted, 2)} or call.args[1] not in (-1, 2):
+        return []
+    (stored,) = bytes_of_halves
+    if dtype_of(stored) != _PACKED.dtype or _shape(stored) != wanted:
+        return []
+    octets = torch.arange(256, dtype=_PACKED.dtype, device="cpu")
+    numbers = _PACKED.dequantize(octets[:, None], torch.ones(256, 1, device="cpu"), torch.float32).T.tolist()
+    for path, unpacked in zip(halves, numbers, strict=True):
+        values: tuple[Number, ...] | None = tuple(range(256))
+        for node in (*path[-2::-1], *joint[-2::-1]):
+            values = values and _applied(node, values)
+        if values is None or list(values) != unpacked:
+            return []
+    return [*joint, *dict.fromkeys(node for path in halves for node in path[:-1]), stored]
 
 
-def _calls_from(stored: Node, factor: Node) -> list[Node]:
-    """A factor and the nodes that it is made of, each before those that it reads; empty unless all end in `stored`."""
-    pending, found = [factor], {factor}
-    while pending:
-        if (node := pending.pop()) is not stored:
-            if not (read := _read_by(node)):
-                return []
-            pending += [item for item in read if item not in found]
-            found.update(read)
-    return sorted(found, reverse=True)
-
-
-def _read_by(node: Node) -> Sequence[Node]:
-    """The tensors whose single elements a call moves, casts or computes with; empty for any other call."""
-    call, inputs = as_call(node), node.all_input_nodes
-    if call is None:
-        return ()
-    if call.symbol in _CASTS:
-        return inputs[:1]
-    if call.symbol in _ARITHMETIC:
-        return inputs if len(inputs) == 1 else ()
-    named: list[Node] = []
-    torch.fx.map_arg((node.args, dict(node.kwargs)), named.append)
-    moves = call.symbol in _JOINS or (call.symbol in _MOVES and len(named) == 1)  # a second one may be an index
-    return inputs if moves and all(dtype_of(item) == dtype_of(node) for item in inputs) else ()
-
-
-def _unpacks(decoding: _Decoding) -> bool:
-    """Whether each weight is the number that `int4_group` stores for it."""
-    calls, shape, stored_shape = decoding.casts[::-1], _shape(decoding.weight), _shape(decoding.stored)
-    if shape is None or stored_shape is None or math.prod(shape) != _count(calls[-1]):
-        return False
-    places = {node: i for i, node in enumerate(calls)}
-    steps = [(call_key(node), dtype_of(node), *map(places.get, _read_by(node))) for node in calls[1:]]
-    key = (decoding.transposed, shape, stored_shape, *steps)
-    if key not in _known:
-        with _disable_current_modes():
-            stored = _positions(stored_shape)
-            made = _from_bytes(calls, stored)
-            if made is None:
-                _known[key] = False
-            elif decoding.transposed:
-                _known[key] = _is_unpacked(stored.T, made[0].reshape(shape).T, made[1])
-            else:
-                _known[key] = _is_unpacked(stored, made[0].reshape(shape), made[1])
-    return _known[key]
-
-
-def _from_bytes(calls: Sequence[Node], positions: Tensor) -> tuple[Tensor, list[tuple[float, ...]]] | None:
-    """What calls make of bytes; the first node stands for the bytes, and `positions` are theirs.
-
-    Returns:
-        For each element of the last node, the position of the byte that it is a function of, plus the number of bytes
-        times the index of that function; and the functions, as their values for the bytes 0 to 255. None if a dtype
-        cannot hold a value, and for a view that needs real strides.
-    """
-    found = {calls[0]: (positions, [tuple(map(float, range(256)))])}
-    for node in calls[1:]:
-        codes: dict[Node, Tensor] = {}
-        functions: list[tuple[float, ...]] = []
-        for item in _read_by(node):
-            codes[item] = found[item][0] + len(functions) * positions.numel() if functions else found[item][0]
-            functions += found[item][1]
-        computes = symbol_of(node) in _CASTS | _ARITHMETIC
-        moved = next(iter(codes.values())) if computes else _run(node, codes)
-        changed = [_applied(node, values) if computes else values for values in functions]
-        kept = [values for values in changed if values is not None]
-        if moved is None or len(kept) < len(functions):
-            return None
-        found[node] = (moved, kept)
-    return found[calls[-1]]
-
-
-def _applied(node: Node, values: tuple[float, ...]) -> tuple[float, ...] | None:
-    """What a cast or arithmetic with a number makes of the values of its input; None if the dtype cannot hold one."""
-    item, dtype = _read_by(node)[0], dtype_of(node)
+def _applied(node: Node, values: tuple[Number, ...]) -> tuple[Number, ...] | None:
+    """What a call makes of values of its input, which it moves, casts or computes with; None if a dtype lacks one."""
+    (item, *_), dtype = node.all_input_nodes, dtype_of(node)
     before = dtype_of(item)
-    assert before is not None and dtype is not None, "they have been compared"  # noqa: PT018
+    if symbol_of(node) in _RESHAPES or dtype is None or before is None:
+        return values
     if symbol_of(node) in _CASTS:  # not run unchanged, since it may name a device
         cast = [number for value in values if (number := as_dtype(value, dtype)) is not None]
         return tuple(cast) if len(cast) == len(values) else None
     result = evaluate(node, {item: Operand(values, before)}, dtype)
     return None if result is None else result.values
-
-
-def _is_unpacked(stored: Tensor, codes: Tensor, functions: Sequence[tuple[float, ...]]) -> bool:
-    """Whether elements, as `_from_bytes` describes them, are what `int4_group` unpacks from bytes."""
-    octets, one = torch.arange(256, dtype=_PACKED.dtype, device="cpu"), torch.ones(256, 1, device="cpu")
-    for column, wanted in enumerate(_PACKED.dequantize(octets[:, None], one, torch.float32).T.tolist()):
-        right = [i for i, values in enumerate(functions) if list(values) == wanted]
-        found = [codes[:, column :: _PACKED.packed] == stored + i * stored.numel() for i in right]
-        if not found or not functools.reduce(torch.logical_or, found).all():
-            return False
-    return True
 
 
 def _run(node: Node, inputs: Mapping[Node, Tensor]) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from ..recognise import Recogniser
 from ..shapes import dims, range_of, slice_of
 from ..symbols import Call, symbol_of
-from ..values import BATCHED, MOST_ITEMS, Bundle, Gated, Value
+from ..values import MOST_ITEMS, Bundle, Gated, Value
 from .rule import rule
 
 
@@ -84,4 +84,4 @@ def _beside(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Va
     if isinstance(value, Bundle):
         same_layout = (value.dim, value.size) == (longest.dim, longest.size) and dims(argument) == dims(node)
         return [*value.items] * (count // len(value.items)) if same_layout else None
-    return [value] * count if longest.dim in (0, BATCHED) else None
+    return [value] * count if longest.dim == 0 else None

@@ -114,8 +114,8 @@ def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Proj
     masked = [isinstance(p.weight, Product) or p.factor is not None for p in (gate, value)]
     if not any(masked) or not _have_a_common_part(recogniser, gate, value):
         return None
-    formula = formulas.scaled(first.formula, scale)
-    return None if formula is None else Gated((Term(formula, gate, value, first.mask_weight or second.mask_weight),))
+    formula, weight = formulas.scaled(first.formula, scale), first.mask_weight or second.mask_weight
+    return None if formula is None else Gated((Term(formula, gate, value, weight, moved=weight is not None),))
 
 
 def _have_a_common_part(recogniser: Recogniser, gate: Projection, value: Projection) -> bool:
@@ -166,6 +166,8 @@ def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
         return None
     mask_weights_dtype = dtype_of(weight)
     if mask_weights_dtype is None or not mask_weights_dtype.is_floating_point:
+        return None
+    if projection.swapped and not _is_number(weight):
         return None
     if isinstance(value, Bundle) and value.size is None:
         return _weighted_stack(value, projection, weight, node)

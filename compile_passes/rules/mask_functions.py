@@ -13,7 +13,7 @@ from ..pointwise import Operand, Result, as_dtype, evaluate
 from ..recognise import Recogniser
 from ..shapes import dtype_of, has_shape, holds, requires_grad, same_shape, tensor_example
 from ..symbols import Call
-from ..values import Binary, Carrier, Levels, Mask, Scalar, Value, merge, opposite, slice_key
+from ..values import Binary, Levels, Mask, Number, Scalar, Value, merge, opposite, slice_key
 from .rule import rule
 
 # --- The straight-through form ---------------------------------------------------------------------------------------
@@ -64,6 +64,8 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     ((factor, source),) = present
     hard = recogniser.value(source)
+    if isinstance(hard, Levels) and factor == 1 and same_shape(node, source):
+        return hard  # not binary, which the report says of what is made of it
     if factor != 1 or not isinstance(hard, Binary) or not hard.is_mask or hard.mask.carrier is not None:
         return None
     if not same_shape(node, source):
@@ -75,12 +77,10 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     (slope, soft), *others = differentiable
     if others or slope != 1:
         return None
-    if hard.is_gate(-1):  # such as `logits >= 0`, the complement of `0 > logits`
-        hard = Binary(opposite(hard.mask))
-    carrier = Carrier(node, recogniser.key(node), soft if _is_positive(recogniser, hard.mask, soft) else None)
-    proof = hard.mask.proof and "straight-through"
-    mask = replace(hard.mask, proof=proof, carrier=carrier, rounding=rounding)
-    return Binary(mask, slope=(1, 1))
+    # A complement, such as `logits >= 0` of `0 > logits`, is a mask of its own here.
+    mask = opposite(hard.mask) if hard.is_gate(-1) else hard.mask
+    logits = soft if _is_positive(recogniser, mask, soft) else None
+    return recogniser.straight_through(mask, node, logits, rounding)
 
 
 def _is_positive(recogniser: Recogniser, mask: Mask, soft: Node) -> bool:
@@ -173,14 +173,14 @@ def _function_of_a_mask(
     return Binary(mask, at=(result.values[0], result.values[-1]), slope=(total[0], total[1]))
 
 
-def of_levels(recogniser: Recogniser, node: Node, values: Sequence[float]) -> Value:
+def of_levels(recogniser: Recogniser, node: Node, values: Sequence[Number]) -> Value:
     """A tensor that holds no other values than these, which is a mask if they are 0 and 1."""
     levels = tuple(sorted(set(values)))
     if not all(0 <= level <= 1 for level in levels):
         return Levels(levels)
     others = [value for value in levels if value not in (0, 1)]
     doubt = f"it may hold {', '.join(f'{value:g}' for value in others)}" if others else ""
-    return Binary(Mask(node, recogniser.key(node), proof=None if others else "values", doubt=doubt))
+    return recogniser.new_mask(node, None if others else "values", rounding=0, doubt=doubt)
 
 
 # --- Rounding errors -------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _perturbed(operands: dict[Node, Operand], error: float) -> dict[Node, Operan
     }
 
 
-def _with_error(value: float, dtype: torch.dtype, error: float) -> float:
+def _with_error(value: Number, dtype: torch.dtype, error: float) -> Number:
     """A number with a rounding error; integers have none."""
     return value + error * max(1.0, abs(value)) if dtype.is_floating_point else value
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..pointwise import Operand, as_dtype, evaluate
 from ..recognise import Recogniser
 from ..shapes import dimension, dtype_of, requires_grad, same_shape, slice_of, submodule, tensor_example
 from ..symbols import Call
-from ..values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, binary_at
+from ..values import Binary, Levels, Number, Scalar, Value, binary_at
 from ..view import View
 from .bundles import bundle
 from .mask_functions import COMPARISONS, of_levels
@@ -67,22 +68,27 @@ def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
     kind = "eq" if call.symbol in ("eq", "ne") else "gt"
     if call.symbol in ("lt", "ge"):  # a < b is b > a, and a >= b is not b > a
         left, right = right, left
-    operands = [_compared(recogniser, left), _compared(recogniser, right)]
+    operands = [_compared(recogniser, left, right), _compared(recogniser, right, left)]
     if kind == "eq":
         operands.sort(key=repr)
-    inverted = call.symbol in ("le", "ge", "ne")
     is_positive = kind == "gt" and isinstance(left, Node) and recogniser.value(right) == Scalar(0)
     logits = left if is_positive and same_shape(left, node) else None
-    mask = Mask(node, (kind, *operands), "bool", inverted=inverted, logits=logits)
-    return Binary(mask, at=(1, 0) if inverted else (0, 1))
+    inverted = call.symbol in ("le", "ge", "ne")
+    return recogniser.new_mask(node, "bool", rounding=0, same_as=(kind, *operands), inverted=inverted, logits=logits)
 
 
-def _compared(recogniser: Recogniser, argument: Any) -> Hashable:
-    """The key of an operand of a comparison; all zeros (`0`, `0.0`, `zeros_like(x)`) have the same key."""
-    value = recogniser.value(argument)
-    if value == Scalar(0):
+def _compared(recogniser: Recogniser, argument: Any, other: Any) -> Hashable:
+    """The key of an operand of a comparison; all zeros (`0`, `0.0`, `zeros_like(x)`) have the same key.
+
+    A number is compared in the dtype that torch computes with.
+    """
+    if recogniser.value(argument) == Scalar(0):
         return "zero"
-    return ("number", float(argument)) if isinstance(argument, (int, float)) else recogniser.key(argument)
+    compared = tensor_example(other)
+    if isinstance(argument, (bool, int, float)) and compared is not None:
+        dtype = torch.result_type(compared, argument)
+        return (str(dtype), as_dtype(argument, dtype))
+    return recogniser.key(argument)
 
 
 @rule("to")
@@ -111,12 +117,33 @@ def heaviside(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return of_levels(recogniser, node, [0, at_zero.value, 1]) if isinstance(at_zero, Scalar) else None
 
 
-@rule("round")
+@rule("round", "floor", "ceil")
 def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`round(sigmoid(logits))`."""
-    (source,) = call.args
-    inner = recogniser.through(source)
-    return of_levels(recogniser, node, [0, 1]) if inner is not None and inner.symbol == "sigmoid" else None
+    """`round(sigmoid(logits))`, `round(clamp(logits, 0, 1))` and `floor(p + 0.5)`: whole numbers from 0 to 1."""
+    (source,), dtype = call.args, dtype_of(node)
+    bounds = _bounds(recogniser, source)
+    ends = bounds and dtype and evaluate(node, {source: Operand(bounds, dtype)}, dtype)
+    if not ends:
+        return None
+    return of_levels(recogniser, node, [0, 1]) if 0 <= min(ends.values) and max(ends.values) <= 1 else None
+
+
+def _bounds(recogniser: Recogniser, argument: Any) -> tuple[Number, Number] | None:
+    """The least and the largest value of a sigmoid, of a clamped tensor, or of one of these in a sum or product."""
+    call, dtype = recogniser.through(argument), dtype_of(argument)
+    if call is None or dtype is None:
+        return None
+    if call.symbol == "sigmoid":
+        return 0, 1
+    if call.symbol == "clamp":
+        numbers = [as_dtype(number, dtype) for number in call.args[1:] if isinstance(number, (int, float))]
+        return (numbers[0], numbers[1]) if len(numbers) == 2 and None not in numbers else None
+    inputs = argument.all_input_nodes
+    if call.symbol not in ("add", "sub", "rsub", "mul", "div") or len(inputs) != 1 or dtype_of(inputs[0]) != dtype:
+        return None
+    bounds = _bounds(recogniser, inputs[0])
+    ends = bounds and evaluate(argument, {inputs[0]: Operand(bounds, dtype)}, dtype)
+    return (min(ends.values), max(ends.values)) if ends else None
 
 
 @rule("one_hot", "bernoulli")
@@ -125,14 +152,24 @@ def zeros_and_ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return of_levels(recogniser, node, [0, 1])
 
 
-@rule("scatter")
-def scattered(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`zeros_like(logits).scatter(-1, topk_indices, 1.0)`."""
-    base, _, _, source = call.args
-    background, value = recogniser.value(base), recogniser.value(source)
-    if not isinstance(background, Scalar) or not isinstance(value, Scalar):
+@rule("gumbel_softmax")
+def one_hot_with_a_gradient(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`F.gumbel_softmax(logits, hard=True)`, which adds and subtracts the soft values."""
+    dtype = dtype_of(node)
+    if dtype is None:
         return None
-    return of_levels(recogniser, node, [background.value, value.value])
+    return recogniser.new_mask(node, "values", rounding=torch.finfo(dtype).eps, trained=requires_grad(node))
+
+
+@rule("scatter", "index_fill", "index_put", "setitem")
+def scattered(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`zeros_like(logits).scatter(-1, topk_indices, 1.0)`, `index_fill`, and `flat[indices] = 1`."""
+    base, *_, source = call.args
+    background, value, dtype = recogniser.value(base), recogniser.value(source), dtype_of(node)
+    if not isinstance(background, Scalar) or not isinstance(value, Scalar) or dtype is None:
+        return None
+    written = as_dtype(value.value, dtype)
+    return None if written is None else of_levels(recogniser, node, [background.value, written])
 
 
 @rule("and", "remainder")
@@ -143,8 +180,8 @@ def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     if call.symbol == "remainder":
         return of_levels(recogniser, node, [0, 1]) if right == Scalar(2) else None
-    numbers = [int(value.value) for value in (left, right) if isinstance(value, Scalar)]
-    if len(numbers) != 1:
+    numbers = [as_dtype(value.value, dtype) for value in (left, right) if isinstance(value, Scalar)]
+    if len(numbers) != 1 or not isinstance(numbers[0], int):
         return None
     (bit,) = numbers
     return of_levels(recogniser, node, [0, bit]) if bit & (bit - 1) == 0 else None
@@ -173,10 +210,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     hard = None if view.memory.writes_inputs else type(recogniser)(view).value(result)
     if not isinstance(hard, Binary) or not hard.is_mask or hard.mask.proof is None:
         return None
-    key = recogniser.key(node)
-    carrier = Carrier(node, key) if requires_grad(node) else None
-    mask = Mask(node, key, proof="autograd.Function", carrier=carrier)
-    return Binary(mask, slope=(1, 1)) if carrier else Binary(mask)
+    return recogniser.new_mask(node, "autograd.Function", rounding=hard.mask.rounding, trained=requires_grad(node))
 
 
 # --- The elements of a mask in another order ------------------------------------------------------------------------
@@ -193,33 +227,15 @@ def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if found is not None:  # one slice in any spelling, also of `unbind`
         source, *how = found
         symbol = "select"
-    value, example = recogniser.value(source), tensor_example(node)
-    if not isinstance(value, Binary) or not value.is_mask or value.mask.proof is None or example is None:
+    value = recogniser.value(source)
+    if not isinstance(value, Binary) or not value.is_mask or value.mask.proof is None:
         return None
     inverted = value.is_gate(-1)
     carries = requires_grad(node) and any(value.slope)
-    if not call.is_whole or (carries and inverted):
+    # `view(dtype)` reads the bits anew.
+    if not call.is_whole or (carries and inverted) or dtype_of(node) != dtype_of(source):
         return None
-    key = ("rearranged", symbol, recogniser.key(how), value.mask.key)
-    carrier = Carrier(node, recogniser.key(node)) if carries else None
-    mask = Mask(node, key, value.mask.proof, carrier, inverted=inverted, rounding=value.mask.rounding)
-    return replace(value, mask=mask, slope=value.slope if carries else (0, 0))
-
-
-@rule("add_batch_dim")
-def stack_under_vmap(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A stack of masks that `torch.vmap` gives to its function one by one."""
-    source, dim = call.args
-    value = recogniser.value(source)
-    if isinstance(value, Bundle) and value.dim == 0 and all(map(_is_proved, value.items)):
-        value = of_levels(recogniser, source, [0, 1])  # a bundle of masks as one stack of masks
-    if not isinstance(value, Binary) or value.mask.stack is None or value.mask.batched or dim != 0:
-        return None
-    return replace(value, mask=replace(value.mask, batched=True))
-
-
-def _is_proved(value: Value) -> bool:
-    """Whether a value is a mask without a gradient that is proved to be binary."""
-    if not isinstance(value, Binary) or any(value.slope):
-        return False
-    return value.is_mask and value.mask.proof is not None and value.mask.rounding == 0
+    moved = (symbol, recogniser.key(how), value.mask.key)
+    proof, rounding = value.mask.proof, value.mask.rounding
+    made = recogniser.new_mask(node, proof, rounding=rounding, same_as=moved, trained=carries, inverted=inverted)
+    return replace(made, slope=value.slope if carries else (0, 0))

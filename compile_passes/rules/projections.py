@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch.fx import Node
 
 from ..recognise import Recogniser
@@ -20,28 +21,35 @@ from ..shapes import (
     repeated,
     same_shape,
     size,
+    strided_slice_of,
     tensor_example,
 )
 from ..symbols import Call
 from ..values import (
-    BATCHED,
     Binary,
     Bundle,
     Gated,
+    Interleaved,
     Product,
     Projection,
     Scalar,
     Value,
     Weighted,
     combine,
+    first_of,
+    function_of,
     projection_of,
     same_function,
 )
-from .bundles import bundle, pairwise
+from ..weight_formats import is_decoded
+from .bundles import bundle, each, pairwise
 from .rule import rule
-from .weight_layouts import rounds_once
+from .weight_layouts import rounds_once, swaps_last_two
 
 # --- Products of x and a weight --------------------------------------------------------------------------------------
+
+
+BIAS = "the projection adds a bias, which MGLU does not have; add it after the product"
 
 
 @rule("linear", "inner", "matmul", "addmm", "grouped_mm")
@@ -58,9 +66,27 @@ def project(recogniser: Recogniser, node: Node, call: Call) -> Value:
         x, weight, offs = call.args
     else:
         x, weight = call.args
-    problem = "the projection adds a bias, which MGLU does not have; add it after the product" if has_bias else None
+        is_swapped = call.symbol == "matmul" and is_matrix(x) and is_matrix(weight) and _is_masked(recogniser, x)
+        if is_swapped and not _is_masked(recogniser, weight):
+            return _swapped(recogniser, node, x, weight)
+    problem = BIAS if has_bias else None
     upright = call.symbol in ("linear", "inner")
     return projection_at(recogniser, node, x, weight, offs, upright=upright, problem=problem)
+
+
+def _is_masked(recogniser: Recogniser, argument: Node) -> bool:
+    """Whether an argument is a weight that some product masks."""
+    weighted = recogniser.as_weighted(argument)
+    return weighted is not None and recogniser.key(weighted.weight) in recogniser.masked_weights
+
+
+def _swapped(recogniser: Recogniser, node: Node, weight: Node, x: Node) -> Projection | None:
+    """`(W * M) @ x.T`, the transpose of `x (W * M)^T`."""
+    inner = recogniser.through(x)
+    is_transpose = inner is not None and swaps_last_two(inner)
+    rows = inner.args[0] if inner is not None and is_transpose else recogniser.imagine(node, torch.t, x)
+    projection = projection_by(recogniser, node, rows, weight, recogniser.as_weighted(weight), upright=True)
+    return projection and replace(projection, swapped=True)
 
 
 def projection_at(
@@ -78,12 +104,15 @@ def projection_at(
     A weight of three dimensions is one weight of each expert.
     """
     value = recogniser.value(weight)
-    if offs is not None and isinstance(value, (Bundle, Product)):
+    if offs is not None and isinstance(value, (Bundle, Product, Interleaved)):
         return None
 
     def of(weighted: Value) -> Projection | None:
         return projection_by(recogniser, node, x, weight, weighted, upright=upright, problem=problem)
 
+    if isinstance(value, Interleaved):
+        projections = [of(item) for item in value.items] if upright else [None]
+        return Interleaved(tuple(projections), dims(node) - 1) if all(projections) else None
     if isinstance(value, Bundle):
         return _projections(node, x, weight, value, of, upright=upright)
     if isinstance(value, Product):
@@ -147,8 +176,6 @@ def _projections(
     if value.size is not None:
         is_along_outputs = value.dim == (0 if upright else 1)
         return bundle(items, dims(node) - 1, value.size) if is_along_outputs else None
-    if value.dim == BATCHED:
-        return bundle(items, BATCHED) if dims(weight) == 2 else None
     base, dim = repeated(x)
     if dim is None:
         broadcast = dims(x) + 1 == dims(node) == dims(weight)
@@ -164,7 +191,7 @@ def same_operands(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
     return (
         recogniser.key(a.x) == recogniser.key(b.x)
         and recogniser.key(a.offs) == recogniser.key(b.offs)
-        and a.transposed == b.transposed
+        and (a.transposed, a.swapped) == (b.transposed, b.swapped)
         and recogniser.key(a.weight) == recogniser.key(b.weight)
     )
 
@@ -178,15 +205,46 @@ def same_projection(recogniser: Recogniser, a: Projection, b: Projection) -> boo
 # --- The same products in another shape or dtype ---------------------------------------------------------------------
 
 
+@rule("getitem", "slice")
+def interleaved_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`F.linear(x, W)[..., ::2]` of a weight that interleaves the rows of two."""
+    source, found = call.args[0], strided_slice_of(node)
+    value = recogniser.value(source)
+    if not isinstance(value, Interleaved) or found is None or not isinstance(value.items[0], Projection):
+        return None
+    dim, start, step = found
+    return value.items[start] if (dim, step) == (value.dim, len(value.items)) and start < step else None
+
+
 @rule("unflatten", "reshape")
 def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """Concatenated products `[..., n * d]` as a stack `[..., n, d]`."""
+    """Concatenated products `[..., n * d]` as a stack `[..., n, d]`; and a product of `x.view(-1, h)` viewed back."""
     source, *_ = call.args
     value, before = recogniser.value(source), tensor_example(source)
+    if (one := function_of(value)) is not None:
+        projection = _viewed_back(recogniser, node, one.projection)
+        return projection and (projection if isinstance(value, Projection) else replace(one, projection=projection))
     if not isinstance(value, Bundle) or projection_of(value) is None or before is None:
         return None
     is_stack = has_shape(node, (*before.shape[:-1], len(value.items), value.size))
     return Bundle(value.items, value.dim) if is_stack else None
+
+
+def _viewed_back(recogniser: Recogniser, node: Node, projection: Projection) -> Projection | None:
+    """The product with x, at a node that views the product with the rows of x as a tensor of the shape of x."""
+    inner = recogniser.through(projection.x)
+    if inner is None or inner.symbol not in ("reshape", "flatten") or not is_matrix(projection.weight):
+        return None
+    x, rows, made = (tensor_example(one) for one in (inner.args[0], projection.x, node))
+    if (
+        x is None
+        or rows is None
+        or made is None
+        or projection.swapped
+        or not equal_sizes(x.shape[-1:], rows.shape[-1:])
+    ):
+        return None
+    return replace(projection, x=inner.args[0]) if equal_sizes(x.shape[:-1], made.shape[:-1]) else None
 
 
 @rule("unsqueeze")
@@ -206,16 +264,6 @@ def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if projection is None or dtype is None or not holds(dtype, projection.dtype):
         return None
     return None if isinstance(value, Gated) and value.rest is not None else value
-
-
-@rule("remove_batch_dim")
-def stack_of_a_vmap(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """What `torch.vmap` over masks returns: a stack of what its function returns for each mask."""
-    source, count, dim = call.args
-    value, position = recogniser.value(source), dimension(dim, node)
-    if not isinstance(value, Bundle) or value.dim != BATCHED or position is None:
-        return None
-    return bundle(value.items, position) if count == len(value.items) else None
 
 
 # --- Differences, and masks of output features -----------------------------------------------------------------------
@@ -243,7 +291,37 @@ def channels_masked(recogniser: Recogniser, node: Node, call: Call) -> Value:
         factor, projection = recogniser.value(mask), recogniser.value(other)
         if not isinstance(factor, Binary) or not isinstance(projection, Projection) or projection.factor is not None:
             continue
+        if projection.swapped:
+            continue
         is_row = dims(mask) == 1 or size(mask, -2) == 1
         if is_row and dims(mask) <= 2 and same_shape(node, other):
             return replace(projection, factor=factor)
+    return None
+
+
+@rule("mul")
+def rows_scaled(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`F.linear(x, q * M) * scale` of a weight in 8 bits, with one scale for each output feature."""
+    for scale, other in (call.args, tuple(reversed(call.args))):
+        projection = recogniser.value(other)
+        if not isinstance(projection, Projection) or projection.swapped or not isinstance(projection.weight, Node):
+            continue
+        dtypes = {dtype_of(node), dtype_of(scale), dtype_of(projection.weight)}
+        is_row = dims(scale) == 1 and dims(node) >= 1 and recogniser.value(scale) is None and same_shape(node, other)
+        if not is_row or dtypes != {projection.dtype} or not is_decoded(projection.weight):
+            continue
+        column = scale if projection.transposed else recogniser.imagine(node, torch.unsqueeze, scale, -1)
+        weight = recogniser.imagine(node, torch.mul, projection.weight, column)
+        return replace(projection, weight=weight, row_scaled=True)
+    return None
+
+
+@rule("add")
+def biased(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`F.linear(x, W * M) + b`, a reason to refuse the site."""
+    for bias, other in (call.args, tuple(reversed(call.args))):
+        value = recogniser.value(other)
+        is_product = isinstance(first_of(value), Projection) and same_shape(node, other)
+        if is_product and dims(bias) == 1 and recogniser.value(bias) is None:
+            return each(value, lambda one: replace(one, problem=BIAS) if isinstance(one, Projection) else None)
     return None

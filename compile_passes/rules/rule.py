@@ -51,10 +51,3 @@ def by_symbol(rules: Iterable[Rule]) -> RulesBySymbol:
         for symbol in one.symbols:
             table[symbol] = (*table.get(symbol, ()), one)
     return table
-
-
-class RuleError(Exception):
-    """A rule raised an error at a node, which is a bug in the rule."""
-
-    def __init__(self, node: Node, failed: Rule) -> None:
-        super().__init__(f"rule `{failed.name}` at node `{node.format_node()}`")

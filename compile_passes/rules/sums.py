@@ -26,14 +26,15 @@ def sum_of_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
     a, b = recogniser.value(left), recogniser.value(right)
     if isinstance(a, Gated) and isinstance(b, Gated):
         longer = _longer_sum(recogniser, node, (left, a), (right, b))
-        return longer if longer is not None else _with_rest(node, b, right, left)
+        return longer if longer is not None else _with_rest(node, b, right, left, rest_first=True)
+    rest_first = isinstance(b, Gated)
     if isinstance(a, Gated):
         (left, a), (right, b) = (right, b), (left, a)
     if not isinstance(b, Gated):
         return None
     if a == Scalar(0):
         return b if len(value_users(right)) == 1 and same_shape(node, right) else None
-    return _with_rest(node, b, right, left)
+    return _with_rest(node, b, right, left, rest_first=rest_first)
 
 
 def _longer_sum(
@@ -48,7 +49,7 @@ def _longer_sum(
     if any(len(value_users(n)) > 1 or not same_shape(node, n) for n in held) or (a.rest and b.rest):
         return None
     total = joined(recogniser, [a, b])
-    return None if total is None else replace(total, rest=a.rest or b.rest)
+    return None if total is None else replace(total, rest=a.rest or b.rest, rest_first=a.rest_first)
 
 
 @rule("addcmul")
@@ -63,7 +64,7 @@ def sum_with_a_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return term
     if isinstance(before, Gated):
         return _longer_sum(recogniser, node, (base, before), (None, term))
-    return replace(term, rest=base)
+    return replace(term, rest=base, rest_first=True)
 
 
 @rule("matmul")
@@ -92,14 +93,14 @@ def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
     return Gated(terms) if alike else None
 
 
-def _with_rest(node: Node, gated: Gated, gated_node: Node, rest: Any) -> Gated | None:
+def _with_rest(node: Node, gated: Gated, gated_node: Node, rest: Any, *, rest_first: bool) -> Gated | None:
     """A sum of terms plus a residual, to which more terms may be added: `y = x; y = y + term; y = y + term`.
 
     The residual is a tensor that may broadcast to the shape of the sum, as a bias does, and may have a narrower dtype.
     """
     if gated.rest is not None or dtype_of(node) != dtype_of(gated_node) or not same_shape(node, gated_node):
         return None
-    return replace(gated, rest=rest, whole=gated_node)
+    return replace(gated, rest=rest, whole=gated_node, rest_first=rest_first)
 
 
 @rule("sub")

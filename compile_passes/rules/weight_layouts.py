@@ -22,7 +22,7 @@ from ..shapes import (
     tensor_example,
 )
 from ..symbols import Call
-from ..values import Bundle, Product, Value, Weighted
+from ..values import Bundle, Interleaved, Product, Value, Weighted
 from .bundles import bundle, each
 from .rule import rule
 
@@ -52,9 +52,9 @@ def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
 @rule("getattr", "t", "mT", "transpose", "permute")
 def transpose(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """The transpose of a weight, or of each weight in a stack or a concatenation."""
-    source, *how = call.args
+    source = call.args[0]
     value = recogniser.value(source)
-    if not _swaps_last_two(call.symbol, source, how):
+    if not swaps_last_two(call):
         return None
     if isinstance(value, Bundle):
         flipped = each(value, lambda one: _flipped(one) if isinstance(one, Weighted) else None)
@@ -69,8 +69,11 @@ def _flipped(weighted: Weighted | Product) -> Weighted | Product:
     return replace(weighted, transposed=not weighted.transposed)
 
 
-def _swaps_last_two(symbol: str, source: Any, how: list[Any]) -> bool:
+def swaps_last_two(call: Call) -> bool:
     """Whether a call swaps the last two dimensions of its argument and leaves the others in place."""
+    symbol, (source, *how) = call.symbol, call.args or (None,)
+    if symbol not in ("getattr", "t", "mT", "transpose", "permute"):
+        return False
     if symbol == "getattr":
         (symbol,) = how
     if symbol in ("mT", "mH"):
@@ -128,6 +131,19 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
     if not items or length is None or not same_shape(*parts):
         return None
     return bundle(items, dim, length)
+
+
+@rule("flatten", "reshape")
+def interleaved_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`stack([W * M, W * (1 - M)], 1)` as one tensor `[d * 2, h]`, which interleaves their rows."""
+    stack = recogniser.through(call.args[0])
+    if stack is None or stack.symbol != "stack" or dimension(stack.args[1], call.args[0]) != 1:
+        return None
+    items, before = _masked_items(recogniser, stack.args[0]), tensor_example(call.args[0])
+    if not items or before is None or any(item.transposed for item in items):
+        return None
+    rows, count, columns = before.shape
+    return Interleaved(tuple(items), 0) if has_shape(node, (rows * count, columns)) else None
 
 
 @rule("flatten", "reshape")

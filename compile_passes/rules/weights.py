@@ -12,7 +12,19 @@ from torch.fx import Node
 from ..recognise import Recogniser
 from ..shapes import dims, dtype_of, equal_sizes, has_shape, holds_experts, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
-from ..values import BATCHED, MOST_ITEMS, Binary, Bundle, Product, Scalar, Value, Weighted, binary_at, combine, multiply
+from ..values import (
+    MOST_ITEMS,
+    Binary,
+    Bundle,
+    Number,
+    Product,
+    Scalar,
+    Value,
+    Weighted,
+    binary_at,
+    combine,
+    multiply,
+)
 from .bundles import bundle
 from .rule import rule
 
@@ -57,7 +69,7 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
 
 def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
     """The weight times a mask, or times each mask of a stack; the weights of experts have one mask of their shape."""
-    if holds_experts(weighted.weight) or (len(mask.mask.shape) != 3 and not mask.mask.batched):
+    if holds_experts(weighted.weight) or len(mask.mask.shape) != 3:
         return _masked(weighted, mask)
     count = mask.mask.stack
     if count is None:  # A symbolic number of masks is not fused, but the report can name the masked weight.
@@ -65,7 +77,7 @@ def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
     if not 1 <= count <= MOST_ITEMS:
         return None
     items = [_masked(weighted, binary_at(mask, i)) for i in range(count)]
-    return bundle(items, BATCHED if mask.mask.batched else 0)
+    return bundle(items, 0)
 
 
 def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
@@ -155,16 +167,30 @@ def _difference_of_stacks(
     return bundle(differences, 0)
 
 
-@rule("neg")
-def negated_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`-(W * M)`, which occurs in `W + -(W * M)`."""
-    (source,) = call.args
-    value = recogniser.value(source)
+@rule("neg", "mul", "div")
+def scaled_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`-(W * M)`, `W * M * 0.5`, `W * M / p`, and `W * M * scale` of a tensor, of which `W * scale` is the weight."""
+    if call.symbol == "neg":
+        return _times_number(recogniser.value(call.args[0]), -1.0)
+    for masked, scale in (call.args, call.args[::-1])[: 1 if call.symbol == "div" else 2]:
+        value, number = recogniser.value(masked), recogniser.value(scale)
+        if not isinstance(value, Weighted) or value.factor is None or not same_shape(node, masked):
+            continue
+        if isinstance(number, Scalar) and dtype_of(node) == dtype_of(masked):
+            return _times_number(value, number.value if call.symbol == "mul" else 1 / number.value)
+        is_tensor = isinstance(scale, Node) and number is None and dims(scale) >= 0
+        same_dtype = dtype_of(node) == dtype_of(value.weight) == dtype_of(scale)
+        if is_tensor and same_dtype and not value.transposed:
+            function = torch.mul if call.symbol == "mul" else torch.div
+            return replace(value, weight=recogniser.imagine(node, function, value.weight, scale))
+    return None
+
+
+def _times_number(value: Value, number: Number) -> Weighted | None:
     if not isinstance(value, Weighted) or value.factor is None:
         return None
-    factor = value.factor
-    at, slope = (-factor.at[0], -factor.at[1]), (-factor.slope[0], -factor.slope[1])
-    return replace(value, factor=replace(factor, at=at, slope=slope))
+    at, slope = (tuple(number * one for one in pair) for pair in (value.factor.at, value.factor.slope))
+    return replace(value, factor=replace(value.factor, at=at, slope=slope))
 
 
 @rule("where", "masked_fill", "index_put")

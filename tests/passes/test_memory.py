@@ -46,7 +46,7 @@ def test_modes() -> None:
     switch(torch._C._set_grad_enabled, True)
     switch(_exit_autocast, autocast)
     graph.output(x)
-    outer, inner, transforms = (autocast.name,), (autocast.name, inference.name), (vmap.name, grad.name, dual.name)
+    outer, inner, transforms = (autocast,), (autocast, inference), (vmap.name, grad.name, dual.name)
     modes = Memory(graph).modes
     assert modes[x] == Modes(True)
     assert [modes[node] for node in read] == [
@@ -81,8 +81,7 @@ def test_writes() -> None:
     assert list(memory.writes(storage, at[first], math.inf)) == [second]
     assert list(memory.writes("another", at[x], math.inf)) == []
     assert [memory.is_written(node) for node in (x, view, y, copy)] == [True, True, False, True]
-    assert memory.written == memory.storages[x] | memory.storages[copy]
-    assert memory.given == memory.storages[x] | memory.storages[y]
+    assert [memory.is_given(node, at[copy]) for node in (x, view, y, copy)] == [True, True, True, False]
     assert memory.writes_inputs
     assert memory.returns_inputs
 
@@ -93,7 +92,7 @@ def test_a_graph_that_writes_only_to_its_own_memory() -> None:
     graph.output(graph.call_method("t_", (copy,)))
     copy.meta["example_value"] = torch.zeros(2, 2)
     memory = Memory(graph)
-    assert memory.written
+    assert memory.is_written(copy)
     assert not memory.writes_inputs
     assert not memory.returns_inputs
     assert memory.misdescribed == {id(copy.meta["example_value"])}
@@ -113,7 +112,7 @@ def test_only_an_attribute_has_the_storage_of_the_tensor_with_its_name() -> None
     assert memory.storages[given].isdisjoint(memory.storages[attribute])
     assert memory.storages[pair] == (memory.storages[given] | memory.storages[saved]) - {"saved storage"}
     assert "saved storage" in memory.storages[saved]
-    assert memory.given == memory.storages[attribute].union(memory.storages[given], memory.storages[saved])
+    assert all(memory.is_given(node, memory.order[pair]) for node in (given, attribute, saved))
 
 
 def test_attributes_without_examples_share_memory() -> None:

@@ -16,7 +16,7 @@ from compile_passes.evaluate import Evaluation
 from compile_passes.formulas import VARIABLE, Formula, apply, multiply, number, scaled
 from compile_passes.proof import Layer, check
 from compile_passes.sites import Refusal, Site
-from compile_passes.values import Binary, Carrier, Mask, MaskWeight, Product, Projection, Term
+from compile_passes.values import Binary, Carrier, Gated, Mask, MaskWeight, Product, Projection, Term
 from compile_passes.view import View
 
 GRAPH = Graph()
@@ -91,7 +91,7 @@ def changed(which: str, **changes: Any) -> Term:
 
 
 def layer(*terms: Term, root: Node = ROOT, assume_binary: bool = False) -> Layer:
-    return check(RECOGNISER, Site(IN_VIEW[root], terms), assume_binary)
+    return check(RECOGNISER, Site(IN_VIEW[root], Gated(terms)), assume_binary)
 
 
 BITS_MASK = Mask(IN_VIEW[BITS], "m", "bool")

@@ -18,6 +18,10 @@ from torch.testing._internal.two_tensor import TwoTensor  # noqa: F401 (a source
 
 A_STACK_IS_USED = "terms = stack([gated(x, w, m, ~m) for m in b]); (terms.sum(0), terms[0])"
 WEIGHTED_BY_ITSELF = "term = gated(x, w, b[0], ~b[0]); term.mean(-1, keepdim=True) * term"
+ONE_GATE_IS_USED = (
+    "gate, other = linear(x, w * b[0]), linear(x, w * b[1]); "
+    "(gate * linear(x, w * ~b[0]) + other * linear(x, w * ~b[1])) * sigmoid(gate)"
+)
 A_BIAS_IN_ONE_HALF = "sigmoid(linear(x, w * b[0], o[0])) * linear(x, w * b[0]) * linear(x, w * ~b[0])"
 
 FOUR_TIMES_SILU = "g = linear(x, w * b[0]); (silu(silu(silu(silu(g))))"
@@ -35,7 +39,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "term(x @ (w * o).t(), x @ (w * o.tanh()).t())",
         "h = (l[0] > 0).double(); m = (h * (h + l[0] - l[0].detach())).detach(); gated(x, w, h, 1 - m.int())",
     ),
-    "different masks (the graph writes in place to one of them)": (
+    "two different masks;": (
         "m, w = b[0].clone(), w.detach(); gate = silu(linear(x, w * m)); m[0] = True; gate * linear(x, w * ~m)",
     ),
     "two different masks": (
@@ -46,7 +50,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "not complementary": (
         "gated(x, w, ste(l[0]), 2 - ste(l[0]))",
         "gated(x, w, b[0], b[0])",
-        "gated(x, w, b[0] * 2, ~b[0])",
         "m = (b[0] + b[0]) == 2; gated(x, w, m, ~m)",  # True + True is True
         "gated(x, w, b[0], ~((b[0].to(torch.int8) * 127 + 1) > 0))",
     ),
@@ -82,18 +85,25 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "of_inputs(x.sin(), x.cos(), w, b[0])",
     ),
     "(each call draws new random numbers)": ("of_inputs(dropout(x, 0.5), dropout(x, 0.5), w, b[0])",),
-    "(the graph writes in place to one of them)": (
+    "different weights, `w [8, 8] = alias(l_weight_)` and `setitem [8, 8] = setitem(w, 0, 1)`": (
         "w = w.clone(); first = w * 2; w[0] = 1; of_weights(x, first * b[0], (w * 2) * ~b[0])",
+    ),
+    "(the graph writes in place to one of them)": (
+        "w = w.clone(); first = w * 2; w[0] = w[1]; of_weights(x, first * b[0], (w * 2) * ~b[0])",
     ),
     "different orientations": ("term(linear(x, w * b[0]), x @ (w * ~b[0]))",),
     "adds a bias": (
         "term(linear(x, w * b[0], o[0]), linear(x, w * ~b[0]))",
+        "term(linear(x, w * b[0]) + o[0], linear(x, w * ~b[0]))",
+        "g, v = (x @ cat([w * b[0], w * ~b[0]]).t() + o[:2].flatten()).chunk(2, -1); term(g, v)",
         A_BIAS_IN_ONE_HALF,
         "of_total(linear(x, w, o[0]), linear(x, w * b[0]))",
         "term(linear(x, w * b[0]), linear(x, w) - linear(x, w * b[0], o[0]))",
         "term(torch.addmm(o[0], x, (w * b[0]).t(), beta=2), linear(x, w * ~b[0]))",
     ),
-    "the result torch.float64; cast it after the sum": ("sum(gated(x.float(), w.float(), m, ~m).double() for m in b)",),
+    "the result torch.float64; cast it after the sum": (
+        "silu(linear(x.float(), w.float() * b[0])).double() * linear(x.float(), w.float() * ~b[0]).double()",
+    ),
     "is a nested tensor, and the operator takes plain tensors": (
         "gated(torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 5])), w, b[0], ~b[0]).values()",
     ),
@@ -105,6 +115,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "of_weights(x, w * b[0], torch.addcmul(w, w, b[0].to(w.dtype), value=-1))",
         "of_weights(x, *(torch.zeros_like(w).masked_scatter(f, w) for f in (b[0], ~b[0])))",
         "of_weights(x, w * (1 + l[0].sign()) / 2, w * (1 - l[0].sign()) / 2)",
+        "term(*(einsum('bh,dh,dh->bd', x, w, f.to(w.dtype)) for f in (b[0], ~b[0])))",
         "of_weights(x, (w * b[0]).float().double(), (w * ~b[0]).float().double())",
         "of_weights(x, w * b[0], w - (w * b[0]).float())",
         "of_weights(x, (w * b[0]).float() * b[0].double(), w * ~b[0])",
@@ -122,7 +133,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "silu(linear(x, w * b[0]).float()).double() * linear(x, w * ~b[0])",
         "term(linear(x, w * b[0]) * b[0, 0], linear(x, w * ~b[0]))",
         "silu(linear(x, w * b[0])) + linear(x, w * ~b[0])",
-        "term(linear(x, w * b[0]) + o[0], linear(x, w * ~b[0]))",
     ),
     "no gate is multiplied by a value": ("(linear(x, w * b[0]), linear(x, w * ~b[0]))",),
     "by `mul` in a way that": ("x[:, :1] * silu(linear(x, w * b[0])) * (x[:, 1:2] * linear(x, w * ~b[0]))",),
@@ -154,21 +164,14 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "is also used by": (
         "gate = linear(x, w * b[0]); (silu(gate) * linear(x, w * ~b[0]), gate)",
         "activated = silu(linear(x, w * b[0])); activated * linear(x, w * ~b[0]) + activated.mean()",
-        A_STACK_IS_USED,
         WEIGHTED_BY_ITSELF,
         "gate = linear(x, w * b[0]); (gate * linear(x, w * ~b[0]) + o[0]) * sigmoid(gate)",
-        "gate, other = linear(x, w * b[0]), linear(x, w * b[1]); "
-        "(gate * linear(x, w * ~b[0]) + other * linear(x, w * ~b[1])) * sigmoid(gate)",
+        ONE_GATE_IS_USED,
         "value = linear(x, w * ~b[0]); silu(linear(x, w * b[0])) * value * sigmoid(value)",
     ),
     "another graph reads": (
         "term(*(checkpoint(F.linear, x, w * m) for m in (b[0], ~b[0])))",
         "checkpoint(of_weights, x, w * b[0], w * ~b[0])",
-    ),
-    # Mask weights
-    "some terms of the sum have mask weights": ("x[:, :1] * gated(x, w, b[0], ~b[0]) + gated(x, w, b[1], ~b[1])",),
-    "mask weights and are multiplied by numbers that differ": (
-        "x[:, :1] * gated(x, w, b[0], ~b[0]) + 0.5 * (x[:, 1:2] * gated(x, w, b[1], ~b[1]))",
     ),
     # Modes and transforms
     "under another grad mode": (
@@ -181,14 +184,12 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "functorch transform": (
         "torch.func.grad(lambda x: gated(x, w, b[0], ~b[0]).sum())(x)",
         "torch.vmap(lambda row: gated(row, w, b[0], ~b[0]))(x)",
+        "torch.vmap(lambda m: gated(x, w, m, ~m))(b).sum(0)",
     ),
     # Writes
     "in a way that the pass does not know": (
         "gate = linear(x, w * b[0]); F.relu(gate, True) * (linear(x, w) - gate)",
         "gate, value = linear(x, w * b[0]), linear(x, w * ~b[0]); value[0].mul_(2); silu(gate) * value",
-    ),
-    "writes in place to memory that": (
-        "term = gated(x, w, b[0], ~b[0]); y = torch.zeros_like(term); view = y.view(-1); y += term; (y, view)",
     ),
 }
 
@@ -225,7 +226,6 @@ REFUSED_IN_TRAINING: dict[str, tuple[str, ...]] = {
         "m = sigmoid(l[0]).round(); of_weights(x, w * m * m.detach(), w * (1 - m.detach()))",
         "m = sigmoid(l[0]).round(); of_weights(x, w * m.detach() * m, w * (1 - m.detach()))",
     ),
-    "some masks carry a gradient and some do not": ("gated(x, w, ste(l[0])) + gated(x, w, b[0], ~b[0])",),
 }
 
 
@@ -233,9 +233,9 @@ def of_inputs(x: Tensor, other: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return term_of_products(F.linear(x, w * m), F.linear(other, w * ~m))
 
 
-def under(mode: Any, x: Tensor, w: Tensor) -> Tensor:
+def under(mode: Any, x: Tensor, w: Tensor, *masks: Tensor) -> Tensor:
     with mode:
-        return F.linear(x, w)
+        return gated(x, w, *masks) if masks else F.linear(x, w)
 
 
 @torch.no_grad()
@@ -295,6 +295,20 @@ ACCEPTED = (
 
 MODES = {"training": ("x", "weight", "logits"), "inference": ()}
 
+# Sums that are not one layer, and how many layers they are in inference and in training.
+PARTS: dict[str, tuple[int, int]] = {
+    "sum(gated(x.float(), w.float(), m, ~m).double() for m in b)": (3, 3),
+    A_STACK_IS_USED: (3, 3),
+    "x[:, :1] * gated(x, w, b[0], ~b[0]) + gated(x, w, b[1], ~b[1])": (2, 2),
+    "x[:, :1] * gated(x, w, b[0], ~b[0]) + 0.5 * (x[:, 1:2] * gated(x, w, b[1], ~b[1]))": (2, 2),
+    "gated(x, w, ste(l[0])) + gated(x, w, b[0], ~b[0])": (1, 2),
+    "y = gated(x, w, b[0], ~b[0]); (y, 0.5 * y)": (1, 1),
+    "y = gated(x, w, b[0], ~b[0]); (y, 0.5 * y + gated(x, w, b[1], ~b[1]))": (2, 2),
+    "under(torch.no_grad(), x, w, b[0], ~b[0]) + gated(x, w, b[1], ~b[1])": (1, 2),
+    "0.5 * under(torch.autocast('cpu', torch.bfloat16), x.float(), w.float(), b[0], ~b[0]).double()": (1, 1),
+    "term = gated(x, w, b[0], ~b[0]); y = torch.zeros_like(term); view = y.view(-1); y += term; (y, view)": (1, 1),
+}
+
 
 CASES = {
     source: (reason, only_in_training)
@@ -302,7 +316,7 @@ CASES = {
     for reason, sources in table.items()
     for source in sources
 }
-HAS_OTHER_LAYERS = (A_STACK_IS_USED, WEIGHTED_BY_ITSELF)
+HAS_OTHER_LAYERS = (WEIGHTED_BY_ITSELF, ONE_GATE_IS_USED)
 
 
 @pytest.mark.parametrize(("source", "mode"), family(CASES, MODES, one_in=1))
@@ -323,6 +337,15 @@ def test_layer_is_refused(source: str, mode: str) -> None:
         assert capture.calls["mglu.forward"] == capture.calls["mglu.forward_ste"] == 0
 
 
+@pytest.mark.parametrize(("source", "mode"), family(PARTS, MODES, one_in=1))
+def test_parts_of_a_sum_are_layers(source: str, mode: str) -> None:
+    budget = (
+        10 * BUDGET[torch.bfloat16 if "bfloat16" in source else torch.float32 if "float()" in source else torch.float64]
+    )
+    capture = compare(layer_of(source, globals()), lambda: tensors(MODES[mode]), budget)
+    assert [len(capture.report.fused), capture.reasons] == [PARTS[source][mode == "training"], []]
+
+
 @pytest.mark.parametrize(("source", "mode"), family(ACCEPTED, MODES))
 def test_layer_is_accepted(source: str, mode: str) -> None:
     budget = 10 * BUDGET[torch.float32] if "float()" in source else SAME
@@ -332,15 +355,15 @@ def test_layer_is_accepted(source: str, mode: str) -> None:
 
 @pytest.mark.parametrize("numbers", [(1e-9, 1e-3), (1e5, 2e5)])
 def test_numbers_that_the_dtype_of_the_layer_cannot_hold(numbers: tuple[float, float]) -> None:
-    """Eager multiplies by the number in float32; as a weight of a term it would be 0 or infinite."""
+    """Eager multiplies by the number in float32; as a weight of a term it would be 0 or infinite. Terms are fused alone."""
 
     def function(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
         return sum(number * gated(x, weight, m, ~m) for number, m in zip(numbers, bits[:2], strict=True))
 
     named, capture = tensors(), Capture()
     capture.compile(function)(named["x"].half(), named["weight"].half(), named["bits"])
-    assert capture.report.fused == []
-    assert "cannot hold" in capture.reasons[0]
+    assert [site.n_masks for site in capture.report.fused] == [1, 1]
+    assert capture.reasons == []
 
 
 @pytest.mark.parametrize("where", ["gate", "activated", "sum", "mm"])

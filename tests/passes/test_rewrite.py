@@ -15,7 +15,7 @@ from compile_passes.proof import Layer
 from compile_passes.report import line
 from compile_passes.rewrite import replacement
 from compile_passes.sites import Site
-from compile_passes.values import Carrier, Mask, MaskWeight, Projection, Term
+from compile_passes.values import Carrier, Gated, Mask, MaskWeight, Projection, Term
 from compile_passes.view import View
 
 EXAMPLES = {
@@ -66,7 +66,8 @@ def made(masks: Any, weights: Any = (), **changes: Any) -> str:
         column = graph.create_node("call_method", "narrow", (named["columns3"], -1, start, 1), name=name)
         column.meta["example_value"] = torch.zeros(2, 5, 1)
     result = graph.call_function(torch.exp, (named["rest"],))
-    result.meta["example_value"] = EXAMPLES["rest"]
+    shape, dtype = EXAMPLES[changes.get("x", "x")].shape, changes.get("dtype", torch.float32)
+    result.meta["example_value"] = torch.zeros(*shape[:-1], 4, dtype=dtype)
     graph.output(result)
     view = View(graph)
     nodes = {node.name: node for node in view.graph.nodes}
@@ -80,10 +81,11 @@ def made(masks: Any, weights: Any = (), **changes: Any) -> str:
     changes = {name: held(value) for name, value in changes.items()}
     x, weight = changes.pop("x", nodes["x"]), changes.pop("weight", nodes["weight"])
     projection = Projection(x, weight, None, torch.float32)
-    site = Site(nodes["exp"], (Term(VARIABLE, projection, projection),), changes.pop("rest", None))
+    rest = changes.pop("rest", None)
+    site = Site(nodes["exp"], Gated((Term(VARIABLE, projection, projection),), rest, rest_first=True))
     layer = Layer(
         **{
-            **{"site": site, "x": x, "weight": weight, "transposed": False, "activation": "silu"},
+            **{"site": site, "x": x, "weight": weight, "weight_scale": 1, "transposed": False, "activation": "silu"},
             **{"masks": tuple((held(mask), c) for mask, c in masks), "mask_weights": tuple(map(held, weights))},
             **{"dtype": torch.float32, "trains_masks": False, "scale": 1.0, "interior": (nodes["exp"],)},
             **changes,

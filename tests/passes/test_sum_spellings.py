@@ -44,7 +44,6 @@ TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
     "softmax(a)[i] * term": lambda terms, more: _scaled(more["a"].softmax(0), terms),
     "scalar parameters": lambda terms, more: more["a0"] * terms[0] + terms[1] * more["a1"],
     "a[:, None, None]": lambda terms, more: (torch.stack(terms) * more["a"][:, None, None]).sum(0),
-    "einsum of a": lambda terms, more: torch.einsum("n,nbd->bd", more["a"], torch.stack(terms)),
     "scaled sum": lambda terms, more: more["a0"] * sum(terms),
     "bias first, expanded": lambda terms, more: _accumulated(more["bias"].expand(5, D), terms),
     "bias between": lambda terms, more: terms[0] + more["bias"] + terms[1],

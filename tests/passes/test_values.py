@@ -137,9 +137,9 @@ def test_opposite() -> None:
 
 
 def test_slice_of_a_stack() -> None:
-    stack = replace(TRAINED, bits=node_of(torch.zeros(3, 4, 5)), batched=True)
+    stack = replace(TRAINED, bits=node_of(torch.zeros(3, 4, 5)))
     one = binary_at(Binary(stack), 2).mask
-    assert (one.key, one.index, one.batched) == (slice_key("m", 2), 2, False)
+    assert (one.key, one.index) == (slice_key("m", 2), 2)
     assert one.carrier == Carrier(NODE, slice_key("c", 2), index=2)
     assert one.shape == (4, 5)
     assert one.stack is None
@@ -149,7 +149,7 @@ def test_slice_of_a_stack() -> None:
 def test_shape_of_a_mask(shape: tuple[int, ...], stack: int | None) -> None:
     mask = replace(MASK, bits=node_of(torch.zeros(shape)))
     assert mask.shape == shape
-    assert replace(mask, batched=True).shape == shape[1:]
+    assert replace(mask, index=0).shape == shape[1:]
     assert mask.stack == stack
 
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 
 from compile_passes import view
 from compile_passes.fusion import _no_new_guards, fuse_graph
-from compile_passes.memory import Memory
+from compile_passes.memory import Memory, Surroundings
 from compile_passes.report import FusionReport
 from compile_passes.rules import Rule
 from compile_passes.symbols import as_call
@@ -46,11 +46,19 @@ class Capture:
     def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
         self.before.extend(copy.deepcopy(graph) for graph in _graphs(gm))
         if self.fuse:
+            surroundings = Surroundings(gm)
             for graph in _graphs(gm):
                 with _memory_read_once(graph) if self.check else nullcontext():
                     if self.check:
                         self.decided |= check_rules(graph)
-                    fuse_graph(graph, self.report, strict=self.strict, assume_binary=self.assume_binary)
+                    fuse_graph(
+                        graph,
+                        self.report,
+                        strict=self.strict,
+                        assume_binary=self.assume_binary,
+                        surroundings=surroundings,
+                    )
+                assert not (self.check and self.report.errors), self.report.errors
                 graph.lint()
             _recompile(gm)
         self.after.extend(_graphs(gm))

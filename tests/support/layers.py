@@ -190,11 +190,7 @@ def terms(x: Tensor, weight: Tensor, logits: Tensor) -> list[Tensor]:
 TRAINED = (
     "sum(gated(x, w, m) for m in Sign.apply(l))",
     "sum(gated(x, w, m) for m in ste(l).unbind(0))",
-    "g, v = (einsum('...h,ndh->...nd', x, w.unsqueeze(0) * m) for m in (ste(l), 1 - ste(l))); "
-    "einsum('...nd,...nd->...d', silu(g), v)",
-    "m = ste(l); g, v = (einsum('dh,...h,ndh->n...d', w, x, factor) for factor in (m, 1 - m)); term(g, v).sum(0)",
-    "torch.vmap(lambda m: gated(x, w, m))(ste(l)).sum(0)",
-    "einsum('n...d,...n->...d', term(*stacked(x, w, ste(l))), weights(x, l))",
+    "g, v = (einsum('...h,ndh->...nd', x, w.unsqueeze(0) * m) for m in (ste(l), 1 - ste(l))); (silu(g) * v).sum(-2)",
     "(term(*stacked(x, w, ste(l))) * weights(x, l).movedim(-1, 0).unsqueeze(-1)).sum(0)",
     "sum(weights(x, l)[..., i, None] * one for i, one in enumerate(terms(x, w, l)))",
     "sum(of_total(x @ w.T, x @ (w * ste(m)).T) for m in l)",
@@ -214,8 +210,6 @@ FIXED = (
     "term(*(einsum('...h,ndh->n...d', x, s.masked_fill(f, 0)) for f in (~m, m))).sum(0)",
     "g, v = stacked(x, w, l > 0, l <= 0); r = sigmoid(x @ l[:, 1].mT).movedim(-1, 0); "
     "(silu(g) * (r.unsqueeze(-1) * v)).sum(0)",
-    "torch.vmap(lambda m: gated(x, w, m, ~m))(l > 0).sum(0)",
-    "torch.vmap(lambda m: gated(x, w, m, ~m))(stack([one > 0 for one in l])).sum(0)",
     GATED_LINEAR_UNITS,
     "y = torch.zeros(*x.shape[:-1], 12, dtype=x.dtype); y[0] = 3; sum(fixed_terms(x, w, l), y)",
     "y = w[:, 0] * x.sum(-1, keepdim=True); functools.reduce(operator.iadd, fixed_terms(x, w, l), y)",

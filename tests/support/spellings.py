@@ -223,7 +223,6 @@ SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "stack": lambda terms: torch.stack(terms).sum(0),
     "stack by keywords": lambda terms: torch.sum(input=torch.stack(tensors=terms, dim=0), dim=0),
     "sum of a tuple of dims": lambda terms: torch.stack(terms).sum(dim=(0,)),
-    "einsum": lambda terms: torch.einsum("nbd->bd", torch.stack(terms)),
     "mean": lambda terms: torch.stack(terms).mean(0),
     "sum / n": lambda terms: sum(terms) / len(terms),
     "sum * (1 / n)": lambda terms: sum(terms) * (1 / len(terms)),
