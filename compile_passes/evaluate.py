@@ -57,7 +57,8 @@ class Evaluation(Recogniser):
         masks = {mask for _, mask in self._roles}
         nodes = list(graph.nodes)  # without those that rules imagine
         for node in nodes:
-            self._values[node] = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, self._leaf)
+            value = self._values[node] = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, self._leaf)
+            self.has_masks |= isinstance(value, (Binary, Levels))
             if masks:
                 self._assume(node, is_mask=stack_key(self.key(node)) in masks and dims(node) in (1, 2, 3))
         self.masked_weights = frozenset(keys_of_masked_weights(graph, self))

@@ -108,50 +108,62 @@ def _fuse(
 ) -> tuple[list[SiteReport], list[SiteReport]]:
     """Fuse the layers of a graph; returns the reports of those that were fused and of those that were not."""
     view = View(graph)
-    recogniser = Evaluation(view, constants)
+    try:
+        recogniser = Evaluation(view, constants)
+        made, missed = _replacements(recogniser, graph, assume_binary, surroundings)
+        notes = _notes(recogniser, [one.layer for one in made])
+        fused = [
+            _describe(
+                one.layer.site,
+                operator=one.layer.operator,
+                weighted=bool(one.layer.mask_weights),
+                weight_format="dense" if one.layer.stored is None else one.layer.stored.format.name,
+                packed=one.packed,
+                note=note,
+                hides_nan=one.layer.hides_nan,
+                before=tuple(map(line, one.layer.interior)),
+                after=tuple(map(line, one.nodes)),
+            )
+            for one, note in zip(made, notes, strict=True)
+        ]
+    except BaseException:
+        view.discard()
+        raise
+    for node in reversed(recogniser.imagined):
+        view.graph.erase_node(node)
+    if made:
+        rewrite(view, made)
     report.errors.extend(recogniser.errors)
+    return fused, missed
+
+
+def _replacements(
+    recogniser: Evaluation, graph: Graph, assume_binary: bool, surroundings: Surroundings | None
+) -> tuple[list[Replacement], list[SiteReport]]:
+    """Insert the nodes that replace the layers of a graph, which nothing reads yet; returns them, and the misses."""
+    view = recogniser.view
     sites = find_sites(view.graph, recogniser)
     spellings = {site: interior(recogniser, site) for site in sites}
-    near = {}
-    if not is_part_of_a_split_graph():
-        near = find_near_misses(recogniser, {node for spelling in spellings.values() for node in spelling})
+    in_sites = {node for spelling in spellings.values() for node in spelling}
+    near = {} if is_part_of_a_split_graph() else find_near_misses(recogniser, in_sites)
     if sites and surroundings is not None:
         view.memory.write_at_end(surroundings.written_after(graph.owning_module))
     replaced: dict[Node, Replacement] = {}
     missed: list[SiteReport] = []
-    found: set[Node] = set()
+    split: set[Node] = set()
     for site, spelling in spellings.items():
         is_fused, refused = _fuse_site(recogniser, site, assume_binary, replaced)
         if not is_fused and lacks_its_mask(graph, view.originals(spelling)):
-            continue  # `report_split_layers` reports it
-        found.update(spelling)
+            split.update(spelling)  # `report_split_layers` reports it
+            continue
         for part, reason in refused:
             missed.append(_describe(part, reason=reason, before=tuple(map(line, interior(recogniser, part)))))
             for projection in part.projections:
                 near.pop(recogniser.key(projection.weight), None)
-    missed.extend(report_split_layers(graph, view.originals(found)))
+    new = {node for one in replaced.values() for node in one.nodes}
+    missed.extend(report_split_layers(graph, view.originals(in_sites - split) | new))
     missed.extend(near.values())
-    made = list(replaced.values())
-    notes = _notes(recogniser, [one.layer for one in made])
-    fused = [
-        _describe(
-            one.layer.site,
-            operator=one.layer.operator,
-            weighted=bool(one.layer.mask_weights),
-            weight_format="dense" if one.layer.stored is None else one.layer.stored.format.name,
-            packed=one.packed,
-            note=note,
-            hides_nan=one.layer.hides_nan,
-            before=tuple(map(line, one.layer.interior)),
-            after=tuple(map(line, one.nodes)),
-        )
-        for one, note in zip(made, notes, strict=True)
-    ]
-    if made:
-        for node in reversed(recogniser.imagined):
-            view.graph.erase_node(node)
-        rewrite(view, made)
-    return fused, missed
+    return list(replaced.values()), missed
 
 
 def _fuse_site(
@@ -159,8 +171,10 @@ def _fuse_site(
 ) -> tuple[bool, list[tuple[Site, str]]]:
     """Replace a site, or the parts of it that can be if the whole cannot.
 
-    Replacements are added to `replaced`, by their roots. Returns whether any part is replaced, and the parts that are not
-    with the reasons; if no part is, the reason is that of the whole.
+    Replacements are added to `replaced`, by their roots.
+
+    Returns:
+        Whether any part is replaced, and those that are not with the reasons; if none is, the whole with its reason.
     """
     if site.root in replaced:
         return True, []

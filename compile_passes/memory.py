@@ -41,6 +41,11 @@ class Modes:
     blocks: tuple[Node, ...] = ()
     transforms: tuple[str, ...] = ()
 
+    @property
+    def in_inference_mode(self) -> bool:
+        """Whether the node runs in a block of inference mode."""
+        return any("inference" in str(node.target) for node in self.blocks)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run a block inside the blocks of autocast and inference mode."""
@@ -147,6 +152,11 @@ class Memory:
         return any(self.is_given(node, len(self.order)) for node in self._returned)
 
     # --- Writes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether some node writes to memory."""
+        return bool(self._writes)
 
     def is_written(self, node: Node) -> bool:
         """Whether some node writes to the memory of a node's result."""

@@ -68,6 +68,8 @@ class Layer:
     """The weight as it is stored, if the program decodes it from a format of the operator."""
     why_decoded: str = ""
     """Why the operator reads the weight that the program has decoded, if it is decoded from 8 or 4 bits."""
+    takes_views: bool = True
+    """Whether new nodes may be views: not in a block of inference mode, where torch.compile raises an error for one."""
     offs: Node | None = None
     """The end of each expert's rows of x `[S, in_features]`; None without experts and for x `[E, t, in_features]`."""
 
@@ -132,6 +134,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
         mask_weights=weights[0],
         scale=weights[1],
         interior=interior(recogniser, site),
+        takes_views=not recogniser.view.modes(site.root).in_inference_mode,
         offs=first.offs,
     )
     return _with_stored_weight(recogniser, layer)

@@ -29,6 +29,8 @@ class Recogniser:
         self._interned: dict[Hashable, int] = {}
         self.masked_weights: frozenset[Hashable] = frozenset()
         """The keys of the weights that some product masks."""
+        self.has_masks = False
+        """Whether some node is known to hold few values, as every mask does."""
         self.looked_through: set[Node] = set()
         """The nodes that rules have looked through (`through`) to a value."""
         self._looking: list[Node] = []

@@ -15,7 +15,8 @@ from torch.fx import Graph, Node
 
 from mglu_ops.words import counted
 
-from .shapes import dtype_of, size, tensor_example
+from .calls import tensors_in
+from .shapes import dtype_of, example, size, tensor_example
 from .symbols import as_call
 
 AT_EACH_CALL = "at each call"
@@ -164,7 +165,7 @@ def layers_present(graph: Graph) -> list[SiteReport]:
         masks = given.get("mask_logits", given.get("packed_masks"))
         layer = report_at(
             node,
-            dtype_of(given.get("x")),
+            next((result.dtype for result in tensors_in(example(node))), None),
             n_masks=size(masks, -3 if packs else -1) or 0,
             activation=str(given.get("activation", "silu")),
             operator=op.__name__,

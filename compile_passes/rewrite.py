@@ -393,6 +393,6 @@ def _slice(graph: Graph, node: Node, index: int | None) -> Node:
 
 def _stack(graph: Graph, layer: Layer, nodes: Sequence[Node]) -> Node:
     dim = _dim_of_masks(layer)
-    if len(nodes) == 1:
+    if len(nodes) == 1 and layer.takes_views:
         return graph.call_method("unsqueeze", (*nodes, dim))
     return graph.call_function(torch.stack, (list(nodes), dim) if dim else (list(nodes),))

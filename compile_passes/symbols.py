@@ -174,9 +174,9 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     # Layers
     yield "linear", "input, weight, bias=None", (F.linear, *_aten("linear"))
     yield "inner", _TWO, (torch.inner, "inner", *_aten("inner"))
-    multiplications = (operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__")
-    multiplications = (*multiplications, torch.linalg.matmul)
-    yield "matmul", "input, other|mat2|tensor2", (*multiplications, *_aten("matmul", "mm", "bmm"))
+    functions = (operator.matmul, torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm)
+    multiplications = (*functions, "matmul", "mm", "bmm", "__matmul__", *_aten("matmul", "mm", "bmm"))
+    yield "matmul", "input, other|mat2|tensor2", multiplications
     groups = "input|mat_a, mat2|mat_b, offs=None, bias==None, out_dtype==None"
     yield "grouped_mm", groups, (F.grouped_mm, torch._grouped_mm, *_aten("_grouped_mm"))
     yield "addmm", "input, mat1, mat2, beta=1, alpha==1", _elementwise("addmm")
@@ -236,13 +236,13 @@ class Call:
     is_whole: bool = False
 
 
-_calls_read: ContextVar[dict[Node, tuple[Any, Any, Any, Call | None]] | None] = ContextVar("calls_read", default=None)
-"""Inside `calls_read_once`: for each node its target and arguments when it was read, and the result."""
+_calls_read: ContextVar[dict[Node, Call | None] | None] = ContextVar("calls_read", default=None)
+"""Inside `calls_read_once`: what each node was read as."""
 
 
 @contextmanager
 def calls_read_once() -> Iterator[None]:
-    """Let `as_call` bind the arguments of a node once in the block, and again if they or the target have changed."""
+    """Let `as_call` bind the arguments of a node once in the block, in which they must not change after that."""
     token = _calls_read.set({})
     try:
         yield
@@ -257,12 +257,9 @@ def as_call(node: Any) -> Call | None:
     calls = _calls_read.get()
     if calls is None:
         return _read(node)
-    target, args, kwargs, call = calls.get(node, (None, None, None, None))
-    # FX replaces the argument tuple of a node and never changes it, so identity tells whether it is the same.
-    if not (target is node.target and args is node.args and kwargs is node.kwargs):
-        call = _read(node)
-        calls[node] = (node.target, node.args, node.kwargs, call)
-    return call
+    if node not in calls:
+        calls[node] = _read(node)
+    return calls[node]
 
 
 def _read(node: Node) -> Call | None:

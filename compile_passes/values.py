@@ -329,10 +329,10 @@ def scale_of(factor: Binary) -> Number:
 def unscaled(factor: Binary) -> Binary:
     """A factor divided by its `scale_of`."""
     scale = scale_of(factor)
+    (at_0, at_1), (slope_0, slope_1) = factor.at, factor.slope
     if scale == 1:
         return factor
-    at, slope = (tuple(number / scale for number in pair) for pair in (factor.at, factor.slope))
-    return replace(factor, at=at, slope=slope)
+    return replace(factor, at=(at_0 / scale, at_1 / scale), slope=(slope_0 / scale, slope_1 / scale))
 
 
 def same_function(a: Binary | None, b: Binary | None) -> bool:

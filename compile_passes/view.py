@@ -1,8 +1,10 @@
-"""The functional view: a copy of a graph in which no tensor changes, on which the pass recognises and rewrites layers.
+"""The functional view: a graph in which no tensor changes, on which the pass recognises and rewrites layers.
 
 Writes in place are the reason why a node of the graph before autograd does not hold one value:
 `w = W.clone(); w[~M] = 0` changes what later nodes read as `w`. In the view each node holds one value, as in single
 assignment form:
+
+A graph without writes is its own view. Otherwise the view is a copy:
 
 - A write to all of a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) is a
   function of the old value, and later nodes read its result. The rules need not know that it writes.
@@ -38,10 +40,10 @@ def opaque(*args: Any, **kwargs: Any) -> None:
 
 
 class View:
-    """A functional copy of a graph.
+    """A graph in functional form.
 
     Attributes:
-        graph: the copy, which has the names and examples of the original nodes.
+        graph: the graph itself, or a copy of it, which has the names and examples of the original nodes.
         memory: the storages and writes of the original graph.
         origin: the node of the original graph that each node of the copy stands for; new nodes and `overwritten` ones
             have none.
@@ -64,8 +66,13 @@ class View:
         """The last node that returns a tensor, by the node that made the tensor."""
         self._current: dict[Node, Node] = {}
         """The node of the view that holds what a tensor of the graph held when it was last read or written."""
-        for node in graph.nodes:
-            self._copy(node)
+        if self.memory.has_writes:
+            for node in graph.nodes:
+                self._copy(node)
+        else:  # each node holds one value already, so the graph is its own view
+            self.graph = graph
+            self.origin = dict(zip(graph.nodes, graph.nodes, strict=True))
+            self.holders, self._defined = dict(self.origin), self.memory.order
         self.order = {node: position for position, node in enumerate(self.graph.nodes)}
 
     # --- Making the view ---------------------------------------------------------------------------------------------
@@ -182,11 +189,19 @@ class View:
 
     # --- Changing the original graph ---------------------------------------------------------------------------------
 
+    def discard(self) -> None:
+        """Erase the new nodes of a graph that is its own view, which nothing reads yet."""
+        for node in reversed(self.graph.nodes):
+            if self.graph is self._source and node not in self.origin:
+                self.graph.erase_node(node)
+
     def write_back(self, replaced: Mapping[Node, Node]) -> None:
         """Make the changes of the view in the original graph: new nodes, other arguments, and erased nodes.
 
         `replaced` maps each old node to the new node whose tensor takes its place.
         """
+        if self.graph is self._source:
+            return
         made: dict[Node, Node] = {}
         pending: list[Node] = []
         erased = {source for node, source in self.origin.items() if node._erased}

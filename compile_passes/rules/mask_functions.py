@@ -55,7 +55,7 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     Where `soft` is not finite, or |soft| is above 256 in bfloat16, 2048 in float16 or 2^24 in float32, the program's
     own sum is not binary at all, not even up to rounding errors. The operator takes the mask that was meant.
     """
-    terms = _linear_terms(recogniser, node)
+    terms = _linear_terms(recogniser, node) if recogniser.has_masks else None
     if terms is None:
         return None
     present = [(value, argument) for value, _, argument in terms if value != 0]
@@ -113,6 +113,8 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """
     inputs = node.all_input_nodes
     values = [recogniser.value(item) for item in inputs]
+    if not inputs or None in values:
+        return None
     if call.symbol in COMPARISONS and any(isinstance(value, Levels) for value in values):
         return None  # `masks.comparison` gives a comparison and its complement the same key
     dtype, operands = dtype_of(node), _operands(inputs, values)

@@ -125,7 +125,7 @@ def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
     ends = bounds and dtype and evaluate(node, {source: Operand(bounds, dtype)}, dtype)
     if not ends:
         return None
-    return of_levels(recogniser, node, [0, 1]) if 0 <= min(ends.values) and max(ends.values) <= 1 else None
+    return of_levels(recogniser, node, [0, 1]) if min(ends.values) >= 0 and max(ends.values) <= 1 else None
 
 
 def _bounds(recogniser: Recogniser, argument: Any) -> tuple[Number, Number] | None:
@@ -136,8 +136,8 @@ def _bounds(recogniser: Recogniser, argument: Any) -> tuple[Number, Number] | No
     if call.symbol == "sigmoid":
         return 0, 1
     if call.symbol == "clamp":
-        numbers = [as_dtype(number, dtype) for number in call.args[1:] if isinstance(number, (int, float))]
-        return (numbers[0], numbers[1]) if len(numbers) == 2 and None not in numbers else None
+        low, high = (as_dtype(n, dtype) if isinstance(n, (int, float)) else None for n in call.args[1:])
+        return None if low is None or high is None else (low, high)
     inputs = argument.all_input_nodes
     if call.symbol not in ("add", "sub", "rsub", "mul", "div") or len(inputs) != 1 or dtype_of(inputs[0]) != dtype:
         return None
@@ -181,9 +181,9 @@ def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if call.symbol == "remainder":
         return of_levels(recogniser, node, [0, 1]) if right == Scalar(2) else None
     numbers = [as_dtype(value.value, dtype) for value in (left, right) if isinstance(value, Scalar)]
-    if len(numbers) != 1 or not isinstance(numbers[0], int):
+    (bit, *others) = numbers or [None]
+    if not isinstance(bit, int) or others:
         return None
-    (bit,) = numbers
     return of_levels(recogniser, node, [0, bit]) if bit & (bit - 1) == 0 else None
 
 
@@ -208,6 +208,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     ((results, *_),) = returned  # the results, and what is saved for backward
     result = results[index] if isinstance(results, (tuple, list)) else results
     hard = None if view.memory.writes_inputs else type(recogniser)(view).value(result)
+    view.discard()
     if not isinstance(hard, Binary) or not hard.is_mask or hard.mask.proof is None:
         return None
     return recogniser.new_mask(node, "autograd.Function", rounding=hard.mask.rounding, trained=requires_grad(node))

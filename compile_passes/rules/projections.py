@@ -111,8 +111,8 @@ def projection_at(
         return projection_by(recogniser, node, x, weight, weighted, upright=upright, problem=problem)
 
     if isinstance(value, Interleaved):
-        projections = [of(item) for item in value.items] if upright else [None]
-        return Interleaved(tuple(projections), dims(node) - 1) if all(projections) else None
+        products = [product for item in value.items if upright and (product := of(item)) is not None]
+        return Interleaved(tuple(products), dims(node) - 1) if len(products) == len(value.items) else None
     if isinstance(value, Bundle):
         return _projections(node, x, weight, value, of, upright=upright)
     if isinstance(value, Product):

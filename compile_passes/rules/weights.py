@@ -189,7 +189,8 @@ def scaled_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def _times_number(value: Value, number: Number) -> Weighted | None:
     if not isinstance(value, Weighted) or value.factor is None:
         return None
-    at, slope = (tuple(number * one for one in pair) for pair in (value.factor.at, value.factor.slope))
+    (at_0, at_1), (slope_0, slope_1) = value.factor.at, value.factor.slope
+    at, slope = (number * at_0, number * at_1), (number * slope_0, number * slope_1)
     return replace(value, factor=replace(value.factor, at=at, slope=slope))
 
 

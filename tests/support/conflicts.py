@@ -30,8 +30,12 @@ def check_rules(graph: Graph) -> set[tuple[Rule, Rule]]:
     Raises:
         RuleConflict: two rules disagree about a node, and the pair is not in `PRECEDENCE`.
     """
-    with calls_read_once():
-        return _AskAll(View(graph)).decided
+    view = View(graph)
+    try:
+        with calls_read_once():
+            return _AskAll(view).decided
+    finally:
+        view.discard()
 
 
 class _AskAll(Evaluation):
