@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from block_parts import TABLES
 from blocks import block_program
 from families import sample
+from processes import python
 from source_programs import through_the_pass
 
 PROGRAMS = 200
+RUNNER = Path(__file__).with_name("run_random_programs.py")
 
 
 @pytest.mark.parametrize("seed", sample(range(PROGRAMS), every=25))
@@ -26,8 +31,8 @@ def test_block(seed: int) -> None:
 @pytest.mark.long
 def test_every_part_occurs() -> None:
     """A seed is one block, and few are needed for all parts."""
-    blocks = [block_program(seed) for seed in range(1000)]
-    assert [block_program(seed) for seed in range(0, 1000, 50)] == blocks[::50]
+    blocks = [block_program(seed) for seed in range(1500)]
+    assert [block_program(seed) for seed in range(0, 1500, 50)] == blocks[::50]
     wanted = {f"{title}: {name}" for title, table in TABLES.items() for name in table}
     assert wanted - {part for block in blocks for part in block.parts} == set()
 
@@ -38,3 +43,11 @@ def test_layers_in_regions_are_fused(region: str) -> None:
     blocks = (block_program(seed) for seed in range(1000))
     regions = (block for block in blocks if {f"region: {region}", "extent: whole", "layer: dense"} <= {*block.parts})
     assert any(through_the_pass(block) == "fused" for block in regions)
+
+
+@pytest.mark.long
+def test_the_script_counts_blocks_by_part() -> None:
+    seed = next(seed for seed in range(100) if through_the_pass(block_program(seed)) == "fused")
+    found = python(RUNNER, "blocks", "--seed", str(seed))
+    for part in (*block_program(seed).parts, "all"):
+        assert re.search(rf"^{re.escape(part)} +1 fused, +0 refused, +0 silent, +0 skipped, +0 failed$", found, re.M)

@@ -153,7 +153,7 @@ class _Draw:
         return self.dice.random() < probability
 
     def block(self, seed: int, dtype: str) -> Block:
-        surrounding = self.pick("surrounding", 0.75)
+        surrounding = self.pick("surrounding", 0.65)
         spelling = self.spelling()
         lines, regions, returned = self.layers(spelling)
         for _ in range(self.dice.choice([0, 1, 1, 2])):
@@ -178,8 +178,8 @@ class _Draw:
             has_experts=self.has_experts,
             has_real_masks=spelling.given == "float",
         )
-        while self.chance(0.25):
-            block = self.write(block)
+        while self.chance(0.2):
+            block = self.with_write(block)
         block = replace(block, trained=self.trained(block))
         kind = "experts" if self.has_experts else "dense"
         return replace(block, parts=(f"layer: {kind}", f"dtype: {dtype}", *self.parts))
@@ -256,9 +256,12 @@ class _Draw:
 
     def tail(self, new: str) -> tuple[list[str], list[str]]:
         """Lines after the layers, and what is returned besides y."""
-        if self.chance(0.5):
+        kind = self.dice.choices(["any", "view", "write"], [4, 4, 2])[0]
+        if kind == "any":
             lines, result = self.pick("tail")
             return [_renamed(line, {"w": new}) for line in lines], [new] if result else []
+        if kind == "write":
+            return [self.write(self.dice.choice(["W", "W", "x", "y", "m0", "l0"]))], []
         source = self.dice.choice(["y", "y", "y", "x"])
         view, write = self.pick("view").format(v=source), self.pick("write to a view", 0.2).format(u=new)
         return [f"{new} = {view}", *([write] if write else [])], [new]
@@ -270,16 +273,18 @@ class _Draw:
         extents = {"whole": (start, stop), "beginning": (start, middle), "end": (middle, stop)}
         return extents.get(self.pick("extent", 0.5), (some, other))
 
-    def write(self, block: Block) -> Block:
-        """The block with a write to an input, a weight or a result, at any position or near the end."""
-        name = self.dice.choice([*block.arguments, *(("W", "x", "y", "m0") if self.chance(0.5) else "W")])
-        is_real = name[0] in "xXWyVKlLbr"
-        text = self.pick("write" if is_real else "write to a mask").format(v=name)
-        lines = list(block.statements)
-        position = self.dice.randint(1 if self.chance(0.5) else max(1, len(lines) - 3), len(lines))
+    def write(self, name: str) -> str:
+        """A write to a variable."""
+        return self.pick("write" if name[0] in "xXWyVKlLbr" else "write to a mask").format(v=name)
+
+    def with_write(self, block: Block) -> Block:
+        """The block with a write to an input, a weight or a result, at any position."""
+        write = self.write(self.dice.choice([*block.arguments, "W", "y"]))
+        lines = block.statements
+        position = self.dice.randint(1, len(lines))
         following = lines[position] if position < len(lines) else ""
         indent = following[: len(following) - len(following.lstrip())]
-        return replace(block, statements=(*lines[:position], indent + text, *lines[position:]))
+        return replace(block, statements=(*lines[:position], indent + write, *lines[position:]))
 
     def trained(self, block: Block) -> tuple[str, ...]:
         """The inputs that require a gradient."""
