@@ -30,7 +30,7 @@ from .report import line
 from .roles import keys_of_masked_weights, original, roles_of_masks, stack_key
 from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL
 from .rules.rule import RulesBySymbol
-from .rules.weight_layouts import rounds_once
+from .rules.weights import rounds_once
 from .shapes import dims, dtype_of, requires_grad
 from .symbols import as_call
 from .values import Binary, Bundle, Levels, Scalar, Value, Weighted, first_of

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from mglu_ops import expert_ops, formats, notices, ops
 
-from .distributed import is_part_of_a_split_graph, lacks_its_mask, report_split_layers
+from .distributed import is_part_of_a_split_graph, lacks_its_mask, split_layers
 from .evaluate import Evaluation
 from .examples import record_examples
 from .inlining import inline_no_grad
@@ -27,7 +27,7 @@ from .memory import Memory, Surroundings
 from .near_misses import find_near_misses
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
-from .report import FusionReport, SiteReport, layers_present, line, report_at
+from .report import SPLIT_BY_DDP, FusionReport, SiteReport, layers_present, line, report_at
 from .rewrite import Replacement, replacement, rewrite
 from .shapes import example, tensor_example
 from .sites import Refusal, Site, find_sites, interior, parts_of
@@ -134,6 +134,7 @@ def _fuse(
     if made:
         rewrite(view, made)
     report.errors.extend(recogniser.errors)
+    report.is_split |= is_part_of_a_split_graph()
     return fused, missed
 
 
@@ -143,27 +144,22 @@ def _replacements(
     """Insert the nodes that replace the layers of a graph, which nothing reads yet; returns them, and the misses."""
     view = recogniser.view
     sites = find_sites(view.graph, recogniser)
-    spellings = {site: interior(recogniser, site) for site in sites}
-    in_sites = {node for spelling in spellings.values() for node in spelling}
-    near = {} if is_part_of_a_split_graph() else find_near_misses(recogniser, in_sites)
+    spellings = [interior(recogniser, site) for site in sites]
+    in_sites = {node for spelling in spellings for node in spelling}
+    is_split = is_part_of_a_split_graph()
+    near = {} if is_split else find_near_misses(recogniser, in_sites)
+    missed = split_layers(recogniser, in_sites) if is_split else []
     if sites and surroundings is not None:
         view.memory.write_at_end(surroundings.written_after(graph.owning_module))
     replaced: dict[Node, Replacement] = {}
-    missed: list[SiteReport] = []
-    split: set[Node] = set()
-    for site, spelling in spellings.items():
-        is_fused, refused = _fuse_site(recogniser, site, assume_binary, replaced)
-        if not is_fused and lacks_its_mask(graph, view.originals(spelling)):
-            split.update(spelling)  # `report_split_layers` reports it
-            continue
+    for site in sites:
+        _, refused = _fuse_site(recogniser, site, assume_binary, replaced)
         for part, reason in refused:
+            reason = SPLIT_BY_DDP if lacks_its_mask(part) else reason
             missed.append(_describe(part, reason=reason, before=tuple(map(line, interior(recogniser, part)))))
             for projection in part.projections:
                 near.pop(recogniser.key(projection.weight), None)
-    new = {node for one in replaced.values() for node in one.nodes}
-    missed.extend(report_split_layers(graph, view.originals(in_sites - split) | new))
-    missed.extend(near.values())
-    return list(replaced.values()), missed
+    return list(replaced.values()), [*missed, *near.values()]
 
 
 def _fuse_site(

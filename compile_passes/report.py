@@ -19,6 +19,11 @@ from .calls import tensors_in
 from .shapes import dtype_of, example, size, tensor_example
 from .symbols import as_call
 
+SPLIT_BY_DDP = (
+    "DistributedDataParallel splits a graph wherever a bucket of gradients is full. A layer whose gate, value and mask "
+    "lie in several parts is not fused: set torch._dynamo.config.optimize_ddp = False before compiling, or use "
+    "mglu_ops.nn.MGLU, which is one operator and cannot be split"
+)
 AT_EACH_CALL = "at each call"
 WHEN_COMPILED = "when compiled"
 WHEN_EXPORTED = "when exported"
@@ -94,6 +99,7 @@ class FusionReport:
         present: layers that called the operator already, such as `mglu_ops.nn.MGLU`.
         graphs: the number of graphs that the pass has read.
         errors: what rules of the pass have raised; the nodes at which they did are left unchanged.
+        is_split: whether DistributedDataParallel split one of the graphs into parts.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -101,11 +107,12 @@ class FusionReport:
     present: list[SiteReport] = field(default_factory=list)
     graphs: int = 0
     errors: list[str] = field(default_factory=list)
+    is_split: bool = False
 
     def __str__(self) -> str:
         present = f"{len(self.present)} called the operator already, " if self.present else ""
         head = f"{len(self.fused)} fused, {len(self.missed)} missed, {present}{counted(self.graphs, 'graph')} seen"
-        if not self.fused and not self.missed and not self.present and not self.errors:
+        if not self.fused and not self.missed and not self.present and not self.errors and not self.is_split:
             return head
         return "\n".join([head, "", *_table([_COLUMNS, *self._rows()]), *self._notes()])
 
@@ -132,6 +139,8 @@ class FusionReport:
                 "once, use mglu_ops.freeze, torch._inductor.config.freezing under no_grad, or mglu_ops.export."
             )
 
+        if self.is_split:
+            yield f"\n{SPLIT_BY_DDP}"
         for error in dict.fromkeys(self.errors):
             yield f"\nA rule of the pass failed, which is a bug of mglu_ops, and knew nothing of one node: {error}"
 
@@ -165,7 +174,7 @@ def layers_present(graph: Graph) -> list[SiteReport]:
         masks = given.get("mask_logits", given.get("packed_masks"))
         layer = report_at(
             node,
-            next((result.dtype for result in tensors_in(example(node))), None),
+            next((result.dtype for result in tensors_in(example(node))), dtype_of(given.get("x"))),
             n_masks=size(masks, -3 if packs else -1) or 0,
             activation=str(given.get("activation", "silu")),
             operator=op.__name__,

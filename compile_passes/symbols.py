@@ -174,9 +174,12 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     # Layers
     yield "linear", "input, weight, bias=None", (F.linear, *_aten("linear"))
     yield "inner", _TWO, (torch.inner, "inner", *_aten("inner"))
-    functions = (operator.matmul, torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm)
-    multiplications = (*functions, "matmul", "mm", "bmm", "__matmul__", *_aten("matmul", "mm", "bmm"))
-    yield "matmul", "input, other|mat2|tensor2", multiplications
+    multiplying = (operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__")
+    yield (
+        "matmul",
+        "input, other|mat2|tensor2",
+        (*multiplying, torch.linalg.matmul, *_aten("matmul", "mm", "bmm")),
+    )
     groups = "input|mat_a, mat2|mat_b, offs=None, bias==None, out_dtype==None"
     yield "grouped_mm", groups, (F.grouped_mm, torch._grouped_mm, *_aten("_grouped_mm"))
     yield "addmm", "input, mat1, mat2, beta=1, alpha==1", _elementwise("addmm")

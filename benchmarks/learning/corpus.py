@@ -273,7 +273,7 @@ def collect(kinds: Sequence[str] | None, text: Path | None, debian: Path) -> dic
     """The files of each kind of text, as `files` yields them; `prepare` explains the arguments."""
     if kinds is None and text is not None:
         return {text.name: files([text], ANY_SUFFIX)}
-    found = {}
+    found: dict[str, Iterable[tuple[str, Path]]] = {}
     for kind in kinds or ["python"]:
         is_own = text is not None and (text / kind).is_dir()
         folders, depth = ([text / kind], DEPTH) if text is not None and is_own else (roots(kind, debian), 1)

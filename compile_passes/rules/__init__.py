@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import activations, bundles, einsum, gates, mask_functions, masks, projections, sums, weight_layouts, weights
+from . import activations, bundles, gates, masks, projections, weights
 from .rule import Rule, by_symbol, rules_of
 
-WEIGHT_RULES = rules_of(bundles, weights, weight_layouts, mask_functions, masks)
+WEIGHT_RULES = rules_of(bundles, weights, masks)
 """The rules that find masks and (masked) weights. They are asked about every node of a graph."""
 
-LAYER_RULES = rules_of(bundles, projections, activations, gates, sums, einsum)
+LAYER_RULES = rules_of(bundles, projections, activations, gates)
 """The rules that find what is made of masked weights. They are asked only in graphs that have a masked weight."""
 
 _KNOWN_MASK = "the operand is a known mask or a tensor of few values, and a function of that says more than a new mask"
 
 PRECEDENCE: Mapping[tuple[Rule, Rule], str] = {
-    (mask_functions.pointwise, masks.comparison): _KNOWN_MASK,
-    (mask_functions.pointwise, masks.sign): _KNOWN_MASK,
-    (mask_functions.pointwise, masks.lowest_bit): _KNOWN_MASK,
+    (masks.pointwise, masks.comparison): _KNOWN_MASK,
+    (masks.pointwise, masks.sign): _KNOWN_MASK,
+    (masks.pointwise, masks.lowest_bit): _KNOWN_MASK,
     (masks.slice_of_a_stack, masks.rearranged): "the former knows which mask of the stack it is",
     (projections.difference_of_projections, activations.function_of_two): (
         "`p + p` and `p - p` are projections with the mask factors 2 M and 0; both values hold"

@@ -1,12 +1,14 @@
-"""Rules for products of x and a masked weight, `x (M * W)^T`, and for their differences."""
+"""Rules for products of x and a masked weight, `x (M * W)^T`, also by `einsum`, and for their differences."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..recognise import Recogniser
 from ..shapes import (
@@ -14,6 +16,7 @@ from ..shapes import (
     dims,
     dtype_of,
     equal_sizes,
+    example,
     has_shape,
     holds,
     holds_experts,
@@ -44,7 +47,7 @@ from ..values import (
 from ..weight_formats import is_decoded
 from .bundles import bundle, each, pairwise
 from .rule import rule
-from .weight_layouts import rounds_once, swaps_last_two
+from .weights import rounds_once, swaps_last_two
 
 # --- Products of x and a weight --------------------------------------------------------------------------------------
 
@@ -325,3 +328,61 @@ def biased(recogniser: Recogniser, node: Node, call: Call) -> Value:
         if is_product and dims(bias) == 1 and recogniser.value(bias) is None:
             return each(value, lambda one: replace(one, problem=BIAS) if isinstance(one, Projection) else None)
     return None
+
+
+# --- einsum ----------------------------------------------------------------------------------------------------------
+
+_EQUATION = re.compile(r"([.\w]+),([.\w]+)->([.\w]+)")
+
+
+@rule("einsum")
+def einsum_projection(recogniser: Recogniser, node: Node, call: Call) -> Value:
+    """`einsum("bh,dh->bd", x, W * M)`, also `"bh,ndh->nbd"` for a stack of weights and `"eth,edh->etd"` for experts.
+
+    Letters and order may be any, and `...` stands for dimensions of x.
+    """
+    equation, operands = call.args
+    found = _EQUATION.fullmatch(equation.replace(" ", "")) if isinstance(equation, str) else None
+    if found is None or len(operands) != 2:
+        return None
+    *axes, output = found.groups()
+    named = list(zip(axes, operands, strict=True))
+    for (x_axes, x), (w_axes, weight) in (named, named[::-1]):
+        is_weight = w_axes.isalpha() and len(w_axes) in (2, 3) and dims(weight) == len(w_axes)
+        if not is_weight or not _same_sizes((x_axes, x), (w_axes, weight)):
+            continue
+        value, stacks = recogniser.value(weight), w_axes[:-2]
+        if not isinstance(value, Bundle):
+            upright = _layout(x_axes, w_axes, output)
+            product = None if upright is None else projection_at(recogniser, node, x, weight, upright=upright)
+            if product is not None:
+                return product
+            continue
+        upright = _layout(x_axes, w_axes[-2:], output.replace(stacks, ""))
+        if upright is not None and len(stacks) == output.count(stacks) == 1 and value.size is None and value.dim == 0:
+            after = len(output) - output.index(stacks)
+            dim = output.index(stacks) if "..." not in output[: -after or None] else dims(node) - after
+            items = [projection_by(recogniser, node, x, weight, one, upright=upright) for one in value.items]
+            return bundle(items, dim)
+    return None
+
+
+def _layout(x: str, weight: str, output: str) -> bool | None:
+    """Whether a weight is laid out `[out, in]`; None if the axes are not those of x, a weight and their product."""
+    experts, first, second = weight[:-2], weight[-2], weight[-1]
+    leading = x[:-1]
+    letters = leading.replace("...", "") + first + second
+    if len(set(letters)) < len(letters) or (experts and leading not in (experts + leading[-1:],)):
+        return None
+    layouts = {(leading + second, leading + first): True, (leading + first, leading + second): False}
+    return layouts.get((x, output))
+
+
+def _same_sizes(*operands: tuple[str, Node]) -> bool:
+    """Whether no operand is repeated along a letter that both have, as one of size 1 is."""
+    sizes: dict[str, object] = {}
+    for axes, operand in operands:
+        found = zip(reversed(axes.replace("...", "")), reversed(example(operand).shape), strict=False)
+        if not all(statically_known_true(sizes.setdefault(letter, n) == n) for letter, n in found):
+            return False
+    return True

@@ -355,7 +355,7 @@ def test_layer_is_accepted(source: str, mode: str) -> None:
 
 @pytest.mark.parametrize("numbers", [(1e-9, 1e-3), (1e5, 2e5)])
 def test_numbers_that_the_dtype_of_the_layer_cannot_hold(numbers: tuple[float, float]) -> None:
-    """Eager multiplies by the number in float32; as a weight of a term it would be 0 or infinite. Terms are fused alone."""
+    """Eager multiplies by the number in float32; as a weight of a term it would be 0 or infinite. Terms are layers."""
 
     def function(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
         return sum(number * gated(x, weight, m, ~m) for number, m in zip(numbers, bits[:2], strict=True))

