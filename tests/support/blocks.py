@@ -23,8 +23,11 @@ SIZE = 8
 """The number of features, and of experts. All are equal, so that shapes do not reveal a transpose."""
 ATTEMPTS = 12
 """The most blocks that are drawn for a seed, of which it gets the first one that eager torch runs."""
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
-"""The relative errors that one or two layers and their gradients may have; they are far below those of wrong ones."""
+ROUNDING = {r"bfloat16|Narrow": 0.1, r"float16|half\(": 2e-2, r"float32|\.float\(|int64": 1e-3, r"": 1e-10}
+"""The relative errors that one or two layers and their gradients may have if their source contains the name of a dtype.
+
+They are far below the errors of wrong layers.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Block(SourceProgram):
 
     @property
     def rounding(self) -> float:
-        return ROUNDING.get(self.dtype, ROUNDING[torch.float64])
+        source = str(replace(self, parts=()))
+        return next(error for name, error in ROUNDING.items() if re.search(name, source))
 
     @property
     def arguments(self) -> list[str]:
