@@ -24,7 +24,18 @@ from torch.fx import Graph
 
 from benchmarks.decoder import Sizes
 from benchmarks.language_model import LanguageModel
-from benchmarks.ordinary_models import FEATURES, MASKED_LAYERS, STEPS, TOKENS, Chain, Masked, UNet, resnet
+from benchmarks.ordinary_models import (
+    FEATURES,
+    MASKED_LAYERS,
+    STEPS,
+    TOKENS,
+    Chain,
+    Masked,
+    UNet,
+    UnknownCalls,
+    Writes,
+    resnet,
+)
 from benchmarks.records import Row, measure, parser_of
 from benchmarks.timing import summarise, wall_microseconds
 from compile_passes.fusion import fuse_graph
@@ -157,12 +168,23 @@ def masked(kind: str, layers: int) -> Case:
     )
 
 
+def unknown_calls(calls: int) -> Case:
+    """A chain of calls whose effect is unknown."""
+    return Case(f"{calls} unknown calls", lambda: (UnknownCalls(calls), torch.randn(3, FEATURES)), "aot_eager")
+
+
+def writes(count: int) -> Case:
+    """A tensor whose rows are written one after the other."""
+    return Case(f"{count} writes y[i] = x", lambda: (Writes(count), torch.randn(3, FEATURES)), "aot_eager")
+
+
 UNET = Case("UNet", lambda: (UNet(), torch.randn(1, 3, 64, 64)))
 RESNET = Case("ResNet", lambda: (resnet().eval(), torch.randn(1, 3, 64, 64)))
 CASES = (
     mglu_layers(4),
     *(chain(step, nodes) for nodes in (10, 100, 1000, 5000) for step in STEPS),
     *(UNET, RESNET, llama(200)),
+    *(make(count) for make in (unknown_calls, writes) for count in (200, 600)),
     *(masked(kind, layers) for kind in MASKED_LAYERS for layers in (100, 200, 400, 800)),
 )
 

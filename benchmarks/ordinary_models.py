@@ -23,6 +23,39 @@ STEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@torch._dynamo.allow_in_graph
+def unknown(h: Tensor) -> Tensor:
+    """Stand for a call whose effect nothing tells, so that it may write to its argument and return it."""
+    return h + 1
+
+
+class UnknownCalls(nn.Module):
+    """A chain of calls of which the pass knows nothing."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            x = unknown(x)
+        return x
+
+
+class Writes(nn.Module):
+    """Writes to one row of a tensor after the other."""
+
+    def __init__(self, writes: int) -> None:
+        super().__init__()
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros(self.writes, FEATURES)
+        for i in range(self.writes):
+            y[i] = x[0]
+        return y
+
+
 class Chain(nn.Module):
     """A projection, then a chain of about `nodes` elementwise operators."""
 

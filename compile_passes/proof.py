@@ -192,6 +192,8 @@ def _check_operands(recogniser: Recogniser, site: Site) -> None:
             raise Refusal(f"gate and value mask different weights, {different}")
         if recogniser.key(projection.offs) != recogniser.key(first.offs):
             raise Refusal("gate and value divide the rows of x among the experts by different offsets")
+        if projection.swapped != first.swapped:
+            raise Refusal("one of gate and value is the transpose of a projection: `(W * M) @ x.T` next to `x @ ...`")
         if projection.transposed != first.transposed:
             raise Refusal("gate and value use the weight in different orientations: one of them its transpose")
 
