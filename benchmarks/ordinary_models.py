@@ -23,7 +23,7 @@ STEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@torch._dynamo.allow_in_graph
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator] # it has no types
 def unknown(h: Tensor) -> Tensor:
     """Stand for a call whose effect nothing tells, so that it may write to its argument and return it."""
     return h + 1

@@ -10,19 +10,14 @@ from torch.fx import GraphModule
 
 from mglu_ops import notices
 
-from .entry import current_pass, used_in_thread
+from .entry import current_pass, fusion_report, used_in_thread
 from .fusion import FusionPass
-from .install import fusion_report
 
 _OWN_OPTIONS = ("strict", "assume_binary")
 
 
 def mglu(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    mode: str | None = None,
-    options: dict[str, Any] | None = None,
+    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Any:
     """Compile a graph for `torch.compile(model, backend="mglu", mode=..., options=...)`.
 

@@ -26,38 +26,25 @@ from torch.utils.flop_counter import flop_registry
 from .shapes import example, submodule
 from .symbols import is_inplace_name
 
-_TORCH = ("torch", "_operator", "math")
-"""Modules whose functions only call operators. Functions of other modules may do anything."""
+_TORCH = ("torch", "_operator", "math")  # modules whose functions only call operators; those of others may do anything
 
 _OUTSIDE_OF_OPERATORS = ("torch._dynamo", "torch.autograd", "torch.utils")
 """Parts of torch whose functions do more than call operators: Dynamo's helpers register gradient hooks, for example."""
 
-_GUARDS_OF_EXPORT = "_guards_fn"
-"""A module that `ExportedProgram.module()` calls to check the sizes of its inputs."""
+_GUARDS_OF_EXPORT = "_guards_fn"  # a module that `ExportedProgram.module()` calls to check the sizes of its inputs
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a call does.
+    """What a call does; arguments are positions in `node.all_input_nodes`."""
 
-    Attributes:
-        writes: the arguments that it writes to, as positions in `node.all_input_nodes`.
-        shares: the arguments whose memory its results may share, as positions too.
-        draws: whether each call may return something else: it draws random numbers or leaves memory uninitialised.
-        changes_metadata: whether it changes the shape of its first argument, as `t_` does, or whether that argument
-            requires a gradient, as `detach_` does.
-        returns_target: whether it returns its first argument and changes nothing but that argument's values.
-        multiplies: whether it multiplies matrices.
-        is_known: whether operators tell all of this; False for a call that may do anything.
-    """
-
-    writes: frozenset[int] = frozenset()
-    shares: frozenset[int] = frozenset()
-    draws: bool = False
-    changes_metadata: bool = False
-    returns_target: bool = False
-    multiplies: bool = False
-    is_known: bool = True
+    writes: frozenset[int] = frozenset()  # the arguments that it writes to
+    shares: frozenset[int] = frozenset()  # the arguments whose memory its results may share
+    draws: bool = False  # it may return something else each time: random numbers, or uninitialised memory
+    changes_metadata: bool = False  # it changes its first argument's shape, as `t_` does, or `requires_grad`
+    returns_target: bool = False  # it returns its first argument and changes nothing but that argument's values
+    multiplies: bool = False  # it multiplies matrices
+    is_known: bool = True  # operators tell all of this; False for a call that may do anything
 
 
 NONE = Effect()
@@ -93,9 +80,7 @@ class Watcher:
                 return NONE if target == _GUARDS_OF_EXPORT else _of_bodies(node, [body])
         elif not _is_of_torch(node):
             return _unknown(node)
-        elif "functorch" in _module(
-            target
-        ):  # wrapping and unwrapping for `vmap` and `grad`, which only a graph contains
+        elif "functorch" in _module(target):  # wraps or unwraps for `vmap` and `grad`; only a graph contains such calls
             return Effect(shares=frozenset(range(len(node.all_input_nodes))))
         elif not node.all_input_nodes and not isinstance(example(node), Tensor):
             return NONE  # it switches a mode
@@ -112,9 +97,8 @@ def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
     given = [example(item) for item in inputs]
     if any(value is None for value in given):  # None as an argument would mean another call
         return None
-    if any(
-        type(n) is int and n == 0 for value in tensors_in(given) for n in value.shape
-    ):  # an operator may skip its work on an empty tensor
+    # An operator may skip its work on an empty tensor.
+    if any(type(n) is int and n == 0 for value in tensors_in(given) for n in value.shape):
         return None
     try:
         with mode, torch.no_grad():
@@ -154,7 +138,8 @@ def _number(value: Any) -> Any:
         return value
     if value.node.hint is not None:
         return value.node.hint
-    known = value.node.shape_env.var_to_val
+    env = value.node.shape_env
+    known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     return value.node.pytype(value.node.expr.xreplace({s: known.get(s, 5) for s in value.node.expr.free_symbols}))
 
 

@@ -5,7 +5,8 @@ The value of a node follows from its arguments, so the rules compose: a new spel
 
 A graph is read in three steps. Each goes over the nodes once, so the time is linear in the length of the graph:
 
-1. *Roles* (`roles.py`): which real tensors are used as masks, and which weights they mask.
+1. *Roles*: which real tensors are used as masks, and which weights they mask. Nothing but its use tells a float mask
+   from a weight: `W * m` has two factors of the same kind.
 2. *Masks and weights* (`rules.WEIGHT_RULES`). A real tensor with the role of a mask has a second value, which holds
    only as a factor of its weights (`factor`).
 3. *Layers* (`rules.LAYER_RULES`): products of x and a weight, activations, terms and sums. This step is skipped if no
@@ -15,34 +16,30 @@ A graph is read in three steps. Each goes over the nodes once, so the time is li
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import ChainMap
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from mglu_ops.tensors import bytes_of
 
 from .recognise import Recogniser
 from .report import line
-from .roles import keys_of_masked_weights, original, roles_of_masks, stack_key
 from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL
-from .rules.rule import RulesBySymbol
+from .rules.base import RulesBySymbol
 from .rules.weights import rounds_once
-from .shapes import dims, dtype_of, requires_grad
-from .symbols import as_call
-from .values import Binary, Bundle, Levels, Scalar, Value, Weighted, first_of
+from .shapes import broadcasts_to, dims, dtype_of, is_given, is_matrix, requires_grad
+from .symbols import Call, as_call, symbol_of
+from .values import Binary, Bundle, Levels, Product, Scalar, Value, Weighted, first_of
 from .view import View
 
 
 class Evaluation(Recogniser):
-    """A recogniser with the values of all nodes, computed once each.
-
-    Attributes:
-        errors: what rules have raised. A rule that raises an error knows nothing of the node.
-    """
+    """A recogniser with the values of all nodes, computed once each."""
 
     def __init__(self, view: View, constants: Callable[[Node], torch.Tensor | None] = lambda _: None) -> None:
         """Read the graph of a view.
@@ -50,18 +47,18 @@ class Evaluation(Recogniser):
         `constants` gives the value of a node of the original graph if it has the same value whenever it runs.
         """
         super().__init__(view)
-        self.errors: list[str] = []
+        self.errors: list[str] = []  # what rules have raised; a rule that raises an error knows nothing of the node
         graph = view.graph
         self._constants = constants
-        self._roles = frozenset(roles_of_masks(graph, self))
+        self._roles = frozenset(_roles_of_masks(graph, self))
         masks = {mask for _, mask in self._roles}
         nodes = list(graph.nodes)  # without those that rules imagine
         for node in nodes:
             value = self._values[node] = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, self._leaf)
             self.has_masks |= isinstance(value, (Binary, Levels))
             if masks:
-                self._assume(node, is_mask=stack_key(self.key(node)) in masks and dims(node) in (1, 2, 3))
-        self.masked_weights = frozenset(keys_of_masked_weights(graph, self))
+                self._assume(node, is_mask=_stack_key(self.key(node)) in masks and dims(node) in (1, 2, 3))
+        self.masked_weights = frozenset(_keys_of_masked_weights(graph, self))
         if self.masked_weights:
             for node in nodes:
                 if not isinstance(self._values[node], (Scalar, Levels, Binary)):
@@ -88,7 +85,7 @@ class Evaluation(Recogniser):
         """
         assumed = self._assumed.get(mask) if isinstance(mask, Node) else None
         first = first_of(assumed)
-        if isinstance(first, Binary) and (self.key(original(weight)), stack_key(first.mask.key)) in self._roles:
+        if isinstance(first, Binary) and (self.key(_original(weight)), _stack_key(first.mask.key)) in self._roles:
             return assumed
         return self.value(mask)
 
@@ -138,3 +135,204 @@ class Evaluation(Recogniser):
 
 def _is_binary(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+# --- Roles -----------------------------------------------------------------------------------------------------------
+
+_NUMBERS = frozenset({"ones", "zeros", "full", "tensor"})  # symbols of calls that make a tensor filled with one number
+
+_ARITHMETIC = frozenset(
+    (
+        *("add", "sub", "rsub", "scaled_add", "scaled_sub", "neg", "mul", "div", "rounded_div"),
+        *("pow", "square", "abs", "xor", "to", "alias", "detach"),
+    )
+)
+
+_LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
+"""Operations that take a mask, or a mask and a number, to a function of that mask.
+
+Operations that make a mask from something else, such as `round` from a sigmoid, are not listed: there the result is the
+mask.
+"""
+
+Role = tuple[Hashable, Hashable]
+"""The keys of a weight and of a real tensor that masks it (if that is a slice of a stack of masks, of the stack)."""
+
+
+def _roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
+    """The real tensors that are used as masks, each with the weight that it masks.
+
+    A factor of a weight is a function of some tensor: `1 - m` is a function of m. That tensor is used as a mask of the
+    weight if one of these holds:
+
+    - The weight is multiplied by two functions of it, at least one of which is arithmetic. (Comparisons alone make
+      masks of their own, `logits > 0` and `logits > 1`.)
+    - It is an input or attribute of the graph, and one of the two functions compares `1 - m`.
+    - The weight is multiplied by one arithmetic function of it, and the weight itself is an operand of another product,
+      or of a difference with the masked weight.
+
+    Two slices of one stack also count as two functions of it, as in a layer with many masks. But the stacked weights of
+    several experts that are multiplied by a shared mask do not become a stack of masks in this way.
+    """
+    bare = set(_keys_of_bare_weights(graph, recogniser))
+    functions: dict[Role, set[Hashable]] = {}
+    roots_of_weights: dict[Hashable, Hashable] = {}
+    arithmetic: set[Role] = set()
+    for weight, factor in _masked_products(graph):
+        root, weight_key = _root(factor), recogniser.key(weight)
+        key = recogniser.key(root.node)
+        if recogniser.key(factor) in bare or not _is_real(root.node):
+            continue
+        functions.setdefault((weight_key, key), set()).add(recogniser.key(factor))
+        roots_of_weights[weight_key] = recogniser.key(_root(weight).node)
+        if weight_key in bare and root.is_arithmetic and broadcasts_to(factor, weight):
+            yield weight_key, _stack_key(key)
+        if root.is_arithmetic or (root.is_complemented and is_given(root.node)):
+            arithmetic.add((weight_key, _stack_key(key)))
+    roles = set(_of_several_functions(functions, arithmetic))
+    yield from roles
+    masks = {mask for _, mask in roles}
+    functions_of_stacks: dict[Role, set[Hashable]] = {}
+    for (weight_key, key), factors in functions.items():
+        if _stack_key(key) in masks or _stack_key(roots_of_weights[weight_key]) not in masks:
+            functions_of_stacks.setdefault((weight_key, _stack_key(key)), set()).update(factors)
+    yield from _of_several_functions(functions_of_stacks, arithmetic)
+
+
+def _of_several_functions(functions: Mapping[Role, set[Hashable]], arithmetic: Collection[Role]) -> Iterator[Role]:
+    """The roles in which several functions of one tensor multiply a weight, at least one of them arithmetic.
+
+    `arithmetic` holds the pairs of a weight and a tensor, or its stack, for which one of the functions is arithmetic.
+    """
+    for (weight_key, key), factors in functions.items():
+        role = (weight_key, _stack_key(key))
+        if len(factors) > 1 and role in arithmetic and _stack_key(weight_key) != role[1]:
+            yield role
+
+
+def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """`(weight, factor)` of every product, in both orders, and of every choice by a condition; copies are resolved."""
+    for node in graph.nodes:
+        call = as_call(node)
+        if call is None or call.symbol not in ("mul", "where", "masked_fill", "index_put", "einsum"):
+            continue
+        nodes = node.all_input_nodes
+        weights = [item for item in nodes if dtype_of(item) is not torch.bool]
+        factors = [item for item in nodes if dtype_of(item) is torch.bool] if call.symbol == "where" else nodes
+        for weight, factor in ((a, b) for a in weights for b in factors if a is not b):
+            yield from ((_original(weight), _original(part)) for part in _parts(factor))
+
+
+def _original(weight: Any) -> Any:
+    """The original of a copy."""
+    while (call := as_call(weight)) is not None and call.symbol == "alias":
+        weight = call.args[0]
+    return weight
+
+
+def _parts(factor: Node) -> list[Node]:
+    """The tensors that a factor is stacked or concatenated from, or the factor alone."""
+    call = as_call(factor)
+    if call is None or call.symbol not in ("stack", "cat") or not isinstance(call.args[0], (list, tuple)):
+        return [factor]
+    return [item for item in call.args[0] if isinstance(item, Node)]
+
+
+def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
+    """The keys of weights that are used unmasked: in a product, or in a sum with a product of themselves."""
+    for node in graph.nodes:
+        call = as_call(node)
+        if call is None:
+            continue
+        operands = call.args[1] if call.symbol == "einsum" else (_weight_operand(call),)
+        yield from (recogniser.key(_original(item)) for item in operands if dims(item) in (2, 3))
+        if call.symbol in ("add", "sub"):
+            for one, other in (call.args, reversed(call.args)):
+                inner = as_call(other)
+                inner = as_call(inner.args[0]) if inner is not None and inner.symbol == "neg" else inner
+                if inner is not None and inner.symbol == "mul":
+                    factors = [recogniser.key(_original(item)) for item in inner.args]
+                    yield from {recogniser.key(_original(one))}.intersection(factors)
+
+
+@dataclass(frozen=True)
+class _Root:
+    """The tensor that a factor is a function of."""
+
+    node: Node
+    is_arithmetic: bool  # whether the function has no comparison
+    is_complemented: bool  # whether the function compares 1 minus the tensor
+
+
+def _root(factor: Node) -> _Root:
+    is_arithmetic, is_complemented = dtype_of(factor) is not torch.bool, False
+    while True:
+        call = as_call(factor)
+        if call is None or call.symbol not in (*_ARITHMETIC, *_LOGIC):
+            break
+        if call.symbol in ("to", "alias"):
+            nodes = list(call.args)
+        else:
+            nodes = [item for item in factor.all_input_nodes if symbol_of(item) not in _NUMBERS]
+        if len(nodes) != 1:
+            break
+        subtracts_from_1 = call.symbol in ("sub", "rsub") and 1 in call.args
+        is_complemented = subtracts_from_1 or (is_complemented and call.symbol not in _LOGIC)
+        (factor,) = nodes
+        is_arithmetic = is_arithmetic and dtype_of(factor) is not torch.bool
+    return _Root(factor, is_arithmetic, is_complemented)
+
+
+def _is_real(node: Node) -> bool:
+    return dims(node) in (1, 2, 3) and dtype_of(node) is not torch.bool
+
+
+def _stack_key(key: Hashable) -> Hashable:
+    """The key of the stack, for the key of a slice of it; otherwise the key itself."""
+    return key[1] if isinstance(key, tuple) and key[0] == "at" else key
+
+
+# --- Masked weights --------------------------------------------------------------------------------------------------
+
+_TRANSPOSING = frozenset({"t", "mT", "transpose", "permute", "getattr", "unsqueeze"})
+
+
+def _weight_operand(call: Call) -> Node | None:
+    """The weight of a product of x and a weight, without the transposes that are applied to it first."""
+    position = {"linear": 1, "inner": 1, "matmul": 1, "grouped_mm": 1, "addmm": 2}.get(call.symbol)
+    weight = None if position is None else call.args[position]
+    while (inner := as_call(weight)) is not None and inner.symbol in _TRANSPOSING:
+        weight = inner.args[0]
+    return weight if isinstance(weight, Node) else None
+
+
+def _keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
+    """The keys of matrices that are masked, including matrices whose product with x is masked by output feature."""
+    for node in graph.nodes:
+        value = recogniser.value(node)
+        if isinstance(value, (Bundle, Weighted)):
+            yield from _masked_keys(recogniser, value)
+        call = as_call(node)
+        if call is None:
+            continue
+        operands = call.args[1] if call.symbol == "einsum" else (_weight_operand(call),)
+        for operand in operands:
+            yield from _masked_keys(recogniser, recogniser.value(operand))
+        if call.symbol == "einsum":
+            for mask, weight in itertools.permutations(operands, 2):
+                if is_matrix(weight) and isinstance(recogniser.factor(mask, weight), Binary):
+                    yield recogniser.key(weight)
+        if call.symbol == "mul":
+            for factor, other in (call.args, reversed(call.args)):
+                inner = as_call(other)
+                weight = None if inner is None else _weight_operand(inner)
+                if weight is not None and isinstance(recogniser.factor(factor, weight), Binary):
+                    yield recogniser.key(weight)
+
+
+def _masked_keys(recogniser: Recogniser, value: Value) -> Iterator[Hashable]:
+    for item in value.items if isinstance(value, Bundle) else (value,):
+        if isinstance(item, Weighted) and item.factor is not None:
+            yield recogniser.key(item.weight)
+        elif isinstance(item, Product):
+            yield from map(recogniser.key, item.weights)

@@ -23,16 +23,14 @@ from functools import lru_cache
 
 from mglu_ops.activations import ACTIVATIONS
 
-_DIGITS = 12
-"""Significant digits to which coefficients are compared, so that rounding does not make equal formulas differ."""
+_DIGITS = 12  # significant digits to which coefficients are compared: rounding must not make equal formulas differ
 
 DIGITS = 6
 """Digits to which an activation's coefficients must agree below float64: a float32 holds seven, and people write
 sqrt(2 / pi) with eight or more.
 """
 
-EXACT = 11
-"""Digits to which an activation's coefficients must agree in float64."""
+EXACT = 11  # digits to which an activation's coefficients must agree in float64
 
 _MOST_TERMS = 8
 _MOST_ATOMS = 48
@@ -54,8 +52,7 @@ class Atom:
         object.__setattr__(self, "size", 1 if self.argument is None else 1 + self.argument.size)
 
 
-Monomial = tuple[tuple[Atom, int], ...]
-"""A product of powers of atoms, sorted by their texts."""
+Monomial = tuple[tuple[Atom, int], ...]  # a product of powers of atoms, sorted by their texts
 
 
 @dataclass(frozen=True)

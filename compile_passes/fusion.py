@@ -19,12 +19,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from mglu_ops import expert_ops, formats, notices, ops
 
-from .distributed import is_part_of_a_split_graph, lacks_its_mask, split_layers
 from .evaluate import Evaluation
-from .examples import record_examples
-from .inlining import inline_no_grad
 from .memory import Memory, Surroundings
-from .near_misses import find_near_misses
+from .near_misses import find_near_misses, is_part_of_a_split_graph, lacks_its_mask, split_layers
+from .prepare import inline_no_grad, record_examples
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
 from .report import SPLIT_BY_DDP, FusionReport, SiteReport, layers_present, line, report_at
@@ -150,7 +148,7 @@ def _replacements(
     near = {} if is_split else find_near_misses(recogniser, in_sites)
     missed = split_layers(recogniser, in_sites) if is_split else []
     if sites and surroundings is not None:
-        view.memory.write_at_end(surroundings.written_after(graph.owning_module))
+        surroundings.tell(view.memory, graph.owning_module)
     replaced: dict[Node, Replacement] = {}
     for site in sites:
         _, refused = _fuse_site(recogniser, site, assume_binary, replaced)
@@ -165,9 +163,7 @@ def _replacements(
 def _fuse_site(
     recogniser: Recogniser, site: Site, assume_binary: bool, replaced: dict[Node, Replacement]
 ) -> tuple[bool, list[tuple[Site, str]]]:
-    """Replace a site, or the parts of it that can be if the whole cannot.
-
-    Replacements are added to `replaced`, by their roots.
+    """Add the replacement of a site to `replaced`, by its root, or those of its parts if the whole is refused.
 
     Returns:
         Whether any part is replaced, and those that are not with the reasons; if none is, the whole with its reason.
@@ -275,11 +271,7 @@ def fuse(
     report = FusionReport() if report is None else report
     lifted = _lifted_numbers(gm)
     fuse_graph(
-        fused.graph,
-        report,
-        strict=strict,
-        assume_binary=assume_binary,
-        constants=lambda node: lifted.get(node.target),
+        fused.graph, report, strict=strict, assume_binary=assume_binary, constants=lambda node: lifted.get(node.target)
     )
     if strict and not report.fused and not report.present:
         raise FusionError("strict fusion: nothing was fused")
@@ -332,10 +324,8 @@ def _frozen(graph: Graph) -> dict[Node, Tensor]:
 def _source_hash() -> str:
     """A hash of all sources that decide what the pass does and which operators a compiled graph calls, and how."""
     digest = hashlib.sha256()
-    for path in (
-        *sorted(Path(__file__).parent.rglob("*.py")),
-        *(Path(str(one.__file__)) for one in (ops, expert_ops, formats)),
-    ):
+    operators = (Path(str(one.__file__)) for one in (ops, expert_ops, formats))
+    for path in (*sorted(Path(__file__).parent.rglob("*.py")), *operators):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -10,6 +10,7 @@ edge has a position (union-find by size), so that a question takes logarithmic t
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,23 +24,16 @@ from torch.fx import Graph, GraphModule, Node
 from .calls import Effect, Watcher, bodies_of, storage_of
 from .shapes import example
 
-STORAGE = "mglu_storage"
-"""Key in the `meta` of an input: the identity of the real storage that it stands for (`storage_of`)."""
+STORAGE = "mglu_storage"  # key in the `meta` of an input: the identity of its real storage (`storage_of`)
 
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes under which a node runs.
+    """The modes under which a node runs."""
 
-    Attributes:
-        grad: whether gradients are recorded.
-        blocks: the nodes that enter the blocks of autocast and inference mode around the node.
-        transforms: the names of the functorch transforms (`vmap`, `grad`, ...) around it.
-    """
-
-    grad: Any
-    blocks: tuple[Node, ...] = ()
-    transforms: tuple[str, ...] = ()
+    grad: Any  # whether gradients are recorded
+    blocks: tuple[Node, ...] = ()  # the nodes that enter the blocks of autocast and inference mode around the node
+    transforms: tuple[str, ...] = ()  # the names of the functorch transforms (`vmap`, `grad`, ...) around it
 
     @property
     def in_inference_mode(self) -> bool:
@@ -69,10 +63,10 @@ class Memory:
         self.storages: dict[Node, frozenset[Hashable]] = {}
         self.misdescribed: set[int] = set()
         """The ids of examples whose shape or gradient a later call changes: they show what their tensor becomes."""
-        self.differentiating: list[Node] = []
-        """The calls of autograd in the graph whose gradients can be differentiated again."""
-        self.writes_inputs = False
-        """Whether some node writes to an input or constant of the graph."""
+        self.is_differentiated_around = False
+        """Whether a graph around this one computes gradients that can be differentiated again."""
+        self.differentiating: list[Node] = []  # calls of autograd whose gradients can be differentiated again
+        self.writes_inputs = False  # whether some node writes to an input or constant of the graph
         self._parents: dict[Hashable, tuple[Hashable, int]] = {}
         """For a storage that was joined to another one, that storage, and the position from which they are one."""
         self._sizes: dict[Hashable, int] = {}
@@ -205,8 +199,7 @@ class Surroundings:
     """The graphs of a module and of the bodies of its higher-order operators, such as `checkpoint`."""
 
     def __init__(self, module: GraphModule) -> None:
-        self._calls: dict[GraphModule, list[Node]] = {}
-        """The calls of each body."""
+        self._calls: dict[GraphModule, list[Node]] = {}  # the calls of each body
         self._memories: dict[Graph, Memory] = {}
         for graph in [one.graph for one in module.modules() if isinstance(one, GraphModule)]:
             for node in graph.nodes:
@@ -214,19 +207,20 @@ class Surroundings:
                     for body in filter(None, bodies_of(node)):
                         self._calls.setdefault(body, []).append(node)
 
-    def written_after(self, body: GraphModule | None) -> Iterator[Hashable]:
-        """The storages that graphs around a body write to after its call, of which its own graph knows nothing.
+    def tell(self, memory: Memory, body: GraphModule | None) -> None:
+        """Tell the memory of a body what the graphs around it do after its call, of which its own graph knows nothing.
 
         Tracing gives an input of a body the example of the operand, so that both have one storage.
         """
         for call in self._calls.get(body, ()) if body is not None else ():
-            memory = self._memories.get(call.graph) or Memory(call.graph)
-            self._memories[call.graph] = memory
-            around = set(self.written_after(call.graph.owning_module))
+            around = self._memories.get(call.graph)
+            if around is None:
+                around = self._memories[call.graph] = Memory(call.graph)
+                self.tell(around, call.graph.owning_module)
+            memory.is_differentiated_around |= around.is_differentiated_around or bool(around.differentiating)
             for node in call.all_input_nodes:
-                if memory.last_write(node, memory.order[call], len(memory.order)) is not None:
-                    yield from memory.storages[node]
-                yield from memory.storages[node] & around
+                if around.last_write(node, around.order[call], math.inf) is not None:
+                    memory.write_at_end(around.storages[node])
 
 
 def _traced(node: Node) -> Iterator[Hashable]:

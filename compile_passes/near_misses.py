@@ -9,29 +9,28 @@ linear in the length of the graph. What multiplies x many nodes after its mask i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch._guards import TracingContext
 from torch.fx import Node
 
 from .recognise import Recogniser
-from .report import SiteReport, missed_at
-from .shapes import dims, dtype_of, is_like, repeated, submodule, tensor_example
+from .report import SPLIT_BY_DDP, SiteReport, missed_at
+from .shapes import dims, dtype_of, is_like, repeated, sources, submodule, tensor_example
+from .sites import Site
 from .symbols import READS_NO_VALUES, symbol_of, value_users
-from .values import Activated, Binary, Bundle, Gated, Levels, Product, Value, Weighted, projection_of
+from .values import Activated, Binary, Bundle, Gated, Levels, Product, Value, Weighted, first_of, projection_of
 from .view import opaque, overwritten
 
-_FARTHEST = 8
-"""The most nodes between a masked weight and the product with x: casts, transposes, stacks, and a few more."""
+_FARTHEST = 8  # the most nodes between a masked weight and the product with x: casts, transposes, stacks, ...
 
-
-_Form = tuple[Hashable, Hashable]
-"""The key of a weight, and the key of one of its forms: masked, or `_ITSELF`."""
+_Form = tuple[Hashable, Hashable]  # the key of a weight, and the key of one of its forms: masked, or `_ITSELF`
 
 _ITSELF = "itself"
 
-_Path = tuple[Node, ...]
-"""The nodes after a form; the path begins with the form itself if no rule knows it."""
+_Path = tuple[Node, ...]  # the nodes after a form; the path begins with the form itself if no rule knows it
 
 
 @dataclass
@@ -39,21 +38,14 @@ class _Weight:
     """What becomes of the forms of one weight."""
 
     forms: dict[Node, set[Hashable]] = field(default_factory=dict)
-    by_x: dict[Hashable, set[Hashable]] = field(default_factory=dict)
-    """The forms that multiply each x."""
-    reached: set[Node] = field(default_factory=set)
-    """The nodes from the forms to the products, including the products."""
+    by_x: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # the forms that multiply each x
+    reached: set[Node] = field(default_factory=set)  # the nodes from the forms to the products, including the products
 
 
 def find_near_misses(recogniser: Recogniser, found: set[Node]) -> dict[Hashable, SiteReport]:
-    """The reports of near misses, one for each weight that multiplies one x in two forms, at least one of them masked.
+    """A report for the key of each weight that multiplies one x in two forms, at least one of them masked.
 
-    Args:
-        recogniser: the values of the nodes of a graph.
-        found: the nodes of the layers that were found, which do not count.
-
-    Returns:
-        The reports by the keys of the weights.
+    The nodes `found` of the layers that were found do not count.
     """
     misses = {}
     for key, weight in _weights(recogniser, found).items():
@@ -210,8 +202,7 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> SiteR
     return missed_at(max(reached, key=order.__getitem__), reason) if is_used else None
 
 
-_BOTH = ((0, 1), (1, 0))
-"""The values of a mask and of its complement at M = 0 and M = 1."""
+_BOTH = ((0, 1), (1, 0))  # the values of a mask and of its complement at M = 0 and M = 1
 
 
 def _given_away(weight: _Weight) -> SiteReport | None:
@@ -255,8 +246,7 @@ def _reason(recogniser: Recogniser, nodes: Sequence[Node]) -> str:
     )
 
 
-_MOST_NAMED = 4
-"""The most nodes that a reason names."""
+_MOST_NAMED = 4  # the most nodes that a reason names
 
 
 def _reading(recogniser: Recogniser, node: Node) -> str:
@@ -274,3 +264,38 @@ def _reading(recogniser: Recogniser, node: Node) -> str:
     dtype = dtype_of(node)
     kind = f" ({str(dtype).removeprefix('torch.')})" if dtype is not None else ""
     return f"`{node.name}`{kind} reads {what} by `{node.name if node.target is opaque else operation}`"
+
+
+# --- Layers in graphs that Dynamo's DDP optimiser has split -----------------------------------------------------------
+
+# Under `DistributedDataParallel` (DDP), Dynamo splits a graph wherever the parameters read so far fill a bucket of
+# gradients, and compiles each part separately, so that a bucket is sent while the backward pass of earlier parts runs.
+# A split can come before any node that reads a parameter, even inside a layer. Then a part has a gate without its
+# value, or a layer whose mask comes from another part as a plain tensor. The report says that the graph was split.
+
+
+def is_part_of_a_split_graph() -> bool:
+    """Whether the graph that is being compiled is one part of a graph that Dynamo's DDP optimiser split."""
+    return getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
+
+
+def lacks_its_mask(site: Site) -> bool:
+    """Whether another part makes a mask of a layer, so that this graph cannot prove that it is a mask."""
+    masks: list[Any] = [one.factor.mask.bits for one in site.projections if one.factor is not None]
+    products = [one.weight for one in site.projections if isinstance(one.weight, Product)]
+    masks += [factor for product in products for factor in (product.a, product.b)]
+    return is_part_of_a_split_graph() and any(map(_comes_from_another_part, set().union(*map(sources, masks))))
+
+
+def _comes_from_another_part(node: Node) -> bool:
+    return node.op == "placeholder" and getattr(node, "_dynamo_source", node) is None
+
+
+def split_layers(recogniser: Recogniser, found: Collection[Node]) -> list[SiteReport]:
+    """A miss for each masked weight that belongs to no layer of this part; `found` are the nodes of its layers."""
+    misses: dict[Any, SiteReport] = {}
+    for node in recogniser.view.graph.nodes:
+        value = first_of(recogniser.value(node))
+        if isinstance(value, Weighted) and value.factor is not None and node not in found:
+            misses.setdefault(recogniser.key(value.weight), missed_at(node, SPLIT_BY_DDP))
+    return list(misses.values())

@@ -38,8 +38,7 @@ class Result:
     slopes: tuple[tuple[float, ...], ...]
 
 
-_results: dict[Hashable, tuple[Result | None]] = {}
-"""The results of earlier calls."""
+_results: dict[Hashable, tuple[Result | None]] = {}  # the results of earlier calls
 
 _MOST_RESULTS = 4096
 

@@ -20,23 +20,12 @@ from mglu_ops.checks import FLOATING
 from mglu_ops.expert_dispatch import untrainable_reason
 from mglu_ops.masks import MAX_MASKS
 
-from . import formulas
+from . import formulas, shapes
 from .formulas import LIKE_RELU, Scaled
 from .pointwise import as_dtype
 from .recognise import Recogniser
 from .report import line
-from .shapes import (
-    dtype_of,
-    equal_sizes,
-    holds_experts,
-    is_distributed,
-    is_given,
-    range_of,
-    requires_grad,
-    slice_of,
-    tensor_example,
-    unusual_kind,
-)
+from .shapes import dtype_of, equal_sizes, holds_experts, is_given, requires_grad, slice_of, tensor_example
 from .sites import Refusal, Site, interior
 from .values import Mask, MaskWeight, Term, scale_of, unscaled
 from .view import overwritten
@@ -50,28 +39,19 @@ class Layer:
     site: Site
     x: Node
     weight: Node
-    weight_scale: float
-    """The number by which the program multiplies the masked weight."""
+    weight_scale: float  # the number by which the program multiplies the masked weight
     transposed: bool
-    masks: tuple[tuple[Mask, bool], ...]
-    """Each mask, and whether the gate uses its complement."""
+    masks: tuple[tuple[Mask, bool], ...]  # each mask, and whether the gate uses its complement
     activation: str
     dtype: torch.dtype
     trains_masks: bool
-    mask_weights: tuple[MaskWeight | float, ...]
-    """One weight per term, or none at all."""
-    scale: float
-    """The number that multiplies the sum."""
-    interior: tuple[Node, ...]
-    """The nodes of the spelling, which the fused operator replaces, in the order of the graph."""
-    stored: StoredWeight | None = None
-    """The weight as it is stored, if the program decodes it from a format of the operator."""
-    why_decoded: str = ""
-    """Why the operator reads the weight that the program has decoded, if it is decoded from 8 or 4 bits."""
-    takes_views: bool = True
-    """Whether new nodes may be views: not in a block of inference mode, where torch.compile raises an error for one."""
-    offs: Node | None = None
-    """The end of each expert's rows of x `[S, in_features]`; None without experts and for x `[E, t, in_features]`."""
+    mask_weights: tuple[MaskWeight | float, ...]  # one weight per term, or none at all
+    scale: float  # the number that multiplies the sum
+    interior: tuple[Node, ...]  # the nodes of the spelling, which the operator replaces, in the order of the graph
+    stored: StoredWeight | None = None  # the weight as it is stored, if the program decodes it from a known format
+    why_decoded: str = ""  # why the operator reads the weight that the program has decoded from 8 or 4 bits, if it does
+    takes_views: bool = True  # whether new nodes may be views: in inference mode, torch.compile then raises an error
+    offs: Node | None = None  # the ends of the experts' rows of x `[S, h]`; None without experts, and for x `[E, t, h]`
 
     @property
     def is_of_experts(self) -> bool:
@@ -206,7 +186,7 @@ def _check_experts(site: Site) -> None:
         return
     if not statically_known_true(weight.shape[0] >= 1):
         raise Refusal(f"the weight has {weight.shape[0]} experts; the operator takes at least 1")
-    of_ranks = [node for node in (first.x, first.weight) if is_distributed(node)]
+    of_ranks = [node for node in (first.x, first.weight) if shapes.is_distributed(node)]
     if of_ranks:
         raise Refusal(f"`{of_ranks[0]}` is a DTensor, and the operators of experts take plain tensors here")
     why = untrainable_reason(x.device, first.dtype)
@@ -222,7 +202,7 @@ def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
         pairs = list(zip(*inputs, strict=True)) if alike else []
         unequal = [pair for pair in pairs if recogniser.key(pair[0]) != recogniser.key(pair[1])]
         # The name of a slice alone would tell a reader nothing.
-        if len(unequal) != 1 or any(slice_of(node) or range_of(node) for node in unequal[0]):
+        if len(unequal) != 1 or any(slice_of(node) or shapes.range_of(node) for node in unequal[0]):
             return f"`{line(a)}` and `{line(b)}`{_why_different(recogniser, a, b)}"
         a, b = unequal[0]
 
@@ -259,13 +239,16 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
         written = any(factor.mask.bits.target is overwritten for factor in (gate, value))
         why = " (the graph writes in place to one of them)" if written else ""
         raise Refusal(f"gate and value use two different masks{why}; the value's must be 1 - M of the gate's M")
-    if unscaled(gate).at not in _BOTH or value.at != gate.at[::-1]:
+    if not unscaled(gate).is_mask or value.at != gate.at[::-1]:
         raise Refusal(
             f"the masks are not complementary: at M = 0 and M = 1 the gate multiplies the weight by {gate.at} and the "
             f"value by {value.at}; this must be (0, 1) and (1, 0)"
         )
     complement = unscaled(gate).is_gate(-1)
     mask = replace(gate.mask, rounding=max(gate.mask.rounding, value.mask.rounding))
+    dtype = term.gate.dtype
+    if mask.rounding and dtype.is_floating_point and mask.rounding > torch.finfo(dtype).eps:
+        raise Refusal(f"mask `{mask.bits.name}` has rounding errors of a narrower dtype than the layer's {dtype}")
     _check_mask_shape(term, mask)
     if mask.proof is None and not assume_binary:
         doubt = f" ({mask.doubt})" if mask.doubt else ""
@@ -275,9 +258,6 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
             f"proves to be binary{doubt}; make it bool, or derive it by a comparison{trust}"
         )
     return mask, complement
-
-
-_BOTH = ((0, 1), (1, 0))
 
 
 def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
@@ -339,16 +319,15 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
 def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
     """Refuse unknown tensors, those that the operators do not take, and those whose class computes its own products."""
     operands = [node for one in site.projections for node in (one.x, one.weight, one.offs) if node is not None]
-    operands += [mask.bits for mask in masks] + [
-        term.mask_weight.node for term in site.terms if term.mask_weight is not None
-    ]
+    operands += [mask.bits for mask in masks]
+    operands += [term.mask_weight.node for term in site.terms if term.mask_weight is not None]
     for node in operands:
         if tensor_example(node) is None:  # such as one that `Memory.misdescribed` names
             raise Refusal(
                 f"the shape of `{node}` is unknown, or a call such as t_ or unsqueeze_ changes it in place; "
                 "call the function that returns a new tensor (such as t)"
             )
-        kind = unusual_kind(node)
+        kind = shapes.unusual_kind(node)
         if kind is not None:
             raise Refusal(f"`{node}` is a {kind}, and the operator takes plain tensors and DTensors")
 
@@ -369,7 +348,7 @@ def spelled(term: Term) -> str:
 
 
 def _check_activation(site: Site) -> tuple[str, list[float]]:
-    """The activation that all terms share (`sums.joined` sees to that), and the coefficient of each term."""
+    """The activation that all terms share (`gates.joined` sees to that), and the coefficient of each term."""
     found = [named(term) for term in site.terms]
     first = found[0]
     if first is None:

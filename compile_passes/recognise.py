@@ -27,12 +27,9 @@ class Recogniser:
         self._assumed: dict[Node, Value] = {}
         self._keys: dict[Node, Hashable] = {}
         self._interned: dict[Hashable, int] = {}
-        self.masked_weights: frozenset[Hashable] = frozenset()
-        """The keys of the weights that some product masks."""
-        self.has_masks = False
-        """Whether some node is known to hold few values, as every mask does."""
-        self.looked_through: set[Node] = set()
-        """The nodes that rules have looked through (`through`) to a value."""
+        self.masked_weights: frozenset[Hashable] = frozenset()  # the keys of the weights that some product masks
+        self.has_masks = False  # whether some node is known to hold few values, as every mask does
+        self.looked_through: set[Node] = set()  # the nodes that rules have looked through (`through`) to a value
         self._looking: list[Node] = []
         self._imagined: dict[Hashable, Node] = {}
         self.view = view
@@ -138,12 +135,8 @@ class Recogniser:
     def imagine(self, node: Node, function: Callable[..., Any], *args: Any) -> Node:
         """A node that computes what the program computes only in another place: `W * s` of `(W * M) * s`, or `x.t()`.
 
-        It stands before `node` in the view until the rewrite copies or erases it. Equal calls are one node.
-
-        Args:
-            node: the node whose rule asks, under whose modes the call would run.
-            function: the function; it returns a tensor like its first argument, or `torch.t` of it.
-            args: its arguments.
+        It stands before `node`, under whose modes it would run, until the rewrite copies or erases it. The function
+        returns a tensor like its first argument, or `torch.t` of it. Equal calls are one node.
         """
         key = ("imagined", function, self.key(args), self.view.modes(node))
         if key not in self._imagined:

@@ -138,12 +138,10 @@ class FusionReport:
                 "\nMasks are packed at each call, so that a changed mask takes effect at the next call; to pack them "
                 "once, use mglu_ops.freeze, torch._inductor.config.freezing under no_grad, or mglu_ops.export."
             )
-
         if self.is_split:
             yield f"\n{SPLIT_BY_DDP}"
         for error in dict.fromkeys(self.errors):
             yield f"\nA rule of the pass failed, which is a bug of mglu_ops, and knew nothing of one node: {error}"
-
         if any(site.hides_nan for site in self.fused):
             yield (
                 "\nIn a fused layer a mask logit that is NaN counts as 0, where the program may return NaN; "

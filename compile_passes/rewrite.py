@@ -15,27 +15,17 @@ from torch.fx import Graph, Node
 
 from mglu_ops.checks import FLOATING
 
-from .interference import check_interference
+from . import shapes
+from .interference import check_interference, with_strides_of
 from .proof import Layer
 from .recognise import Recogniser
 from .report import AT_EACH_CALL, BEFOREHAND, WHEN_COMPILED
-from .shapes import (
-    column_of,
-    dims,
-    dtype_of,
-    has_shape,
-    requires_grad,
-    size,
-    slice_of,
-    sources,
-    tensor_example,
-)
+from .shapes import dims, dtype_of, has_one_element, has_shape, requires_grad, size, slice_of, tensor_example
 from .sites import Refusal
 from .symbols import as_call
-from .trial import with_strides_of
 from .values import Binary, Mask, MaskWeight, Slice
 from .view import View
-from .weight_formats import StoredWeight, is_one_scale
+from .weight_formats import StoredWeight
 
 _mglu = torch.ops.mglu
 
@@ -185,7 +175,7 @@ def _scales(graph: Graph, stored: StoredWeight) -> Node:
     scales = _cast(graph, stored.scale, stored.format.scale_dtype)
     if has_shape(stored.scale, stored.scale_shape):
         return scales
-    if is_one_scale(stored.scale):
+    if has_one_element(stored.scale):
         ones = graph.call_method("reshape", (scales, (1,) * len(stored.scale_shape)))
         return graph.call_method("expand", (ones, stored.scale_shape))
     return graph.call_method("reshape", (scales, stored.scale_shape))
@@ -206,7 +196,7 @@ def _column_of(mask_weight: MaskWeight | float) -> tuple[Node, int] | None:
     """`(tensor, i)` if a mask_weight is column i of a tensor."""
     if not isinstance(mask_weight, MaskWeight) or mask_weight.is_number:
         return None
-    return column_of(mask_weight.node) if mask_weight.index is None else (mask_weight.node, mask_weight.index)
+    return shapes.column_of(mask_weight.node) if mask_weight.index is None else (mask_weight.node, mask_weight.index)
 
 
 def _mask_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | None:
@@ -220,9 +210,8 @@ def _mask_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | 
         stack_dim = -1 if first.index is None else first.dim
         if [index for _, index in columns] == list(range(size(base, stack_dim) or 0)):
             return _masks_last(graph, layer, base, stack_dim)
-    return graph.call_function(
-        torch.cat, ([_as_column(graph, layer, mask_weight) for mask_weight in layer.mask_weights], -1)
-    )
+    made = [_as_column(graph, layer, mask_weight) for mask_weight in layer.mask_weights]
+    return graph.call_function(torch.cat, (made, -1))
 
 
 def _masks_last(graph: Graph, layer: Layer, mask_weight: Node, stack_dim: int) -> Node:
@@ -267,9 +256,7 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     which autograd reaches the logits as it did before.
     """
     carriers = [(mask.carrier, complement) for mask, complement in layer.masks]
-    logits = [
-        (c.logits, c.index) for c, complement in carriers if c is not None and c.logits is not None and not complement
-    ]
+    logits = [(c.logits, c.index) for c, complement in carriers if c and c.logits and not complement]
     if len(logits) == len(layer.masks):
         return _joined(graph, recogniser, layer, logits)
     masks = [(carrier.node, carrier.index) for carrier, _ in carriers if carrier is not None]
@@ -320,7 +307,7 @@ def _is_folded(recogniser: Recogniser, node: Node) -> bool:
     """Whether Inductor's freezing evaluates a node when it compiles, because it depends on module attributes alone."""
     if not inductor_config.freezing or torch.is_grad_enabled():
         return False
-    given = [item for item in sources(node) if item.op in ("placeholder", "get_attr")]
+    given = [item for item in shapes.sources(node) if item.op in ("placeholder", "get_attr")]
     return all(item.op == "get_attr" and recogniser.view.is_constant(item) for item in given)
 
 

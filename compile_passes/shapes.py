@@ -127,6 +127,12 @@ def size(node: Any, dim: int) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def has_one_element(node: Any) -> bool:
+    """Whether a node is a tensor that is known to have a single element, as a learned scale has."""
+    value = tensor_example(node)
+    return value is not None and all(isinstance(n, int) and n == 1 for n in value.shape)
+
+
 def dimension(argument: Any, of: Any) -> int | None:
     """A `dim` argument as a non-negative number; None if it is not a single dimension of the tensor `of`."""
     (single,) = argument if isinstance(argument, (list, tuple)) and len(argument) == 1 else (argument,)

@@ -1,7 +1,7 @@
 """The table of spellings maps all ways to write an operation in torch to one symbol and one list of arguments.
 
 A spelling is a torch function, a method, a Python operator or an ATen overload. It stands in the table with its
-signature (`signatures.py`), and `as_call` binds the arguments of a node to that signature. The rules of the recogniser
+signature (`Signature`), and `as_call` binds the arguments of a node to that signature. The rules of the recogniser
 see only the result, a `Call`: positional, keyword and default arguments read alike, and so do the graphs of Dynamo and
 of `torch.export`. A node whose arguments do not all fit the signature is not a `Call`, so no rule can overlook an
 argument such as `rounding_mode="floor"`.
@@ -9,11 +9,14 @@ argument such as `rounding_mode="floor"`.
 
 from __future__ import annotations
 
+import ast
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import torch
@@ -24,9 +27,97 @@ from torch.fx import Node
 import mglu_ops.expert_ops
 import mglu_ops.ops  # noqa: F401
 
-from .signatures import Signature
-
 _mglu = torch.ops.mglu
+
+# --- Signatures ------------------------------------------------------------------------------------------------------
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    names: tuple[str, ...]
+    kind: str  # its mark in the text: `*`, `-`, `==`, or nothing for any other argument that the rules receive
+    default: Any
+
+
+@dataclass(frozen=True)
+class Signature:
+    r"""Which arguments a spelling of an operation has, and which of them the rules receive.
+
+    A signature is text, such as `"input, other, alpha==1"`:
+
+    | item | meaning |
+    |---|---|
+    | `name` | a required argument, which the rules receive |
+    | `name=value` | an optional argument, which the rules receive, with its default |
+    | `a\|b` | an argument with two names |
+    | `name==value` | understood only if the argument is absent or has this value; the rules do not receive it |
+    | `-name` | an argument that cannot change what the rules conclude (they read shape and dtype of the result) |
+    | `-inplace` | whether the call may overwrite its input, which the view (`view.py`) has dealt with; a bool |
+    | `*name` | all further positional arguments, or one sequence: the rules receive a tuple |
+    | `...` | any further arguments, none of which can change what the rules conclude |
+    """
+
+    parameters: tuple[_Parameter, ...]
+    is_open: bool  # whether further arguments are accepted
+
+    @staticmethod
+    def parse(text: str) -> Signature:
+        """Parse the text of a signature."""
+        items = [item.strip() for item in text.split(",") if item.strip()]
+        return Signature(tuple(_parameter(item) for item in items if item != "..."), "..." in items)
+
+    @cached_property
+    def read(self) -> tuple[str, ...]:
+        """The names of the arguments that the rules receive."""
+        return tuple(p.names[0] for p in self.parameters if p.kind in ("", "*"))
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the arguments that the rules receive determine the value of the call."""
+        unread = [p for p in self.parameters if p.kind == "-" and p.names[0] != "inplace"]
+        return not unread and not self.is_open
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments that the rules receive, by name; None if the given ones do not fit the signature."""
+        bound: dict[str, Any] = {}
+        given, position = dict(kwargs), 0
+        for parameter in self.parameters:
+            value = parameter.default
+            if position < len(args):
+                is_rest = parameter.kind == "*"
+                value = _as_one_sequence(args[position:]) if is_rest else args[position]
+                position = len(args) if is_rest else position + 1
+            else:
+                for name in parameter.names:
+                    value = given.pop(name, value)
+            if value is _REQUIRED or (parameter.kind == "==" and not _is_same(value, parameter.default)):
+                return None
+            if parameter.names[0] == "inplace" and not isinstance(value, (bool, NoneType)):
+                return None
+            bound[parameter.names[0]] = value
+        if not self.is_open and (given or args[position:]):
+            return None
+        return {name: bound[name] for name in self.read}
+
+
+def _parameter(item: str) -> _Parameter:
+    kind = item[0] if item[0] in "*-" else "==" if "==" in item else ""
+    name, _, text = item.lstrip("*-").replace("==", "=").partition("=")
+    default = ast.literal_eval(text) if text else None if kind == "-" else _REQUIRED
+    names = tuple(name.split("|"))
+    return _Parameter((*names, "self") if names[0] == "input" else names, kind, default)
+
+
+def _as_one_sequence(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Equality that adds no guard on a symbolic number and does not compare tensors."""
+    return value is default or (isinstance(value, (bool, int, float, str)) and bool(value == default))
+
 
 # --- Spellings -------------------------------------------------------------------------------------------------------
 
@@ -175,11 +266,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "linear", "input, weight, bias=None", (F.linear, *_aten("linear"))
     yield "inner", _TWO, (torch.inner, "inner", *_aten("inner"))
     multiplying = (operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__")
-    yield (
-        "matmul",
-        "input, other|mat2|tensor2",
-        (*multiplying, torch.linalg.matmul, *_aten("matmul", "mm", "bmm")),
-    )
+    yield ("matmul", "input, other|mat2|tensor2", (*multiplying, torch.linalg.matmul, *_aten("matmul", "mm", "bmm")))
     groups = "input|mat_a, mat2|mat_b, offs=None, bias==None, out_dtype==None"
     yield "grouped_mm", groups, (F.grouped_mm, torch._grouped_mm, *_aten("_grouped_mm"))
     yield "addmm", "input, mat1, mat2, beta=1, alpha==1", _elementwise("addmm")
@@ -208,11 +295,9 @@ OTHER_ACTIVATIONS: Mapping[str, str] = {
 }
 """Activations that the operator does not have, and their options, so that the report can name them."""
 
-_TABLE: dict[Any, list[tuple[str, Signature]]] = {}
-"""The symbols and signatures of each spelling; the first signature that fits the arguments counts."""
+_TABLE: dict[Any, list[tuple[str, Signature]]] = {}  # by spelling; the first signature that fits the arguments counts
 
-_ORDER: dict[str, tuple[str, ...]] = {}
-"""The arguments of each symbol in the order in which the rules receive them, given by its first signature."""
+_ORDER: dict[str, tuple[str, ...]] = {}  # the arguments of each symbol as the rules receive them (its first signature)
 
 for _symbol, _text, _targets in _spellings():
     _signature = Signature.parse(_text)
@@ -226,17 +311,11 @@ READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "random_like", "s
 
 @dataclass(frozen=True)
 class Call:
-    """A node, read through the table.
-
-    Attributes:
-        symbol: the operation.
-        args: the arguments that the signature of the symbol passes to the rules, with defaults filled in.
-        is_whole: whether symbol and arguments determine the value, so that calls which agree in them are equal.
-    """
+    """A node, read through the table."""
 
     symbol: str
-    args: tuple[Any, ...]
-    is_whole: bool = False
+    args: tuple[Any, ...]  # the arguments that the symbol's signature passes to the rules, with defaults filled in
+    is_whole: bool = False  # whether symbol and arguments determine the value, so that calls which agree are equal
 
 
 _calls_read: ContextVar[dict[Node, Call | None] | None] = ContextVar("calls_read", default=None)

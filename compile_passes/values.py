@@ -22,56 +22,38 @@ from torch.fx import Node
 from .formulas import VARIABLE, Formula
 from .shapes import requires_grad, tensor_example
 
-Number = bool | int | float
-"""A number as the program computes with it: an integer stays one, since a float holds only 53 bits."""
+Number = bool | int | float  # as the program computes with it: an integer stays one, since a float holds only 53 bits
 
 Pair = tuple[Number, Number]
-Slice = tuple[Node, "int | None"]
-"""A node, or with an index its slice along the first dimension."""
+Slice = tuple[Node, "int | None"]  # a node, or with an index its slice along the first dimension
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """The real node through which a mask's gradient flows; equal keys mean equal values and gradients.
+    """The real node through which a mask's gradient flows; equal keys mean equal values and gradients."""
 
-    Attributes:
-        node: the straight-through mask.
-        key: the key of the node, or of its slice.
-        logits: the node that receives the gradient, if the mask is `logits > 0`; otherwise None.
-        index: if given, the mask is this slice of `node` and of `logits`.
-    """
-
-    node: Node
-    key: Hashable
-    logits: Node | None = None
-    index: int | None = None
+    node: Node  # the straight-through mask
+    key: Hashable  # the key of the node, or of its slice
+    logits: Node | None = None  # the node that receives the gradient, if the mask is `logits > 0`
+    index: int | None = None  # if given, the mask is this slice of `node` and of `logits`
 
 
 @dataclass(frozen=True)
 class Mask:
     """A binary tensor `[out_features, in_features]`, or a stack `[n_masks, out_features, in_features]` of them.
 
-    Attributes:
-        bits: a bool or real node with the values of the mask, or of its complement if `inverted`.
-        key: equal for masks with equal values.
-        proof: why the mask is binary; None if nothing proves it.
-        carrier: the node through which its gradient flows, if it has one.
-        index: if given, the mask is this slice of `bits` and of `logits`.
-        doubt: a reason why an unproved mask may not be binary, for the report.
-        inverted: whether `bits` holds the complement.
-        logits: a node such that the mask is `logits > 0`, if there is one.
-        rounding: the machine epsilon of the rounding errors with which the program computes the mask; 0 if there are
-            none. `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
+    `rounding` is the machine epsilon of the rounding errors with which the program computes the mask, or 0:
+    `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
     """
 
-    bits: Node
-    key: Hashable
-    proof: str | None
-    carrier: Carrier | None = None
-    index: int | None = None
-    doubt: str = ""
-    inverted: bool = False
-    logits: Node | None = None
+    bits: Node  # a bool or real node with the values of the mask, or of its complement if `inverted`
+    key: Hashable  # equal for masks with equal values
+    proof: str | None  # why the mask is binary; None if nothing proves it
+    carrier: Carrier | None = None  # the node through which its gradient flows, if it has one
+    index: int | None = None  # if given, the mask is this slice of `bits` and of `logits`
+    doubt: str = ""  # why an unproved mask may not be binary, for the report
+    inverted: bool = False  # whether `bits` holds the complement
+    logits: Node | None = None  # a node such that the mask is `logits > 0`, if there is one
     rounding: float = 0.0
 
     @property
@@ -130,8 +112,7 @@ class Binary:
         return self.slope == (sign, sign)
 
 
-_VALUES: Mapping[int, Pair] = {1: (0, 1), -1: (1, 0)}
-"""The values of a mask (1) and of its complement (-1) at M = 0 and M = 1."""
+_VALUES: Mapping[int, Pair] = {1: (0, 1), -1: (1, 0)}  # of a mask (1) and of its complement (-1) at M = 0 and M = 1
 
 
 @dataclass(frozen=True)
@@ -227,19 +208,12 @@ class Term:
 
 @dataclass(frozen=True)
 class Gated:
-    """A sum of terms with one x, weight and activation, which is a layer or a part of one.
-
-    Attributes:
-        terms: the terms.
-        rest: a residual that the sum contains besides the terms, if any.
-        whole: with a residual, the node that holds the sum of the terms alone, if the graph has one.
-        rest_first: whether the residual is the first operand, whose strides decide if both have others.
-    """
+    """A sum of terms with one x, weight and activation, which is a layer or a part of one."""
 
     terms: tuple[Term, ...]
-    rest: Node | None = None
-    whole: Node | None = None
-    rest_first: bool = False
+    rest: Node | None = None  # a residual that the sum contains besides the terms, if any
+    whole: Node | None = None  # with a residual, the node that holds the sum of the terms alone, if the graph has one
+    rest_first: bool = False  # whether the residual is the first operand, whose strides decide if both have others
 
 
 MOST_ITEMS = 64
@@ -364,8 +338,5 @@ def multiply(a: Binary, b: Binary) -> Binary | None:
     if mask is None:
         return None
     at = (a.at[0] * b.at[0], a.at[1] * b.at[1])
-    slope = (
-        a.slope[0] * b.at[0] + a.at[0] * b.slope[0],
-        a.slope[1] * b.at[1] + a.at[1] * b.slope[1],
-    )
+    slope = (a.slope[0] * b.at[0] + a.at[0] * b.slope[0], a.slope[1] * b.at[1] + a.at[1] * b.slope[1])
     return Binary(mask, at, slope, a.zero_gradient or b.zero_gradient)

@@ -40,30 +40,20 @@ def opaque(*args: Any, **kwargs: Any) -> None:
 
 
 class View:
-    """A graph in functional form.
-
-    Attributes:
-        graph: the graph itself, or a copy of it, which has the names and examples of the original nodes.
-        memory: the storages and writes of the original graph.
-        origin: the node of the original graph that each node of the copy stands for; new nodes and `overwritten` ones
-            have none.
-        holders: the original node whose tensor has the value of each node, until something overwrites it; new nodes
-            have none.
-    """
+    """A graph in functional form."""
 
     def __init__(self, graph: Graph) -> None:
         self._source = graph
-        self.memory = Memory(graph)
-        self.graph = Graph(graph.owning_module)
+        self.memory = Memory(graph)  # the storages and writes of the original graph
+        self.graph = Graph(graph.owning_module)  # a copy of the graph, with the names and examples of its nodes
         self.origin: dict[Node, Node] = {}
+        """The original node that each node of the copy stands for; new nodes and `overwritten` ones have none."""
         self.holders: dict[Node, Node] = {}
-        self._defined: dict[Node, int] = {}
-        """The position of the original node that made the value of a node."""
+        """The original node whose tensor has the value of a node, until something overwrites it; new ones have none."""
+        self._defined: dict[Node, int] = {}  # the position of the original node that made the value of a node
         self._copied: dict[Node, tuple[Any, Any]] = {}
-        self._tensors: dict[Node, Node] = {}
-        """For each node that returns the tensor which it writes to, the node that made that tensor."""
-        self._latest: dict[Node, Node] = {}
-        """The last node that returns a tensor, by the node that made the tensor."""
+        self._tensors: dict[Node, Node] = {}  # the node that made the tensor which a node writes to and returns
+        self._latest: dict[Node, Node] = {}  # the last node that returns a tensor, by the node that made the tensor
         self._current: dict[Node, Node] = {}
         """The node of the view that holds what a tensor of the graph held when it was last read or written."""
         if self.memory.has_writes:

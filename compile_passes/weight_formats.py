@@ -30,14 +30,13 @@ from .calls import as_function, call_key
 from .pointwise import Operand, as_dtype, evaluate
 from .recognise import Recogniser
 from .report import line
-from .shapes import dtype_of, example, holds, requires_grad, same_shape, tensor_example
+from .shapes import dtype_of, example, has_one_element, holds, requires_grad, same_shape, tensor_example
 from .sites import Refusal
 from .symbols import as_call, symbol_of
 from .values import Number
 
 _CASTS = frozenset({"to", "alias", "detach"})
-_RESHAPES = frozenset({"reshape", "flatten", "unflatten"})
-"""Calls that keep the order of the elements."""
+_RESHAPES = frozenset({"reshape", "flatten", "unflatten"})  # calls that keep the order of the elements
 
 _VIEWS = frozenset({"unsqueeze", "getitem", "select", "slice", "narrow", "t", "mT", "transpose", "permute"})
 _REPEATS = frozenset({"expand", "expand_as", "repeat", "repeat_interleave"})
@@ -47,25 +46,17 @@ _SPREADS = _CASTS | _RESHAPES | _VIEWS | _REPEATS
 _ARITHMETIC = frozenset({"and", "rshift", "floor_divide", "rounded_div", "remainder", "add", "sub"})
 """Calls with a number, by which programs unpack and shift the 4 bits of a weight."""
 
-_FARTHEST = 12
-"""The most calls between a weight and what it may be decoded from."""
+_FARTHEST = 12  # the most calls between a weight and what it may be decoded from
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight as it is stored.
+    """A weight as it is stored."""
 
-    Attributes:
-        weight: the stored weight, in the shape and orientation of the layer's weight.
-        scale: its scales in the order of the format but in any shape, or one scale for all weights.
-        format: the format.
-        scale_shape: the shape of the scales in the format.
-    """
-
-    weight: Node
-    scale: Node
+    weight: Node  # the stored weight, in the shape and orientation of the layer's weight
+    scale: Node  # its scales in the order of the format but in any shape, or one scale for all weights
     format: WeightFormat
-    scale_shape: tuple[int, ...]
+    scale_shape: tuple[int, ...]  # the shape of the scales in the format
 
 
 def is_decoded(weight: Node) -> bool:
@@ -84,12 +75,7 @@ def stored_weight(
 ) -> StoredWeight:
     """Prove that the weight of a layer is a stored weight times its scales; README.md, condition 8, has the argument.
 
-    Args:
-        recogniser: the values and the view of the graph.
-        weight: a matrix.
-        root: the result of the layer.
-        dtype: of the layer.
-        transposed: whether the weight is `[in_features, out_features]`.
+    The matrix `weight` is `[in_features, out_features]` if `transposed`; `root` and `dtype` are those of the layer.
 
     Raises:
         Refusal: it is not.
@@ -114,22 +100,15 @@ def stored_weight(
 class _Decoding:
     """A weight that is a product of a stored weight and its scales.
 
-    Attributes:
-        weight: the weight.
-        transposed: whether the weight is `[in_features, out_features]`.
-        products: the weight and the nodes behind it, down to the product; each reshapes or casts the next.
-        casts: the factor with the stored weight and the nodes behind it, down to the stored weight. Each reshapes or
-            casts the next, or unpacks two weights a byte.
-        scales: the factor with the scales and the nodes behind it.
-        packed: how many weights an element of the stored weight holds.
+    Each of the nodes `products`, `casts` and `scales` reshapes or casts the next, or unpacks two weights of a byte.
     """
 
     weight: Node
-    transposed: bool
-    products: Sequence[Node]
-    casts: Sequence[Node]
-    scales: Sequence[Node]
-    packed: int = 1
+    transposed: bool  # whether the weight is `[in_features, out_features]`
+    products: Sequence[Node]  # the weight and the nodes behind it, down to the product
+    casts: Sequence[Node]  # the factor with the stored weight and the nodes behind it, down to the stored weight
+    scales: Sequence[Node]  # the factor with the scales and the nodes behind it
+    packed: int = 1  # how many weights an element of the stored weight holds
 
     @property
     def stored(self) -> Node:
@@ -288,8 +267,7 @@ def _is_rounded(path: Sequence[Node], dtype: torch.dtype) -> bool:
     return any(not _represents(b, a) and not _represents(b, dtype) for a, b in pairwise(dtypes))
 
 
-_known: dict[Hashable, bool] = {}
-"""Answers of `_spreads`: for blocks of a large weight it takes up to a second, and a model has few shapes."""
+_known: dict[Hashable, bool] = {}  # answers of `_spreads`, which takes up to a second for a large weight
 
 
 def _spreads(
@@ -299,7 +277,7 @@ def _spreads(
 
     One scale for all weights is in the layout of every format, since it can be repeated.
     """
-    if is_one_scale(scale):
+    if has_one_element(scale):
         return True
     weight, product = decoding.weight, decoding.products[-1]
     nodes = [scale, weight, product, *(item for node in calls for item in node.all_input_nodes)]
@@ -342,11 +320,6 @@ def _positions(shape: Sequence[int]) -> Tensor:
 
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
-
-
-def is_one_scale(scale: Node) -> bool:
-    """Whether a tensor holds one number."""
-    return _count(scale) == 1
 
 
 def _is_8_bit(node: Node) -> bool:

@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any
 from .errors import UserError
 
 if TYPE_CHECKING:
-    from compile_passes.entry import current_pass
+    from compile_passes.entry import current_pass, disable_fusion, enable_fusion, fusion, fusion_report
     from compile_passes.explain import add_parser
     from compile_passes.exported import fuse_exported, layers_of
     from compile_passes.fusion import FusionError, fuse
-    from compile_passes.install import disable_fusion, enable_fusion, fusion, fusion_report
     from compile_passes.report import FusionReport
 
 _NAMES_OF = {
-    "entry": ("current_pass",),
+    "entry": ("current_pass", "disable_fusion", "enable_fusion", "fusion", "fusion_report"),
     "explain": ("add_parser",),
     "exported": ("fuse_exported", "layers_of"),
     "fusion": ("FusionError", "fuse"),
-    "install": ("disable_fusion", "enable_fusion", "fusion", "fusion_report"),
     "report": ("FusionReport",),
 }
 _DEFINED_IN = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import activations, bundles, gates, masks, projections, weights
-from .rule import Rule, by_symbol, rules_of
+from . import activations, base, gates, masks, projections, weights
+from .base import Rule, by_symbol, rules_of
 
-WEIGHT_RULES = rules_of(bundles, weights, masks)
+WEIGHT_RULES = rules_of(base, weights, masks)
 """The rules that find masks and (masked) weights. They are asked about every node of a graph."""
 
-LAYER_RULES = rules_of(bundles, projections, activations, gates)
+LAYER_RULES = rules_of(base, projections, activations, gates)
 """The rules that find what is made of masked weights. They are asked only in graphs that have a masked weight."""
 
 _KNOWN_MASK = "the operand is a known mask or a tensor of few values, and a function of that says more than a new mask"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from ..recognise import Recogniser
 from ..shapes import dtype_of, example, holds, same_shape
 from ..symbols import OTHER_ACTIVATIONS, Call, is_identity_dropout
 from ..values import Activated, Projection, Scalar, Value, first_of, function_of, projection_of
-from .bundles import each, pairwise
-from .projections import same_projection
-from .rule import rule
+from .base import each, pairwise, rule
+from .projections import same_projection, with_problem
 
 _FUNCTIONS = ("silu", "gelu", "relu", "sigmoid", "tanh", "exp", "erf", "abs")
 
@@ -29,15 +28,7 @@ def function_of_one(recogniser: Recogniser, node: Node, call: Call) -> Value:
     source, *options = call.args
     if call.symbol == "maximum" and function_of(first_of(recogniser.value(source))) is None:
         (source,), options = options, [source]
-
-    def function(value: Value) -> Value:
-        one = function_of(value)
-        if one is None:
-            return None
-        formula = _formula_of_one(recogniser, call.symbol, one.formula, options)
-        return _activated(node, source, formula, one.projection)
-
-    return each(recogniser.value(source), function)
+    return _mapped(recogniser, node, source, lambda a: _formula_of_one(recogniser, call.symbol, a, options))
 
 
 def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, options: list[Any]) -> Formula | None:
@@ -71,17 +62,10 @@ def function_of_two(recogniser: Recogniser, node: Node, call: Call) -> Value:
     left, right = reversed(call.args) if call.symbol == "rsub" else call.args
     first, second = (_number(argument, recogniser.value(argument)) for argument in (left, right))
     if first is None and second is None:
-        return pairwise(recogniser, node, left, right, lambda a, b: _of_two(recogniser, node, call.symbol, a, b))
+        one, other = ((argument, recogniser.value(argument)) for argument in (left, right))
+        return pairwise(node, one, other, lambda a, b: _of_two(recogniser, node, call.symbol, a, b))
     source = left if first is None else right
-
-    def function(value: Value) -> Value:
-        one = function_of(value)
-        if one is None:
-            return None
-        formula = _arithmetic(call.symbol, first or one.formula, second or one.formula)
-        return _activated(node, source, formula, one.projection)
-
-    return each(recogniser.value(source), function)
+    return _mapped(recogniser, node, source, lambda a: _arithmetic(call.symbol, first or a, second or a))
 
 
 def _of_two(recogniser: Recogniser, node: Node, symbol: str, a: Value, b: Value) -> Value:
@@ -120,6 +104,16 @@ def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:
     return is_pair and (product is None or formulas.activation(product) is None)
 
 
+def _mapped(recogniser: Recogniser, node: Node, source: Any, function: Callable[[Formula], Formula | None]) -> Value:
+    """A function of each function of a projection that `source` holds."""
+
+    def of(value: Value) -> Value:
+        one = function_of(value)
+        return one and _activated(node, source, function(one.formula), one.projection)
+
+    return each(recogniser.value(source), of)
+
+
 def _activated(node: Node, source: Any, formula: Formula | None, projection: Projection) -> Activated | None:
     """A function of a projection, if the node does not broadcast and its dtype is at least the projection's."""
     dtype = dtype_of(node)
@@ -135,13 +129,4 @@ def dropout(recogniser: Recogniser, node: Node, call: Call) -> Value:
     value = recogniser.value(source)
     if is_identity_dropout(call):
         return value if projection_of(value) is not None else None
-    problem = "dropout is applied between the projection and the product"
-
-    def with_problem(value: Value) -> Value:
-        if isinstance(value, Projection):
-            return replace(value, problem=value.problem or problem)
-        if isinstance(value, Activated):
-            return replace(value, projection=replace(value.projection, problem=problem))
-        return None
-
-    return each(value, with_problem)
+    return with_problem(value, "dropout is applied between the projection and the product")

@@ -9,27 +9,14 @@ from typing import Any, TypeVar
 
 from torch.fx import Node
 
-from .. import formulas
+from .. import formulas, values
 from ..formulas import Formula
 from ..recognise import Recogniser
-from ..shapes import dimension, dims, dtype_of, has_shape, same_shape, tensor_example
+from ..shapes import dimension, dims, dtype_of, has_one_element, has_shape, same_shape, tensor_example
 from ..symbols import Call, value_users
-from ..values import (
-    Activated,
-    Bundle,
-    Gated,
-    MaskWeight,
-    Product,
-    Projection,
-    Scalar,
-    Term,
-    Value,
-    function_of,
-    projection_of,
-)
-from .bundles import bundle, each, pairwise
+from ..values import Activated, Bundle, Gated, MaskWeight, Product, Projection, Scalar, Term, Value, function_of
+from .base import bundle, each, pairwise, rule
 from .projections import same_operands, same_projection
-from .rule import rule
 
 _PARTS = (Projection, Activated, Gated, Bundle)
 
@@ -44,7 +31,7 @@ def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
         def product(x: Value, y: Value) -> Value:  # or a quotient, as in `value * g / (1 + exp(-g))`
             return times(recogniser, x, _applied(formulas.inverse, y) if call.symbol == "div" else y)
 
-        return pairwise(recogniser, node, left, right, product)
+        return pairwise(node, (left, a), (right, b), product)
     if isinstance(b, _PARTS) and call.symbol == "mul":
         (left, a), (right, b) = (right, b), (left, a)
     if not isinstance(a, _PARTS):
@@ -161,27 +148,21 @@ def _scaled(part: _Part, factor: float) -> _Part | None:
 
 def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
     """`r * act(gate) * value`, where r is one number, one number per token, or for a stack also one per mask."""
-    projection = projection_of(value)
+    projection = values.projection_of(value)
     if not isinstance(weight, Node) or projection is None or not same_shape(node, part):
         return None
     mask_weights_dtype = dtype_of(weight)
     if mask_weights_dtype is None or not mask_weights_dtype.is_floating_point:
         return None
-    if projection.swapped and not _is_number(weight):
+    if projection.swapped and not has_one_element(weight):
         return None
     if isinstance(value, Bundle) and value.size is None:
         return _weighted_stack(value, projection, weight, node)
-    if _is_number(weight):
+    if has_one_element(weight):
         return with_mask_weight(value, MaskWeight(weight, is_number=True))
     tokens = tensor_example(projection.x)
     is_column = tokens is not None and has_shape(weight, (*tokens.shape[:-1], 1))
     return with_mask_weight(value, MaskWeight(weight)) if is_column else None
-
-
-def _is_number(node: Node) -> bool:
-    """Whether a tensor has a single element, as a learned scale has."""
-    example = tensor_example(node)
-    return example is not None and all(isinstance(n, int) and n == 1 for n in example.shape)
 
 
 def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: Node) -> Value:
@@ -189,7 +170,7 @@ def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: N
     tokens, count, dim = tensor_example(projection.x), len(value.items), value.dim
     if tokens is None or dims(node) != tokens.dim() + 1:
         return None
-    if _is_number(weight):
+    if has_one_element(weight):
         mask_weights = [MaskWeight(weight, is_number=True)] * count
     else:
         mask_weight_dim = dim - (dims(node) - dims(weight))
@@ -281,11 +262,8 @@ def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
         return None
     first, *others = terms
     unit, _ = formulas.unscaled(first.formula)
-    alike = all(
-        formulas.unscaled(term.formula)[0] == unit and same_operands(recogniser, term.gate, first.gate)
-        for term in others
-    )
-    return Gated(terms) if alike else None
+    alike = (formulas.unscaled(t.formula)[0] == unit and same_operands(recogniser, t.gate, first.gate) for t in others)
+    return Gated(terms) if all(alike) else None
 
 
 def _with_rest(node: Node, gated: Gated, gated_node: Node, rest: Any, *, rest_first: bool) -> Gated | None:
@@ -323,13 +301,13 @@ def stacked_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
     dim = dimension(position, node)
     if not isinstance(items, (list, tuple)) or dim is None:
         return None
-    values = [recogniser.value(item) for item in items]
-    if not all(isinstance(value, (Projection, Activated, Gated)) for value in values):
+    parts = [recogniser.value(item) for item in items]
+    if not all(isinstance(part, (Projection, Activated, Gated)) for part in parts):
         return None
-    if any(isinstance(value, Gated) and value.rest is not None for value in values):
+    if any(isinstance(part, Gated) and part.rest is not None for part in parts):
         return None
     no_other_users = all(len(value_users(item)) == 1 for item in items if isinstance(item, Node))
-    return bundle(values, dim) if no_other_users else None
+    return bundle(parts, dim) if no_other_users else None
 
 
 @rule("sum", "mean")

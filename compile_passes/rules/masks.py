@@ -9,29 +9,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .. import shapes
 from ..pointwise import Operand, Result, as_dtype, evaluate
 from ..recognise import Recogniser
-from ..shapes import (
-    dimension,
-    dtype_of,
-    has_shape,
-    holds,
-    requires_grad,
-    same_shape,
-    slice_of,
-    submodule,
-    tensor_example,
-)
+from ..shapes import dimension, dtype_of, has_shape, holds, requires_grad, same_shape, slice_of, tensor_example
 from ..symbols import Call
 from ..values import Binary, Levels, Mask, Number, Scalar, Value, binary_at, merge, opposite, slice_key
 from ..view import View
-from .bundles import bundle
-from .rule import rule
+from .base import bundle, rule
 
 # --- The straight-through form ---------------------------------------------------------------------------------------
 
-_LONGEST_SUM = 16
-"""How many nodes to look at: a straight-through mask is a short sum, but a residual stream may have any length."""
+_LONGEST_SUM = 16  # nodes: a straight-through mask is a short sum, but a residual stream may have any length
 
 
 def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float, Node]] | None:
@@ -85,7 +74,7 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     dtype = dtype_of(node)
     rounding = torch.finfo(dtype).eps if dtype is not None and dtype.is_floating_point else 0.0
     if not differentiable or not requires_grad(node):
-        return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=rounding))
+        return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=max(rounding, hard.mask.rounding)))
     (slope, soft), *others = differentiable
     if others or slope != 1:
         return None
@@ -464,7 +453,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     source, index = call.args
     if not isinstance(source, Node) or "autograd_function_apply" not in str(source.target):
         return None
-    body = submodule(source.graph, source.args[0])
+    body = shapes.submodule(source.graph, source.args[0])
     if body is None or not isinstance(index, int):
         return None
     view = View(body.graph)

@@ -10,43 +10,13 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .. import shapes, values
 from ..recognise import Recogniser
-from ..shapes import (
-    dimension,
-    dims,
-    dtype_of,
-    equal_sizes,
-    example,
-    has_shape,
-    holds,
-    holds_experts,
-    is_matrix,
-    repeated,
-    same_shape,
-    size,
-    strided_slice_of,
-    tensor_example,
-)
+from ..shapes import dimension, dims, dtype_of, equal_sizes, has_shape, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
-from ..values import (
-    Binary,
-    Bundle,
-    Gated,
-    Interleaved,
-    Product,
-    Projection,
-    Scalar,
-    Value,
-    Weighted,
-    combine,
-    first_of,
-    function_of,
-    projection_of,
-    same_function,
-)
+from ..values import Activated, Binary, Bundle, Gated, Interleaved, Product, Projection, Scalar, Value, Weighted
 from ..weight_formats import is_decoded
-from .bundles import bundle, each, pairwise
-from .rule import rule
+from .base import bundle, each, pairwise, rule
 from .weights import rounds_once, swaps_last_two
 
 # --- Products of x and a weight --------------------------------------------------------------------------------------
@@ -72,9 +42,8 @@ def project(recogniser: Recogniser, node: Node, call: Call) -> Value:
         is_swapped = call.symbol == "matmul" and is_matrix(x) and is_matrix(weight) and _is_masked(recogniser, x)
         if is_swapped and not _is_masked(recogniser, weight):
             return _swapped(recogniser, node, x, weight)
-    problem = BIAS if has_bias else None
-    upright = call.symbol in ("linear", "inner")
-    return projection_at(recogniser, node, x, weight, offs, upright=upright, problem=problem)
+    product = projection_at(recogniser, node, x, weight, offs, upright=call.symbol in ("linear", "inner"))
+    return with_problem(product, BIAS) if has_bias else product
 
 
 def _is_masked(recogniser: Recogniser, argument: Node) -> bool:
@@ -93,14 +62,7 @@ def _swapped(recogniser: Recogniser, node: Node, weight: Node, x: Node) -> Proje
 
 
 def projection_at(
-    recogniser: Recogniser,
-    node: Node,
-    x: Node,
-    weight: Node,
-    offs: Node | None = None,
-    *,
-    upright: bool,
-    problem: str | None = None,
+    recogniser: Recogniser, node: Node, x: Node, weight: Node, offs: Node | None = None, *, upright: bool
 ) -> Value:
     """The product at `node` of x and a weight, whose layout is `[out, in]` if `upright`, else `[in, out]`.
 
@@ -111,7 +73,7 @@ def projection_at(
         return None
 
     def of(weighted: Value) -> Projection | None:
-        return projection_by(recogniser, node, x, weight, weighted, upright=upright, problem=problem)
+        return projection_by(recogniser, node, x, weight, weighted, upright=upright)
 
     if isinstance(value, Interleaved):
         products = [product for item in value.items if upright and (product := of(item)) is not None]
@@ -122,13 +84,12 @@ def projection_at(
         if recogniser.key(value.node) in recogniser.masked_weights:  # the elementwise product itself is the weight
             return of(Weighted(value.node, None, value.transposed))
         dtype = dtype_of(node)
-        transposed = value.transposed == upright
-        return None if dtype is None else Projection(x, value, None, dtype, transposed, problem)
+        return None if dtype is None else Projection(x, value, None, dtype, value.transposed == upright)
     weighted = recogniser.as_weighted(weight)
     if is_matrix(weight) and offs is None:
         return of(weighted)
     projection = of(weighted) if _multiplies_by_experts(node, x, weight, offs, upright=upright) else None
-    is_of_experts = projection is not None and holds_experts(projection.weight)
+    is_of_experts = projection is not None and shapes.holds_experts(projection.weight)
     return replace(projection, offs=offs) if projection is not None and is_of_experts else None
 
 
@@ -147,14 +108,7 @@ def _multiplies_by_experts(node: Node, x: Node, weight: Node, offs: Node | None,
 
 
 def projection_by(
-    recogniser: Recogniser,
-    node: Node,
-    x: Node,
-    weight: Node,
-    weighted: Value,
-    *,
-    upright: bool,
-    problem: str | None = None,
+    recogniser: Recogniser, node: Node, x: Node, weight: Node, weighted: Value, *, upright: bool
 ) -> Projection | None:
     """The product at `node` of x and `weighted` (a value at node `weight`), if that is a weight masked anywhere."""
     dtype = dtype_of(node)
@@ -162,8 +116,7 @@ def projection_by(
         return None
     if recogniser.key(weighted.weight) not in recogniser.masked_weights or not rounds_once(weighted, weight, dtype):
         return None
-    transposed = weighted.transposed == upright
-    return Projection(x, weighted.weight, weighted.factor, dtype, transposed, problem)
+    return Projection(x, weighted.weight, weighted.factor, dtype, weighted.transposed == upright)
 
 
 def _projections(
@@ -179,7 +132,7 @@ def _projections(
     if value.size is not None:
         is_along_outputs = value.dim == (0 if upright else 1)
         return bundle(items, dims(node) - 1, value.size) if is_along_outputs else None
-    base, dim = repeated(x)
+    base, dim = shapes.repeated(x)
     if dim is None:
         broadcast = dims(x) + 1 == dims(node) == dims(weight)
         return bundle(items, 0) if broadcast and not upright else None
@@ -201,7 +154,7 @@ def same_operands(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
 
 def same_projection(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
     """Whether two projections hold the same values."""
-    same_product = same_operands(recogniser, a, b) and same_function(a.factor, b.factor)
+    same_product = same_operands(recogniser, a, b) and values.same_function(a.factor, b.factor)
     return same_product and (a.problem, a.dtype) == (b.problem, b.dtype)
 
 
@@ -211,7 +164,7 @@ def same_projection(recogniser: Recogniser, a: Projection, b: Projection) -> boo
 @rule("getitem", "slice")
 def interleaved_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`F.linear(x, W)[..., ::2]` of a weight that interleaves the rows of two."""
-    source, found = call.args[0], strided_slice_of(node)
+    source, found = call.args[0], shapes.strided_slice_of(node)
     value = recogniser.value(source)
     if not isinstance(value, Interleaved) or found is None or not isinstance(value.items[0], Projection):
         return None
@@ -224,10 +177,10 @@ def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """Concatenated products `[..., n * d]` as a stack `[..., n, d]`; and a product of `x.view(-1, h)` viewed back."""
     source, *_ = call.args
     value, before = recogniser.value(source), tensor_example(source)
-    if (one := function_of(value)) is not None:
+    if (one := values.function_of(value)) is not None:
         projection = _viewed_back(recogniser, node, one.projection)
         return projection and (projection if isinstance(value, Projection) else replace(one, projection=projection))
-    if not isinstance(value, Bundle) or projection_of(value) is None or before is None:
+    if not isinstance(value, Bundle) or values.projection_of(value) is None or before is None:
         return None
     is_stack = has_shape(node, (*before.shape[:-1], len(value.items), value.size))
     return Bundle(value.items, value.dim) if is_stack else None
@@ -239,15 +192,10 @@ def _viewed_back(recogniser: Recogniser, node: Node, projection: Projection) -> 
     if inner is None or inner.symbol not in ("reshape", "flatten") or not is_matrix(projection.weight):
         return None
     x, rows, made = (tensor_example(one) for one in (inner.args[0], projection.x, node))
-    if (
-        x is None
-        or rows is None
-        or made is None
-        or projection.swapped
-        or not equal_sizes(x.shape[-1:], rows.shape[-1:])
-    ):
+    if x is None or rows is None or made is None or projection.swapped:
         return None
-    return replace(projection, x=inner.args[0]) if equal_sizes(x.shape[:-1], made.shape[:-1]) else None
+    same_sizes = equal_sizes(x.shape[-1:], rows.shape[-1:]) and equal_sizes(x.shape[:-1], made.shape[:-1])
+    return replace(projection, x=inner.args[0]) if same_sizes else None
 
 
 @rule("unsqueeze")
@@ -263,8 +211,8 @@ def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """A part of the layer in a wider dtype. The check of the site compares the projections' dtype with the result's."""
     (source,) = call.args
     value, dtype = recogniser.value(source), dtype_of(node)
-    projection = projection_of(value)
-    if projection is None or dtype is None or not holds(dtype, projection.dtype):
+    projection = values.projection_of(value)
+    if projection is None or dtype is None or not shapes.holds(dtype, projection.dtype):
         return None
     return None if isinstance(value, Gated) and value.rest is not None else value
 
@@ -275,16 +223,16 @@ def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
 @rule("add", "sub")
 def difference_of_projections(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`F.linear(x, W) - gate`, for one gate or a stack of them."""
-    left, right = call.args
     sign = 1 if call.symbol == "add" else -1
 
     def difference(a: Value, b: Value) -> Value:
         if not isinstance(a, Projection) or not isinstance(b, Projection) or not same_operands(recogniser, a, b):
             return None
-        factor = combine(a.factor, b.factor, sign)
+        factor = values.combine(a.factor, b.factor, sign)
         return None if factor is None else replace(a, factor=factor, problem=a.problem or b.problem)
 
-    return pairwise(recogniser, node, left, right, difference)
+    left, right = ((operand, recogniser.value(operand)) for operand in call.args)
+    return pairwise(node, left, right, difference)
 
 
 @rule("mul")
@@ -292,12 +240,10 @@ def channels_masked(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`F.linear(x, W) * m` with one mask bit per output feature: not MGLU, and the check of the site says so."""
     for mask, other in (call.args, tuple(reversed(call.args))):
         factor, projection = recogniser.value(mask), recogniser.value(other)
-        if not isinstance(factor, Binary) or not isinstance(projection, Projection) or projection.factor is not None:
+        is_row = dims(mask) == 1 or (dims(mask) == 2 and size(mask, -2) == 1)
+        if not isinstance(factor, Binary) or not isinstance(projection, Projection) or not is_row:
             continue
-        if projection.swapped:
-            continue
-        is_row = dims(mask) == 1 or size(mask, -2) == 1
-        if is_row and dims(mask) <= 2 and same_shape(node, other):
+        if projection.factor is None and not projection.swapped and same_shape(node, other):
             return replace(projection, factor=factor)
     return None
 
@@ -324,10 +270,26 @@ def biased(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`F.linear(x, W * M) + b`, a reason to refuse the site."""
     for bias, other in (call.args, tuple(reversed(call.args))):
         value = recogniser.value(other)
-        is_product = isinstance(first_of(value), Projection) and same_shape(node, other)
+        is_product = isinstance(values.first_of(value), Projection) and same_shape(node, other)
         if is_product and dims(bias) == 1 and recogniser.value(bias) is None:
-            return each(value, lambda one: replace(one, problem=BIAS) if isinstance(one, Projection) else None)
+            return with_problem(value, BIAS)
     return None
+
+
+def with_problem(value: Value, problem: str) -> Value:
+    """Projections, or functions of them, with a reason why their site is not fused, unless they have one already."""
+
+    def with_it(one: Projection) -> Projection:
+        return replace(one, problem=one.problem or problem)
+
+    def of(one: Value) -> Value:
+        if isinstance(one, Projection):
+            return with_it(one)
+        return replace(one, projection=with_it(one.projection)) if isinstance(one, Activated) else None
+
+    if isinstance(value, Interleaved):
+        return replace(value, items=tuple(with_it(item) for item in value.items if isinstance(item, Projection)))
+    return each(value, of)
 
 
 # --- einsum ----------------------------------------------------------------------------------------------------------
@@ -382,7 +344,7 @@ def _same_sizes(*operands: tuple[str, Node]) -> bool:
     """Whether no operand is repeated along a letter that both have, as one of size 1 is."""
     sizes: dict[str, object] = {}
     for axes, operand in operands:
-        found = zip(reversed(axes.replace("...", "")), reversed(example(operand).shape), strict=False)
+        found = zip(reversed(axes.replace("...", "")), reversed(shapes.example(operand).shape), strict=False)
         if not all(statically_known_true(sizes.setdefault(letter, n) == n) for letter, n in found):
             return False
     return True

@@ -4,43 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from .. import shapes
 from ..recognise import Recogniser
-from ..shapes import (
-    dimension,
-    dims,
-    dtype_of,
-    equal_sizes,
-    has_shape,
-    holds,
-    holds_experts,
-    is_matrix,
-    requires_grad,
-    same_shape,
-    size,
-    tensor_example,
-)
+from ..shapes import dimension, dims, dtype_of, has_shape, holds_experts, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
-from ..values import (
-    MOST_ITEMS,
-    Binary,
-    Bundle,
-    Interleaved,
-    Number,
-    Product,
-    Scalar,
-    Value,
-    Weighted,
-    binary_at,
-    combine,
-    multiply,
-)
-from .bundles import bundle, each
-from .rule import rule
+from ..values import Binary, Bundle, Interleaved, Number, Product, Scalar, Value, Weighted, binary_at, combine, multiply
+from .base import bundle, each, pairwise, rule
 
 
 @rule("mul")
@@ -83,15 +58,10 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
 
 def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
     """The weight times a mask, or times each mask of a stack; the weights of experts have one mask of their shape."""
-    if holds_experts(weighted.weight) or len(mask.mask.shape) != 3:
-        return _masked(weighted, mask)
     count = mask.mask.stack
-    if count is None:  # A symbolic number of masks is not fused, but the report can name the masked weight.
+    if holds_experts(weighted.weight) or count is None:  # also a symbolic number of masks, so that the report names it
         return _masked(weighted, mask)
-    if not 1 <= count <= MOST_ITEMS:
-        return None
-    items = [_masked(weighted, binary_at(mask, i)) for i in range(count)]
-    return bundle(items, 0)
+    return bundle([_masked(weighted, binary_at(mask, i)) for i in range(count)], 0) if count else None
 
 
 def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
@@ -103,7 +73,7 @@ def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
     masks = mask.mask.shape
     if holds_experts(weighted.weight):
         weight = tensor_example(weighted.weight)
-        return weight is not None and equal_sizes(masks[-2:], weight.shape[-2:]) and same_shape(node, argument)
+        return weight is not None and shapes.equal_sizes(masks[-2:], weight.shape[-2:]) and same_shape(node, argument)
     if len(masks) != 3:
         return same_shape(node, argument)
     return has_shape(node, masks) and has_shape(weighted.weight, masks[1:])
@@ -139,46 +109,34 @@ def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: An
 
 @rule("add", "sub")
 def difference_of_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W - W * M` and `W - S` of a stack `S` of masked weights."""
+    """`W - W * M`, also for all masks of a stack at once; W may be one weight, which is broadcast."""
     left, right = call.args
     sign = 1 if call.symbol == "add" else -1
-    first, second = recogniser.value(left), recogniser.value(right)
-    if isinstance(first, Bundle) or isinstance(second, Bundle):
-        return _difference_of_stacks(recogniser, node, (left, first), (right, second), sign)
-    a, b = recogniser.as_weighted(left), recogniser.as_weighted(right)
-    if a is not None and b is not None and a.transposed != b.transposed:
+
+    def weighted(argument: Any) -> Value:
+        value = recogniser.value(argument)
+        return value if isinstance(value, Bundle) else recogniser.as_weighted(argument)
+
+    a, b = weighted(left), weighted(right)
+    stacks = [value for value in (a, b) if isinstance(value, Bundle)]
+    if stacks:
+        # The size tells a stack of one weight that is broadcast to a weight that is repeated.
+        count = size(node, 0) if dims(node) == 3 else None
+        if any((stack.dim, stack.size, len(stack.items)) != (0, None, count) for stack in stacks):
+            return None
+        return pairwise(node, (left, a), (right, b), partial(_difference, recogniser, sign))
+    if isinstance(a, Weighted) and isinstance(b, Weighted) and a.transposed != b.transposed:
         a, b = _upright(a, left), _upright(b, right)
-    return _difference(recogniser, a, b, sign) if same_shape(node, left, right) else None
+    return _difference(recogniser, sign, a, b) if same_shape(node, left, right) else None
 
 
-def _difference(recogniser: Recogniser, a: Weighted | None, b: Weighted | None, sign: float) -> Weighted | None:
-    if a is None or b is None or a.transposed != b.transposed or (a.factor is None and b.factor is None):
+def _difference(recogniser: Recogniser, sign: float, a: Value, b: Value) -> Weighted | None:
+    if not isinstance(a, Weighted) or not isinstance(b, Weighted) or a.transposed != b.transposed:
         return None
-    if recogniser.key(a.weight) != recogniser.key(b.weight):
+    if (a.factor is None and b.factor is None) or recogniser.key(a.weight) != recogniser.key(b.weight):
         return None
     factor = combine(a.factor, b.factor, sign)
     return None if factor is None else replace(a, factor=factor)
-
-
-def _difference_of_stacks(
-    recogniser: Recogniser, node: Node, left: tuple[Any, Value], right: tuple[Any, Value], sign: float
-) -> Bundle | None:
-    """`W - W * M` for all masks of a stack at once; W may be a single weight, which is broadcast."""
-    stacks = [value for _, value in (left, right) if isinstance(value, Bundle)]
-    first, *_ = stacks
-    count = len(first.items)
-    if any((stack.dim, stack.size, len(stack.items)) != (0, None, count) for stack in stacks):
-        return None
-    sides = []
-    for argument, value in (left, right):
-        if isinstance(value, Bundle):
-            sides.append([item if isinstance(item, Weighted) else None for item in value.items])
-        else:
-            sides.append([recogniser.as_weighted(argument)] * count)
-    if dims(node) != 3 or size(node, 0) != count:  # a stack of one weight may be broadcast to a weight that is repeated
-        return None
-    differences = [_difference(recogniser, a, b, sign) for a, b in zip(*sides, strict=True)]
-    return bundle(differences, 0)
 
 
 @rule("neg", "mul", "div")
@@ -245,7 +203,7 @@ def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None  # a weight in another dtype is another weight
     if isinstance(value, (Weighted, Bundle)) and dtype is not None:
         return each(value, lambda one: one if isinstance(one, Weighted) and rounds_once(one, source, dtype) else None)
-    is_copy = call.symbol == "alias" and requires_grad(source) == requires_grad(node)
+    is_copy = call.symbol == "alias" and shapes.requires_grad(source) == shapes.requires_grad(node)
     return recogniser.as_weighted(source) if is_copy else None
 
 
@@ -255,7 +213,7 @@ def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
     That fails where an earlier cast has already rounded the weight.
     """
     source = dtype_of(node)
-    return source is not None and (source == dtype_of(weighted.weight) or holds(source, dtype))
+    return source is not None and (source == dtype_of(weighted.weight) or shapes.holds(source, dtype))
 
 
 @rule("getattr", "t", "mT", "transpose", "permute")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from compile_passes.calls import NONE, Effect, Watcher
-from compile_passes.examples import record_examples
+from compile_passes.prepare import record_examples
 
 INPUTS: dict[str, Tensor] = {
     "a": torch.ones(2, 2),

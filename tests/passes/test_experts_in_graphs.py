@@ -246,7 +246,7 @@ def test_experts_that_the_operators_do_not_train(monkeypatch: pytest.MonkeyPatch
 
 
 def test_experts_of_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "is_distributed", lambda node: True)
+    monkeypatch.setattr(proof.shapes, "is_distributed", lambda node: True)
     assert "is a DTensor" in compiled(f"m = l[:, 0] > 0; {TERM}").reasons[0]
 
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import mglu_ops
-from compile_passes import examples
+from compile_passes import prepare
 from compile_passes.fusion import FusionError
 from compile_passes.report import FusionReport
 from mglu_ops.nn import MGLU
@@ -121,7 +121,7 @@ def test_fuse_in_a_backend(
 
 def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that switch autocast and bodies of higher-order operators have no value, and need none."""
-    monkeypatch.setattr(examples, "_run", lambda *_, **__: pytest.fail("the graph was run"))
+    monkeypatch.setattr(prepare, "_run", lambda *_, **__: pytest.fail("the graph was run"))
     model = layer()
 
     def function(x: Tensor) -> Tensor:

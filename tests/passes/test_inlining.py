@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 import mglu_ops
 from compile_passes.exported import fuse_exported, layers_of
-from compile_passes.inlining import inline_no_grad
+from compile_passes.prepare import inline_no_grad
 from compile_passes.report import FusionReport
 
 _set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled

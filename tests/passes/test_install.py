@@ -226,3 +226,27 @@ def test_a_pass_of_ours_in_the_slot_is_run_once() -> None:
     report = mglu_ops.enable_fusion()
     trace(layer(), pre_grad_custom_pass=FusionPass(mine))
     assert (mine.graphs, report.graphs) == (1, 0)
+
+
+@pytest.mark.usefixtures("unchanged_inductor")
+def test_a_loop_over_experts_that_dynamo_leaves_to_python() -> None:
+    """The number of rows of an expert ends the graph, and the warning names the option that keeps it whole."""
+
+    def mixture(x: torch.Tensor, weight: torch.Tensor, masks: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(len(x), weight.shape[1])
+        for e in range(len(weight)):
+            (rows,) = torch.where(ids == e)
+            one, m = x[rows], masks[e]
+            gate, value = (torch.nn.functional.linear(one, weight[e] * factor) for factor in (m, ~m))
+            y.index_add_(0, rows, torch.nn.functional.silu(gate) * value)
+        return y
+
+    given = torch.randn(6, 8), torch.randn(2, 4, 8), torch.rand(2, 4, 8) > 0.5, torch.tensor([0, 1, 0, 1, 1, 0])
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="capture_dynamic_output_shape_ops = True"), mglu_ops.fusion():
+            torch.compile(mixture)(*given)
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), mglu_ops.fusion() as report:
+            found = torch.compile(mixture)(*given)
+    torch.testing.assert_close(found, mixture(*given))
+    assert [len(report.fused), report.missed] == [2, []]

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Tracer
 
 from benchmarks.compile_time import masked, time_of_pass
 from benchmarks.ordinary_models import MASKED_LAYERS
-from compile_passes.examples import record_examples
+from compile_passes.prepare import record_examples
 
 SHALLOW, DEEP = 50, 200
 MOST_GROWTH = 2.0

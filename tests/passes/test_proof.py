@@ -210,10 +210,10 @@ def test_layer_with_trained_masks(complement: bool) -> None:
 
 
 def test_the_larger_rounding_error_counts() -> None:
-    rounded = [replace(BITS_MASK, rounding=rounding) for rounding in (0.25, 0.5)]
+    rounded = [replace(BITS_MASK, rounding=rounding) for rounding in (1e-9, 1e-8)]
     for one, other in (rounded, reversed(rounded)):
         ((mask, _),) = layer(term(gate=Binary(one), value=Binary(other, (1, 0)))).masks
-        assert mask.rounding == 0.5
+        assert mask.rounding == 1e-8
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_digits_of_an_activation_depend_on_the_dtype() -> None:
     ("mask", "hides_nan"),
     [
         (BITS_MASK, False),
-        (replace(BITS_MASK, rounding=0.5), True),
+        (replace(BITS_MASK, rounding=1e-8), True),
         (TRAINED, True),
         (replace(BITS_MASK, bits=IN_VIEW[LOGITS]), True),
         (replace(BITS_MASK, bits=IN_VIEW[LOGITS], proof="constant"), False),
@@ -259,3 +259,10 @@ def test_digits_of_an_activation_depend_on_the_dtype() -> None:
 )
 def test_a_layer_may_hide_nan(mask: Mask, hides_nan: bool) -> None:
     assert layer(term(mask), assume_binary=True).hides_nan is hides_nan
+
+
+def test_a_mask_with_larger_rounding_errors_than_the_layer_is_refused() -> None:
+    """The operator's mask is exact, so the results would differ by more than the layer's own rounding."""
+    rounded = replace(BITS_MASK, rounding=torch.finfo(torch.float16).eps)
+    with pytest.raises(Refusal, match="rounding errors of a narrower dtype than the layer's torch.float32"):
+        layer(term(rounded))

@@ -5,6 +5,8 @@ Every other test of this folder also checks the rules, because `Capture` does it
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -75,3 +77,9 @@ def test_rules_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conflicts, "PRECEDENCE", {})
     with pytest.raises(Exception, match="rules `pointwise` and `comparison` know different values of `%eq"):
         Capture().compile(_compared_mask)(**tensors(1))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_rules_make_no_masks_themselves(module: ModuleType) -> None:
+    """Only the recogniser does, with the shape, the dtype and the rounding errors of what a mask is made of."""
+    assert not re.search(r"\b(Mask|Carrier)\(", inspect.getsource(module))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from compile_passes.signatures import Signature
+from compile_passes.symbols import Signature
 
 TENSOR = torch.zeros(2)
 

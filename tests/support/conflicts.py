@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from compile_passes.evaluate import Evaluation
 from compile_passes.rules import PRECEDENCE
-from compile_passes.rules.rule import Rule, RulesBySymbol
+from compile_passes.rules.base import Rule, RulesBySymbol
 from compile_passes.symbols import as_call, calls_read_once
 from compile_passes.values import Value
 from compile_passes.view import View

@@ -1,9 +1,10 @@
-"""Bundles: making them, slicing them, and applying elementwise functions to their items."""
+"""What the other modules of rules build on: the class `Rule`, and bundles (making, slicing, mapping their items)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 from torch.fx import Node
@@ -12,7 +13,49 @@ from ..recognise import Recogniser
 from ..shapes import dims, range_of, slice_of
 from ..symbols import Call, symbol_of
 from ..values import MOST_ITEMS, Bundle, Gated, Value
-from .rule import rule
+
+RuleFunction = Callable[[Recogniser, Node, Call], Value]
+"""Maps a node and its `Call` to the value of the node, or to None if the rule does not know it.
+
+A rule reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function and the symbols (`symbols.py`) of the calls that it understands."""
+
+    function: RuleFunction
+    symbols: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+
+def rule(*symbols: str) -> Callable[[RuleFunction], Rule]:
+    """Make a rule of a function."""
+    return lambda function: Rule(function, symbols)
+
+
+def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
+    """The rules of some modules, in the order in which they are written there."""
+    return tuple(one for module in modules for one in vars(module).values() if isinstance(one, Rule))
+
+
+RulesBySymbol = Mapping[str, tuple[Rule, ...]]
+
+
+def by_symbol(rules: Iterable[Rule]) -> RulesBySymbol:
+    """The rules of each symbol, in the order given, so that a node is shown only to rules that may know it."""
+    table: dict[str, tuple[Rule, ...]] = {}
+    for one in rules:
+        for symbol in one.symbols:
+            table[symbol] = (*table.get(symbol, ()), one)
+    return table
+
+
+# --- Bundles ---------------------------------------------------------------------------------------------------------
 
 
 def bundle(items: Sequence[Any], dim: int, size: int | None = None) -> Bundle | None:
@@ -57,21 +100,23 @@ def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def pairwise(
-    recogniser: Recogniser, node: Node, left: Any, right: Any, function: Callable[[Value, Value], Value]
+    node: Node, left: tuple[Any, Value], right: tuple[Any, Value], function: Callable[[Value, Value], Value]
 ) -> Value:
     """Apply an elementwise function of two values to each pair of items of two bundles, or to one value and each item.
+
+    The operands `left` and `right` of `node` are pairs of an argument and its value.
 
     Values of one x and one weight have the same shape, and a site whose parts have different ones is refused.
 
     A value that is broadcast to a stack either lacks the stack's dimension, which must then be the first, or is a
     bundle of one item.
     """
-    a, b = recogniser.value(left), recogniser.value(right)
+    (_, a), (_, b) = left, right
     if not isinstance(a, Bundle) and not isinstance(b, Bundle):
         return function(a, b)
     bundles = [value for value in (a, b) if isinstance(value, Bundle)]
     longest = max(bundles, key=lambda value: len(value.items))
-    sides = [_beside(value, longest, argument, node) for argument, value in ((left, a), (right, b))]
+    sides = [_beside(value, longest, argument, node) for argument, value in (left, right)]
     if sides[0] is None or sides[1] is None:
         return None
     results = [function(x, y) for x, y in zip(sides[0], sides[1], strict=True)]
