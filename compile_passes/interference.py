@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from .calls import as_function, fake_copy
 from .recognise import Recogniser
 from .report import line
-from .shapes import example, requires_grad, sources
+from .shapes import dtype_of, example, requires_grad
 from .sites import Refusal
 from .symbols import as_call, value_users
 from .values import Activated, Bundle, Gated, Product, Projection, Weighted, first_of
@@ -114,10 +114,10 @@ def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Col
     if view.memory.is_differentiated_around:
         raise Refusal("a graph around this one takes gradients that may be differentiated again; there are no formulas")
     for call in view.memory.differentiating:
-        if view.origin[root] in sources(call):
+        if view.memory.order[call] > view.memory.order[view.origin[root]]:
             raise Refusal(
-                f"`{line(call)}` takes a gradient of the layer that may be differentiated again, and the operator has "
-                "no second derivatives"
+                f"`{line(call)}` takes gradients that may be differentiated again, and the operator has no second "
+                "derivatives"
             )
 
 
@@ -195,6 +195,7 @@ class _Trial:
                 stack.enter_context(self._modes.entered())
                 stack.enter_context(torch.set_grad_enabled(requires_grad(self._root)))
                 for node in nodes:
+                    self._check_join(node)
                     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)
                     self._values[node] = as_function(node)(*args, **kwargs)
         except Exception as error:  # whatever keeps the operator from running there
@@ -202,6 +203,16 @@ class _Trial:
             place = f"the operator cannot run in the place of `{self._root.name}`"
             raise Refusal(f"{place}: {type(error).__name__}: {why}") from error
         return self._values[nodes[-1]]
+
+    def _check_join(self, node: Node) -> None:
+        """Refuse to join tensors of 16 bits under an autocast to another dtype of 16 bits, which torch cannot."""
+        dtype = dtype_of(self._root)
+        joined = node.all_input_nodes if node.target in (torch.stack, torch.cat) and dtype in _OF_16_BITS else []
+        if any(self._values[item].dtype in _OF_16_BITS - {dtype} for item in joined):
+            raise TypeError(f"tensors of 16 bits are joined under an autocast to {dtype}, which is another dtype")
+
+
+_OF_16_BITS = {torch.float16, torch.bfloat16}
 
 
 def _functional(value: Any) -> Any:

@@ -235,7 +235,7 @@ def test_a_gradient_penalty_in_the_graph_is_refused() -> None:
     capture = Capture()
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         capture.compile(function)(given["x"], given["W"], given["M"]).backward()
-    assert "no second derivatives" in capture.reasons[0]
+    assert "no second" in capture.reasons[0]
 
 
 def test_rounding_errors_in_a_function_of_autograd() -> None:

@@ -258,7 +258,7 @@ def _layout(name: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any
     yield "is an inference tensor", tensor.is_inference()
     is_recorded_view = tensor.requires_grad and tensor._is_view()
     yield "refuses writes", is_recorded_view and _get_creation_meta(tensor) != CreationMeta.DEFAULT
-    yield "strides", tensor.stride()
+    yield "strides", tuple(n for size, n in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     yield "offset", tensor.storage_offset()
     others = {other: t for other, t in tensors.items() if t is not tensor}
     yield "is also", tuple(other for other in tensors if other not in others and other != name)
