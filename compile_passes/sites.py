@@ -49,7 +49,7 @@ def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
 
 def parts_of(recogniser: Recogniser, site: Site) -> list[Site]:
     """The smaller sums that a site adds, which may be fused if the whole is refused; none if it has too many terms."""
-    if not 1 < len(site.terms) <= MAX_MASKS:
+    if len(site.terms) > MAX_MASKS:
         return []
     operands = [site.root]
     for node in operands:
@@ -70,6 +70,10 @@ def _sites(recogniser: Recogniser, sums: list[Node]) -> list[Site]:
             chain += inner
         dtype = _sum_at(recogniser, node).terms[0].gate.dtype
         root = next((one for one in reversed(chain) if dtype_of(one) == dtype), chain[-1])
+        for one in chain[: chain.index(root)][::-1]:  # `0 + y`
+            if symbol_of(one) != "add" or recogniser.value(one) != recogniser.value(root) or dtype_of(one) != dtype:
+                break
+            root = one
         sites.setdefault(root, Site(root, _sum_at(recogniser, root)))
     return list(sites.values())
 

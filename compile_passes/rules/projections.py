@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -294,8 +293,6 @@ def with_problem(value: Value, problem: str) -> Value:
 
 # --- einsum ----------------------------------------------------------------------------------------------------------
 
-_EQUATION = re.compile(r"([.\w]+),([.\w]+)->([.\w]+)")
-
 
 @rule("einsum")
 def einsum_projection(recogniser: Recogniser, node: Node, call: Call) -> Value:
@@ -304,10 +301,12 @@ def einsum_projection(recogniser: Recogniser, node: Node, call: Call) -> Value:
     Letters and order may be any, and `...` stands for dimensions of x.
     """
     equation, operands = call.args
-    found = _EQUATION.fullmatch(equation.replace(" ", "")) if isinstance(equation, str) else None
-    if found is None or len(operands) != 2:
+    if not isinstance(equation, str) or len(operands) != 2:
         return None
-    *axes, output = found.groups()
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    if not arrow:  # the dimensions of `...`, then the letters that occur once
+        output = "..." * ("..." in inputs) + "".join(n for n in sorted({*inputs} - {*".,"}) if inputs.count(n) == 1)
+    axes = inputs.split(",")
     named = list(zip(axes, operands, strict=True))
     for (x_axes, x), (w_axes, weight) in (named, named[::-1]):
         is_weight = w_axes.isalpha() and len(w_axes) in (2, 3) and dims(weight) == len(w_axes)

@@ -217,7 +217,6 @@ NOT_JOINED = (
 
 # Programs with one layer, which does not depend on the part that is unusual.
 STILL_JOINED = (
-    "torch.vmap(lambda one: of_total(linear(x, w), linear(x, w * one)))(b).sum(0)",
     "activated(linear(x, w * f) for f in (cat([b, ~b, b])[:8].select(1, 0), ~cat([b, ~b, b])[:8].select(1, 0)))",
     "activated(stacked(x, each(w, f[:2]) * f[:2]) for f in (b, ~b)).sum(0)",
     "(activated(stacked(x, each(w, f)) for f in (b, ~b)) * o[0, 0]).sum(0)",
@@ -226,7 +225,6 @@ STILL_JOINED = (
     "activated(x[None, None] @ each(w, f).mT.unsqueeze(1).unsqueeze(2) for f in (b, ~b)).sum(0)",
     "F.glu(stacked(x, [*each(w, b), *each(w, ~b)]), 0).sum(0)",
     "activated(einsum('...h,dh', x, w * f) for f in (b[0], ~b[0]))",
-    "einsum('nbtd,nbt->btd', of_a_batch(x, w, b), o.flatten()[:30].view(3, 2, 5))",
     "beside(x, w, b) + einsum('bh,dh,dh->db', x, w, b[0].to(w.dtype)).sum()",
     "beside(x, w, b) + einsum(x, [0, 1], w * b[0], [2, 1], [0, 2])",
     "beside(x, w, b) + einsum('bh,dh,dh,dh->bd', x, w, b[0].to(w.dtype), b[1].to(w.dtype))",
