@@ -313,4 +313,4 @@ def _may_tell(node: Node) -> bool:
     if example is None or example.dim() not in (0, 2, 3) or example.is_complex():
         return False
     calls = [as_call(user) for user in node.users]
-    return not all(call and call.symbol in _KEEP_A_WEIGHT for call in calls)
+    return example.dtype is torch.bool or not all(call and call.symbol in _KEEP_A_WEIGHT for call in calls)

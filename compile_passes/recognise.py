@@ -144,7 +144,7 @@ class Recogniser:
                 made = self.view.graph.call_function(function, args)
             value = tensor_example(args[0])
             assert value is not None, "rules imagine functions of tensors"
-            value = value.mT if function is torch.t else value
+            value = value if function in (torch.mul, torch.div) else function(value, *args[1:])
             has_gradient = any(map(requires_grad, args)) and self.view.modes(node).grad is not False
             made.meta = {"example_value": value.detach().requires_grad_(has_gradient)}
             self._keys[made] = self._identity(made, (function, self.key(args)), has_gradient)
