@@ -363,7 +363,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     "text": seeds([*TEXT["25M"], *TEXT_MASKS, *TEXT["90M"], *TEXT["300M"]]),
     # What does a 2:4 mask cost? The first layers show the noise between paired seeds.
     "structure": [
-        *seeds([*_STRUCTURE[:2], *_STRUCTURE[9:]], PAIRED_SEEDS),
+        *seeds([*_STRUCTURE[:2], *_STRUCTURE[9:]], SEEDS),
         *seeds(_STRUCTURE[:7], PAIRED_SEEDS),
         *seeds(_STRUCTURE[7:9], PAIRED_SEEDS[:2]),
         *seeds((replace(one, size="90M") for one in _STRUCTURE[:4]), SEEDS),
