@@ -57,6 +57,19 @@ def test_constant_masks_are_fused_if_their_values_are_binary(kind: str) -> None:
     torch.testing.assert_close(fused.module()(x), module(x))
 
 
+@pytest.mark.parametrize("is_complement", [True, False])
+def test_two_bool_buffers_are_a_mask_and_its_complement_if_their_values_are(is_complement: bool) -> None:
+    m = torch.rand(6, 20) > 0.5
+    other = ~m if is_complement else torch.roll(m, 1, 0)
+    module = OfSource("F.silu(F.linear(x, w * m)) * F.linear(x, w * other)", w=parameter(6, 20), m=m, other=other)
+    report = FusionReport()
+    fused = fuse_exported(export(module, torch.randn(5, 20)), report=report)
+    assert [site.packed for site in report.fused] == ["when exported"] * is_complement
+    assert len(report.missed) == 1 - is_complement
+    x = torch.randn(9, 20)
+    torch.testing.assert_close(fused.module()(x), module(x))
+
+
 def test_a_weight_of_zeros_is_not_taken_for_a_mask() -> None:
     module = BINARY["computed"]
     try:

@@ -96,3 +96,15 @@ def test_real_masks_are_proved_by_their_values_where_freezing_fixes_them(dtype: 
         is_proved = values == 2 and frozen
         assert [site.packed for site in report.fused] == ["when compiled"] * is_proved
         assert len(report.missed) == 1 - is_proved
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")
+def test_two_bool_buffers_are_a_mask_and_its_complement_where_freezing_fixes_them() -> None:
+    x, m = torch.randn(3, 16), torch.rand(12, 16) > 0.5
+    source = "F.silu(F.linear(x, w * m)) * F.linear(x, w * other)"
+    for other, packed in ((~m, ["when compiled"]), (torch.roll(m, 1, 0), [])):
+        torch._dynamo.reset()
+        model = OfSource(source, w=parameter(12, 16), m=m, other=other).eval()
+        with mglu_ops.fusion() as report, inductor_config.patch(freezing=True), torch.no_grad():
+            assert relative_error(torch.compile(model)(x), model(x)) <= SAME
+        assert [site.packed for site in report.fused] == packed

@@ -175,6 +175,21 @@ def test_one_scale_for_all_weights(decode: Decode) -> None:
     assert formats(check(decode, "fp8_row", given)) == ["fp8_row"]
 
 
+@pytest.mark.parametrize("name", ["fp8_row", "int8_row"])
+def test_scales_of_rows_that_multiply_the_products(name: str) -> None:
+    """The scales of `x (M * q)^T * s` belong to the rows of q."""
+
+    def function(x: Tensor, q: Tensor, s: Tensor, m: Tensor) -> Tensor:
+        weight = q.to(x.dtype)
+        gate, value = F.linear(x, weight * m[0]), F.linear(x, weight * ~m[0])
+        return F.silu(gate * s) * (value * s)
+
+    given, capture = arguments(name), Capture(strict=True)
+    found = capture.compile(function)(**given)
+    torch.testing.assert_close(found, layer(OF_ROWS["in float32"])(**given))
+    assert formats(capture) == [name]
+
+
 def test_columns_of_a_transposed_weight() -> None:
     def function(x: Tensor, q: Tensor, s: Tensor, m: Tensor) -> Tensor:
         weight = q.to(x.dtype) * s
