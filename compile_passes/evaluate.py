@@ -16,7 +16,6 @@ A graph is read in three steps. Each goes over the nodes once, so the time is li
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import ChainMap
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from .report import line
 from .rules import LAYER_RULES_BY_SYMBOL, WEIGHT_RULES_BY_SYMBOL
 from .rules.base import RulesBySymbol
 from .rules.weights import rounds_once
-from .shapes import broadcasts_to, dims, dtype_of, is_given, is_matrix, requires_grad
+from .shapes import broadcasts_to, dims, dtype_of, is_given, requires_grad
 from .symbols import Call, as_call, symbol_of
 from .values import Binary, Bundle, Levels, Product, Scalar, Value, Weighted, first_of
 from .view import View
@@ -318,10 +317,6 @@ def _keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Ha
         operands = call.args[1] if call.symbol == "einsum" else (_weight_operand(call),)
         for operand in operands:
             yield from _masked_keys(recogniser, recogniser.value(operand))
-        if call.symbol == "einsum":
-            for mask, weight in itertools.permutations(operands, 2):
-                if is_matrix(weight) and isinstance(recogniser.factor(mask, weight), Binary):
-                    yield recogniser.key(weight)
         if call.symbol == "mul":
             for factor, other in (call.args, reversed(call.args)):
                 inner = as_call(other)

@@ -5,6 +5,8 @@ The checks read metadata and no values, so that they never synchronise and work 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -105,6 +107,13 @@ def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> 
         raise ValueError(f"mask_logits: got n_masks={shape[0]}, must be 1 to {MAX_MASKS}")
     if weight is not None and mask_logits.device != weight.device:
         raise ValueError(f"mask_logits: got device {mask_logits.device}, must be x's device {weight.device}")
+
+
+def check_needs(needs: Sequence[bool], *names: str) -> None:
+    """Check that needs are one bool for each of these arguments, whose gradients they ask for."""
+    if len(needs) != len(names):
+        wanted = f"{len(names)} bools, for the gradients of {', '.join(names)}"
+        raise ValueError(f"needs: got {list(needs)}, must be {wanted}")
 
 
 def check_mask_weights(x: Tensor, n_masks: int, mask_weights: Tensor | None) -> None:

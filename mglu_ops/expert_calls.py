@@ -20,6 +20,7 @@ from .formats import FORMATS
 from .layer_call import Key, LayerArguments, LayerCall, Layout, StoredWeight, as_rows, metadata_key, tensor_key
 from .masks import N_MASKS_DIM
 from .sizes import ceil_div
+from .tensors import check_dense
 from .words import counted
 
 
@@ -46,12 +47,16 @@ class ExpertArguments(NamedTuple):
 
     @staticmethod
     def of_ids(x: Tensor, weight: Tensor, packed_masks: Tensor, expert_ids: Tensor, *rest: Any) -> ExpertArguments:
-        """The arguments of `mglu::experts_forward`, in the order of its schema."""
+        """The arguments of `mglu::experts_forward`, in the order of its schema. Refuses expert_ids of None."""
+        if expert_ids is None:  # torch lets it through, and here it would mean offs
+            check_dense("expert_ids", expert_ids)
         return ExpertArguments(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest ends before it
 
     @staticmethod
     def of_offs(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any) -> ExpertArguments:
-        """The arguments of `mglu::grouped_forward`, in the order of its schema."""
+        """The arguments of `mglu::grouped_forward`, in the order of its schema. Refuses offs of None."""
+        if offs is None:  # torch lets it through, and here it would mean expert ids
+            check_dense("offs", offs)
         return ExpertArguments(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
 
     @property

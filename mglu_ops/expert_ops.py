@@ -21,9 +21,10 @@ weight `[E, d, h]`, packed_masks `[E, d, ceil(h / 8), n_masks]`, mask_logits `[E
 its products in float32, or float64 for float64, in the order of k.
 
 **Rows without an expert.** An id outside 0 .. E-1, as expert parallelism has for experts of other ranks, gives a row of
-zeros and contributes nothing to a sum; what x or y hold there is not read. The same holds for rows past `offs[-1]`,
-where `torch.nn.functional.grouped_mm` leaves the result undefined. Their gradients are zeros, and so are the gradients
-of an expert without rows. offs must ascend; if they do not, the results are unspecified.
+zeros and contributes nothing to a sum, whatever x, y, grad_output and the weights of masks and experts hold there. The
+same holds for rows past `offs[-1]`, where `torch.nn.functional.grouped_mm` leaves the result undefined. Their gradients
+are zeros, and so are the gradients of an expert without rows. offs must ascend; if they do not, the results are
+unspecified.
 
 **Values are not read on the host of a GPU.** Neither ids nor offs decide a shape or a launch, so that CUDA graphs
 replay with others.
@@ -35,7 +36,7 @@ weight and of expert_weights. Partial derivatives and backward are as in `mglu_o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ from torch import Tensor
 from torch._C import DispatchKeySet
 
 from . import expert_checks, expert_dispatch
-from .backends.base import GroupedBackwardArguments
+from .backends.base import BackwardArguments, GroupedBackwardArguments
+from .checks import check_needs
 from .expert_calls import DownArguments, ExpertArguments, inverse_of, sort_pairs
 from .layer_call import arguments_key
 from .masks import packed_shape
@@ -207,8 +209,13 @@ def _grouped_forward_train_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _check_grouped_backward(call: GroupedBackwardArguments) -> None:
     expert_checks.check_rows_and_experts(call.x, call.offs, weight=call.weight, packed_masks=call.packed_masks)
+    grad_output, x, weight, packed_masks, _, partials, needs, logits_dtype, mask_weights_dtype = call
     with expert_checks.of_each_expert():
-        check_backward(call.of_expert(0, slice(None)))
+        check_backward(
+            BackwardArguments(
+                grad_output, x, weight[0], packed_masks[0], partials, needs, logits_dtype, mask_weights_dtype
+            )
+        )
 
 
 @kernel("grouped_backward")
@@ -236,8 +243,9 @@ def _grouped_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _check_down_backward(grad_output: Tensor, given: DownArguments) -> None:
+def _check_down_backward(grad_output: Tensor, given: DownArguments, needs: Sequence[bool]) -> None:
     expert_checks.check_down(given)
+    check_needs(needs, "y", "weight", "expert_weights")
     check_dense("grad_output", grad_output)
     expected = (given.y.shape[0], given.weight.shape[1])
     expert_checks.check_like("grad_output", grad_output, expected, "y", given.y)
@@ -248,14 +256,14 @@ def _experts_down_backward(grad_output: Tensor, *args: Any) -> tuple[Tensor, Ten
     """The gradients of y, weight and expert_weights; gradients that are not needed are empty."""
     given, needs = DownArguments(*args[:4]), args[4]
     _check_real({"grad_output": grad_output, **given.tensors()})
-    _check_down_backward(grad_output, given)
+    _check_down_backward(grad_output, given, needs)
     return expert_dispatch.down_backward(grad_output, given, needs)
 
 
 @fake("experts_down_backward")
 def _experts_down_backward_fake(grad_output: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     given, needs = DownArguments(*args[:4]), args[4]
-    _check_down_backward(grad_output, given)
+    _check_down_backward(grad_output, given, needs)
     tensors = zip((given.y, given.weight, given.expert_weights), needs, strict=True)
     of_y, of_weight, of_expert_weights = (one.new_empty(one.shape if needed else (0,)) for one, needed in tensors)
     return of_y, of_weight, of_expert_weights

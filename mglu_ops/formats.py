@@ -34,6 +34,7 @@ import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
 from .sizes import ceil_div
+from .tensors import is_readable
 
 _BLOCK = 128
 
@@ -142,9 +143,32 @@ def get_format(name: str) -> WeightFormat:
     Raises:
         ValueError: there is no such format.
     """
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"weight_format: got {name!r}, must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def check_scale(scale: Tensor, name: str) -> None:
+    """Check that the scales of a stored weight are finite and above 0, as `WeightFormat.quantize` writes them.
+
+    This synchronises with a GPU, so call it where weights are loaded. Scales whose values cannot be read pass.
+
+    Args:
+        scale: the scales; of a DTensor, a rank checks its own part.
+        name: what the message calls them.
+
+    Raises:
+        ValueError: a scale is NaN, infinite, negative or 0.
+    """
+    if scale.is_meta or not is_readable(scale):
+        return
+    own: Tensor = getattr(scale, "to_local", lambda: scale)()
+    wrong = ~((own > 0) & (own < math.inf))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{name}: got {own[wrong][0].item()} among {scale.numel()} scales, must be finite and above 0; the "
+            "tensor is damaged, or the weight had values that are not finite when it was quantized"
+        )
 
 
 # --- Activations ------------------------------------------------------------------------------------------------------
@@ -162,7 +186,7 @@ def check_activation_format(name: str, weight_format: str) -> None:
     Raises:
         ValueError: there is none, or not for such weights.
     """
-    if name not in ACTIVATION_FORMATS:
+    if not isinstance(name, str) or name not in ACTIVATION_FORMATS:
         raise ValueError(f"activation_format: got {name!r}, must be one of {', '.join(ACTIVATION_FORMATS)}")
     if weight_format not in ACTIVATION_FORMATS[name]:
         allowed = ", ".join(one for one, formats in ACTIVATION_FORMATS.items() if weight_format in formats)

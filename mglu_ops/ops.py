@@ -232,6 +232,9 @@ def check_backward(call: BackwardArguments) -> None:
     """Check the arguments of `mglu::backward`."""
     checks.check_inputs(call.x, call.weight)
     checks.check_packed(call.weight, call.packed_masks)
+    checks.check_needs(call.needs, "x", "weight")
+    for name in ("grad_output", "partials"):
+        check_dense(name, getattr(call, name))
     for name in ("logits_dtype", "mask_weights_dtype"):
         checks.check_floating(name, getattr(call, name))
     leading, out_features, n_masks = call.x.shape[:-1], call.weight.shape[0], n_masks_of(call.packed_masks)
@@ -246,7 +249,6 @@ def check_backward(call: BackwardArguments) -> None:
     }
     for name, shape in shapes.items():
         tensor = getattr(call, name)
-        check_dense(name, tensor)
         if not same_sizes(tensor.shape, shape):
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
         if tensor.dtype != call.x.dtype:

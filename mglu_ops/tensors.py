@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def check_dense(name: str, tensor: Tensor | None) -> None:
@@ -27,6 +28,21 @@ def check_dense(name: str, tensor: Tensor | None) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a DTensor; any other tensor unchanged. All ranks must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether Python may read values now: no tracing, no transform, no capture of a GPU, and no tensor subclass.
+
+    A DTensor may be read: its ranks use the layer together, so all of them read it and raise the same error.
+    """
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    return (
+        (type(tensor) in (Tensor, nn.Parameter) or (dtensor is not None and isinstance(tensor, dtensor.DTensor)))
+        and not torch.jit.is_tracing()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -19,12 +19,14 @@ constexpr std::int64_t kProductsPerTask = 1 << 18;  // least work of a task: som
 #include "terms.h"
 #include "row_sums_bf16.h"
 #include "few_tokens.h"
+#include "linear.h"
 #include "multiply_dot.h"
 #include "many_tokens_bf16.h"
 
 }  // namespace
 
 Status forward_avx512_bf16(const Forward& call, ParallelFor parallel_for) {
+    if (call.n_masks == 0) return linear<BFloat16>(call, parallel_for);
     const bool is_dense = call.weight_format == WeightFormat::dense;
     if ((call.tokens > kMaxFewTokens || call.partials) && is_dense) return forward_tiles(call, parallel_for);
     const Floats term_weights = load_mask_weights(call);

@@ -80,7 +80,8 @@ Status forward_blocks(const Forward& call, ParallelFor parallel_for, ForwardFunc
         block.packed_masks = call.packed_masks + first * call.mask_stride;
         block.weight_scale =
             has_row_scales(call.weight_format) ? static_cast<const float*>(call.weight_scale) + first : nullptr;
-        block.out = static_cast<E*>(call.out) + first;
+        if (call.n_masks == 0) block.out = static_cast<float*>(call.out) + first;
+        else block.out = static_cast<E*>(call.out) + first;
         block.out_features = count;
         status = run(block, parallel_for);
         if (status != Status::ok) return status;
@@ -103,7 +104,8 @@ Status convert(ParallelFor parallel_for, std::int64_t rows, std::int64_t columns
 template <class E>
 Status forward_widened(const Forward& call, ParallelFor parallel_for, ForwardFunction run) {
     const Floats x = allocate_floats(call.tokens * call.in_features);
-    const Floats out = allocate_floats(call.tokens * call.out_features);
+    const bool is_wide = call.n_masks == 0;  // the result is float32
+    const Floats out = allocate_floats(is_wide ? 0 : call.tokens * call.out_features);
     if (!x || !out) return Status::out_of_memory;
     Status status = convert(parallel_for, call.tokens, call.in_features, static_cast<const E*>(call.x), call.x_stride,
                             x.get(), call.in_features);
@@ -111,11 +113,10 @@ Status forward_widened(const Forward& call, ParallelFor parallel_for, ForwardFun
     Forward wide = call;
     wide.x = x.get();
     wide.x_stride = call.in_features;
-    wide.out = out.get();
-    wide.out_stride = call.out_features;
+    if (!is_wide) wide.out = out.get(), wide.out_stride = call.out_features;
     wide.dtype = DType::float32;
     status = forward_blocks<float>(wide, parallel_for, run);
-    if (status != Status::ok) return status;
+    if (status != Status::ok || is_wide) return status;
     return convert(parallel_for, call.tokens, call.out_features, out.get(), call.out_features,
                    static_cast<E*>(call.out), call.out_stride);
 }

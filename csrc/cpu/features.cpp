@@ -1,6 +1,6 @@
-// Detects instruction sets. `__builtin_cpu_supports` also asks whether the operating system saves the registers.
-// Features that older compilers do not know are read by `cpuid`, once, because in a virtual machine the host handles
-// each `cpuid`, which takes about 10 us.
+// Detects instruction sets by `cpuid`, and by `xgetbv` the registers that the operating system saves. The compiler's
+// `__builtin_cpu_supports` is not asked: older compilers know fewer features, and `zig c++` answers no to all. The
+// processor is asked once, because in a virtual machine the host handles each `cpuid`, which takes about 10 us.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -26,11 +26,24 @@ Registers ask(unsigned int leaf, unsigned int subleaf) {
 
 bool has_bit(unsigned int word, int bit) { return word >> bit & 1; }
 
+// Whether the operating system saves all registers of a mask of the register XCR0.
+bool saves(unsigned int registers) {
+    if (!has_bit(ask(1, 0).c, 27)) return false;  // without OSXSAVE, there is no xgetbv
+    unsigned int low = 0, high = 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & registers) == registers;
+}
+
 }  // namespace
 
 bool has_avx2() {
-    static const bool has_f16c = has_bit(ask(1, 0).c, 29);
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c;
+    static const bool has = [] {
+        constexpr unsigned int kVectors256 = 0x06;
+        const unsigned int features = ask(1, 0).c;
+        return saves(kVectors256) && has_bit(features, 12) && has_bit(features, 29) &&  // FMA; F16C
+               has_bit(ask(7, 0).b, 5);                                                 // AVX2
+    }();
+    return has;
 }
 
 #if defined(MGLU_EMULATE_AVX512)
@@ -39,8 +52,13 @@ bool has_avx512_bf16() { return true; }
 bool has_amx() { return true; }
 #else
 bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    static const bool has = [] {
+        constexpr unsigned int kVectors512 = 0xe6;
+        const unsigned int features = ask(7, 0).b;
+        return saves(kVectors512) && has_bit(features, 16) && has_bit(features, 17) &&  // AVX512F; AVX512DQ
+               has_bit(features, 30) && has_bit(features, 31);                          // AVX512BW; AVX512VL
+    }();
+    return has;
 }
 
 #if defined(MGLU_BUILDS_BFLOAT16)

@@ -78,9 +78,10 @@ AddChunk<E, W> find_kernel(int tokens, int masks) {
 
 // Sums the eight lanes of each row and mask. The sum of row r is in lane r of the result, or in lanes 2r and 2r + 1 if
 // a vector holds two masks.
-MGLU_INLINE Vec sums_over_lanes(const float (*rows)[Lanes::kVecs][Vec::width], int v) {
-    const Vec a = pair_sums(load(rows[0][v]), load(rows[1][v])), b = pair_sums(load(rows[2][v]), load(rows[3][v]));
-    const Vec c = pair_sums(load(rows[4][v]), load(rows[5][v])), d = pair_sums(load(rows[6][v]), load(rows[7][v]));
+template <class Row>
+MGLU_INLINE Vec sums_over_lanes(Row row) {
+    const Vec a = pair_sums(row(0), row(1)), b = pair_sums(row(2), row(3));
+    const Vec c = pair_sums(row(4), row(5)), d = pair_sums(row(6), row(7));
     return pair_sums(pair_sums(a, b), pair_sums(c, d));
 }
 
@@ -166,7 +167,8 @@ struct FewTokens {
                 const int mask = v * kMasksPerVec + i;
                 weights[i] = mask < masks ? group_weights[mask] : 0.0f;
             }
-            Vec gate = sums_over_lanes(lanes.gates[token], v), value = sums_over_lanes(lanes.values[token], v);
+            Vec gate = sums_over_lanes([&](int r) MGLU_STEP { return load(lanes.gates[token][r][v]); });
+            Vec value = sums_over_lanes([&](int r) MGLU_STEP { return load(lanes.values[token][r][v]); });
             mend_small_rests<E, W>(call, gate, value, [&](int lane) {
                 const std::int64_t row = first.row + lane / kMasksPerVec, i = v * kMasksPerVec + lane % kMasksPerVec;
                 return MaskedSum{row < call.out_features && i < masks ? first.token : -1, row, first.mask + i, 0};

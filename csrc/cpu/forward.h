@@ -1,11 +1,13 @@
-// Chooses between few_tokens.h and many_tokens.h. Included last, inside a file's own namespace, after row_sums.h or
+// Chooses between few_tokens.h, many_tokens.h and linear.h. Included last, inside a file's own namespace, after row_sums.h or
 // row_sums_avx512.h.
 #include "terms.h"
 #include "few_tokens.h"
 #include "many_tokens.h"
+#include "linear.h"
 
 template <class E>
 Status forward_typed(const Forward& call, ParallelFor parallel_for) {
+    if (call.n_masks == 0) return linear<E>(call, parallel_for);
     const Floats term_weights = load_mask_weights(call);
     if (!term_weights) return Status::out_of_memory;
     const bool is_dense = call.weight_format == WeightFormat::dense;

@@ -54,12 +54,13 @@ bool is_in_range(Enum value, std::int64_t count) {
 
 bool is_valid(const Forward& call) {
     const bool sizes = call.tokens >= 0 && call.out_features >= 0 && call.in_features >= 0;
-    const bool masks = call.n_masks >= 1 && call.n_masks <= kMaxMasks;
+    const bool masks = call.n_masks >= 0 && call.n_masks <= kMaxMasks;
     const bool mask_weight = !call.mask_weights || is_in_range(call.mask_weights_dtype, 3);
-    const bool partials = !call.partials || call.in_features > 0;
+    const bool partials = !call.partials || (call.in_features > 0 && call.n_masks > 0);
     const bool is_dense = call.weight_format == WeightFormat::dense;
     const bool is_decoded = is_in_range(call.weight_format, kWeightFormats) && !is_dense && !call.partials;
-    const bool has_no_scales = call.in_features == 0 && !has_row_scales(call.weight_format);  // an empty tensor
+    const bool has_no_scales =  // an empty tensor
+        call.out_features == 0 || (call.in_features == 0 && !has_row_scales(call.weight_format));
     const bool weight = is_dense ? !call.weight_scale : is_decoded && (call.weight_scale || has_no_scales);
     return sizes && masks && mask_weight && partials && weight && is_in_range(call.dtype, 3) &&
            is_in_range(call.activation, kActivationCount) && is_in_range(call.isa, 6);
@@ -72,7 +73,7 @@ Status forward(const Forward& call, ParallelFor parallel_for) {
     const bool best = call.isa == Isa::best;
     const Isa isa = best ? best_isa(call.dtype, call.tokens, call.n_masks, call.weight_format) : call.isa;
     const ForwardFunction run = find_forward(isa, product_type(call.dtype, call.weight_format));
-    if (!run) return Status::unsupported_isa;
+    if (!run || (isa == Isa::amx && call.n_masks == 0)) return Status::unsupported_isa;
     if (call.tokens == 0 || call.out_features == 0) return Status::ok;
     const bool is_read = call.weight_format == WeightFormat::dense ||
                          (is_decoded_in_registers(call.weight_format, call.tokens) && decodes_in_registers(isa));
@@ -84,7 +85,7 @@ bool supports(Isa isa, DType dtype) { return isa == Isa::best || find_forward(is
 Isa best_isa(DType of_x, std::int64_t tokens, std::int64_t n_masks, WeightFormat format) {
     const DType dtype = product_type(of_x, format);
     const bool in_registers = is_decoded_in_registers(format, tokens);
-    if (tokens >= kMinTokensForAmx && !in_registers && supports(Isa::amx, dtype)) return Isa::amx;
+    if (tokens >= kMinTokensForAmx && n_masks > 0 && !in_registers && supports(Isa::amx, dtype)) return Isa::amx;
     const bool uses_dots = tokens > kMinTokensForAmx || n_masks <= kMaxMasksForDots || in_registers;
     if (uses_dots && supports(Isa::avx512_bf16, dtype)) return Isa::avx512_bf16;
     if (supports(Isa::avx512, dtype)) return Isa::avx512;

@@ -3,6 +3,8 @@
 //
 // out = sum_i  r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
+// Without masks (n_masks 0) it is the product alone, out = x W^T in float32, as the down projections of experts need.
+//
 // Build all .cpp files of this folder with the same flags (-O2 -std=c++17 -fPIC -ffp-contract=off, g++ or clang++),
 // without -ffast-math and -march. A file that needs an instruction set enables it for itself, and `forward` picks one
 // at run time from what the CPU and the operating system support.
@@ -29,7 +31,7 @@ enum class Activation : std::int64_t {
 
 enum class Status : std::int32_t {
     ok = 0,
-    invalid_argument = 1,     // a negative size, n_masks outside 1 .. 16, an unknown dtype, activation or ISA
+    invalid_argument = 1,     // a negative size, n_masks outside 0 .. 16, an unknown dtype, activation or ISA
     out_of_memory = 2,        // no scratch memory; `out` is partly written
     parallel_for_failed = 3,  // the caller's ParallelFor returned an error; `out` is partly written
     unsupported_isa = 4,      // the ISA asked for is not in this build or not on this machine
@@ -52,12 +54,12 @@ struct Forward {
     const std::uint8_t* packed_masks;  // the packed format (csrc/cuda/packed_masks.cuh); padding bits are ignored
     const void* mask_weights;          // [tokens, n_masks] of mask_weights_dtype, or nullptr for a weight of 1 each
     const void* weight_scale;          // as weight_format has it, or nullptr for dense; may be nullptr if it is empty
-    void* out;                         // [tokens, out_features] of dtype; overlaps no input
+    void* out;                         // [tokens, out_features] of dtype, or float32 without masks; overlaps no input
     void* partials;                    // nullptr, or in training [tokens, partials_of(call), out_features] of dtype
     std::int64_t tokens;
     std::int64_t out_features;
     std::int64_t in_features;
-    std::int64_t n_masks;                  // 1 to 16
+    std::int64_t n_masks;                  // 1 to 16, or 0 for x W^T, which ignores masks, their weights and activation
     std::int64_t x_stride;                 // from one token to the next
     std::int64_t weight_stride;            // from one output feature to the next, in stored elements
     std::int64_t mask_stride;              // from one output feature to the next, in bytes

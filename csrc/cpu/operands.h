@@ -13,6 +13,10 @@ void write_operands(const E* from, std::int64_t count, std::int64_t padded, floa
     for (; k < padded; ++k) to[k] = k < count ? to_float(from[k]) : 0.0f;
 }
 
+// The products of neighbouring weights with x, without masks (linear.h).
+constexpr std::int64_t kLinearStep = Vec::width;
+MGLU_INLINE Vec multiply_add(Vec weights, const float* x, Vec sum) { return fma(weights, load(x), sum); }
+
 template <class E>
 constexpr bool kSumsValues = std::is_same_v<E, float>;
 

@@ -10,6 +10,11 @@
 // of 3, and is as exact as the naive layer's separate products unless x or W has outliers.
 #include "operands.h"
 
+template <class W>
+MGLU_INLINE Vec load_weights(const W* p) {
+    return load_octet(p);
+}
+
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
 // Independent chains of sums, which take turns every 8 columns: enough to hide the latency of an addition, few enough

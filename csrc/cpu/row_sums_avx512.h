@@ -6,6 +6,11 @@
 #include "operands.h"
 #include "mask_sums_avx512.h"
 
+template <class W>
+MGLU_INLINE Vec load_weights(const W* p) {
+    return load_16(p);
+}
+
 // The masks of 16 columns: a byte of each 8 columns, `n_masks` apart.
 MGLU_INLINE Mask load_mask_of_16(const std::uint8_t* bits, std::int64_t n_masks) {
     return static_cast<Mask>(bits[0] | bits[n_masks] << 8);

@@ -20,6 +20,20 @@ constexpr int kOctetsPerVec = 4;
 template <class E>
 constexpr int kOctetsAtOnce = 2 * kOctetsPerVec;
 
+MGLU_INLINE Vec dot(__m512i a, __m512i b, Vec sum) {
+    return {_mm512_dpbf16_ps(sum.v, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b))};
+}
+
+// The products of neighbouring weights with x, without masks (linear.h).
+constexpr std::int64_t kLinearStep = 8 * kOctetsAtOnce<BFloat16>;
+template <class W>
+MGLU_INLINE WeightWords load_weights(const W* p) {
+    return load_words(p);
+}
+MGLU_INLINE Vec multiply_add(WeightWords weights, const BFloat16* x, Vec sum) {
+    return dot(weights.high, _mm512_loadu_si512(x + 32), dot(weights.low, _mm512_loadu_si512(x), sum));
+}
+
 // The sums of one row.
 template <class E, class W, int Tokens, int Masks>
 struct RowSums : MaskSums<false, Tokens, Masks> {
@@ -51,9 +65,5 @@ struct RowSums : MaskSums<false, Tokens, Masks> {
             unrolled<Tokens>(
                 [&](auto t) MGLU_STEP { this->parts[Chain][t][i] = dot(masked, x_of[t], this->parts[Chain][t][i]); });
         });
-    }
-
-    MGLU_INLINE static Vec dot(__m512i a, __m512i b, Vec sum) {
-        return {_mm512_dpbf16_ps(sum.v, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b))};
     }
 };

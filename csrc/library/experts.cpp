@@ -146,9 +146,9 @@ void for_each_expert(const Tensor& routing, bool is_sorted, std::int64_t experts
 
 // --- experts_down ----------------------------------------------------------------------------------------------------
 
-// The most rows of an expert that the kernel of one layer multiplies with a dense weight, as in
-// mglu_ops/backends/cpu/experts_down.py, which tells how.
-constexpr std::size_t kMostRows = 4;
+// The most rows of an expert that the kernel multiplies with a dense weight, as in
+// mglu_ops/backends/cpu/experts_down.py, which tells why.
+constexpr std::size_t kMostRows = 8;
 
 float float_at(const Tensor& tensor, std::int64_t i) {
     switch (tensor.dtype) {
@@ -159,52 +159,47 @@ float float_at(const Tensor& tensor, std::int64_t i) {
     }
 }
 
-// The layer that gives half of a mask weight times the product of y and the transposed weight: its gate is 0, where
-// sigmoid is 1/2. `zeros` are a row of its mask.
-LayerCall product_layer(const DownCall& call, std::int64_t expert, const Tensor& y, const Tensor& mask_weights,
-                        const Tensor& zeros) {
+// The layer without masks, whose result is the product of y and the transposed weight in float32.
+LayerCall product_layer(const DownCall& call, std::int64_t expert, const Tensor& y) {
+    static constexpr std::int64_t sizes[] = {0, 0, 0}, strides[] = {0, 0, 1};
     LayerCall layer{};
     layer.x = y;
     layer.weight = part(call.weight, expert);
-    layer.packed_masks = zeros;
-    layer.mask_weights = mask_weights;
+    layer.packed_masks = {nullptr, 3, sizes, strides, Scalar::uint8, Device::cpu, -1};
     layer.weight_scale = part(call.weight_scale, expert);
     layer.weight_format = call.weight_format;
-    layer.activation = static_cast<int>(cpu::Activation::sigmoid);
     layer.tokens = y.sizes[0];
     layer.out_features = call.weight.sizes[1];
     layer.in_features = layer.x_row_stride = y.sizes[1];
-    layer.n_masks = layer.mask_weight_row_stride = 1;
     return layer;
 }
 
 template <typename Element>
 void down(const DownCall& call, const Tensor& out, const Executor& executor, const Product& product) {
     const std::int64_t tokens = call.y.sizes[0], top_k = call.y.sizes[1], in_features = call.y.sizes[2];
-    const std::int64_t out_features = call.weight.sizes[1], width = (in_features + 7) / 8;
+    const std::int64_t out_features = call.weight.sizes[1];
+    const bool has_library = call.weight_format == WeightFormat::dense && call.y.dtype != Scalar::float16;
     std::vector<float> terms(static_cast<std::size_t>(tokens * top_k * out_features));
-    std::vector<std::uint8_t> row_of_zeros(static_cast<std::size_t>(width));
-    const std::int64_t sizes[] = {out_features, width, 1}, strides[] = {0, 1, 1};
-    const Tensor zeros{row_of_zeros.data(), 3, sizes, strides, Scalar::uint8, Device::cpu, -1};
     const auto multiply = [&](std::int64_t expert, std::span<const std::int64_t> rows) {
         const auto count = static_cast<std::int64_t>(rows.size());
-        Matrix y(count, in_features, call.y.dtype), result(count, out_features, call.y.dtype);
-        Matrix weights(count, 1, Scalar::float32);
+        const bool uses_library = has_library && rows.size() > kMostRows;
+        Matrix y(count, in_features, call.y.dtype);
+        const Matrix result(count, out_features, uses_library ? call.y.dtype : Scalar::float32);
         y.gather(call.y, in_features, rows, 1);
-        auto* factors = static_cast<float*>(weights.tensor().data);
-        for (std::int64_t i = 0; i < count; ++i) factors[i] = float_at(call.expert_weights, rows[i]);
-        const bool multiplies_twice = call.weight_format != WeightFormat::dense || rows.size() <= kMostRows;
-        if (multiplies_twice) {
-            for (std::int64_t i = 0; i < count; ++i) factors[i] *= 2;
-            forward(product_layer(call, expert, y.tensor(), weights.tensor(), zeros), result.tensor(), executor);
-            std::fill(factors, factors + count, 1.0f);  // the result has them
-        } else {
+        const auto keep = [&](const auto* products) {
+            for (std::int64_t i = 0; i < count; ++i) {
+                const float factor = float_at(call.expert_weights, rows[i]);
+                for (std::int64_t c = 0; c < out_features; ++c)
+                    terms[rows[i] * out_features + c] = to_float(products[i * out_features + c]) * factor;
+            }
+        };
+        if (uses_library) {
             product(y.tensor(), expert, result.tensor());
+            keep(static_cast<const Element*>(result.tensor().data));
+        } else {
+            forward(product_layer(call, expert, y.tensor()), result.tensor(), executor);
+            keep(static_cast<const float*>(result.tensor().data));
         }
-        const auto* products = static_cast<const Element*>(result.tensor().data);
-        for (std::int64_t i = 0; i < count; ++i)
-            for (std::int64_t c = 0; c < out_features; ++c)
-                terms[rows[i] * out_features + c] = to_float(products[i * out_features + c]) * factors[i];
     };
     for_each_expert(call.expert_ids, false, call.weight.sizes[0], tokens * top_k, multiply);
     auto* results = static_cast<Element*>(out.data);

@@ -59,7 +59,7 @@ using Product = std::function<void(const Tensor& y, std::int64_t expert, const T
 
 // `out` is contiguous, in y's dtype, and has `call.result_sizes()`. All tensors of the call but the weight are
 // contiguous, and so are the weight's rows; on a GPU all of the weight is, and y and the weight start at multiples of 16
-// bytes. On a CPU `product` multiplies dense weights of experts that have more than a few rows.
+// bytes. On a CPU `product` multiplies dense weights, but not in float16, of experts that have more than a few rows.
 void experts_down(const DownCall& call, const Tensor& out, const Executor& executor, const Product& product);
 
 }  // namespace mglu

@@ -11,6 +11,7 @@ Files appear whole, by being renamed. Processes that need the same file at once 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import stat
 import tempfile
@@ -85,6 +86,7 @@ def obtain(
             return found[0]
     content: bytes | None = None
     problems = []
+    advice = "; set MGLU_CACHE_DIR to another folder" if folder is None else ""
     for choice in _folders(folder):
         try:
             choice.mkdir(0o700, parents=True, exist_ok=True)
@@ -92,6 +94,8 @@ def obtain(
             with _lock(choice, artifact):
                 if found := _find(choice, artifact, load):  # another process has built it meanwhile
                     return found[0]
+                if artifact.suffix == ".so":
+                    _check_execution(choice)
                 if content is None:
                     say(f"{artifact.activity}, which takes {artifact.duration}; the result is kept in {choice}")
                     with tempfile.TemporaryDirectory(prefix="mglu_ops-build-", ignore_cleanup_errors=True) as scratch:
@@ -99,8 +103,8 @@ def obtain(
                 return _store(choice, artifact, content, load)
         except OSError as error:
             problems.append(f"{choice} is not used: {error}")
-            say(problems[-1])
-    raise OSError(f"no folder can keep {artifact.name}: {'; '.join(problems)}")
+            say(problems[-1] + advice)
+    raise OSError(f"no folder can keep {artifact.name}: {'; '.join(problems)}{advice}")
 
 
 def is_stored(artifact: Artifact) -> bool:
@@ -151,6 +155,17 @@ def _check_trust(path: Path) -> None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(status.st_mode)
         raise OSError(f"{path} has mode {mode:o}, so others can write to it (chmod go-w makes it private)")
+
+
+def _check_execution(folder: Path) -> None:
+    """Raise an OSError before a build if no library in a folder could be loaded, or if its disk is full."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"\0")
+        file.flush()
+        try:
+            mmap.mmap(file.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC).close()
+        except PermissionError as error:
+            raise OSError(f"the system runs no code from it, as from a disk that is mounted noexec ({error})") from None
 
 
 def _files(folder: Path, artifact: Artifact) -> list[Path]:

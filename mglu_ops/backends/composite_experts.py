@@ -97,9 +97,11 @@ class _Blocks:
         for start in range(0, len(self.experts), step):
             yield slice(start, start + step)
 
-    def rows(self, results: Sequence[Tensor]) -> Tensor:
-        """The rows `[S, ...]` of results of all blocks `[blocks, B, ...]`; zeros without an expert."""
+    def rows(self, results: Sequence[Tensor], factors: Tensor | None = None) -> Tensor:
+        """The rows `[S, ...]` of results of all blocks `[blocks, B, ...]`, times `[S, 1]`; zeros without an expert."""
         found = torch.cat(list(results)).flatten(0, 1)[self.places]
+        if factors is not None:
+            found.mul_(factors)  # before the zeros: the factor of a row without an expert may be NaN
         return torch.where(self.has_expert[:, None], found, 0)
 
 
@@ -148,8 +150,8 @@ def down(given: DownArguments) -> Tensor:
         chosen = blocks.experts[chunk]
         of_experts = _decode(weight[chosen], None if scale is None else scale[chosen], weight_format, dtype)
         results.append(_matmul(rows_of_y[blocks.pairs[chunk]].to(dtype), of_experts))
-    terms = blocks.rows(results).mul_(expert_weights.view(-1, 1)).view(tokens, top_k, out_features)
-    return expert_loop.sum_in_order(terms).to(y.dtype)
+    terms = blocks.rows(results, expert_weights.view(-1, 1))
+    return expert_loop.sum_in_order(terms.view(tokens, top_k, out_features)).to(y.dtype)
 
 
 def _decode(weight: Tensor, scale: Tensor | None, weight_format: str, dtype: torch.dtype) -> Tensor:
@@ -188,14 +190,16 @@ def down_backward_in_blocks(
     of_weight = y.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
     for chunk in blocks.chunks(out_features * d):
         chosen, pairs, is_used = blocks.experts[chunk], blocks.pairs[chunk], blocks.is_used[chunk, :, None]
+        # Products over rows add those of places that no row needs, where nothing may be NaN.
         grad = torch.where(is_used, grad_output[pairs // top_k], 0).to(dtype)
         rows = torch.where(is_used, rows_of_y[pairs], 0).to(dtype)
+        factors = torch.where(is_used, weights[pairs], 0)
         if needs[0] or needs[2]:
             back = _matmul(grad, weight[chosen].mT.to(dtype))  # the gradient of y before its expert weight
-            of_y.append((back * weights[pairs]).to(y.dtype))
+            of_y.append((back * factors).to(y.dtype))
             of_expert_weights.append((back * rows).sum(-1, keepdim=True))
         if needs[1]:
-            products = _matmul((grad * weights[pairs]).to(dtype).mT, rows.mT)
+            products = _matmul((grad * factors).to(dtype).mT, rows.mT)
             for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # in the same order every time
                 of_weight.index_add_(0, expert, product)
     return (
@@ -345,9 +349,9 @@ def down_on_cpu(given: DownArguments) -> Tensor:
     _, weight, _, _, scale, weight_format = given
     dtype = sum_dtype(given.y.dtype)
 
-    def product(expert: int, rows: Tensor, weights: Tensor) -> Tensor:
+    def product(expert: int, rows: Tensor) -> Tensor:
         of_expert = None if scale is None else scale[expert]
-        return rows.to(dtype) @ _decode(weight[expert], of_expert, weight_format, dtype).t() * weights
+        return rows.to(dtype) @ _decode(weight[expert], of_expert, weight_format, dtype).t()
 
     return expert_loop.down(product, given)
 

@@ -50,18 +50,14 @@ def forward(layers: Callable[[int], PreparedCall], call: ExpertCall, given: Expe
     return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, as in `composite`
 
 
-def down(product: Callable[[int, Tensor, Tensor], Tensor], given: DownArguments) -> Tensor:
-    """The result of `experts_down`.
-
-    `product` multiplies an expert's transposed weight with rows of y and their expert weights `[rows, 1]`, which have
-    the dtype of the sum.
-    """
+def down(product: Callable[[int, Tensor], Tensor], given: DownArguments) -> Tensor:
+    """The result of `experts_down`; `product` multiplies rows of y with an expert's transposed weight."""
     y, weight, ids, expert_weights, *_ = given
     (tokens, top_k, d), (experts, out_features, _), dtype = y.shape, weight.shape, sum_dtype(y.dtype)
     terms = y.new_zeros(tokens * top_k, out_features, dtype=dtype)
     rows_of_y, weights = y.view(tokens * top_k, d), expert_weights.view(tokens * top_k, 1).to(dtype)
     for expert, rows in pairs_of_experts(ids, experts):
-        terms[rows] = product(expert, rows_of_y[rows], weights[rows]).to(dtype)
+        terms[rows] = product(expert, rows_of_y[rows]) * weights[rows]
     return sum_in_order(terms.view(tokens, top_k, out_features)).to(y.dtype)
 
 

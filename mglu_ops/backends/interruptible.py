@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 COMPILER_SECONDS = 600.0
 """Seconds that a compiler may take, many times what it needs, so that no call waits for ever."""
 
 
 def run(
-    commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None, seconds: float | None = None
+    commands: Sequence[Sequence[str]],
+    environment: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+    show: Callable[[str], object] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run commands at once and wait for all of them. Ctrl-C kills them and what they have started.
 
@@ -21,6 +24,7 @@ def run(
         commands: programs with their arguments.
         environment: variables to add to this process's.
         seconds: how long they may take, all together. Then they are killed as by Ctrl-C.
+        show: called with each line of output when it is written; `seconds` then must be None.
 
     Returns:
         What each command returned. Its `stdout` holds standard output and standard error.
@@ -46,7 +50,8 @@ def run(
             started.append(process)
         for process in started:
             rest = None if seconds is None else max(0.0, begin + seconds - time.monotonic())
-            output, _ = process.communicate(timeout=rest)
+            shown = _shown(process, show) if show else ""
+            output = shown + process.communicate(timeout=rest)[0]
             results.append(subprocess.CompletedProcess(process.args, process.returncode, output))
     except BaseException:
         for process in started:
@@ -55,3 +60,13 @@ def run(
                     os.killpg(process.pid, signal.SIGKILL)
         raise
     return results
+
+
+def _shown(process: subprocess.Popen[str], show: Callable[[str], object]) -> str:
+    """Show the lines that a process writes until it closes its output; what it wrote."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        show(line.rstrip("\n"))
+    return "".join(lines)

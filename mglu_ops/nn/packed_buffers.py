@@ -7,15 +7,16 @@ checked when a module first uses them, or earlier by `check_masks`.
 
 from __future__ import annotations
 
-import sys
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ..formats import check_scale
+from ..tensors import is_readable
 from .arguments import check_model
 from .masked_linear import PACKED, MaskedLinear, check_masks_of
-from .stored_linear import StoredLinear
+from .stored_linear import SCALE, StoredLinear
 
 
 def check_masks(model: nn.Module) -> None:
@@ -23,11 +24,12 @@ def check_masks(model: nn.Module) -> None:
 
     A module makes the same check when it first uses a tensor of masks, but it cannot do so where values cannot be read:
     in a graph that `torch.compile` or `torch.export` traces, and while a CUDA graph is captured. Call this function
-    before that. It synchronises with a GPU once for each layer whose `in_features` is not a multiple of 8.
+    before that. It synchronises with a GPU for each layer whose `in_features` is not a multiple of 8, or whose weight
+    is in 8 or 4 bits.
 
     This runs `mglu_ops.check_packed_masks`, which documents what it cannot find, and compares `n_masks` with the
-    module's. It also checks that no loader has replaced a weight in 8 or 4 bits, of these layers or of `ExpertsDown`,
-    without its scales.
+    module's. It also checks of each weight in 8 or 4 bits, of these layers and of `ExpertsDown`, that no loader has
+    replaced it without its scales, and that these are finite and above 0.
 
     Args:
         model: any module; one without such layers, or whose masks are learned, passes.
@@ -35,7 +37,7 @@ def check_masks(model: nn.Module) -> None:
     Raises:
         TypeError: `model` is not an `nn.Module`, or packed masks are not uint8; the message has the module's name.
         ValueError: packed masks have another shape than the module's, or their padding is not 0; or a weight in 8 or 4
-            bits was replaced without its scales.
+            bits was replaced without its scales, or has scales that are NaN, infinite, negative or 0.
     """
     check_model(model)
     for name, module in model.named_modules():
@@ -44,6 +46,8 @@ def check_masks(model: nn.Module) -> None:
             check_masks_of(module, module.packed_masks, (*module.leading, module.out_features), path + PACKED)
         if isinstance(module, StoredLinear) and module.weight_format != "dense":
             module.check_pair(path)
+            if module.weight_scale is not None:
+                check_scale(module.weight_scale, path + SCALE)
 
 
 # The tensors of masks that were checked, by their identity and the in_features and n_masks that they were checked for.
@@ -63,7 +67,7 @@ def check_masks_in_use(module: MaskedLinear, packed_masks: Tensor) -> None:
         key = id(packed_masks), module.in_features, module.n_masks
         if _checked.get(key) is packed_masks:
             return
-        if _is_readable(packed_masks):
+        if is_readable(packed_masks):
             rows = module.weight.shape[:-1]  # a rank may hold a part of the module's rows
             check_masks_of(module, packed_masks, rows, "packed_masks")
             _checked[key] = packed_masks
@@ -72,18 +76,3 @@ def check_masks_in_use(module: MaskedLinear, packed_masks: Tensor) -> None:
         raise ValueError(
             f"packed_masks: got shape {list(packed_masks.shape)}, must have n_masks={module.n_masks} as its last size"
         )
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether Python may read values now: no tracing, no transform, no capture of a GPU, and no tensor subclass.
-
-    A DTensor may be read: its ranks use the layer together, so all of them read it and raise the same error.
-    """
-    dtensor = sys.modules.get("torch.distributed.tensor")
-    return (
-        (type(tensor) in (Tensor, nn.Parameter) or (dtensor is not None and isinstance(tensor, dtensor.DTensor)))
-        and not torch.jit.is_tracing()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-    )

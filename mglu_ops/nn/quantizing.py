@@ -1,7 +1,8 @@
-"""`quantize` stores the weights of frozen layers in 8 or 4 bits, for inference."""
+"""`quantize` stores the weights of frozen layers in 8 or 4 bits, for inference; `dequantize` makes them dense again."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -9,13 +10,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..checks import FLOATING
 from ..formats import FORMATS, WeightFormat, check_activation_format, get_format
-from .arguments import check_columns, check_columns_of_ranks, check_model
+from ..tensors import is_readable, whole
+from .arguments import check_columns, check_columns_of_ranks, check_dtype, check_model
 from .freezing import refuse_managed
 from .mask_logits import without_wrappers
 from .masked_linear import MaskedLinear
 from .mglu import MGLU
-from .stored_linear import StoredLinear, quantized
+from .stored_linear import StoredLinear, dequantized, quantized
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -72,18 +75,21 @@ def quantize(
         ValueError: there is no such format, or the two do not go together; a name in `skip` fits no `MGLU`; the model
             has no `MGLU`; or one that `skip` does not name learns its masks, is a `NaiveMGLU`, has another format
             already, computes its weight from other tensors, has an in_features that the format does not take, is
-            sharded by FSDP or is offloaded by accelerate.
+            sharded by FSDP, is offloaded by accelerate, or has a weight that is NaN or infinite in float32.
     """
     check_model(model)
+    stored = [one.name for one in FORMATS.values() if not one.is_dense]
+    if weight_format not in stored:
+        raise ValueError(f"weight_format: got {weight_format!r}, must be one of {', '.join(stored)}")
     chosen = get_format(weight_format)
-    if chosen.is_dense:
-        allowed = ", ".join(one.name for one in FORMATS.values() if not one.is_dense)
-        raise ValueError(f"weight_format: got {weight_format!r}, must be one of {allowed}")
     check_activation_format(activation_format, weight_format)
     layers = _layers(model, skip)
     for name, layer in layers.items():
         _check_layer(name or "it", layer, chosen)
     refuse_managed(model, set(layers.values()), "weight", "quantize")
+    for name, layer in layers.items():
+        if layer.weight_format != chosen.name:
+            _check_values(name or "it", layer.weight)
     tied: dict[nn.Parameter, list[StoredLinear]] = {}
     for layer in layers.values():
         if layer.weight_format != chosen.name:
@@ -94,6 +100,72 @@ def quantize(
         if isinstance(layer, MaskedLinear):
             layer.activation_format = activation_format
     return model
+
+
+@torch.no_grad()
+def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterable[str] = ()) -> ModelT:
+    """Make the weights that `quantize` has stored dense again, in place: the way back, for all modules that it changes.
+
+        mglu_ops.dequantize(model)
+
+    Use it to merge adapters into the weights, or to go to another format. Each weight becomes the Parameter
+    `[out_features, in_features]`, of experts `[num_experts, out_features, in_features]`, of the products of stored
+    numbers and scales, rounded to `dtype`, with `requires_grad=True`. `weight_scale` becomes None, and the formats of
+    weight and activations `dense`. What `quantize` has rounded stays rounded.
+
+    In float32, quantizing the result to the same format gives the bits that `quantize` had stored.
+
+    Modules keep their identity, hooks, masks and router. Layers that share a weight share the dense one. Layers with a
+    dense weight do not change. Either all layers that `skip` does not name become dense, or there is an error and none
+    does. An optimizer created before does not train the new weights. On the meta device, weights have no values.
+
+    Args:
+        model: any module; the root may itself be an `MGLU`.
+        dtype: float16, bfloat16, float32 or float64, of the dense weights. None for that of the model's first other
+            floating-point parameter, such as an embedding; without one, for torch's default dtype.
+        skip: names of modules that keep their stored weight, as in `quantize`.
+
+    Returns:
+        `model`, the same object.
+
+    Raises:
+        TypeError: `model` is not an `nn.Module`, or `skip` is not a list of names.
+        ValueError: `dtype` is another one; a name in `skip` fits no `MGLU`; the model has no `MGLU`; or a layer with a
+            stored weight that `skip` does not name computes its weight from other tensors, has another weight's scales,
+            is sharded by FSDP or is offloaded by accelerate.
+    """
+    check_model(model)
+    check_dtype(dtype)
+    layers = {name: layer for name, layer in _layers(model, skip).items() if layer.weight_format != "dense"}
+    for name, layer in layers.items():
+        _check_own_weight(name or "it", layer)
+        layer.check_pair(f"model: {name}." if name else "model: ")
+    refuse_managed(model, set(layers.values()), "weight", "dequantize")
+    dtype = dtype or _dtype_of(model)
+    tied: dict[tuple[nn.Parameter, nn.Parameter | None], list[StoredLinear]] = {}
+    for layer in layers.values():
+        tied.setdefault((layer.weight, layer.weight_scale), []).append(layer)
+    while tied:  # so that a stored weight is freed before the next one is made dense
+        (stored, scale), own = tied.popitem()
+        assert scale is not None
+        weight = nn.Parameter(dequantized(get_format(own[0].weight_format), stored, scale, dtype))
+        for layer in own:
+            layer.weight, layer.weight_scale, layer.weight_format = weight, None, "dense"
+            if isinstance(layer, MaskedLinear):
+                layer.activation_format = "dense"
+    return model
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of the first floating-point parameter that is neither a stored weight nor scales, or torch's default."""
+    stored = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, StoredLinear) and module.weight_format != "dense"
+        for parameter in (module.weight, module.weight_scale)
+    }
+    others = (one.dtype for one in model.parameters() if one not in stored and one.dtype in FLOATING)
+    return next(others, torch.get_default_dtype())
 
 
 def _layers(model: nn.Module, skip: Iterable[str]) -> dict[str, StoredLinear]:
@@ -137,17 +209,33 @@ def _check_layer(name: str, layer: StoredLinear, chosen: WeightFormat) -> None:
             f"model: {name} is quantized to {layer.weight_format} already, and would be rounded twice; name it in skip,"
             f" or quantize the dense model to {chosen.name}"
         )
-    if layer._parameters.get("weight") is None:
-        raise ValueError(
-            f"model: {name} computes its weight from other tensors (torch.nn.utils.parametrize or prune); remove them "
-            "first, leaving the weight"
-        )
+    _check_own_weight(name, layer)
     own: Tensor = getattr(layer.weight, "to_local", lambda: layer.weight)()  # what this rank holds of a DTensor
     try:
         check_columns(chosen, layer.in_features)
         check_columns_of_ranks("in_features", layer.in_features, layer.weight.shape[-1] // own.shape[-1], chosen.name)
     except ValueError as error:
         raise ValueError(f"model: {name}: {error}; name it in skip") from None
+
+
+def _check_own_weight(name: str, layer: StoredLinear) -> None:
+    if layer._parameters.get("weight") is None:
+        raise ValueError(
+            f"model: {name} computes its weight from other tensors (torch.nn.utils.parametrize or prune); remove them "
+            "first, leaving the weight"
+        )
+
+
+def _check_values(name: str, weight: Tensor) -> None:
+    """Check that all weights are finite in float32, so that their scales are."""
+    if weight.is_meta or not is_readable(weight):
+        return
+    largest = float(whole(torch.linalg.vector_norm(weight, math.inf)).float())
+    if not largest < math.inf:
+        raise ValueError(
+            f"model: {name}.weight: got {largest} in float32, must be finite: other weights share its scale; name it "
+            "in skip"
+        )
 
 
 def _store(weight: nn.Parameter, layers: list[StoredLinear], chosen: WeightFormat) -> None:

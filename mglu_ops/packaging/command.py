@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("build-runtime", help="build the C++ operator library", description=BUILD)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the library")
     parser.add_argument("--program", action="store_true", help="also build run_package, which runs a package")
-    parser.add_argument("--compiler", metavar="NAME", help="default: $CXX, else g++")
+    parser.add_argument("--compiler", metavar="COMMAND", help="default: $CXX, else c++, g++ or clang++")
     parser.add_argument("--flag", action="append", default=[], metavar="FLAG", help="for the compiler, as --flag=-g")
     parser.add_argument(
         "--arch", action="append", default=[], metavar="SM", help="compile kernels for this GPU now, as sm_90"
@@ -61,9 +61,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run_export(options: argparse.Namespace) -> int:
     """Run `export`. Raises UserError for what the user can put right."""
+    from ..backends.cpu.build import BuildError
     from ..passes import FusionError
     from .export import export
-    from .library import BuildError
     from .seal import PackageError
 
     try:
@@ -98,7 +98,8 @@ def _without_logs_of_torch() -> Iterator[None]:
 
 def run_build(options: argparse.Namespace) -> int:
     """Run `build-runtime`. Raises UserError for what the user can put right."""
-    from .library import BuildError, build_runtime, write_kernels
+    from ..backends.cpu.build import BuildError
+    from .library import build_runtime, write_kernels
     from .seal import PackageError
 
     try:

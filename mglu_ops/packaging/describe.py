@@ -21,7 +21,7 @@ from .seal import PackageError
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.fx import Node
+    from torch.fx import Graph, Node
 
 
 def describe(
@@ -213,6 +213,68 @@ def _conditions(program: ExportedProgram, inputs: list[InputInfo]) -> list[str]:
         if left != right:  # in the symbols of the inputs, many conditions say that something equals itself
             conditions.append(condition.text)
     return conditions
+
+
+def conditions_of_code(graph: Graph, program: ExportedProgram, inputs: list[InputInfo]) -> list[str]:
+    """The conditions without which the code of a package would divide by 0 or read elements that an input lacks.
+
+    Eager PyTorch runs another kernel for such sizes, or raises an error. torch makes no guards of them.
+
+    Args:
+        graph: what Inductor compiles, after its passes, which may make attention of matrix products.
+        program: the program that it is compiled from.
+        inputs: the description of the program's inputs.
+
+    Raises:
+        PackageError: a package cannot check one of them.
+    """
+    from torch.utils._sympy.printers import PythonPrinter
+    from torch.utils._sympy.value_ranges import bound_sympy
+
+    sizes = (size for entry in inputs for size in entry.shape if not isinstance(size, int))
+    symbols = {name for _, _, text in sizes for name in Expression(text).names}
+    conditions: dict[str, None] = {}
+    for size, minimum in _minima(graph):
+        is_known = {str(symbol) for symbol in size.free_symbols} <= symbols  # and not read from a tensor
+        if not is_known or bound_sympy(size, program.range_constraints).lower >= minimum:
+            continue
+        text = f"{PythonPrinter().doprint(size)} >= {minimum}"
+        try:
+            conditions[Expression(text).text] = None
+        except PackageError:
+            raise PackageError(
+                f"model: it is right for {text} alone, which a package cannot check; raise the minima of its sizes "
+                "(dynamic_shapes), or fix them (dynamic_tokens=False)"
+            ) from None
+    return list(conditions)
+
+
+def _minima(graph: Graph) -> Iterator[tuple[Any, int]]:
+    """Yield the sizes of a graph that must not be below a number, as expressions, and these numbers."""
+    import sympy
+    from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+    for node in graph.nodes:
+        sizes = [(size.node.expr, least) for size, least in _minimal_sizes(node) if isinstance(size, torch.SymInt)]
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            for size in value.shape if isinstance(value, Tensor) else [value]:
+                divisions = size.node.expr.atoms(FloorDiv, Mod, PythonMod) if isinstance(size, torch.SymInt) else ()
+                sizes += [(division.args[1], 1) for division in divisions]
+        for size, least in sizes:
+            factors = [factor.as_base_exp()[0] for factor in sympy.Mul.make_args(size)] if least == 1 else [size]
+            yield from ((factor, least) for factor in factors)
+
+
+def _minimal_sizes(node: Node) -> Iterator[tuple[Any, int]]:
+    """Yield the sizes that an operator needs: tokens of attention, the elements of windows, and a selected index."""
+    name, given = str(node.target), arguments_of(node)
+    shapes = [each.meta["val"].shape for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
+    if "scaled_dot_product" in name:
+        yield from ((size, 1) for shape in shapes[:2] for size in shape[1:-1])  # heads and tokens of queries and keys
+    elif "_pool" in name:
+        yield from ((size, 1) for size in shapes[0][1:])
+    elif node.target is torch.ops.aten.select.int and isinstance(index := given["index"], int):
+        yield shapes[0][given["dim"]], index + 1 if index >= 0 else -index
 
 
 def _check_example(program: ExportedProgram, inputs: list[InputInfo], conditions: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 import warnings
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import expert_ops, notices
+from ..backends.cpu.build import BuildError, as_program, find_compiler
 from ..backends.triton import Triton
 from ..files import as_path, check_writable
 from ..formats import round_activation
@@ -21,15 +23,15 @@ from ..layer_call import LayerArguments
 from ..masks import check_packed_masks
 from ..words import described
 from .cpp_runtime import has_own_libstdcxx
-from .describe import arguments_of, describe, fake_arguments_of, tensors_of
+from .describe import arguments_of, conditions_of_code, describe, fake_arguments_of, tensors_of
 from .inputs import dense_order
-from .library import BuildError
 from .load import load_weights
 from .package import LayerInfo, PackageInfo, seal_package
-from .seal import seal
+from .seal import PackageError, seal
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from torch.fx import Graph
 
 BACKENDS = ("auto", "cpu", "cuda", "triton", "composite")
 
@@ -59,8 +61,9 @@ def export(
     A package is code: whoever loads it runs what it holds.
 
     Args:
-        model: a module, or a program of `torch.export.export` (with grad mode on or off), whose shapes then hold. It is
-            compiled in the mode that it is in, as `torch.export` does, with a warning if this is training mode.
+        model: a module, which may be one that `torch.compile` returned, or a program of `torch.export.export` (with
+            grad mode on or off), whose shapes then hold. It is compiled in the mode that it is in, as `torch.export`
+            does, with a warning if this is training mode.
         example_inputs: positional inputs that the model runs with, on the device to compile for. The code is compiled
             for their order of dimensions in memory, and calls copy inputs of other strides.
         path: the package to write, which must end in `.pt2`; its folder must exist. A package that is there is replaced
@@ -100,9 +103,10 @@ def export(
     path = as_path("path", path)
     weights = None if weights is None else as_path("weights", weights)
     options = {} if inductor_options is None else inductor_options
+    model = getattr(model, "_orig_mod", model)  # the model inside of torch.compile's wrapper, whose forward takes *args
     _check_arguments(model, example_inputs, backend, options)
     _check_files(path, weights)
-    _check_compiler()
+    compiler = _compiler(options)
     report = FusionReport()
     with _replacing("path", path) as unfinished, torch.no_grad(), _quiet():
         program = _exported(model, tuple(example_inputs), dynamic_tokens, dynamic_shapes)
@@ -122,7 +126,7 @@ def export(
             notices.warn(f"mglu_ops.export: {reason}", stacklevel=2)
         if weights is not None:
             _store_weights(fused, weights)
-        _compile(fused, info, dict(options), unfinished)
+        _compile(program, fused, info, {**options, **compiler}, unfinished)
         seal_package(unfinished, info)
     if has_own_libstdcxx(path):
         notices.warn(
@@ -175,15 +179,24 @@ def _replacing(name: str, path: Path) -> Iterator[Path]:
         os.replace(unfinished, target)
 
 
-def _check_compiler() -> None:
-    """Say at once that the compiler is missing, instead of after minutes of tracing."""
-    from torch._inductor import cpp_builder
-    from torch._inductor.exc import InvalidCxxCompiler
+def _compiler(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's setting of the C++ compiler: that of `options`, else the command line in `CXX`, else torch's own.
 
+    A compiler that is missing is an error at once, instead of after minutes of tracing.
+    """
+    from torch._inductor import config, cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    setting = {"cpp.cxx": options.get("cpp.cxx", config.cpp.cxx)}
+    if "cpp.cxx" not in options and os.environ.get("CXX", "").strip():
+        setting = {"cpp.cxx": (as_program(find_compiler(), Path(cache_dir())),)}
     try:
-        cpp_builder.get_cpp_compiler()
+        with config.patch(setting):
+            cpp_builder.get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise BuildError("no C++ compiler: torch compiles packages with g++; install it, or set CXX") from error
+    return setting
 
 
 def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: bool) -> None:
@@ -244,7 +257,10 @@ def _exported(
     if dynamic_shapes is not None or not dynamic_tokens:
         return _torch_export(model, inputs, dynamic_shapes)
     inputs = pytree.tree_map_only(Tensor, _enlarged, inputs)
-    shapes = pytree.tree_map(_varying, inputs)
+    shapes = torch.export.ShapesCollection()  # it finds the tensors in any signature, also in `*args`
+    for value in pytree.tree_leaves(inputs):
+        if isinstance(value, Tensor):
+            shapes[value] = _varying(value)
     # Without this setting, torch assumes that a size that varies is never 0 or 1.
     with symbolic.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # a config module's
         program = _torch_export(model, inputs, shapes)
@@ -257,6 +273,14 @@ def _exported(
 
 
 def _torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> ExportedProgram:
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*inputs)
+    except TypeError as error:
+        raise ValueError(
+            f"example_inputs: got {described(inputs)}, must be positional inputs of forward{signature}: {error}; for a "
+            "model with inputs by keyword, give the program of torch.export.export(model, args, kwargs) as model"
+        ) from None
     try:
         return torch.export.export(model, inputs, dynamic_shapes=shapes)
     except Exception as error:  # it runs the user's code, and raises errors of many types
@@ -304,10 +328,8 @@ def _enlarged(value: Tensor) -> Tensor:
     return value
 
 
-def _varying(value: Any) -> Any:
+def _varying(value: Tensor) -> dict[int, Any]:
     """The dimensions of a tensor that may vary, for `torch.export`: all except the last of a floating tensor."""
-    if not isinstance(value, Tensor):
-        return None
     fixed = 1 if value.is_floating_point() else 0
     return dict.fromkeys(range(value.dim() - fixed), torch.export.Dim.AUTO)
 
@@ -346,8 +368,19 @@ def _check_masks(program: ExportedProgram) -> None:
 # --- Compiling ------------------------------------------------------------------------------------------------------
 
 
-def _compile(program: ExportedProgram, info: PackageInfo, options: dict[str, Any], path: Path) -> None:
+def _compile(
+    program: ExportedProgram, fused: ExportedProgram, info: PackageInfo, options: dict[str, Any], path: Path
+) -> None:
+    """Compile `fused`, which was made of `program`, and add the conditions of its code to the description."""
+    from torch._inductor.exc import InductorError
+
     from . import shim
+
+    def add_conditions(graph: Graph) -> None:
+        for each in given if isinstance(given, (list, tuple)) else [given] if given else []:
+            each(graph)
+        info.conditions.extend(conditions_of_code(graph, program, info.inputs))
+        torch._inductor.config.aot_inductor.metadata.update(info.texts())
 
     ranges = [size for entry in info.inputs for size in entry.shape if not isinstance(size, int)]
     if any(low < 2 for low, _, _ in ranges):
@@ -355,15 +388,48 @@ def _compile(program: ExportedProgram, info: PackageInfo, options: dict[str, Any
         # assumes while it compiles that a size that varies is above 1.
         options.setdefault("aot_inductor.check_lowerbound", False)
     options["aot_inductor.metadata"] = {**options.get("aot_inductor.metadata", {}), **info.texts()}
+    given = options.get("post_grad_custom_post_pass", torch._inductor.config.post_grad_custom_post_pass)
+    options["post_grad_custom_post_pass"] = add_conditions
     if not info.embeds_weights:
         options["aot_inductor.package_constants_in_so"] = False
     if info.multi_arch:
         options["aot_inductor.emit_multi_arch_kernel"] = True
     if info.calls == "shim":
-        shim.call_shim(program.graph_module)
+        shim.call_shim(fused.graph_module)
         options |= shim.settings(info.device)
-    with _layers_as_code(info.backend):
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+    with _layers_as_code(info.backend), _symbols_in_integers():
+        try:
+            torch._inductor.aoti_compile_and_package(fused, package_path=str(path), inductor_configs=options)
+        except InductorError as error:
+            if isinstance(error.inner_exception, PackageError):  # of conditions_of_code
+                raise ValueError(str(error.inner_exception)) from None
+            raise
+
+
+@contextmanager
+def _symbols_in_integers() -> Iterator[None]:
+    """While Inductor generates code, it computes a symbol from an input's size by integer division.
+
+    Torch 2.13 writes `b = (1.0 / 49.0) * rows` if the input has `49 * b` rows. That is 12.99... for 13 * 49 rows, and
+    the code cuts it off to 12.
+    """
+    import sympy
+    from torch.utils._sympy import solve
+    from torch.utils._sympy.functions import FloorDiv, Max
+
+    def exactly(*args: Any, **kwargs: Any) -> Any:
+        if (solution := try_solve(*args, **kwargs)) is None:
+            return None
+        relation, value = solution
+        dividend, divisor = sympy.fraction(sympy.together(value))
+        # A divisor may be the size of another input, which may be 0.
+        return relation, FloorDiv(dividend, Max(1, divisor))
+
+    try_solve, solve.try_solve = solve.try_solve, exactly
+    try:
+        yield
+    finally:
+        solve.try_solve = try_solve
 
 
 @contextmanager

@@ -8,12 +8,14 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from .. import notices
+from ..backends.cpu.build import BuildError, as_program, find_compiler
 from ..backends.interruptible import run
 from ..files import as_path, check_writable
 from .seal import PackageError
@@ -21,10 +23,6 @@ from .seal import PackageError
 LIBRARY = "libmglu_ops.so"
 CHECKSUM = f"{LIBRARY}.sha256"
 """The file beside the library that holds its checksum, in the format of `sha256sum`."""
-
-
-class BuildError(RuntimeError):
-    """A tool that the build needs is missing, or the compiler refused a source; the message holds what it said."""
 
 
 @cache
@@ -53,7 +51,7 @@ def build_runtime(
 
     Args:
         out: folder to write the library and its checksum to; made if missing.
-        compiler: the C++ compiler; by default `$CXX`, else `g++`.
+        compiler: the command line of the C++ compiler; by default `$CXX`, else `c++`, `g++` or `clang++`.
         flags: further flags for it, such as `-march=native` or `-fsanitize=address`.
         archs: GPU architectures ("sm_90") to compile kernels for now, with NVRTC or nvcc, so that the library needs
             neither where it runs. Kernels that are not compiled now are compiled by NVRTC where the library runs.
@@ -104,20 +102,21 @@ def build_targets(
         flags: as in `build_runtime`; they follow `-O3`.
         kernels: folder that `write_kernels` filled.
     """
-    cmake, generator, compiler = _find_tools(compiler)
-    settings = {
-        "TORCH_ROOT": Path(torch.__file__).parent,
-        "CMAKE_CXX_COMPILER": compiler,
-        "CMAKE_BUILD_TYPE": "Release",
-        "CMAKE_CXX_FLAGS_RELEASE": shlex.join(["-O3", *flags]),
-        "MGLU_KERNELS": kernels,
-    }
+    cmake, generator, command = _find_tools(compiler)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mglu-build-") as folder:
+        settings = {
+            "TORCH_ROOT": Path(torch.__file__).parent,
+            "CMAKE_CXX_COMPILER": as_program(command, Path(folder)),
+            "CMAKE_BUILD_TYPE": "Release",
+            "CMAKE_CXX_FLAGS_RELEASE": shlex.join(["-O3", *flags]),
+            "MGLU_KERNELS": kernels,
+        }
         defines = [f"-D{name}={value}" for name, value in settings.items()]
+        notices.write(f"mglu_ops: building {', '.join(targets)} with CMake, which takes about two minutes on two cores")
         _run([cmake, "-S", str(source_directory()), "-B", folder, "-G", generator, *defines])
-        _run([cmake, "--build", folder, "--parallel", str(os.cpu_count()), "--target", *targets])
+        _run([cmake, "--build", folder, "--parallel", str(os.cpu_count()), "--target", *targets], _show_progress)
         for name in (LIBRARY if target == "mglu_ops" else target for target in targets):
             temporary = out / f"{name}.{os.getpid()}.tmp"
             shutil.copy(Path(folder) / name, temporary)
@@ -142,18 +141,15 @@ def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[s
         raise BuildError(str(error)) from error
 
 
-def _find_tools(compiler: str | None) -> tuple[str, str, str]:
-    """CMake, the generator that it uses, and the C++ compiler."""
+def _find_tools(compiler: str | None) -> tuple[str, str, list[str]]:
+    """CMake, the generator that it uses, and the command line of the C++ compiler."""
     cmake, generator = _find_cmake(), os.environ.get("CMAKE_GENERATOR")
     if not generator:
         found = [name for program, name in (("ninja", "Ninja"), ("make", "Unix Makefiles")) if shutil.which(program)]
         if not found:
             raise BuildError("CMake needs ninja or make, and neither is on the PATH: install one (pip install ninja)")
         generator = found[0]
-    wanted = compiler or os.environ.get("CXX") or "g++"
-    if (path := shutil.which(wanted)) is None:
-        raise BuildError(f"no C++ compiler: {wanted} is not on the PATH (set CXX, or pass --compiler)")
-    return cmake, generator, path
+    return cmake, generator, find_compiler(compiler)
 
 
 def _find_cmake() -> str:
@@ -167,8 +163,14 @@ def _find_cmake() -> str:
     return str(Path(CMAKE_BIN_DIR) / "cmake")
 
 
-def _run(command: Sequence[str]) -> None:
-    (process,) = run([command])
+def _show_progress(line: str) -> None:
+    """Write a line of ninja or make that tells how far it is, as `[3/40] Building ...`."""
+    if line.startswith("["):
+        notices.write(line)
+
+
+def _run(command: Sequence[str], show: Callable[[str], object] | None = None) -> None:
+    (process,) = run([command], show=show)
     if process.returncode != 0:
         raise BuildError(f"{shlex.join(command)} failed:\n{process.stdout}")
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from .. import notices
 from ..checks import FLOATING
-from ..formats import get_format
+from ..formats import check_scale, get_format
 from ..nn.masked_linear import LOGITS, PACKED, MaskedLinear
 from ..nn.packed_buffers import check_masks
 from ..nn.stored_linear import SCALE, StoredLinear
@@ -30,30 +34,86 @@ _NAMES = {
 """The names in files of safetensors of the dtypes of masks, stored weights and their scales."""
 
 
-def check_loaded(model: nn.Module, info: Any, source: str) -> None:
+class _Stored(NamedTuple):
+    """A tensor of a checkpoint, whose values need not have been read."""
+
+    key: str
+    dtype: str
+    shape: list[int]
+    values: Any
+    """A Tensor, or a slice of a safetensors file; `values[:]` is a Tensor."""
+
+
+def check_tensors(
+    model: PreTrainedModel,
+    state_dict: Mapping[str, Any] | None,
+    files: Iterable[str] | None,
+    load_config: Any,
+    source: str,
+) -> None:
+    """Check the tensors of a checkpoint before the loader of Transformers takes them, which would accept wrong ones.
+
+    The loader casts other dtypes. It compares no shapes if the model has a quantizer, or where `device_map` says
+    "disk"; such tensors are not in the model after loading. Names are compared as the loader renames them.
+
+    Args:
+        model: the model, which may be on the meta device.
+        state_dict: the checkpoint, or None for `files`.
+        files: the files of the checkpoint.
+        load_config: a `LoadStateDictConfig`.
+        source: the name of the checkpoint in messages.
+
+    Raises:
+        TypeError: packed masks of MGLU layers are not uint8, logits are not floating, or a weight or its scales do not
+            have the dtype of the layer's format.
+        ValueError: a tensor has another shape than the configuration says, if it is of an MGLU layer, or of another
+            layer whose shapes the loader does not compare; or scales are NaN, infinite, negative or 0. The shapes of
+            other layers are left to a quantizer that is not ours.
+    """
+    layers, targets = _layers(model), model.state_dict(keep_vars=True)
+    renamings = [one for one in load_config.weight_mapping or () if isinstance(one, WeightRenaming)]
+    quantizer, is_on_disk = load_config.hf_quantizer, "disk" in (load_config.device_map or {}).values()
+    if quantizer is None:
+        are_all_compared = is_on_disk and not load_config.ignore_mismatched_sizes
+    else:
+        are_all_compared = quantizer.quantization_config.quant_method == METHOD
+    for stored in _tensors(state_dict, files or ()):
+        name, _ = rename_source_key(stored.key, renamings, [], model.base_model_prefix, targets)
+        layer = layers.get(_owner(_short(name, model)))
+        if layer is not None and _is_of_linear_quantizer(name, layer, stored):
+            continue
+        if layer is not None:
+            _check_dtype(name, stored, layer, source)
+        target = targets.get(name)
+        if isinstance(target, Tensor) and (layer is not None or are_all_compared):
+            expected = list(getattr(target, "ds_shape", target.shape))  # DeepSpeed empties the tensors that it divides
+            if stored.shape != expected:
+                raise ValueError(
+                    f"{source}: {stored.key} has shape {stored.shape}, but the configuration says {expected}; check "
+                    "hidden_size, n_masks, intermediate_size and in mixtures also the number and the sizes of experts "
+                    "(ignore_mismatched_sizes does not hold for MGLU layers and quantized models)"
+                )
+        if layer is not None and layer.weight_format != "dense" and name.endswith(f".{SCALE}"):
+            check_scale(stored.values[:], f"{source}: {stored.key}")
+
+
+def check_loaded(model: PreTrainedModel, info: Any, source: str) -> None:
     """Check a `LoadStateDictInfo` of the loader of Transformers, before it draws at random what is missing.
 
     Raises:
-        ValueError: weights or masks of an MGLU are not in the checkpoint, or have other sizes; the checkpoint has an
-            MGLU, or tensors of one, that the model does not have; or packed masks have padding that is not 0.
+        ValueError: weights or masks of an MGLU are not in the checkpoint; the checkpoint has a layer, or tensors of an
+            MGLU or of its feed-forward layer, that the model does not have; or packed masks have padding that is not 0.
     """
     layers = _layers(model)
-    for key, found, expected in sorted(info.mismatched_keys):
-        if _is_of(key, layers):
-            raise ValueError(
-                f"{source}: {key} has shape {list(found)}, but the configuration says {list(expected)}; check "
-                "hidden_size, n_masks, intermediate_size and in mixtures also the number and the sizes of experts "
-                "(ignore_mismatched_sizes does not hold for MGLU layers)"
-            )
-    if missing := sorted(key for key in info.missing_keys if _is_of(key, layers)):
+    if missing := sorted(key for key in info.missing_keys if _owner(_short(key, model)) in layers):
         # Masks of other layers than the model's do not tell in which form its own are.
-        telling = {key for key in info.unexpected_keys if _is_of(key, layers) or not key.endswith((LOGITS, PACKED))}
+        unexpected = {_short(key, model) for key in info.unexpected_keys}
+        telling = {key for key in unexpected if _owner(key) in layers or not key.endswith((LOGITS, PACKED))}
         masked = sum(isinstance(layer, MaskedLinear) for layer in layers.values())
         reason = _reason(telling, len(set(map(_owner, missing))) < masked)
         raise ValueError(f"{source}: has no {_first_of(missing)}; {reason}")
-    kinds = set(map(_kind, layers))
-    unused = sorted(key for key in info.unexpected_keys if _is_of(_kind(key), kinds))
-    if surplus := [key for key in unused if not _is_of(key, layers)]:
+    surplus, unused = _not_in_model(model, info.unexpected_keys)
+    if surplus:
         raise ValueError(
             f"{source}: has {_first_of(surplus)}, of a layer that the configuration does not have; check "
             "num_hidden_layers: without its last layers, the model would compute something else than the saved one"
@@ -69,60 +129,22 @@ def check_loaded(model: nn.Module, info: Any, source: str) -> None:
         raise ValueError(f"{source}: {str(error).removeprefix('model: ')}") from None
 
 
-def check_adapter(model: nn.Module, info: Any, expected: Iterable[str], source: str) -> None:
+def check_adapter(model: PreTrainedModel, info: Any, expected: Iterable[str], source: str) -> None:
     """Check that a checkpoint of an adapter has all tensors of MGLU layers that the loader expects in it.
 
     Raises:
         ValueError: weights or masks are missing. Transformers loads no `modules_to_save`, unlike PEFT.
     """
     layers = _layers(model)
-    if missing := sorted(key for key in set(expected) & set(info.missing_keys) if _is_of(key, layers)):
+    keys = set(expected) & set(info.missing_keys)
+    if missing := sorted(key for key in keys if _owner(_short(key, model)) in layers):
         raise ValueError(
             f"{source}: Transformers cannot load {_first_of(missing)} of an adapter with modules_to_save; load the "
             "base model, and then the adapter with peft.PeftModel.from_pretrained(base_model, folder)"
         )
 
 
-def check_dtypes(
-    model: nn.Module, state_dict: Mapping[str, Any] | None, files: Iterable[str] | None, source: str
-) -> None:
-    """Check the dtypes of a checkpoint's MGLU layers, because the loader would cast wrong ones silently.
-
-    Raises:
-        TypeError: packed masks are not uint8, logits are not floating, or a weight or its scales do not have the dtype
-            of the layer's format.
-    """
-    layers = _layers(model)
-    kinds = set(map(_kind, layers))
-    for key, dtype in _dtypes(state_dict, files or ()):
-        if not _is_of(_kind(key), kinds):
-            continue
-        weight_format = next((layer.weight_format for name, layer in layers.items() if _is_of(key, [name])), "dense")
-        stored, (owner, _, tensor_name) = get_format(weight_format), key.rpartition(".")
-        of_weight = None if owner.endswith(".router") else stored.dtype
-        expected = {PACKED: torch.uint8, SCALE: stored.scale_dtype, "weight": of_weight}.get(tensor_name)
-        if expected is not None and dtype not in (_NAMES[expected], str(expected)):
-            which = "" if key.endswith(PACKED) else f" for the weight_format {weight_format} in quantization_config"
-            name = str(expected).removeprefix("torch.")
-            raise TypeError(f"{source}: {key} has dtype {dtype}, must be {name} ({_NAMES[expected]}){which}")
-        if expected is None and key.endswith((".weight", LOGITS)) and dtype not in _FLOATING:
-            raise TypeError(
-                f"{source}: {key} has dtype {dtype}, must be one of {', '.join(_FLOATING)}; only for a model that "
-                "mglu_ops.quantize has quantized, and whose configuration says so in quantization_config, it may differ"
-            )
-
-
-def shapes_of_layers(model: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of the tensors of a model's MGLU layers, without their routers, by their names."""
-    return {
-        f"{name}.{key}": tensor.shape
-        for name, module in _layers(model).items()
-        for tensors in (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-        for key, tensor in tensors
-    }
-
-
-def warn_of_quantizer(model: nn.Module, quantizer: Any) -> None:
+def warn_of_quantizer(model: PreTrainedModel, quantizer: Any) -> None:
     """Warn that a quantizer of Transformers, which replaces linear layers, leaves the weights of MGLU layers alone."""
     has_dense = any(layer.weight_format == "dense" for layer in _layers(model).values())
     method = quantizer.quantization_config.quant_method
@@ -134,21 +156,79 @@ def warn_of_quantizer(model: nn.Module, quantizer: Any) -> None:
         )
 
 
-def _dtypes(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The names and dtypes of the tensors of a checkpoint; reads only the header of a safetensors file."""
-    if state_dict is not None:
-        yield from ((key, str(value.dtype)) for key, value in state_dict.items() if isinstance(value, Tensor))
-        return
-    for file in map(str, files):
+def _tensors(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[_Stored]:
+    """The tensors of a checkpoint. The values of one in a file can be read until the next one is taken."""
+    for key, value in (state_dict or {}).items():
+        if isinstance(value, Tensor):
+            yield _Stored(key, str(value.dtype), list(value.shape), value)
+    for file in map(str, files if state_dict is None else ()):
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as tensors:
-                yield from ((key, tensors.get_slice(key).get_dtype()) for key in tensors.keys())  # noqa: SIM118 (no dict)
+                for key in sorted(tensors.keys()):
+                    header = tensors.get_slice(key)
+                    yield _Stored(key, header.get_dtype(), header.get_shape(), header)
         elif file.endswith(".bin"):
-            yield from _dtypes(torch.load(file, map_location="meta", weights_only=True), ())
+            # A file of an old version of torch cannot be mapped into memory.
+            yield from _tensors(torch.load(file, mmap=zipfile.is_zipfile(file), weights_only=True), ())
 
 
-def _layers(model: nn.Module) -> dict[str, StoredLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, StoredLinear)}
+def _is_of_linear_quantizer(name: str, layer: StoredLinear, stored: _Stored) -> bool:
+    """Whether a tensor is of a router that a quantizer of linear layers has replaced, and is stored in its own form."""
+    router = getattr(layer, "router", None)
+    has_other_router = router is not None and type(router) is not nn.Linear
+    return has_other_router and ".router." in name and stored.dtype not in _FLOATING
+
+
+def _check_dtype(name: str, stored: _Stored, layer: StoredLinear, source: str) -> None:
+    """Check the dtype of a tensor of an MGLU layer."""
+    (owner, _, tensor_name), dtype = name.rpartition("."), stored.dtype
+    chosen = get_format(layer.weight_format)
+    of_weight = None if owner.endswith(".router") else chosen.dtype
+    expected = {PACKED: torch.uint8, SCALE: chosen.scale_dtype, "weight": of_weight}.get(tensor_name)
+    if expected is not None and dtype not in (_NAMES[expected], str(expected)):
+        which = "" if tensor_name == PACKED else f" for the weight_format {chosen.name} in quantization_config"
+        expected_name = str(expected).removeprefix("torch.")
+        raise TypeError(
+            f"{source}: {stored.key} has dtype {dtype}, must be {expected_name} ({_NAMES[expected]}){which}"
+        )
+    if expected is None and tensor_name in ("weight", LOGITS) and dtype not in _FLOATING:
+        raise TypeError(
+            f"{source}: {stored.key} has dtype {dtype}, must be one of {', '.join(_FLOATING)}; only for a model that "
+            "mglu_ops.quantize has quantized, and whose configuration says so in quantization_config, it may differ"
+        )
+
+
+def _not_in_model(model: PreTrainedModel, unexpected: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The unexpected keys that change what a model computes.
+
+    Returns:
+        The keys of decoder layers that the model does not have, whatever these contain, and those of feed-forward
+        layers that it has. Of the latter, tensors beside the weight of a linear layer outside of MGLU layers, such as a
+        quantizer's, are left to Transformers.
+    """
+    layers = _layers(model)
+    blocks, feed_forwards = ({_part(name, depth) for name in layers} - {""} for depth in (0, 1))
+    kinds = set(map(_kind, blocks))
+    leaves = {_short(name, model) for name, module in model.named_modules() if not any(module.children())}
+    surplus, unused = [], []
+    for key in sorted(unexpected):
+        name = _short(key, model)
+        block, module_name = _part(name, 0), name.rpartition(".")[0]
+        if _kind(block) in kinds and block not in blocks:
+            surplus.append(key)
+        elif _part(name, 1) in feed_forwards and (_owner(name) in layers or module_name not in leaves):
+            unused.append(key)
+    return surplus, unused
+
+
+def _layers(model: PreTrainedModel) -> dict[str, StoredLinear]:
+    """The layers whose weight may be stored in 8 or 4 bits, by the names that `_short` gives them."""
+    return {_short(name, model): one for name, one in model.named_modules() if isinstance(one, StoredLinear)}
+
+
+def _short(name: str, model: PreTrainedModel) -> str:
+    """A name without the decoder's in a language model, which a checkpoint may have where the model has not."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def _owner(key: str) -> str:
@@ -156,14 +236,10 @@ def _owner(key: str) -> str:
     return key.rpartition(".")[0].removesuffix(".router")
 
 
-def _is_of(key: str, layers: Iterable[str]) -> bool:
-    """Whether a key names a tensor of one of the layers, or of its router.
-
-    A checkpoint's keys may begin with the name of the decoder in a language model where the model's do not, or the
-    other way round.
-    """
-    owner = f".{_owner(key)}"
-    return any(owner.endswith(f".{name}") or f".{name}".endswith(owner) for name in layers)
+def _part(name: str, depth: int) -> str:
+    """A name up to its first number, and `depth` parts more; empty if there is none."""
+    found = re.match(rf"(.*?\.)?\d+(\.[^.]+){{{depth}}}(?=\.|$)", name)
+    return found[0] if found else ""
 
 
 def _kind(name: str) -> str:

@@ -43,7 +43,7 @@ from .configuration import (
     MGLUQwen3MoeConfig,
 )
 from .feed_forward import feed_forward, narrow
-from .loading import check_adapter, check_dtypes, check_loaded, shapes_of_layers, warn_of_quantizer
+from .loading import check_adapter, check_loaded, check_tensors, warn_of_quantizer
 from .model_card import write_model_card
 from .quantization import describe_stored_weights, stored_weights
 from .routing import load_balancing_loss
@@ -66,14 +66,10 @@ class MGLUPreTrainedMixin(_Model):
             super()._init_weights(module)
             return
         if module.weight_format != "dense":
-            if not getattr(module.weight, "_is_hf_initialized", False):
-                module.reset_parameters()
+            module.reset_parameters()
             return
         init.normal_(module.weight, std=self.config.initializer_range * module.weight_gain)
-        if not isinstance(module, MGLU):
-            return
-        masks = module.packed_masks if module.mask_logits is None else module.mask_logits
-        if not getattr(masks, "_is_hf_initialized", False):
+        if isinstance(module, MGLU):
             module.reset_masks()
 
     @staticmethod
@@ -89,16 +85,16 @@ class MGLUPreTrainedMixin(_Model):
             return info, offload_index
         if load_config.hf_quantizer is not None:
             warn_of_quantizer(model, load_config.hf_quantizer)
-        check_dtypes(model, state_dict, checkpoint_files, source)
-        shapes = shapes_of_layers(model)
+        check_tensors(model, state_dict, checkpoint_files, load_config, source)
         info, offload_index = loader(model, state_dict, checkpoint_files, load_config)
-        # With a quantizer, the loader takes tensors of any shape.
-        info.mismatched_keys |= {
-            (key, found, shapes[key]) for key, found in shapes_of_layers(model).items() if found != shapes[key]
-        }
         check_loaded(model, info, source)
-        for module in model.modules():  # the loader lets the gradient of each floating tensor be computed
-            if isinstance(module, StoredLinear) and module.weight_scale is not None:
+        for module in model.modules():
+            if not isinstance(module, StoredLinear):
+                continue
+            # Every tensor of the layer is in the checkpoint, so nothing is drawn, although a weight on the disk stays
+            # on the meta device and looks to Transformers as if it had not been loaded.
+            setattr(module, "_is_hf_initialized", True)  # noqa: B010 (nn.Module's annotations allow tensors only)
+            if module.weight_scale is not None:  # the loader lets the gradient of each floating tensor be computed
                 module.weight.requires_grad_(False)
                 module.weight_scale.requires_grad_(False)
         return info, offload_index
@@ -189,6 +185,7 @@ class MGLUModelMixin(MGLUPreTrainedMixin):
 
     Raises:
         TypeError: the configuration is not one of this package.
+        ValueError: its `quantization_config` does not describe the layers.
     """
 
     def __init__(self, config: Any) -> None:
@@ -199,6 +196,7 @@ class MGLUModelMixin(MGLUPreTrainedMixin):
         stored = stored_weights(config)
         for index, layer in enumerate(self.layers):
             layer.mlp = feed_forward(layer.mlp, f"layers.{index}.mlp", config, stored)
+        stored.check_names(name for name, module in self.named_modules() if isinstance(module, StoredLinear))
         self.post_init()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -33,35 +34,67 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
 
     Args:
         weight_format: a name in `mglu_ops.formats`.
-        modules_to_not_convert: names of such layers whose weight is dense, as in `model.named_modules()`.
+        modules_to_not_convert: names of such layers whose weight is dense, as in `model.named_modules()`. A model
+            refuses other names when it is made.
         activation_format: what the other MGLU layers round x to, likewise. A dictionary of the configuration lacks the
             key if it is `dense`, so that versions that do not know it can read it.
 
     Raises:
-        ValueError: there is no such format, or the two do not go together.
+        ValueError: there is no such format, or the two do not go together; an argument is missing, has another type or
+            is unknown.
     """
 
     activation_format: str = "dense"
 
     def __init__(
         self,
-        weight_format: str,
+        weight_format: str | None = None,
         modules_to_not_convert: list[str] | None = None,
         quant_method: str = METHOD,
         activation_format: str = "dense",
+        **unknown: Any,
     ) -> None:
+        # These come from a file, so that a missing or an unknown one is not a mistake in a call.
+        for name, value in unknown.items():
+            raise ValueError(
+                f"quantization_config: got {name}={value!r}, must have no keys but quant_method, weight_format, "
+                "modules_to_not_convert and activation_format; a later version of mglu_ops may know it"
+            )
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method: got {quant_method!r}, must be {METHOD!r}")
+        names = [] if modules_to_not_convert is None else modules_to_not_convert
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"modules_to_not_convert: got {names!r}, must be a list of names of modules, each a str")
         self.quant_method: Any = quant_method
-        self.weight_format = get_format(weight_format).name
-        check_activation_format(activation_format, weight_format)
+        self.weight_format = get_format(weight_format).name  # type: ignore[arg-type] # None is refused
+        check_activation_format(activation_format, self.weight_format)
         if activation_format != "dense":
             self.activation_format = activation_format
-        self.modules_to_not_convert = modules_to_not_convert or []
+        self.modules_to_not_convert = list(names)
+
+    def check_names(self, layers: Iterable[str]) -> None:
+        """Check that `modules_to_not_convert` names layers of a decoder.
+
+        Raises:
+            ValueError: a name is none of `layers`, the names of all layers that have a format.
+        """
+        known = {_in_decoder(name) for name in layers}
+        for name in self.modules_to_not_convert:
+            if _in_decoder(name) not in known:
+                raise ValueError(
+                    f"modules_to_not_convert: got {name!r}, must be names of layers with a weight_format, which are "
+                    f"{', '.join(sorted(known)[:20])}"
+                )
 
     def formats_of(self, name: str) -> tuple[str, str]:
         """The weight and activation format of the layer of that name in the language model or in its decoder."""
-        dense = {other.removeprefix("model.") for other in self.modules_to_not_convert}
-        is_dense = name.removeprefix("model.") in dense
+        is_dense = _in_decoder(name) in map(_in_decoder, self.modules_to_not_convert)
         return ("dense", "dense") if is_dense else (self.weight_format, self.activation_format)
+
+
+def _in_decoder(name: str) -> str:
+    """The name in the decoder of a layer, whose name in the language model may be given."""
+    return name.removeprefix("model.")
 
 
 @register_quantizer(METHOD)
@@ -89,11 +122,20 @@ class MGLUQuantizer(HfQuantizer):
 
 
 def stored_weights(config: Any) -> MGLUQuantizationConfig:
-    """What a configuration says of the weights of its MGLU layers; the format is `dense` if it says nothing."""
+    """What a configuration says of the weights of its MGLU layers; the format is `dense` if it says nothing.
+
+    Raises:
+        ValueError: it says something that is not a dictionary of `MGLUQuantizationConfig`.
+    """
     for place in _PLACES:
-        found = dict(getattr(config, place, None) or {})
-        if found.get("quant_method") == METHOD:
-            return MGLUQuantizationConfig(**found)
+        found = getattr(config, place, None)
+        if found is None:
+            continue
+        if not isinstance(found, (Mapping, QuantizationConfigMixin)):
+            raise ValueError(f"{place}: got {found!r}, must be a dictionary with the key quant_method, or None")
+        entries = dict(found)
+        if place == _PLACES[1] or entries.get("quant_method") == METHOD:
+            return MGLUQuantizationConfig(**entries)
     return MGLUQuantizationConfig("dense")
 
 

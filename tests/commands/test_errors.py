@@ -74,7 +74,10 @@ RUNTIME = "build-runtime --out out"
         pytest.param(f"{RUNTIME} --arch sm_90 --package no.pt2", "no.pt2 is not a file", marks=needs_compiler),
         pytest.param(f"{RUNTIME} --arch sm_90 --package damaged.pt2", "damaged.pt2 has no seal", marks=needs_compiler),
         (f"{RUNTIME} --kernels-only", "give an architecture and a package"),
-        (f"{RUNTIME} --compiler no-such-compiler", "^no C.. compiler: no-such-compiler is not on the PATH"),
+        (
+            f"{RUNTIME} --compiler no-such-compiler",
+            r"^there is no C\+\+ compiler on the path \(compiler=no-such-compiler\)",
+        ),
         ("build --arch sm_90", "^--arch and --shapes: CUDA kernels are compiled for a GPU and for a layer; give both"),
         ("build --no-cpu", "^--no-cpu leaves nothing to build without --arch and --shapes"),
         ("build --arch hopper --shapes 8x8", "^arch: got 'hopper', must be of the form sm_90"),

@@ -97,7 +97,8 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     Numbers x(dtype, rows(tokens, x_stride, h)), weight(is_dense ? dtype : DType::float32, rows(d, w_stride, h));
     std::vector<std::uint8_t> bytes(is_dense ? 0 : rows(d, w_stride, h));
     Numbers mask_weight(DType::bfloat16, static_cast<std::size_t>(tokens * n));
-    Numbers out(dtype, rows(tokens, d + 2, d));
+    const DType out_dtype = n ? dtype : DType::float32;  // without masks the result is the product in float32
+    Numbers out(out_dtype, rows(tokens, d + 2, d));
     std::vector<std::uint8_t> masks(static_cast<std::size_t>(n * d * h)), packed(rows(d, m_stride, octets * n));
     const float scale = std::exp2(-std::round(std::log2(static_cast<float>(h + 1)) / 2));  // about h^-1/2
     for (std::int64_t t = 0; t < tokens; ++t) {
@@ -122,7 +123,8 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     std::vector<std::uint8_t> contiguous(static_cast<std::size_t>(d * octets * n)), back(masks.size());
     const Pack pack{masks.data(), contiguous.data(), n, d, h, d * h, h, 1};
     const Unpack unpack{contiguous.data(), back.data(), n, d, h, octets * n, n, 1};
-    const bool packs = pack_masks(pack, two_threads) == Status::ok && unpack_masks(unpack, two_threads) == Status::ok;
+    const bool packs =
+        n == 0 || (pack_masks(pack, two_threads) == Status::ok && unpack_masks(unpack, two_threads) == Status::ok);
     if (!packs || back != masks) {
         ++mistakes;
         std::printf("pack: n=%lld d=%lld h=%lld\n", (long long)n, (long long)d, (long long)h);
@@ -166,9 +168,11 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
                 exact[t * d + r] += act * value;
                 activated[t * d + r] += act;
             }
+            for (std::int64_t k = 0; n == 0 && k < h; ++k)
+                exact[t * d + r] += static_cast<double>(x.get(t * x_stride + k)) * weight.get(r * w_stride + k);
         }
     }
-    const double budget = dtype == DType::float32 ? 1e-6 : dtype == DType::float16 ? 1e-3 : 8e-3;
+    const double budget = out_dtype == DType::float32 ? 1e-6 : out_dtype == DType::float16 ? 1e-3 : 8e-3;
     const auto compare = [&](const char* what, Status status, const std::vector<double>& wanted, auto get) {
         double error = 0, size = 0;
         for (std::int64_t t = 0; t < tokens; ++t) {
@@ -188,7 +192,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     compare("forward", forward(call, two_threads), exact, result);
 
     // In training, dy/dt and all dy/df_i together are the sum of the activations.
-    if (h == 0 || !is_dense) return;
+    if (h == 0 || n == 0 || !is_dense) return;
     const std::int64_t entries = partials_of(call);
     Numbers partials(dtype, static_cast<std::size_t>(tokens * entries * d));
     for (std::int64_t i = 0; i < tokens * entries * d; ++i) partials.set(i, 1024.0f);
@@ -213,6 +217,8 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
 void check_refusals() {
     Forward call{};
     call.n_masks = 17;
+    mistakes += forward(call, serial) != Status::invalid_argument;
+    call.n_masks = -1;
     mistakes += forward(call, serial) != Status::invalid_argument;
     call.n_masks = 1;
     mistakes += forward(call, nullptr) != Status::invalid_argument;
@@ -316,9 +322,15 @@ int main() {
             }
             for (const auto format : {mglu::WeightFormat::int8_row, mglu::WeightFormat::fp8_row}) {
                 for (const std::int64_t h : {0, 1, 9, 63, 64, 130, 300}) {
-                    for (const std::int64_t n : {1, 4, 9})
+                    for (const std::int64_t n : {1, 4, 9}) {
                         check(isa, dtype, n, 9, h, n, Activation::silu, true, format);
+                        if (isa != Isa::amx) check(isa, dtype, n, 9, h, 0, Activation::identity, false, format);
+                    }
                 }
+            }
+            for (const std::int64_t h : {0, 1, 7, 8, 9, 63, 300, 520}) {
+                for (const std::int64_t tokens : {1, 2, 3, 6})
+                    if (isa != Isa::amx) check(isa, dtype, tokens, 13, h, 0, Activation::identity, false);
             }
             for (const std::int64_t tokens : {33, 700}) check(isa, dtype, tokens, 5, 40, 4, Activation::tanh, true);
             check(isa, dtype, 4, 0, 8, 1, Activation::silu, false);

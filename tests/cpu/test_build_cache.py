@@ -10,6 +10,7 @@ import os
 import pwd
 import re
 import stat
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -86,6 +87,22 @@ def test_a_folder_from_which_no_library_can_be_loaded_is_replaced(folder, capsys
     assert len(builds) == 1
     assert not files(folder)
     assert f"{folder} is not used: {folder}/some-" in capsys.readouterr().err
+
+
+def test_nothing_is_built_where_no_folder_runs_code(folder, monkeypatch, capsys):
+    """As on disks that are mounted noexec, where each process would build for half a minute in vain."""
+
+    def refuse(*_: object, **options: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(cache.mmap, "mmap", refuse)
+    words = r"no folder can keep some: (.*noexec.*){2}; set MGLU_CACHE_DIR to another folder"
+    with pytest.raises(OSError, match=words):
+        obtain(artifact(), lambda _: pytest.fail("built in vain"))
+    assert not files(folder)
+    assert f"{folder} is not used: the system runs no code from it" in capsys.readouterr().err
+    cubin = cache.Artifact("some", ".cubin", (), "compiling it", "a second")
+    assert obtain(cubin) == only_file(folder)
 
 
 def test_what_can_be_loaded_nowhere_is_not_kept(folder, tmp_path, monkeypatch):
@@ -269,6 +286,19 @@ def test_is_cached_looks_in_all_folders_and_makes_none(folder, tmp_path, monkeyp
     assert not compiler.is_cached("plain", "sm_90", {"A": 2})
     shared_folder().chmod(0o777)
     assert not compiler.is_cached(*cubin)
+
+
+def test_a_command_line_becomes_one_program(tmp_path, monkeypatch):
+    """Neither torch nor CMake takes a launcher and options. Torch knows GCC by its name."""
+    compiler = fake_compiler(tmp_path, 'echo $A "$@"')
+    monkeypatch.setenv("CXX", f"env A='1 2' {compiler} -m64")
+    command = build.find_compiler()
+    program = build.as_program(command, tmp_path / "scripts")
+    assert subprocess.run([program, "x y"], capture_output=True, text=True).stdout == "1 2 -m64 x y\n"
+    assert "fake-c++" in Path(program).name
+    assert build.as_program(command, tmp_path / "scripts") == program
+    assert build.as_program(["/usr/bin/g++"], tmp_path) == "/usr/bin/g++"
+    assert only_file(tmp_path / "scripts") == Path(program)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -46,6 +49,20 @@ def test_without_a_compiler_composite_runs_and_says_so_once_for_large_layers(op,
         warnings.simplefilter("error")
         function(*large)
     assert mglu_ops.explain_dispatch(*large).is_fallback
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the other CPUs have one instruction set")
+def test_the_processor_is_asked_for_its_instruction_sets(tmp_path):
+    """And not the compiler's `__builtin_cpu_supports`, which always answers no where `zig c++` builds."""
+    path, source = tmp_path / "features.so", build.source_directory() / "features.cpp"
+    options = ["-std=c++17", "-shared", "-fPIC", "-D__builtin_cpu_supports(name)=0"]
+    subprocess.run([*build.find_compiler(), *options, source, "-o", path], check=True)
+    functions = ctypes.CDLL(str(path))
+    has = [functions[name]() & 1 for name in ("_ZN4mglu3cpu8has_avx2Ev", "_ZN4mglu3cpu10has_avx512Ev")]
+    kernels = library.load()
+    assert has == [kernels.supports(isa, torch.float32) for isa in ("avx2", "avx512")]
+    level = torch.backends.cpu.get_cpu_capability()
+    assert has == [level in ("AVX2", "AVX512"), level == "AVX512"]
 
 
 def test_the_choice_and_its_override(request):

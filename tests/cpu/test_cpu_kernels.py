@@ -211,6 +211,23 @@ def test_results_are_rounded_to_nearest_and_ties_to_even(kernel):
             assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_without_masks(kernel, name):
+    """Calls without masks give x W^T in float32, of all numbers of tokens and of columns past the last step."""
+    if kernel.isa == "amx" or (kernel.isa == "avx512_bf16" and FORMATS[name].columns is not None):
+        pytest.skip("has no such kernel")
+    for tokens, out_features, in_features in ((1, 9, 70), (2, 8, 64), (3, 1, 2), (5, 17, 200), (9, 30, 130), (4, 3, 0)):
+        x = torch.randn(tokens, in_features + 3).to(kernel.dtype)[:, :in_features]
+        dense, stored = torch.randn(out_features, in_features), FORMATS[name]
+        weight, scale = (dense.to(kernel.dtype), None) if stored.is_dense else stored.quantize(dense)
+        exact = weight.double() if stored.is_dense else stored.dequantize(weight, scale, torch.float64)
+        no_masks = torch.empty(out_features, 0, 0, dtype=torch.uint8)
+        result = run_stored(LayerArguments(x, weight, no_masks, "identity", None, scale, name), kernel.isa)
+        assert result.dtype is torch.float32
+        error, size = (result - x.double() @ exact.t()).abs(), x.double().abs() @ exact.abs().t()
+        assert (error <= 1e-6 * size).all(), f"{tokens} x {in_features}"
+
+
 @kernels_of(torch.float32)
 def test_masks_of_ones_give_exactly_zero(kernel):
     """Under a mask of ones the value is exactly 0 for few tokens, since gate and total are summed in the same order."""

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from families import family
-from hf_models import BY_NAME, frozen, logits, mglus, tiny, tiny_swiglu
+from hf_models import BY_NAME, frozen, loaded_from_disk, logits, mglus, rewrite, tiny, tiny_swiglu
 from processes import snippets
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
@@ -61,25 +61,18 @@ def test_shards_and_device_maps(learnable: bool, options: dict[str, Any], tmp_pa
     assert_same(load(tmp_path, **options), model)
 
 
-def loaded_from_disk(folder: Path) -> Any:
-    """Load a model so that accelerate reads its last layer from the disk at each call."""
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    return load(folder, device_map=places, offload_folder=folder / "offload", offload_buffers=True)
-
-
 @pytest.mark.parametrize("freeze", [mt.freeze, mglu_ops.freeze])
 def test_offloaded_logits_are_not_packed(freeze: Callable[[Any], Any], tmp_path: Path) -> None:
     """The layer holds empty tensors, so there is nothing to pack."""
     model = tiny()
-    result = loaded_from_disk(saved(model, tmp_path / "logits"))
+    result = loaded_from_disk(saved(model, tmp_path / "logits"), offload_buffers=True)
     assert mglus(result)[1].weight.is_meta
     words = r"model: model\.layers\.1\.mlp\.mglu is offloaded by accelerate, .* call freeze, save it, and load the"
     with pytest.raises(ValueError, match=words):
         freeze(result)
     assert all(mglu.learnable_masks for mglu in mglus(result))
     assert torch.equal(logits(result), logits(model))
-    packed = loaded_from_disk(saved(frozen(model), tmp_path / "packed"))
+    packed = loaded_from_disk(saved(frozen(model), tmp_path / "packed"), offload_buffers=True)
     assert freeze(packed) is packed
     assert torch.equal(logits(packed), logits(model))
 
@@ -257,11 +250,6 @@ def test_layers_in_two_forms_are_named(learnable: bool, tmp_path: Path) -> None:
         load(tmp_path, learnable_masks=learnable)
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    file = folder / "model.safetensors"
-    safetensors.torch.save_file(change(safetensors.torch.load_file(file)), file, metadata={"format": "pt"})
-
-
 # Name -> a change that makes packed masks invalid, the error, and its message.
 WRONG: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
     "padding": (lambda p: p | 0x80, ValueError, "padding bits past in_features=36 are set"),
@@ -285,12 +273,73 @@ def test_wrong_packed_masks_are_refused(wrong: str, loader: str, tmp_path: Path)
 @FORMS
 def test_layers_that_the_configuration_does_not_have_are_refused(learnable: bool, tmp_path: Path) -> None:
     saved(tiny(learnable_masks=learnable, mask_top_k=1), tmp_path)
-    words = r"has model\.layers\.1\.mlp\.mglu\.\w+ and 2 more, of a layer that the configuration does not have; check"
+    words = r"has model\.layers\.1\.input_layernorm\.weight and \d+ more, of a layer that the configuration does not"
     for cls in (AutoModel, AutoModelForCausalLM):
         with pytest.raises(ValueError, match=words):
             cls.from_pretrained(tmp_path, num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"has no model\.layers\.2\.mlp\.mglu\.\w+ and 2 more"):
         load(tmp_path, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("of_decoder", [False, True], ids=["language model", "decoder"])
+def test_layers_of_another_kind_are_refused_too(of_decoder: bool, tmp_path: Path) -> None:
+    """The layers that are left out have experts, which those that are left do not have."""
+    model = tiny("qwen3_moe", mlp_only_layers=[0])
+    saved(model.model if of_decoder else model, tmp_path)
+    words = r"has (model\.)?layers\.1\.input_layernorm\.weight and \d+ more, of a layer that the configuration does not"
+    for cls in (AutoModel, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=words):
+            cls.from_pretrained(tmp_path, num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "mlp.experts.mglu.weight",
+        "mlp.experts.gate_up_proj",
+        "mlp.gate.weight",
+        "mlp.gate_proj.weight",
+        "mlp.mglu.router.bias",
+        "mlp.mglu.gate_bias",
+    ],
+)
+def test_tensors_that_a_feed_forward_layer_does_not_have_are_refused(key: str, tmp_path: Path) -> None:
+    saved(tiny("qwen3_moe", mlp_only_layers=[0, 1], mask_top_k=1), tmp_path)
+    key = f"model.layers.1.{key}"
+    rewrite(tmp_path, lambda state: {**state, key: torch.ones(4)})
+    with pytest.raises(ValueError, match=f"has {key}, which the configuration does not mention"):
+        load(tmp_path)
+
+
+def test_unknown_tensors_of_other_layers_are_left_to_transformers(tmp_path: Path) -> None:
+    """Checkpoints of early versions of Llama have frequencies in each layer, and quantizers add tensors."""
+    model = tiny()
+    names = ["self_attn.rotary_emb.inv_freq", "mlp.down_proj.scale"]
+    more = {f"model.layers.1.{name}": torch.ones(8) for name in names}
+    rewrite(saved(model, tmp_path), lambda state: {**state, **more})
+    assert_same(load(tmp_path), model)
+
+
+@FORMS
+@pytest.mark.parametrize("key", ["mlp.experts.mglu.router.weight", "mlp.experts.mglu.weight", "mlp.gate.weight"])
+def test_other_shapes_on_the_disk_are_refused(learnable: bool, key: str, tmp_path: Path) -> None:
+    """The loader of Transformers does not compare the shapes of what it leaves on the disk."""
+    saved(tiny("mixtral", learnable_masks=learnable, mask_top_k=1), tmp_path)
+    key = f"model.layers.1.{key}"
+    rewrite(tmp_path, lambda state: {**state, key: torch.cat([state[key]] * 2)})
+    with pytest.raises(ValueError, match=rf"{key} has shape \[\d+, .*but the configuration says \["):
+        loaded_from_disk(tmp_path)
+
+
+def test_renamed_tensors_are_checked(tmp_path: Path) -> None:
+    model = tiny(learnable_masks=False)
+    rewrite(saved(model, tmp_path), lambda state: {k.replace("model.layers", "blocks"): v for k, v in state.items()})
+    renaming = {"key_mapping": {r"^blocks": "model.layers"}}
+    assert_same(load(tmp_path, **renaming), model)
+    key = MASKS.replace("model.layers", "blocks")
+    rewrite(tmp_path, lambda state: {**state, key: state[key].to(torch.int32)})
+    with pytest.raises(TypeError, match=f"{key} has dtype I32, must be uint8"):
+        load(tmp_path, **renaming)
 
 
 WRITTEN = {"int64": "I64", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}

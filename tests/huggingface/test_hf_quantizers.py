@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from families import family
-from hf_models import BY_NAME, frozen, logits, mglus, tiny
+from hf_models import BY_NAME, frozen, loaded_from_disk, logits, mglus, rewrite, tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer
@@ -65,6 +64,32 @@ def test_a_quantized_model_comes_back(weight_format: str, name: str, tmp_path: P
     assert (tmp_path / "second" / "config.json").read_text() == (tmp_path / "first" / "config.json").read_text()
     decoder = AutoModel.from_pretrained(tmp_path / "first")
     assert_same_layers(decoder, model)
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize(("weight_format", "name"), family(STORED, BY_NAME, most=2))
+def test_a_layer_on_the_disk_is_that_of_the_checkpoint(
+    weight_format: str, name: str, offload_buffers: bool, tmp_path: Path
+) -> None:
+    """Its weight is on the meta device while Transformers draws what a checkpoint lacks, and its masks need not be."""
+    model = quantized(weight_format, name, mask_top_k=1)
+    model.save_pretrained(tmp_path / "first")
+    result = loaded_from_disk(tmp_path / "first", offload_buffers=offload_buffers)
+    assert mglus(result)[1].weight.is_meta
+    assert mglus(result)[1].packed_masks.is_meta == offload_buffers
+    assert torch.equal(logits(result), logits(model))
+    with pytest.warns(UserWarning, match="save a model with offloaded modules"):
+        result.save_pretrained(tmp_path / "second")
+    assert_same_layers(load(tmp_path / "second"), model)
+
+
+def test_layers_that_max_memory_leaves_on_the_disk_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    model = quantized("int8_row")
+    model.save_pretrained(tmp_path)
+    options = {"device_map": "auto", "max_memory": {"cpu": 40_000}, "offload_folder": tmp_path / "offload"}
+    result = load(tmp_path, **options)
+    assert mglus(result)[1].weight.is_meta
+    assert torch.equal(logits(result), logits(model))
 
 
 @pytest.mark.parametrize("weight_format", STORED)
@@ -169,6 +194,16 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor | None]], 
         TypeError,
         rf"{KEY}.weight has dtype F32, must be float8_e4m3fn \(F8_E4M3\) for the weight_format fp8_row",
     ),
+    "a router of more masks": (
+        lambda state: {f"model.{KEY}.router.weight": torch.ones(3, 36)},
+        ValueError,
+        rf"{KEY}.router.weight has shape \[3, 36\], but the configuration says \[2, 36\]",
+    ),
+    "a down projection of other rows": (
+        lambda state: {"model.layers.1.mlp.down_proj.weight": torch.ones(35, 44)},
+        ValueError,
+        r"layers.1.mlp.down_proj.weight has shape \[35, 44\], but the configuration says \[36, 44\]",
+    ),
     "a weight of other rows": (
         lambda state: {f"model.{KEY}.weight": state[f"model.{KEY}.weight"][1:].clone()},
         ValueError,
@@ -177,15 +212,28 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor | None]], 
 }
 
 
+def _with_scale(value: float) -> tuple[Callable[[dict[str, Tensor]], dict[str, Tensor | None]], type[Exception], str]:
+    def change(state: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        scale = state[f"model.{KEY}.weight_scale"].clone()
+        scale[3] = value
+        return {f"model.{KEY}.weight_scale": scale}
+
+    return change, ValueError, rf"{KEY}.weight_scale: got {value} among 44 scales, must be finite and above 0"
+
+
+WRONG |= {f"a scale of {value}": _with_scale(value) for value in (torch.nan, torch.inf, -1.0, 0.0)}
+
+
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "ignore_mismatched_sizes": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": torch.bfloat16, "ignore_mismatched_sizes": True}, {"device_map": {"": "disk"}}],
+    ids=["plain", "bfloat16", "disk"],
+)
 def test_a_wrong_tensor_is_named(wrong: str, options: dict[str, Any], tmp_path: Path) -> None:
     change, error, words = WRONG[wrong]
-    quantized("fp8_row").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    state = safetensors.torch.load_file(file)
-    state = {key: value for key, value in {**state, **change(state)}.items() if value is not None}
-    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    quantized("fp8_row", mask_top_k=1).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda state: {k: v for k, v in {**state, **change(state)}.items() if v is not None})
     for cls in (AutoModel, AutoModelForCausalLM):
         with pytest.raises(error, match=words):
             cls.from_pretrained(tmp_path, **options)
@@ -202,6 +250,57 @@ def test_a_configuration_of_another_format_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**entry, "quantization_config": changed}))
         with pytest.raises((TypeError, ValueError), match=words):
             load(tmp_path)
+
+
+# What a configuration says in quantization_config besides its quant_method, and the error.
+UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "no format": ({}, "weight_format: got None, must be one of dense, fp8_row"),
+    "a list of formats": ({"weight_format": ["fp8_row"]}, r"weight_format: got \['fp8_row'\], must be one of dense"),
+    "a format of activations": (
+        {"weight_format": "fp8_row", "activation_format": {}},
+        "activation_format: got {}, must be one of dense, fp8_token",
+    ),
+    "an unknown key": (
+        {"weight_format": "fp8_row", "group_size": 64},
+        "quantization_config: got group_size=64, must have no keys but quant_method, weight_format",
+    ),
+    "names in a str": (
+        {"weight_format": "fp8_row", "modules_to_not_convert": f"model.{KEY}"},
+        f"modules_to_not_convert: got 'model.{KEY}', must be a list of names",
+    ),
+    "an empty str": (
+        {"weight_format": "fp8_row", "modules_to_not_convert": ""},
+        "modules_to_not_convert: got '', must be a list of names",
+    ),
+    "a number": (
+        {"weight_format": "fp8_row", "modules_to_not_convert": [5]},
+        r"modules_to_not_convert: got \[5\], must be a list of names",
+    ),
+    "an unknown name": (
+        {"weight_format": "fp8_row", "modules_to_not_convert": ["model.layers.1"]},
+        "modules_to_not_convert: got 'model.layers.1', must be names of layers .* layers.0.mlp.mglu, layers.1.mlp.mglu",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["quantization_config", "mglu_quantization_config"])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_unreadable_configuration_is_refused(name: str, place: str, tmp_path: Path) -> None:
+    entries, words = UNREADABLE[name]
+    quantized("fp8_row").save_pretrained(tmp_path)
+    rest = {key: value for key, value in config_of(tmp_path).items() if key != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps({**rest, place: {"quant_method": "mglu", **entries}}))
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+
+def test_what_is_no_configuration_of_ours_is_refused() -> None:
+    with pytest.raises(ValueError, match="quant_method: got 'fp8', must be 'mglu'"):
+        tiny(learnable_masks=False, mglu_quantization_config={"quant_method": "fp8", "weight_format": "fp8_row"})
+    with pytest.raises(ValueError, match="mglu_quantization_config: got 'fp8_row', must be a dictionary"):
+        tiny(learnable_masks=False, mglu_quantization_config="fp8_row")
 
 
 def test_two_formats_are_not_saved(tmp_path: Path) -> None:

@@ -238,6 +238,10 @@ def _with(key: str, change: Callable[[Tensor], object]) -> Callable[[dict[str, T
     return lambda state: state.update({f"mglu.{key}": change(state[f"mglu.{key}"])})
 
 
+def _with_scale(value: float) -> Callable[[dict[str, Tensor]], None]:
+    return _with("weight_scale", lambda scale: torch.cat([scale[:-1], scale.new_tensor([value])]))
+
+
 # A change to the state dict of a model in fp8_row, and the error.
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "no scale": (_without("weight_scale"), r"mglu\.weight_scale: got no tensor, must be torch\.float32 \[140\]"),
@@ -250,6 +254,13 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
         _with("weight_scale", lambda s: s[:, None]),
         r"weight_scale: got .*\[140, 1\], must be",
     ),
+    "a scale of NaN": (
+        _with_scale(torch.nan),
+        r"mglu\.weight_scale: got nan among 140 scales, must be finite and above",
+    ),
+    "an infinite scale": (_with_scale(torch.inf), r"mglu\.weight_scale: got inf among 140 scales, must be finite"),
+    "a negative scale": (_with_scale(-1.0), r"mglu\.weight_scale: got -1\.0 among 140 scales, must be finite"),
+    "a scale of 0": (_with_scale(0.0), r"mglu\.weight_scale: got 0\.0 among 140 scales, must be finite and above 0"),
     "no tensor": (_with("weight_scale", Tensor.tolist), r"weight_scale: got no tensor"),
     "int8": (_with("weight", lambda w: w.view(torch.int8)), r"mglu\.weight: got torch\.int8 \[140, 132\], must be"),
     "a bfloat16 weight": (
@@ -300,6 +311,23 @@ def _is_refused(model: nn.Module, state: dict[str, Tensor], words: str, options:
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), "a refused tensor was loaded"
 
 
+@each_format
+def test_scales_of_zeros_are_above_0(weight_format: str) -> None:
+    model = frozen()
+    nn.init.zeros_(model.mglu.weight)
+    loaded = stored(weight_format)
+    loaded.load_state_dict(quantize(model, weight_format).state_dict())
+    check_masks(loaded)
+    assert not loaded.mglu(torch.ones(1, IN)).any()
+
+
+def test_scales_that_were_written_are_checked_with_the_masks() -> None:
+    model = quantize(frozen(), "int4_group")
+    model.mglu.weight_scale.data[5, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"^model: mglu\.weight_scale: got nan among 280 scales, must be finite"):
+        check_masks(model)
+
+
 def test_missing_keys_are_reported_as_ever() -> None:
     state = {"down_proj.weight": torch.zeros(IN, OUT)}
     assert "mglu.weight_scale" in stored("fp8_row").load_state_dict(state, strict=False).missing_keys
@@ -317,6 +345,8 @@ def test_missing_keys_are_reported_as_ever() -> None:
 )
 def test_what_other_loaders_assign_is_refused_in_use(key: str, value: Tensor | None, words: str) -> None:
     model = quantize(frozen(), "fp8_row")
+    other = "weight" if key == "weight_scale" else "weight_scale"
+    setattr(model.mglu, other, copy.deepcopy(getattr(model.mglu, other)))
     setattr(model.mglu, key, None if value is None else nn.Parameter(value, requires_grad=False))
     with pytest.raises((TypeError, ValueError), match=words):
         model(torch.randn(2, IN))
@@ -330,13 +360,54 @@ def test_a_weight_that_accelerate_casts_is_refused_in_use(options: dict[str, Any
         safetensors.torch.save_file(checkpoint.state_dict(), path)
         return accelerate.load_checkpoint_and_dispatch(stored("fp8_row"), path, device_map={"": "cpu"}, **options)
 
-    model, words = loaded(frozen(), **options), r"weight: was replaced without the other one of weight and weight_scale"
+    model, words = loaded(frozen(), **options), "weight, weight_scale: one of the two was replaced"
     with pytest.raises(ValueError, match=words):
         model(x.to(options.get("dtype")))
     with pytest.raises(ValueError, match=rf"model: mglu\.{words}"):
         check_masks(model)
     quantized = quantize(frozen(), "fp8_row")
     assert torch.equal(loaded(quantized)(x), quantized(x))
+
+
+# Ways to give a layer the weight or the scales of another layer, without the other one of the two.
+PARTING: dict[str, Callable[[Any, Any], None]] = {
+    "the weight": lambda layer, other: setattr(layer, "weight", other.weight),
+    "the scales": lambda layer, other: setattr(layer, "weight_scale", other.weight_scale),
+    "a copy": lambda layer, other: setattr(layer, "weight", copy.deepcopy(other.weight)),
+    "a new parameter": lambda layer, other: setattr(layer, "weight", nn.Parameter(other.weight.data, False)),
+    "registered": lambda layer, other: layer.register_parameter("weight_scale", other.weight_scale),
+    "swapped": lambda layer, other: torch.utils.swap_tensors(layer.weight, other.weight),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("name", PARTING)
+def test_a_weight_and_its_scales_are_not_parted_unnoticed(name: str, copied: bool) -> None:
+    x, layers = torch.randn(2, IN), [quantize(frozen(), "int8_row").mglu for _ in range(2)]
+    layer, other = map(copy.deepcopy, layers) if copied else layers
+    PARTING[name](layer, other)
+    words = "weight, weight_scale: one of the two was replaced without the other one, must be replaced together"
+    with pytest.raises(ValueError, match=f"^{words}"):
+        layer(x)
+    with pytest.raises(ValueError, match=f"^model: {words}"):
+        mglu_ops.dequantize(layer)
+    if name != "swapped":
+        layer.weight, layer.weight_scale = other.weight, other.weight_scale
+        layer.packed_masks = other.packed_masks
+        assert torch.equal(layer(x), other(x))
+
+
+def test_a_pair_is_tied_moved_and_replaced_together() -> None:
+    x, (layer, other) = torch.randn(2, IN), [quantize(frozen(), "fp8_row").mglu for _ in range(2)]
+    for name in ("weight_scale", "weight"):
+        setattr(layer, name, getattr(other, name))  # tied
+    layer.packed_masks = other.packed_masks
+    for one in (layer, other, copy.deepcopy(layer), _saved(layer), layer.half().float()):
+        assert torch.equal(one(x), other(x))
+    with torch.device("meta"):
+        moved = quantize(frozen(), "fp8_row").mglu
+    moved.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(moved(x), other(x))
 
 
 class Blocks(nn.Module):
@@ -390,6 +461,11 @@ def test_skipped_layers_stay_dense(skip: Any, kept: list[int], compiled: bool) -
     assert [i for i, name in enumerate(formats_of(model)) if name == "dense"] == kept
 
 
+def _with_weight(layer: MGLU, value: float) -> MGLU:
+    layer.weight.data[1, 2] = value
+    return layer
+
+
 def _own_weight(layer: MGLU) -> MGLU:
     parametrize.register_parametrization(layer, "weight", nn.Identity())
     return layer
@@ -404,6 +480,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"1\.mglu is quantized to int8_row already, .* or quantize the dense model to int4_group",
     ),
     "parametrized": (lambda: _own_weight(freeze(MGLU(16, 8))), r"1\.mglu computes its weight from other tensors"),
+    "NaN": (
+        lambda: _with_weight(freeze(MGLU(16, 8)), torch.nan),
+        r"1\.mglu\.weight: got nan in float32, must be finite",
+    ),
+    "infinite": (lambda: _with_weight(freeze(MGLU(16, 8)), -torch.inf), r"1\.mglu\.weight: got inf in float32, must"),
+    "too large": (
+        lambda: _with_weight(freeze(MGLU(16, 8, dtype=torch.float64)), 1e300),
+        r"1\.mglu\.weight: got inf in float32, must be finite: other weights share its scale; name it in skip",
+    ),
     "odd": (
         lambda: freeze(MGLU(15, 8)),
         r"1\.mglu: weight_format: got 'int4_group' with in_features=15, which must be a multiple of 2",

@@ -77,6 +77,7 @@ _MASKS_CASES = [
 ]
 _PARTIALS = torch.ones(5, 7, 10)
 _BACKWARD_CASES = [
+    ("needs", [], ValueError, r"needs: got \[\], must be 2 bools, for the gradients of x, weight"),
     ("grad_output", torch.ones(5, 9), ValueError, r"grad_output: got shape \[5, 9\], must be \[5, 10\]"),
     ("grad_output", torch.ones(5, 10).half(), TypeError, r"grad_output: got dtype torch.float16, must be x's dtype"),
     ("partials", _PARTIALS[:, 0], ValueError, r"partials: got shape \[5, 10\], must be \[5, 7, 10\]"),

@@ -109,6 +109,23 @@ def test_experts_down_matches_a_loop(weight_format: str, data: st.DataObject) ->
         assert relative_error(result, expected) <= BUDGET[result.dtype]
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_experts_down_has_the_range_of_float32(weight_format: str, dtype: torch.dtype, rows: int) -> None:
+    """Products of any number of rows may exceed float16 before they are weighted; an infinity stays one."""
+    stored, dense = FORMATS[weight_format], torch.full((1, 5, 256), 20.0)
+    weight, scale = (dense.to(dtype), None) if stored.is_dense else stored.quantize(dense[0])
+    weight, scale = weight.view(1, 5, -1), None if scale is None else scale[None]
+    y, ids = torch.full((rows, 2, 256), 20.0, dtype=dtype), torch.zeros(rows, 2, dtype=torch.int64)
+    result = mglu.experts_down(y, weight, ids, torch.tensor([[0.75, -0.5]]).expand(rows, 2), scale, weight_format)
+    torch.testing.assert_close(result, torch.full((rows, 5), 25600.0, dtype=dtype), rtol=1e-2, atol=0)
+    y[0, :, 3] = torch.inf
+    result = mglu.experts_down(y, weight, ids, torch.ones(rows, 2), scale, weight_format)
+    assert torch.equal(result[0], torch.full((5,), torch.inf, dtype=dtype))
+    assert not result[1:].isnan().any()
+
+
 def test_experts_down_adds_in_float32_in_the_order_of_the_experts() -> None:
     """2^24 + 1 - 2^24 is 0 in float32 in this order, and 1 in any other."""
     weight = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1)
@@ -207,7 +224,7 @@ def test_experts_forward_has_gradients_of_x_and_mask_weights(weight_format: str)
 @pytest.mark.parametrize("routing", sample(ROUTINGS, 3))
 def test_gradients_of_experts_down(routing: str) -> None:
     y, weight, ids, expert_weights, *_ = make_down(make_experts(routing=routing, dtype=torch.float64))
-    y, weight, expert_weights = leaf(torch.nan_to_num(y)), leaf(weight), leaf(expert_weights.double())
+    y, weight, expert_weights = (leaf(torch.nan_to_num(one.double())) for one in (y, weight, expert_weights))
     assert torch.autograd.gradcheck(
         lambda *given: mglu.experts_down(*given[:2], ids, given[2]), (y, weight, expert_weights)
     )
@@ -225,10 +242,12 @@ def test_gradients_of_experts_down_on_other_devices(how: str, dtype: torch.dtype
         layer = make_experts(70, experts=5, out_features=16, routing=routing, dtype=dtype)
         down = make_down(layer)
         grad = torch.randn(70, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
+        grad[~layer.has_expert.any(1)] = torch.nan
         found = getattr(composite_experts, how)(grad, down.in_rows(), needs)
         expected = mglu.experts_down_backward(grad, *down[:4], needs)
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype
+            assert other.isfinite().all()
             assert relative_error(one, other) <= BUDGET[dtype]
 
 

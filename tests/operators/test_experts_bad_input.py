@@ -55,11 +55,13 @@ _LAYER = [
     ("mask_weights", torch.zeros(5, 3), ValueError, r"mask_weights: got shape \[5, 3\], must be .*\[(6, 2|12), 3\]"),
 ]
 _OFFS = [
+    ("offs", None, TypeError, "^offs: got None, must be a tensor"),
     ("offs", OFFS.long(), TypeError, "offs: got dtype torch.int64, must be torch.int32, as for torch.nn.functional"),
     ("offs", OFFS[:3], ValueError, r"offs: got shape \[3\], must be \[4\], the end of each expert's rows"),
     ("offs", OFFS.to("meta"), ValueError, "offs: got device meta, must be x's device cpu"),
 ]
 _IDS = [
+    ("expert_ids", None, TypeError, "^expert_ids: got None, must be a tensor"),
     ("expert_ids", IDS.float(), TypeError, "expert_ids: got dtype torch.float32, must be torch.int32 or torch.int64"),
     ("expert_ids", IDS[:5], ValueError, r"expert_ids: got shape \[5, 2\], must be \[T, K\] = \[6, K\]"),
     ("expert_ids", IDS[:, :0], ValueError, r"expert_ids: got shape \[6, 0\], .* K of at least 1"),
@@ -78,6 +80,11 @@ _DOWN = [
 ]
 _BACKWARD = [
     ("grad_output", torch.ones(12, 9), ValueError, r"grad_output: got shape \[12, 9\], must be \[12, 10\]"),
+    ("grad_output", torch.tensor(1.0), ValueError, r"grad_output: got shape \[\], must be \[12, 10\]"),
+    ("grad_output", None, TypeError, "grad_output: got None, must be a tensor"),
+    ("partials", torch.tensor(1.0), ValueError, r"partials: got shape \[\], must be \[12, 7, 10\]"),
+    ("partials", None, TypeError, "partials: got None, must be a tensor"),
+    ("needs", [True], ValueError, r"needs: got \[True\], must be 2 bools, for the gradients of x, weight"),
     ("partials", torch.ones(12, 4, 10), ValueError, r"partials: got shape \[12, 4, 10\], must be \[12, 7, 10\]"),
     ("logits_dtype", torch.int64, TypeError, "logits_dtype: got torch.int64, must be float16"),
 ]
@@ -91,6 +98,13 @@ _CASES_BY_OP = {
     "experts_down": _IDS + _STORED + _DOWN,
     "experts_down_backward": [
         *_DOWN,
+        (
+            "needs",
+            [True] * 4,
+            ValueError,
+            r"needs: got \[.*\], must be 3 bools, for the gradients of y, weight, expert_",
+        ),
+        ("grad_output", torch.tensor(1.0), ValueError, r"grad_output: got shape \[\], must be \[6, 24\]"),
         ("grad_output", torch.ones(6, 9), ValueError, r"grad_output: got shape \[6, 9\], must be \[6, 24\]"),
         ("grad_output", torch.ones(6, 24).half(), TypeError, "grad_output: got dtype torch.float16, must be y's dtype"),
     ],

@@ -47,6 +47,13 @@ def test_results_match_the_oracle_of_the_decoded_weight(name, sizes, n_masks, dt
 
 
 @every_format
+@pytest.mark.parametrize("sizes", [(3, 0, 64), (3, 0, 0), (0, 5, 64), (3, 5, 0)])
+def test_empty_sizes_give_what_dense_weights_give(name: str, sizes: tuple[int, int, int]) -> None:
+    given, expected = stored_layer(name, torch.float32, *sizes, 2)
+    assert torch.equal(forward(*given).double(), expected)
+
+
+@every_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_strides_of_no_argument_matter(name: str, dtype: torch.dtype) -> None:
     given, _ = stored_layer(name, dtype, 6, 130, 264, 2)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import mglu_ops
+from mglu_ops.backends.cpu.build import BuildError
 from mglu_ops.formats import FORMATS
 from mglu_ops.nn import MGLU, MGLUExpertsFeedForward
 from mglu_ops.packaging import composite
@@ -286,6 +287,11 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
         one(inputs(4))
 
 
+class ByKeyword(nn.Module):
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return inputs["x"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -306,6 +312,7 @@ def test_two_packages_share_their_weights(tmp_path: Path) -> None:
         ({"backend": "composite", "shim": True}, "no operator to call"),
         ({"multi_arch": True}, "on GPUs of compute capability 8"),
         ({"model": nn.Linear(64, 3)}, "no MGLU layer"),
+        ({"model": ByKeyword()}, r"example_inputs: got float32 \[3, 64\], must be positional inputs of forward\(\*\*"),
     ],
 )
 def test_wrong_arguments_of_export_are_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
@@ -330,6 +337,20 @@ def test_a_package_rounds_x(tmp_path: Path, backend: str) -> None:
     info = mglu_ops.export(layer, (inputs(3),), tmp_path / "model.pt2", backend=backend)
     assert [layer.activation_format for layer in info.layers] == ["fp8_token"]
     torch.testing.assert_close(mglu_ops.load(tmp_path / "model.pt2")(inputs(5)), layer(inputs(5)))
+
+
+def test_the_compiler_of_cxx_has_a_launcher_and_options(tmp_path, monkeypatch):
+    from torch._inductor.cpp_builder import _is_gcc
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "env A=1 g++ -m64")
+    compiler = importlib.import_module("mglu_ops.packaging.export")._compiler
+    ((program,),) = compiler({}).values()
+    assert _is_gcc(program)
+    assert compiler({"cpp.cxx": ("g++",)}) == {"cpp.cxx": ("g++",)}
+    monkeypatch.setenv("CXX", "env 'unfinished")
+    with pytest.raises(BuildError, match='CXX: got "env \'unfinished", must be a command line'):
+        compiler({})
 
 
 def test_the_files_of_export_are_named_if_they_cannot_be_written(tmp_path: Path) -> None:
@@ -411,6 +432,39 @@ def warnings_of_export(module: nn.Module | ExportedProgram, path: Path, monkeypa
         with pytest.raises(NotCompiledError):
             mglu_ops.export(module, (torch.randn(3, 8),), path)
     return [str(each.message) for each in caught if "mglu_ops.export" in str(each.message)]
+
+
+class VariableArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = MGLU(8, 8)
+
+    def forward(self, *inputs: Tensor, **others: Tensor) -> Tensor:
+        return self.layer(inputs[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "shapes"),
+    [
+        (VariableArguments(), None),
+        (torch.compile(VariableArguments()), None),
+        (torch.compile(MGLU(8, 8)), None),
+        (torch.compile(MGLU(8, 8)), {"x": {0: Dim.AUTO}}),
+    ],
+)
+def test_any_signature_of_forward_is_taken(module, shapes, tmp_path, monkeypatch):
+    """The forward of the wrapper that torch.compile returns takes `*args`."""
+    compiled = []
+
+    def keep(program: ExportedProgram, **options: object) -> None:
+        compiled.append(program)
+        raise NotCompiledError
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", keep)
+    with pytest.raises(NotCompiledError):
+        mglu_ops.export(module.eval(), (torch.randn(3, 8),), tmp_path / "model.pt2", dynamic_shapes=shapes)
+    assert compiled[0].range_constraints
+    assert not any("_orig_mod" in name for name in compiled[0].state_dict)
 
 
 def test_a_model_in_training_mode_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,12 @@ from torch import Tensor
 import mglu_ops
 from mglu_ops import expert_ops, ops
 from mglu_ops.backends import reference
+from mglu_ops.backends.cpu.build import BuildError
 from mglu_ops.expert_calls import ExpertArguments
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.layer_call import LayerArguments
 from mglu_ops.packaging import library as build
-from mglu_ops.packaging.library import BuildError, build_runtime, source_directory
+from mglu_ops.packaging.library import build_runtime, source_directory
 
 pytest_plugins = ["library_fixtures"]
 pytestmark = [needs_compiler]
@@ -68,6 +69,15 @@ def test_a_compiler_error_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="unrecognized"):
         build_runtime(tmp_path, flags=["-fno-such-flag"])
     assert not list(tmp_path.iterdir())
+
+
+def test_the_build_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    build._run(
+        ["sh", "-c", "echo -- The compiler; echo '[1/2] Building a'; echo '[2/2] Linking'"], build._show_progress
+    )
+    assert capsys.readouterr().err == "[1/2] Building a\n[2/2] Linking\n"
+    with pytest.raises(BuildError, match=r"failed:\n\[1/2\] Building a\nno such file"):
+        build._run(["sh", "-c", "echo '[1/2] Building a'; echo no such file >&2; exit 1"], build._show_progress)
 
 
 def test_cmake_comes_from_the_path_or_from_its_python_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -253,6 +263,9 @@ def other_expert_calls() -> Iterator[Call]:
         given.packed_masks,
         make_experts(in_features=128, weight_format="fp8_block").given,
     )
+    large = torch.full((9, 1, 256), 20.0, dtype=torch.float16)  # products of 102400, above float16's range
+    large[0, 0, 0] = torch.inf
+    yield "experts_down", (large, large[1:, 0][None], torch.zeros(9, 1).int(), torch.full((9, 1), 0.25))
     yield from map(
         of_experts,
         (

@@ -28,7 +28,7 @@ from mglu_ops.packaging.seal import PackageError
 )
 def test_a_package_for_another_environment_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     write_small_package(tmp_path / "model.pt2", **changes)
-    with pytest.raises(PackageError, match=words):
+    with pytest.raises(mglu_ops.PackageError, match=words):
         mglu_ops.load(tmp_path / "model.pt2")
 
 

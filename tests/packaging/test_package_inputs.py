@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from exported import saved_and_loaded
@@ -15,16 +18,20 @@ from hypothesis import strategies as st
 from library_fixtures import model, once
 from processes import python
 from torch import Tensor, nn
+from torch._inductor.codegen.cpp_utils import cexpr
 from torch.export import Dim
+from torch.utils._sympy import solve
 
 import mglu_ops
 from mglu_ops.nn import MGLU
-from mglu_ops.packaging.describe import _conditions, _describe_inputs
+from mglu_ops.packaging.describe import _conditions, _describe_inputs, conditions_of_code
+from mglu_ops.packaging.export import _symbols_in_integers
 from mglu_ops.packaging.inputs import Expression, Sizes, dense_order, dense_strides
 from mglu_ops.packaging.package import InputInfo
 from mglu_ops.packaging.seal import PackageError
 
 pytest_plugins = ["library_fixtures"]
+export_module = importlib.import_module("mglu_ops.packaging.export")
 
 long = pytest.mark.long
 
@@ -272,6 +279,105 @@ def test_a_size_that_cannot_be_solved_is_refused() -> None:
         sizes.check({"x": torch.Size((2,)), "y": torch.Size((4,))})
     with pytest.raises(ValueError, match="compiled for s0 < 10 alone"):
         sizes.check({"x": torch.Size((2,)), "y": torch.Size((48,))})
+
+
+class Pooled(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(x, y)
+
+
+@pytest.mark.parametrize(
+    ("function", "condition"),
+    [
+        (lambda x, y: F.scaled_dot_product_attention(x, x, x), "x.shape[1]"),
+        (lambda x, y: F.scaled_dot_product_attention(x, torch.cat([y, x], 1), torch.cat([y, x], 1)), "x.shape[1]"),
+        (lambda x, y: x[:, -1], "x.shape[1]"),
+        (lambda x, y: F.adaptive_avg_pool1d(x.transpose(1, 2), 3), "x.shape[1]"),
+        (lambda x, y: x[: x.shape[0] // y.shape[1]], "y.shape[1]"),
+    ],
+)
+def test_sizes_for_which_the_code_would_end_the_process_are_refused(function, condition):
+    import torch.fx.experimental._config as symbolic
+
+    shapes = {0: Dim.AUTO, 1: Dim.AUTO}, {0: Dim.AUTO, 1: Dim.AUTO}
+    with symbolic.patch(backed_size_oblivious=True):
+        program = torch.export.export(
+            Pooled(function), (torch.ones(6, 5, 4), torch.ones(6, 3, 4)), dynamic_shapes=shapes
+        )
+    found = _describe_inputs(program)
+    sizes = Sizes(found, conditions_of_code(program.graph, program, found))
+    given = {"x": torch.Size((6, 5, 4)), "y": torch.Size((6, 3, 4))}
+    sizes.check(given)
+    name = condition[0]
+    with pytest.raises(ValueError, match=rf"compiled for {re.escape(condition)} >= 1 alone"):
+        sizes.check({**given, name: torch.Size((6, 0, 4))})
+
+
+def test_a_size_of_the_code_that_cannot_be_checked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor, which finds it, replaces errors by its own."""
+
+    def refuse(graph: object, program: object, inputs: object) -> list[str]:
+        raise PackageError("model: it is right for s77 // 2.5 >= 1 alone")
+
+    monkeypatch.setattr(export_module, "conditions_of_code", refuse)
+    with pytest.raises(ValueError, match=r"^model: it is right for s77 // 2.5 >= 1 alone$"):
+        mglu_ops.export(MGLU(8, 8).eval(), (torch.ones(3, 8),), tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+@long
+def test_attention_that_inductor_makes_of_products_is_refused_without_tokens(tmp_path: Path) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.layer = nn.MultiheadAttention(16, 2, batch_first=True), MGLU(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.attention(x, x, x)[0])
+
+    module, x = Attention().eval(), torch.randn(3, 5, 16)
+    info = mglu_ops.export(module, (x,), tmp_path / "model.pt2")
+    package = mglu_ops.load(tmp_path / "model.pt2")
+    torch.testing.assert_close(package(x[:2]), module(x[:2]).detach())
+    assert package.info.conditions == info.conditions
+    with pytest.raises(ValueError, match=r"compiled for x\.shape\[1\] >= 1 alone"):
+        package(x[:, :0])
+
+
+def test_symbols_are_computed_in_integers() -> None:
+    """In floating point, 1 / 49 * (13 * 49) is less than 13."""
+    rows, b, start = sympy.symbols("rows b start", integer=True)
+    before = solve.try_solve
+    with _symbols_in_integers():
+        for size in (49 * b, 49 * b + 3, start * b):
+            (_, solution) = solve.try_solve(sympy.Eq(size, rows), b)
+            for value in range(1, 200):
+                given = {rows: size.subs({b: value, start: 98}), start: 98}
+                assert solution.subs(given) == value
+            assert "1.0" not in cexpr(solution)
+    assert solve.try_solve is before
+
+
+@long
+def test_rows_that_are_a_multiple_of_49_are_all_computed(tmp_path: Path) -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = MGLU(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.view(x.shape[0] // 49, 49, 8)).sum(1)
+
+    module, shapes = Patches().eval(), ({0: 49 * Dim("b", max=64)},)
+    mglu_ops.export(module, (torch.randn(4 * 49, 8),), tmp_path / "model.pt2", dynamic_shapes=shapes)
+    package = mglu_ops.load(tmp_path / "model.pt2")
+    for b in (2, 13):
+        x = torch.randn(b * 49, 8)
+        torch.testing.assert_close(package(x), module(x).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_equal_sizes_name_both_inputs() -> None:

@@ -77,6 +77,21 @@ def test_a_damaged_package_is_refused(library: Path, packages: Path, tmp_path: P
         assert reason in process.stderr
 
 
+def test_the_program_explains_its_arguments(library: Path) -> None:
+    helped = run_package(library.parent, "--help")
+    assert helped.returncode == 0
+    assert helped.stdout.startswith("usage: run_package MODEL.pt2 [--weights FILE]")
+    for words, problem in (
+        ([], "a package is missing"),
+        (["model.pt2", "--times", "3"], "got the unknown option --times"),
+        (["model.pt2", "--time", "3x"], "--time: got '3x', must be a number of at least 0"),
+        (["model.pt2", "x.tensor"], "INPUT x.tensor has no RESULT"),
+    ):
+        refused = run_package(library.parent, *words)
+        assert refused.returncode == 2
+        assert problem in refused.stderr
+
+
 def test_a_wrong_result_is_noticed(library: Path, packages: Path) -> None:
     package, x, y = packages / "operator.pt2", packages / "x7.tensor", packages / "y7.tensor"
     assert run_package(library.parent, package, x, y, "--tolerance", "1e-12").returncode == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -80,10 +81,28 @@ def test_writes() -> None:
     assert list(memory.writes(storage, at[x], at[second])) == [first]
     assert list(memory.writes(storage, at[first], math.inf)) == [second]
     assert list(memory.writes("another", at[x], math.inf)) == []
+    assert [memory.last_write(x, at[x], end) for end in (at[first], at[second], math.inf)] == [None, first, second]
     assert [memory.is_written(node) for node in (x, view, y, copy)] == [True, True, False, True]
     assert [memory.is_given(node, at[copy]) for node in (x, view, y, copy)] == [True, True, True, False]
     assert memory.writes_inputs
     assert memory.returns_inputs
+
+
+@pytest.mark.parametrize("last", ["x", "y"])
+def test_storages_that_are_joined_share_only_later_writes(last: str) -> None:
+    graph = Graph()
+    given = {name: input_of(graph, name) for name in "xy"}
+    writes = {name: graph.call_method("neg_", (given[name],)) for name in sorted(given, key=lambda name: name == last)}
+    (x, y), (to_x, to_y) = given.values(), (writes[name] for name in given)
+    either = graph.call_function(lambda x, y: x, (x, y))  # may be a view of both
+    to_both = graph.call_method("neg_", (x,))
+    graph.output(either)
+    memory = Memory(graph)
+
+    def writers(node: Node) -> set[Node]:
+        return {writer for storage in memory.storages[node] for writer in memory.writes(storage, -1, math.inf)}
+
+    assert [writers(node) for node in (x, y)] == [{to_x, either, to_both}, {to_y, either, to_both}]
 
 
 def test_a_graph_that_writes_only_to_its_own_memory() -> None:

@@ -94,6 +94,7 @@ FUSED = (
     f"m = torch.zeros(64, dtype=torch.bool); m[i] = True; m = m.view(8, 8); a, b = W * m, W * ~m; {LAYER}; y",
     f"m = F.gumbel_softmax(torch.stack([L, -L], -1), hard=True)[..., 0]; a, b = W * m, W * (1 - m); {LAYER}; y",
     f"{MASKED}; y = F.silu(torch.linalg.matmul(x, a.T)) * torch.linalg.matmul(x, b.T); y",
+    f"{MASKED}; p, q = torch.einsum('...h,ndh->...nd', x, torch.stack([a, b])).unbind(-2); y = F.silu(p) * q; y",
     f"{MASKED}; y = (F.silu(a @ x.T) * (b @ x.T)).T; y",
     f"{MASKED}; t = x.cos(); y = F.silu(a @ t) * (b @ t); y",
     f"{MASKED}; p = F.linear(x, torch.stack([a, b], 1).flatten(0, 1)); y = F.silu(p[..., ::2]) * p[..., 1::2]; y",
@@ -119,9 +120,11 @@ NO_LAYERS = (
     f"j = P % 4 + 2**53 - 1; a, b = W * (j > 2**53 + 1), W * (j <= 2.0**53); {LAYER}; y",
     f"m = (P & 255).to(torch.uint8); m[0] = 256 - 255; a, b = W * m, W * (1 - m); {LAYER}; y",
     f"m = torch.round(torch.clamp(L.detach(), 0, 2)); a, b = W * m, W * (1 - m); {LAYER}; y",
+    f"m = torch.round(torch.clamp(L.detach(), -1, 1)); a, b = W * m, W * (1 - m); {LAYER}; y",
     f"m = torch.zeros(64).double(); m[i] = 2; m = m.view(8, 8); a, b = W * m, W * (1 - m); {LAYER}; y",
     f"m = F.gumbel_softmax(torch.stack([L, -L], -1), hard=True)[..., 0]; a, b = W * m, W * (m < 1); {LAYER}; y",
     f"{MASKED}; p = F.linear(x, torch.stack([a, b], 1).flatten(0, 1)); y = F.silu(p[..., 0::2]) * p[..., 0::2]; y",
+    f"{MASKED}; p = F.linear(x, torch.stack([a.T, b.T], 1).flatten(0, 1)); y = F.silu(p[..., ::2]) * p[..., 1::2]; y",
     f"{MASKED}; y = F.silu(a @ x.T) * (x @ b.T); y",
     f"{MASKED}; y = F.silu(v[:, None] * (a @ x.T)) * (b @ x.T); y",
     f"a, b = W * M * 0.5, W * ~M; {LAYER}; y",
@@ -187,6 +190,30 @@ def test_a_layer_in_a_region_is_fused_without_what_follows_it(region: str, train
         )
     torch.testing.assert_close(found[0].detach().clone(), wanted[0].detach().clone())
     assert [len(capture.report.fused), capture.reasons] == [1, []]
+
+
+def test_a_square_weight_and_its_transpose_are_two_layers() -> None:
+    """The masks are trusted to be binary, so that only the layout of the products tells."""
+
+    def function(x: Any, weight: Any, m: Any) -> Any:
+        return torch.nn.functional.silu(torch.nn.functional.linear(x, weight * m)) * (x @ (weight * (1 - m)))
+
+    given = [torch.randn(3, 8), torch.randn(8, 8), (torch.rand(8, 8) > 0.5).float()]
+    capture = Capture(assume_binary=True)
+    torch.testing.assert_close(capture.compile(function)(*given), function(*given))
+    assert not capture.report.fused
+
+
+def test_a_view_that_cannot_be_made_in_inference_mode_refuses_a_layer() -> None:
+    """The operator needs the transpose of a weight that was made outside, which AOTAutograd cannot view there."""
+
+    def function(x: Any, weight: Any, m: Any) -> Any:
+        with torch.inference_mode():
+            return torch.nn.functional.silu(x @ (weight * m)) * (x @ (weight * ~m))
+
+    capture = Capture()
+    capture.compile(function)(torch.randn(3, 8), torch.randn(8, 8), torch.rand(8, 8) > 0.5)
+    assert "the operator cannot run in the place of" in capture.reasons[0]
 
 
 def test_writes_after_enable_grad_in_no_grad() -> None:

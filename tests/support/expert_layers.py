@@ -82,11 +82,12 @@ def make_experts(
     activation_format: str = "dense",
     seed: int = 0,
 ) -> Experts:
-    """Random experts. A token without any expert is NaN: nobody must read it."""
+    """Random experts. A token without any expert is NaN, and so are mask weights without one: nobody must read them."""
     generator, stored = torch.Generator().manual_seed(seed), FORMATS[weight_format]
     ids = route(tokens, top_k, experts, routing, generator)
     x = torch.randn(tokens, in_features, generator=generator).to(dtype)
-    x[((ids < 0) | (ids >= experts)).all(1)] = torch.nan
+    has_no_expert = (ids < 0) | (ids >= experts)
+    x[has_no_expert.all(1)] = torch.nan
     dense = torch.randn(experts, out_features, in_features, generator=generator) / in_features**0.5
     weight, scale = dense.to(dtype), None
     exact_weight, exact_x = weight.double(), x.double()
@@ -100,6 +101,8 @@ def make_experts(
     masks = torch.rand(experts, n_masks, out_features, in_features, generator=generator) < 0.5
     packed = torch.stack([torch.ops.mglu.pack_masks(one) for one in masks])
     mask_weights = torch.rand(tokens, top_k, n_masks, generator=generator) if weighted else None
+    if mask_weights is not None:
+        mask_weights[has_no_expert] = torch.nan
     rest = activation, mask_weights, scale, weight_format, activation_format
     given = ExpertArguments.of_ids(x, weight, packed, ids.to(index_dtype), *rest)
     return Experts(given, masks, exact_x, exact_weight)
@@ -121,7 +124,7 @@ def slices(offs: Tensor) -> list[tuple[int, slice]]:
 
 
 def make_down(layer: Experts, weight_format: str = "dense", dtype: torch.dtype = torch.float32) -> DownArguments:
-    """Random arguments of `experts_down` for the ids of a layer. y is NaN in pairs without an expert."""
+    """Random arguments of `experts_down` for the ids of a layer. y and weights are NaN in pairs without an expert."""
     generator, (experts, _, d, h) = torch.Generator().manual_seed(1), layer.masks.shape
     ids, stored = layer.given.routing, FORMATS[weight_format]
     y = torch.randn(*ids.shape, d, generator=generator).to(layer.given.x.dtype)
@@ -130,7 +133,9 @@ def make_down(layer: Experts, weight_format: str = "dense", dtype: torch.dtype =
     weight = torch.stack([one for one, _ in pairs])
     scale = None if stored.is_dense else torch.stack([one for _, one in pairs])  # type: ignore[misc]
     weight = weight.to(y.dtype) if stored.is_dense else weight
-    return DownArguments(y, weight, ids, torch.rand(ids.shape, generator=generator).to(dtype), scale, weight_format)
+    expert_weights = torch.rand(ids.shape, generator=generator).to(dtype)
+    expert_weights[~layer.has_expert] = torch.nan
+    return DownArguments(y, weight, ids, expert_weights, scale, weight_format)
 
 
 def down_oracle(given: DownArguments) -> Tensor:

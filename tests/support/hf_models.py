@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from mglu_ops import transformers as mglu_transformers
 from mglu_ops.nn import MGLU
@@ -60,6 +64,20 @@ def frozen(model: Any) -> Any:
 def mglus(model: Any) -> list[MGLU]:
     """The MGLU modules of a model, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, MGLU)]
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Change the tensors of a saved model."""
+    file = folder / "model.safetensors"
+    safetensors.torch.save_file(change(safetensors.torch.load_file(file)), file, metadata={"format": "pt"})
+
+
+def loaded_from_disk(folder: Path, **options: Any) -> Any:
+    """Load a model so that accelerate reads its last layer from the disk at each call."""
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    options = {"device_map": places, "offload_folder": folder / "offload", **options}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 @torch.no_grad()

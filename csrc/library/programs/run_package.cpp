@@ -1,10 +1,4 @@
-// Runs a package in a process without Python, and compares its results with results of eager PyTorch.
-//
-//   run_package MODEL.pt2 [--weights FILE] [--time CALLS] [--tolerance ERROR] INPUT RESULT [INPUT RESULT ...]
-//
-// The model has one input and one result. INPUT and RESULT are files that mglu_ops.packaging.tensor_file wrote. FILE
-// was written by mglu_ops.export(..., weights=FILE), for packages without weights of their own. The exit code is 0 if
-// every result agrees to a relative error of ERROR (default 1e-5), 1 if one does not, 2 if something is wrong.
+// Runs a package in a process without Python, and compares its results with results of eager PyTorch (kUsage).
 #include <ATen/Parallel.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -87,6 +81,18 @@ void give_weights(torch::inductor::AOTIModelPackageLoader& model, const Tensors&
     model.load_constants(needed, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
 }
 
+constexpr const char* kUsage =
+    "usage: run_package MODEL.pt2 [--weights FILE] [--time CALLS] [--tolerance ERROR] INPUT RESULT [INPUT RESULT ...]\n"
+    "\n"
+    "Runs a package without Python, and compares its results with results of eager PyTorch.\n"
+    "\n"
+    "  INPUT RESULT       files of mglu_ops.packaging.tensor_file; the model has one input and one result\n"
+    "  --weights FILE     the file of mglu_ops.export(..., weights=FILE), for a package without weights of its own\n"
+    "  --time CALLS       also measure the time of a call, the best of five rounds of CALLS calls\n"
+    "  --tolerance ERROR  the largest relative error (default 1e-5)\n"
+    "\n"
+    "The exit code is 0 if all results agree, 1 if one does not, 2 if something is wrong.";
+
 double relative_error(const at::Tensor& result, const at::Tensor& expected) {
     if (result.sizes() != expected.sizes() || result.scalar_type() != expected.scalar_type())
         throw std::runtime_error("the result has another shape or dtype than RESULT");
@@ -103,21 +109,31 @@ struct Options {
     std::vector<std::string> files;
 };
 
-Options read_options(int count, char** words) {
+// The number in a word, which must be all of it and at least 0.
+template <class Number>
+Number read_number(const std::string& name, const std::string& word) {
+    std::istringstream stream(word);
+    Number number;
+    if (!(stream >> number) || !stream.eof() || !(number >= 0))
+        throw std::invalid_argument(name + ": got '" + word + "', must be a number of at least 0");
+    return number;
+}
+
+Options read_options(const std::vector<std::string>& words) {
     Options options;
-    for (int i = 1; i < count; ++i) {
-        const std::string word = words[i];
+    for (std::size_t i = 0; i < words.size(); ++i) {
+        const std::string& word = words[i];
         const bool takes_value = word == "--time" || word == "--tolerance" || word == "--weights";
-        if (takes_value && i + 1 == count) throw std::invalid_argument(word + " needs a value");
-        if (word == "--time") options.calls = std::stoi(words[++i]);
-        else if (word == "--tolerance") options.tolerance = std::stod(words[++i]);
+        if (takes_value && i + 1 == words.size()) throw std::invalid_argument(word + " needs a value");
+        if (word == "--time") options.calls = read_number<int>(word, words[++i]);
+        else if (word == "--tolerance") options.tolerance = read_number<double>(word, words[++i]);
         else if (word == "--weights") options.weights = words[++i];
+        else if (word.rfind("--", 0) == 0) throw std::invalid_argument("got the unknown option " + word);
         else if (options.package.empty()) options.package = word;
         else options.files.push_back(word);
     }
-    if (options.package.empty() || options.files.size() % 2 != 0)
-        throw std::invalid_argument(
-            "usage: run_package MODEL.pt2 [--weights FILE] [--time CALLS] [--tolerance ERROR] INPUT RESULT ...");
+    if (options.package.empty()) throw std::invalid_argument("a package is missing (--help shows the usage)");
+    if (options.files.size() % 2 != 0) throw std::invalid_argument("INPUT " + options.files.back() + " has no RESULT");
     return options;
 }
 
@@ -161,7 +177,10 @@ int run(const Options& options) {
 
 int main(int count, char** words) {
     try {
-        return run(read_options(count, words));
+        const std::vector<std::string> given(words + 1, words + count);
+        for (const std::string& word : given)
+            if (word == "--help" || word == "-h") return std::cout << kUsage << std::endl, 0;
+        return run(read_options(given));
     } catch (const std::exception& error) {
         std::cerr << "run_package: " << error.what() << std::endl;
         return 2;

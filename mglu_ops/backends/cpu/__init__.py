@@ -76,6 +76,8 @@ class Cpu(Backend):
     def prepare(self, call: LayerCall, launch: str | None = None) -> PreparedCall:
         """Prepare a supported call for any tensors; `launch` forces an instruction set of `ISAS`.
 
+        Without masks, as `experts_down` describes an expert, the result is `x W^T` in float32.
+
         Raises:
             BuildError: the kernels could not be built.
         """
@@ -214,10 +216,14 @@ class _Call:
 
 
 class CpuCall(_Call):
-    """A prepared call of `mglu::forward`."""
+    """A prepared call of `mglu::forward`, or of the product `x W^T` in float32."""
+
+    def __init__(self, library: Library, call: LayerCall, launch: str | None) -> None:
+        super().__init__(library, call, launch)
+        self._out_dtype = call.dtype if call.n_masks else torch.float32
 
     def __call__(self, given: LayerArguments) -> Tensor:
-        out = given.x.new_empty(self._shape)
+        out = given.x.new_empty(self._shape, dtype=self._out_dtype)
         self._run(given, out, 0)
         return out
 

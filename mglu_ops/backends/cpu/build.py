@@ -6,8 +6,10 @@ when it runs.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,7 +30,7 @@ FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off
 
 
 class BuildError(RuntimeError):
-    """No C++ compiler was found, or it refused the kernels; the message then has its log."""
+    """A tool that a build needs is missing, or the C++ compiler refused a source; the message then has its log."""
 
 
 @cache
@@ -55,34 +57,66 @@ def load_library(load: Callable[[Path], T], folder: Path | None = None) -> T:
     return obtain(_artifact(), _build, lambda path, _: load(path), folder)
 
 
-def find_compiler() -> list[str]:
-    """Return the command line in `$CXX` (with its options), else the first of `COMPILERS` on the path.
+def find_compiler(command: str | None = None) -> list[str]:
+    """Return the command line of the C++ compiler, with the path of its first program.
+
+    It is `command`, else `$CXX`, either with a launcher and options or without, as `ccache g++ -m64`; else the first of
+    `COMPILERS` on the path.
 
     Raises:
-        BuildError: no compiler was found, or `CXX` is not a command line.
+        BuildError: no compiler was found, or the text is not a command line.
     """
-    wanted = _wanted()
-    for command in [wanted] if wanted else [[name] for name in COMPILERS]:
-        if program := shutil.which(command[0]):
-            return [program, *command[1:]]
-    names = f"CXX={shlex.join(wanted)}" if wanted else ", ".join(COMPILERS)
+    wanted = _words_of_cxx() if command is None else _words("compiler", command)
+    for words in [wanted] if wanted else [[name] for name in COMPILERS]:
+        if program := shutil.which(words[0]):
+            return [os.path.abspath(program), *words[1:]]
+    given = "CXX" if command is None else "compiler"
+    names = f"{given}={shlex.join(wanted)}" if wanted else ", ".join(COMPILERS)
     raise BuildError(f"there is no C++ compiler on the path ({names}); install g++ or clang++, or set CXX")
 
 
-def _wanted() -> list[str]:
-    """Return the command line in `CXX`, or an empty list."""
-    text = os.environ.get("CXX", "")
+def as_program(command: Sequence[str], folder: Path) -> str:
+    """Return one program that runs a command line, for tools that take no more: itself, or a script in `folder`.
+
+    The name of the script has the name of the compiler, by which torch tells GCC from Clang.
+    """
+    if len(command) == 1:
+        return command[0]
+    text = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
+    names = "-".join(Path(word).name for word in command if not word.startswith("-"))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    script = folder / f"{re.sub(r'[^a-zA-Z0-9+.]', '-', names)[:100]}-{digest}"
+    if not script.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = script.with_name(f"{script.name}.{os.getpid()}.tmp")
+        temporary.write_text(text)
+        temporary.chmod(0o755)
+        os.replace(temporary, script)
+    return str(script)
+
+
+def _words(name: str, text: str) -> list[str]:
     try:
-        words = shlex.split(text)
+        return shlex.split(text)
     except ValueError as error:
-        raise BuildError(f"CXX: got {text!r}, must be a command line: {error}") from error
+        raise BuildError(f"{name}: got {text!r}, must be a command line: {error}") from error
+
+
+def _words_of_cxx() -> list[str]:
+    """Return the words of `CXX`; none if it is empty or not set."""
+    return _words("CXX", os.environ.get("CXX", ""))
+
+
+def _options() -> list[str]:
+    """Return the options in `CXX`, which hold for all CPUs."""
+    words = _words_of_cxx()
     for word in words:
         if word.endswith("=native"):
             raise BuildError(
-                f"CXX: got {text!r}, must not have {word}: other CPUs may find the library in the cache, and its "
-                "kernels choose their instruction set when they run"
+                f"CXX: got {os.environ['CXX']!r}, must not have {word}: other CPUs may find the library in the cache, "
+                "and its kernels choose their instruction set when they run"
             )
-    return words
+    return list(dropwhile(lambda word: not word.startswith("-"), words))
 
 
 def settings() -> tuple[str | None, ...]:
@@ -95,14 +129,13 @@ def _artifact() -> Artifact:
     folder = source_directory()
     shared = (folder.parent / "cuda" / name for name in ("packed_masks.cuh", "weight_formats.cuh"))
     sources = sorted((*folder.glob("*.cpp"), *folder.glob("*.h"), *shared))
-    options = dropwhile(lambda word: not word.startswith("-"), _wanted())
     return Artifact(
         name=f"cpu-{platform.machine()}",
         suffix=".so",
         inputs=(
             *(path.name + path.read_text(encoding="utf-8") for path in sources),
             *FLAGS,
-            *options,
+            *_options(),
             platform.machine(),
         ),
         activity="building the CPU kernels with the C++ compiler",
