@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 import mglu_ops
+from compile_passes import fusion
 from compile_passes.entry import NoFusion
 from compile_passes.fusion import FusionError, FusionPass
 from compile_passes.report import FusionReport
@@ -129,6 +131,20 @@ def test_inductor_without_passes_is_reported(strict: bool) -> None:
     expected = pytest.raises(Exception, match=UNUSED) if strict else pytest.warns(UserWarning, match=UNUSED)
     with expected:
         trace(layer(), use_pre_grad_passes=False)
+
+
+def test_graphs_that_inductor_keeps_belong_to_the_sources_of_the_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hash of the sources is a part of the key of Inductor's cache."""
+    monkeypatch.setattr(fusion, "__file__", str(tmp_path / "fusion.py"))
+    hashes = set()
+    for text in ("a = 1", "a = 2"):
+        (tmp_path / "rules.py").write_text(text)
+        fusion._source_hash.cache_clear()
+        hashes.add(FusionPass(FusionReport()).uuid())
+    fusion._source_hash.cache_clear()
+    assert len(hashes) == 2
 
 
 # --- Strict and assume_binary ----------------------------------------------------------------------------------------

@@ -105,6 +105,17 @@ def test_storages_that_are_joined_share_only_later_writes(last: str) -> None:
     assert [writers(node) for node in (x, y)] == [{to_x, either, to_both}, {to_y, either, to_both}]
 
 
+def test_the_last_write_to_several_storages() -> None:
+    graph = Graph()
+    x, y, pair = input_of(graph, "x"), input_of(graph, "y"), graph.placeholder("pair")
+    pair.meta["example_value"] = (x.meta["example_value"], y.meta["example_value"])
+    graph.call_method("neg_", (x,))
+    graph.call_method("neg_", (y,))
+    last = graph.call_method("neg_", (x,))
+    graph.output(pair)
+    assert Memory(graph).last_write(pair, -1, math.inf) is last
+
+
 def test_a_graph_that_writes_only_to_its_own_memory() -> None:
     graph = Graph()
     copy = graph.call_method("clone", (input_of(graph, "x"),))

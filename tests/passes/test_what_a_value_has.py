@@ -93,6 +93,7 @@ FUSED = (
     f"m = torch.zeros(64).double(); m[i] = 1; m = m.view(8, 8); a, b = W * m, W * (1 - m); {LAYER}; y",
     f"m = torch.zeros(64, dtype=torch.bool); m[i] = True; m = m.view(8, 8); a, b = W * m, W * ~m; {LAYER}; y",
     f"m = F.gumbel_softmax(torch.stack([L, -L], -1), hard=True)[..., 0]; a, b = W * m, W * (1 - m); {LAYER}; y",
+    f"a, b = W.to(W.dtype) * M, W * ~M; {LAYER}; y",
     f"{MASKED}; y = F.silu(torch.linalg.matmul(x, a.T)) * torch.linalg.matmul(x, b.T); y",
     f"{MASKED}; p, q = torch.einsum('...h,ndh->...nd', x, torch.stack([a, b])).unbind(-2); y = F.silu(p) * q; y",
     f"{MASKED}; y = (F.silu(a @ x.T) * (b @ x.T)).T; y",
