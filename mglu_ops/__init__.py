@@ -14,17 +14,20 @@ if TYPE_CHECKING:
     from .dispatch import explain_dispatch
     from .expert_dispatch import explain_experts_dispatch
     from .masks import check_packed_masks
-    from .nn import freeze, quantize
+    from .nn import dequantize, freeze, quantize
     from .packaging.export import export
     from .packaging.library import build_runtime, load_library
     from .packaging.load import load, load_weights
+    from .packaging.seal import PackageError
     from .passes import disable_fusion, enable_fusion, fuse, fusion, fusion_report
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PackageError",
     "build_runtime",
     "check_packed_masks",
+    "dequantize",
     "disable_fusion",
     "enable_fusion",
     "expert_ops",
@@ -50,10 +53,11 @@ _NAMES_OF = {
     "dispatch": ("explain_dispatch",),
     "expert_dispatch": ("explain_experts_dispatch",),
     "masks": ("check_packed_masks",),
-    "nn": ("freeze", "quantize"),
+    "nn": ("dequantize", "freeze", "quantize"),
     "packaging.export": ("export",),
     "packaging.library": ("build_runtime", "load_library"),
     "packaging.load": ("load", "load_weights"),
+    "packaging.seal": ("PackageError",),
     "passes": ("disable_fusion", "enable_fusion", "fuse", "fusion", "fusion_report"),
 }
 _DEFINED_IN = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -1,4 +1,4 @@
-"""Modules: MGLU, feed-forward blocks, mixtures of experts, the naive layers, baselines, `freeze` and `quantize`.
+"""Modules: MGLU, feed-forward blocks, mixtures of experts, the naive layers, baselines, `freeze`, `quantize` and back.
 
 For training: `parameter_groups` for the optimizer, and statistics about masks for the log. For ONNX: `decompose`.
 """
@@ -11,9 +11,9 @@ from .freezing import freeze
 from .mask_statistics import MaskStatistics, flip_ratio, gate_ratio, mask_agreement
 from .mglu import MGLU
 from .naive import NaiveMGLU
-from .optimizer import parameter_groups
+from .optimizer import check_mask_lr, parameter_groups
 from .packed_buffers import check_masks
-from .quantizing import quantize
+from .quantizing import dequantize, quantize
 
 __all__ = [
     "GLU",
@@ -29,8 +29,10 @@ __all__ = [
     "NaiveMGLUExperts",
     "ReMGLU",
     "SwiMGLU",
+    "check_mask_lr",
     "check_masks",
     "decompose",
+    "dequantize",
     "flip_ratio",
     "freeze",
     "gate_ratio",

@@ -1,9 +1,10 @@
-"""Checks of constructor arguments. Each error names the argument, what it was and what it must be."""
+"""Checks of the arguments of modules. Each error names the argument, what it was and what it must be."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from ..checks import FLOATING
 from ..formats import WeightFormat, get_format
 from ..masks import MAX_MASKS
+from ..sizes import same_sizes
 
 WEIGHT_INITS = ("paper", "leveled")
 
@@ -77,6 +79,74 @@ def check_masks(n_masks: int, learnable_masks: object, top_k: object, name_of_to
     check_flags(learnable_masks=learnable_masks)
     if top_k is not None:
         check_int(name_of_top_k, top_k, n_masks, f"None or an int from 1 to n_masks={n_masks}")
+
+
+def check_options(module: nn.Module, options: Mapping[str, object], known: type) -> None:
+    """Check the names of keyword arguments that a constructor passes on, so that the error names the module's class.
+
+    Args:
+        module: the module whose constructor was called.
+        options: what it passes on.
+        known: a TypedDict with the names of all options that it may pass on.
+
+    Raises:
+        TypeError: a name is not known.
+    """
+    names = known.__optional_keys__  # type: ignore[attr-defined] # a TypedDict's
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        constructors = [vars(cls)["__init__"] for cls in type(module).__mro__ if "__init__" in vars(cls)]
+        parameters = [one for init in constructors for one in inspect.signature(init).parameters.values()]
+        allowed = sorted(names | {one.name for one in parameters if one.kind is one.KEYWORD_ONLY})
+        raise TypeError(
+            f"{type(module).__name__}: got an unknown argument {unknown[0]}={options[unknown[0]]!r}, must be one of "
+            f"{', '.join(allowed)}"
+        )
+
+
+def check_x(
+    x: object,
+    weight: Tensor | None,
+    in_features: int | None,
+    *,
+    takes_dtype: bool = True,
+    name: str = "x",
+    name_of_size: str = "in_features",
+) -> None:
+    """Check the input of a layer before other checks and torch's own, which would blame the weight.
+
+    Args:
+        x: the input.
+        weight: what x is multiplied by; None if it is not known before the layer is called.
+        in_features: the last size of x; None if it is checked elsewhere.
+        takes_dtype: whether x must have the weight's dtype, unless autocast is enabled.
+        name: what the message calls x.
+        name_of_size: what the message calls `in_features`.
+
+    Raises:
+        TypeError: x is not a tensor, or has another dtype than the weight.
+        ValueError: x is on another device than the weight, or its last size is another one.
+    """
+    if not isinstance(x, Tensor):  # torch's own message would contain all values of a list or an array
+        raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, must be a tensor")
+    if weight is not None:
+        if x.device != weight.device:
+            raise ValueError(f"{name}: got device {x.device}, must be the module's device {weight.device}")
+        if takes_dtype and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name}: got dtype {x.dtype}, must be the module's dtype {weight.dtype}, or use autocast")
+    if in_features is not None and not same_sizes(x.shape[-1:], (in_features,)):
+        raise ValueError(f"{name}: got shape {list(x.shape)}, must be [..., {name_of_size}] = [..., {in_features}]")
+
+
+def weight_of_linear(linear: nn.Module | None) -> Tensor | None:
+    """The weight of an `nn.Linear` before it is called, or None if the call may compute with another tensor.
+
+    FSDP, accelerate and adapters gather, load or change the weight when the module is called.
+    """
+    if type(linear) is not nn.Linear or linear._forward_pre_hooks or "forward" in vars(linear):
+        return None
+    weight = linear._parameters.get("weight")
+    return weight if type(weight) is nn.Parameter and weight.dtype in FLOATING else None
 
 
 def check_model(model: object) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activations import get_activation
-from .arguments import check_dtype, check_flags, check_sizes
+from .arguments import check_dtype, check_flags, check_sizes, check_x, weight_of_linear
 
 
 class GLU(nn.Module):
@@ -56,7 +56,13 @@ class GLU(nn.Module):
                 projection.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x `[..., in_features]` to `[..., out_features]`."""
+        """Map x `[..., in_features]` to `[..., out_features]`.
+
+        Raises:
+            TypeError: x is not a tensor, or without autocast its dtype differs from the weights'.
+            ValueError: x is on another device than the weights, or its last size is not in_features.
+        """
+        _check_x(x, self.up_proj)
         value = self.up_proj(x)
         gate = value if self.gate_proj is None else self.gate_proj(x)
         return get_activation(self.activation).forward(gate) * value
@@ -94,7 +100,12 @@ class LU(nn.Module):
         self.up_proj.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x `[..., in_features]` to `[..., out_features]`."""
+        """Map x `[..., in_features]` to `[..., out_features]`.
+
+        Raises:
+            TypeError, ValueError: as in `GLU`.
+        """
+        _check_x(x, self.up_proj)
         return get_activation(self.activation).forward(self.up_proj(x))
 
     def extra_repr(self) -> str:
@@ -106,3 +117,8 @@ def _check(in_features: int, out_features: int, activation: str, bias: bool, dty
     get_activation(activation)
     check_flags(bias=bias)
     check_dtype(dtype)
+
+
+def _check_x(x: object, projection: nn.Module) -> None:
+    if not isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
+        check_x(x, weight_of_linear(projection), getattr(projection, "in_features", None))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import expert_ops
 from ..expert_calls import inverse_of, sort_pairs
 from ..layer_call import as_rows
-from .arguments import check_dtype, check_flags, check_int, check_sizes
+from .arguments import check_dtype, check_flags, check_int, check_options, check_sizes, check_x, weight_of_linear
 from .feed_forward import FeedForwardOptions
 from .masked_linear import MaskedLinear, UnroutedOptions
 from .mglu import MGLU
@@ -235,7 +235,17 @@ class ExpertsDown(_Stack):
         ValueError: an argument is out of range or of another type.
     """
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int, **options: Any) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        weight_format: str = "dense",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options = {"weight_format": weight_format, "device": device, "dtype": dtype}
         super().__init__(num_experts, in_features, out_features, **options)
         self.reset_parameters()
 
@@ -248,9 +258,12 @@ class ExpertsDown(_Stack):
             expert_weights: floating `[tokens, K]`.
 
         Raises:
-            TypeError, ValueError: as in `mglu::experts_down`, or a loader has replaced a stored weight without its
-                scales.
+            TypeError, ValueError: as in `mglu::experts_down`, or a stored weight was replaced without its scales.
         """
+        check_x(y, self._parameters.get("weight"), None, takes_dtype=self.weight_format == "dense", name="y")
+        for name, tensor in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: got {type(tensor).__name__}, must be a tensor")
         if self.weight_format != "dense" and not torch.compiler.is_compiling():
             self.check_pair()
         weight, scale = self.on_rank(self.weight), self.on_rank(self.weight_scale)
@@ -273,9 +286,15 @@ def weighted_sum(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, e
 
     On a rank that holds a part of the experts, it is the sum over these.
     """
-    if layer.experts.first_expert:
-        expert_ids = expert_ids - layer.experts.first_expert  # ids of other ranks' experts leave the range
+    first_expert = adapted(layer.experts).first_expert
+    if first_expert:
+        expert_ids = expert_ids - first_expert  # ids of other ranks' experts leave the range
     return layer.down_proj(layer.experts(x, expert_ids), expert_ids, expert_weights)
+
+
+def adapted(module: Any) -> Any:
+    """The module inside an adapter of PEFT, which has none of its attributes; any other module itself."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 class MGLUExpertsFeedForward(nn.Module):
@@ -318,11 +337,12 @@ class MGLUExpertsFeedForward(nn.Module):
         mask_top_k: int | None = None,
         **options: Unpack[ExpertsFeedForwardOptions],
     ) -> None:
+        check_options(self, options, ExpertsFeedForwardOptions)
         check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_int("top_k", top_k, num_experts, f"an int from 1 to num_experts={num_experts}")
         check_flags(norm_topk_prob=norm_topk_prob)
         super().__init__()
-        self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
+        self.hidden_size, self.top_k, self.norm_topk_prob = hidden_size, top_k, norm_topk_prob
         check_dtype(options.get("dtype"))
         kind: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, **kind)
@@ -345,9 +365,11 @@ class MGLUExpertsFeedForward(nn.Module):
         Raises:
             TypeError, ValueError: as in `MGLUExperts`.
         """
-        self.experts.check_input(x)
+        check_x(x, weight_of_linear(self.gate), self.hidden_size, name_of_size="hidden_size")
+        experts = adapted(self.experts)
+        experts.check_input(x)
         logits = self.gate(x)
-        weights, ids = route(self.experts.on_rank(logits), self.top_k, self.norm_topk_prob)
+        weights, ids = route(experts.on_rank(logits), self.top_k, self.norm_topk_prob)
         y = self.combine(self, as_rows(x), as_rows(ids), as_rows(weights))
         y = torch.ops.aten._unsafe_view(y, x.shape)  # FSDP warns of a module that returns a view
         return (y, logits) if output_router_logits else y

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from .arguments import check_sizes
+from .arguments import check_options, check_sizes
 from .masked_linear import MaskedOptions
 from .mglu import MGLU
 
@@ -38,6 +38,7 @@ class MGLUFeedForward(nn.Module):
     """
 
     def __init__(self, hidden: int, intermediate: int, **options: Unpack[FeedForwardOptions]) -> None:
+        check_options(self, options, FeedForwardOptions)
         check_sizes(hidden=hidden, intermediate=intermediate)
         super().__init__()
         self.mglu = MGLU(hidden, intermediate, **options)
@@ -49,7 +50,11 @@ class MGLUFeedForward(nn.Module):
         self.down_proj.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x `[..., hidden]` to `[..., hidden]`."""
+        """Map x `[..., hidden]` to `[..., hidden]`.
+
+        Raises:
+            TypeError, ValueError: as in `MGLU`.
+        """
         return self.down_proj(self.mglu(x))
 
 

@@ -14,7 +14,7 @@ from ..activations import get_activation
 from ..checks import FLOATING
 from ..formats import check_activation_format, get_format
 from ..masks import check_layout, check_padding, clear_padding_, n_masks_of, packed_shape
-from .arguments import WEIGHT_INITS, check_masks, check_weight_init
+from .arguments import WEIGHT_INITS, check_masks, check_weight_init, check_x, weight_of_linear
 from .leveling import level_gain
 from .stored_linear import StoredLinear, dtype_problem
 
@@ -142,25 +142,19 @@ class MaskedLinear(StoredLinear):
             nn.init.normal_(self.mask_logits, std=LOGITS_STD)
 
     def check_input(self, x: Tensor) -> None:
-        """Check x against this module first: the errors of later checks would blame the weight for a wrong x.
+        """Check x against this module.
 
         Raises:
-            TypeError: x is not a tensor, or has another dtype than a dense weight, without autocast.
+            TypeError: x is not a tensor, or has another dtype than a dense weight or the router, without autocast.
             ValueError: x is on another device than the weight, its last size is not in_features, or `check_pair` fails.
         """
-        if not isinstance(x, Tensor):  # torch's own message would contain all values of a list or an array
-            raise TypeError(f"x: got {'None' if x is None else type(x).__name__}, must be a tensor")
         weight = self._parameters.get("weight")  # None if it is parametrized, because computing it takes time
-        if weight is not None:
-            if x.device != weight.device:
-                raise ValueError(f"x: got device {x.device}, must be the module's device {weight.device}")
-            is_dense = weight.dtype in FLOATING and self.weight_format == "dense"  # the operator checks other dtypes
-            if self.weight_format != "dense" and not torch.compiler.is_compiling():
-                self.check_pair()
-            if is_dense and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-                raise TypeError(f"x: got dtype {x.dtype}, must be the module's dtype {weight.dtype}, or use autocast")
-        if self.router is not None and x.shape[-1:] != (self.in_features,):
-            raise ValueError(f"x: got shape {list(x.shape)}, must be [..., in_features] = [..., {self.in_features}]")
+        is_dense = weight is not None and weight.dtype in FLOATING and self.weight_format == "dense"
+        check_x(x, weight, self.in_features, takes_dtype=is_dense)  # the operator checks other dtypes
+        if self.router is not None and not is_dense:
+            check_x(x, weight_of_linear(self.router), None)
+        if self.weight_format != "dense" and not torch.compiler.is_compiling():
+            self.check_pair()
 
     def mask_weights(self, x: Tensor) -> Tensor | None:
         """Return mask weights `[..., n_masks]`, or None without a router.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
-from .arguments import as_parameter, check_flags, check_router, check_weight_and_masks
+from .arguments import as_parameter, check_flags, check_options, check_router, check_weight_and_masks
 from .masked_linear import MaskedLinear, MaskedOptions
 from .packed_buffers import check_masks_in_use
 from .torchao_weights import is_of_torchao, unpacked
@@ -73,6 +73,7 @@ class MGLU(MaskedLinear):
         router: `nn.Linear(in_features, n_masks, bias=False)`; None without `top_k`.
 
     Raises:
+        TypeError: there is no argument of that name.
         ValueError: an argument is out of range or of another type.
     """
 
@@ -87,6 +88,7 @@ class MGLU(MaskedLinear):
         save_activations: bool = True,
         **options: Unpack[MaskedOptions],
     ) -> None:
+        check_options(self, options, MaskedOptions)
         check_flags(save_activations=save_activations)
         super().__init__(in_features, out_features, **options)
         self.save_activations = save_activations

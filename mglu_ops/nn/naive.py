@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations import get_activation
-from .arguments import check_flags
+from .arguments import check_flags, check_options
 from .masked_linear import MaskedLinear, MaskedOptions
 from .packed_buffers import check_masks_in_use
 
@@ -54,6 +54,7 @@ class NaiveMGLU(MaskedLinear):
         mask_value: bool = True,
         **options: Unpack[MaskedOptions],
     ) -> None:
+        check_options(self, options, MaskedOptions)
         check_flags(bias=bias, mask_gate=mask_gate, mask_value=mask_value)
         if not (mask_gate or mask_value):
             raise ValueError("mask_gate, mask_value: got False for both, must be True for one; see GLU(shared=True)")

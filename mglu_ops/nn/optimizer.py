@@ -17,6 +17,9 @@ from .mask_logits import Selection, logits_of_modules, parameters_with_owners, s
 LEVELED_MASK_LR = 0.3
 """The default learning rate of masks as a fraction of the weights' rate, for layers with `weight_init="leveled"`."""
 
+LR_RATIO = "lr_ratio"
+"""The key of a group with its learning rate as a multiple of the weights'."""
+
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 
@@ -59,8 +62,9 @@ def parameter_groups(
             no `_orig_mod`, which `torch.compile` inserts.
 
     Returns:
-        One dict for each group with `params`, `lr`, `weight_decay` and `name`, as in the table. Pass the list to the
-        optimizer, and find groups by their name in `optimizer.param_groups`.
+        One dict for each group with `params`, `lr`, `weight_decay` and `name`, as in the table, and `lr_ratio`, its
+        rate divided by `lr`, for `check_mask_lr`. Pass the list to the optimizer, and find groups by their name in
+        `optimizer.param_groups`.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, a rate or the decay is not a number, or `mask_logits` is not as above.
@@ -95,6 +99,7 @@ def parameter_groups(
             "params": [parameter for parameter, of in found.items() if of == (rank, rate)],
             "lr": rate,
             "weight_decay": weight_decay if _RANK[rank] == "weights" else 0.0,
+            LR_RATIO: rate / lr if lr else math.nan,
         }
         for rank, rate in sorted(set(found.values()))
     ]
@@ -102,6 +107,41 @@ def parameter_groups(
     warn_of_unnamed_logits("parameter_groups", model, mask_logits, unnamed, stacklevel=2)
     _warn_of_mixture(groups)
     return groups
+
+
+def check_mask_lr(optimizer: Any) -> None:
+    """Check that a scheduler has left the masks their own learning rate; call it after creating the scheduler.
+
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=1000)
+        check_mask_lr(optimizer)  # raises an error if the masks should have another rate
+
+    Schedulers that multiply rates keep the ratio of masks and weights that `parameter_groups` has set. Others take one
+    rate for all groups and overwrite the masks': `OneCycleLR` and `CyclicLR`, unless their rates are lists with one
+    rate for each group. Groups that `parameter_groups` has not made are not checked, nor are those of an optimizer
+    without weights or norms.
+
+    Args:
+        optimizer: an optimizer, or a wrapper of one that has `param_groups`.
+
+    Raises:
+        TypeError: it has no `param_groups`.
+        ValueError: the rate of a group of mask logits is another multiple of the weights' rate than in
+            `parameter_groups`, by more than a thousandth.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        raise TypeError(f"optimizer: got {type(optimizer).__name__}, must be an optimizer with param_groups")
+    rates = [float(group["lr"]) for group in groups if group.get("name") in ("weights", "no_decay")]
+    for group in groups if rates else ():
+        wanted = group.get(LR_RATIO, math.nan) * rates[0]
+        if group.get("name") == "mask_logits" and abs(float(group["lr"]) - wanted) > 1e-3 * wanted:
+            listed = ", ".join(f"{group.get('name')} {float(group['lr']):g}" for group in groups)
+            raise ValueError(
+                f"optimizer: got the learning rates {listed}, must be {wanted:g} for mask_logits, "
+                f"{group[LR_RATIO]:g} times the weights': a scheduler has overwritten it; give OneCycleLR and "
+                "CyclicLR lists with one rate for each group, such as max_lr=[group['lr'] for group in "
+                "optimizer.param_groups]"
+            )
 
 
 def _mask_rates(model: nn.Module, selection: Selection, lr: float, mask_lr: float | None) -> dict[nn.Parameter, float]:

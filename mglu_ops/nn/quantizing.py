@@ -157,7 +157,7 @@ def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterabl
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of the first floating-point parameter that is neither a stored weight nor scales, or torch's default."""
+    """The dtype of the first floating-point parameter other than stored weights and scales, or torch's default."""
     stored = {
         parameter
         for module in model.modules()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..checks import FLOATING
-from ..formats import WeightFormat, get_format
+from ..formats import WeightFormat, check_scale, get_format
+from ..sizes import ceil_div
 from .arguments import check_columns, check_dtype, check_sizes
 
 if TYPE_CHECKING:
@@ -19,8 +23,54 @@ if TYPE_CHECKING:
 
 SCALE = "weight_scale"
 
-_REGISTERED = "_mglu_registered"
-"""The attribute of the weight and the scales that a module had when one of the two was registered. Copies lack it."""
+_PAIR = "_mglu_pair"
+"""The attribute of a stored weight and of its scales that says that they belong together: the same text."""
+
+_NOT_CAST = "_ddp_ignored"
+"""The attribute of tensors that `DistributedDataParallel` does not cast for mixed precision."""
+
+
+class _Shard(Tensor):
+    """What a rank of FSDP2 holds of a stored weight or its scales. FSDP2 gathers it without its mixed precision.
+
+    FSDP2 casts what it gathers if the dtype is floating, as float8_e4m3fn is, unless the tensor on a rank has the two
+    methods of an extension. The other methods are those by which FSDP2 moves, pads and cuts the tensor on a rank. All
+    other operations return ordinary tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # as in torch's subclasses
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """What this rank sends: its part, padded to the size of the first rank's."""
+        rows = ceil_div(outer_size[0], mesh.size())
+        if self.shape[0] == rows:
+            return (self,), None
+        padded = self.new_zeros((rows, *outer_size[1:]))
+        Tensor.narrow(padded, 0, 0, self.shape[0]).copy_(self)
+        return (padded,), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole tensor, whose memory FSDP2 owns. It has filled `out` already, if that is given."""
+        return (gathered[0], ()) if out is None else None
+
+    def new_zeros(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().new_zeros(*args, **kwargs).as_subclass(_Shard)
+
+    def narrow(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().narrow(*args, **kwargs).as_subclass(_Shard)
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().to(*args, **kwargs).as_subclass(_Shard)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().cpu(*args, **kwargs).as_subclass(_Shard)
+
+    def pin_memory(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().pin_memory(*args, **kwargs).as_subclass(_Shard)
 
 
 class StoredLinear(nn.Module):
@@ -73,23 +123,83 @@ class StoredLinear(nn.Module):
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; `check_pair` says why the weight and its scales are marked."""
-        getattr(param, "__dict__", {}).pop(_REGISTERED, None)  # accelerate passes attributes on to a constructor
+        """Register a parameter. A weight and scales that are new to the module, both of them, become a pair."""
+        if name not in ("weight", SCALE):
+            super().register_parameter(name, param)
+            return
+        self._mark()
+        # accelerate passes attributes of the parameter on to a constructor, which takes none of ours.
+        kept = getattr(param, "__dict__", {})
+        pair, _ = kept.pop(_PAIR, None), kept.pop(_NOT_CAST, None)
         super().register_parameter(name, param)
-        for one in (param, self._parameters.get("weight"), self._parameters.get(SCALE)):
-            if one is not None:
-                setattr(one, _REGISTERED, True)
+        if pair is not None:
+            setattr(self._parameters[name], _PAIR, pair)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Mark a stored weight and its scales as a pair if neither is marked, and against casts of data parallelism."""
+        weight, scale = self._parameters.get("weight"), self._parameters.get(SCALE)
+        if weight is None or scale is None:
+            return
+        if _PAIR not in vars(weight) and _PAIR not in vars(scale):
+            pair = uuid.uuid4().hex
+            setattr(weight, _PAIR, pair)
+            setattr(scale, _PAIR, pair)
+        setattr(weight, _NOT_CAST, True)
+        setattr(scale, _NOT_CAST, True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and note which parameters are shards of FSDP2.
+
+        FSDP2 sets parameters in this way only in classes that define this method. In others, it writes `_parameters`.
+        A DTensor does not tell whether FSDP2 or tensor parallelism has made it, and `torch.compile` takes no `_Shard`
+        from tensor parallelism, so the caller must.
+        """
+        if name not in ("weight", SCALE):
+            super().__setattr__(name, value)
+            return
+        is_shard = _is_shard(self._parameters.get(name))  # loaded with assign=True
+        is_shard |= sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp.")
+        super().__setattr__(name, value)
+        if is_shard:
+            self._as_shard(name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()  # copies of parameters lack their attributes
+
+    def _as_shard(self, name: str) -> None:
+        """Let FSDP2 gather a stored parameter without a cast, if it is a DTensor; FSDP2 casts no integers."""
+        param = self._parameters.get(name)
+        shard = getattr(param, "_local_tensor", None)
+        if type(shard) is Tensor and shard.dtype.is_floating_point and self.weight_format != "dense":
+            param._local_tensor = shard.as_subclass(_Shard)  # type: ignore[union-attr]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply `to`, `half` and their like, which may move a stored weight and its scales, but not convert them."""
-        stored = () if self.weight_format == "dense" else (self.weight, self.weight_scale)
+        stored = () if self.weight_format == "dense" else tuple(self._stored())
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             result = fn(tensor)
             is_converted = result.dtype != tensor.dtype and any(tensor is one for one in stored)
             return tensor.to(result.device) if is_converted else result
 
-        return super()._apply(keep_dtype, recurse)
+        shards = [name for name in ("weight", SCALE) if _is_shard(self._parameters.get(name))]
+        super()._apply(keep_dtype, recurse)
+        self._mark()  # a parameter that cannot be changed in place was replaced
+        for name in shards:
+            self._as_shard(name)
+        return self
+
+    def _stored(self) -> Iterator[Tensor]:
+        """The stored weight and its scales, or what a parametrization computes them from."""
+        chosen = get_format(self.weight_format)
+        for name, dtype in (("weight", chosen.dtype), (SCALE, chosen.scale_dtype)):
+            if parametrize.is_parametrized(self, name):
+                originals = self.parametrizations[name].named_parameters(recurse=False)  # type: ignore[union-attr,index]
+                yield from (one for _, one in originals if one.dtype is dtype)
+            elif (own := self._parameters.get(name)) is not None:
+                yield own
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -117,24 +227,25 @@ class StoredLinear(nn.Module):
             self.weight_scale.copy_(scale)
 
     def check_pair(self, path: str = "") -> None:
-        """Check that no loader has replaced a stored weight without its scales, or these without the weight.
+        """Check that a stored weight and its scales belong together: both were assigned, or neither was.
 
         accelerate casts a tensor of a checkpoint to the dtype of the parameter in whose place it writes it. It leaves
-        alone what the checkpoint does not have, such as the scales if the weight in it is dense.
+        alone what the checkpoint does not have, such as the scales if the weight in it is dense. Values that are
+        written into a parameter, also by way of its `data`, are not noticed.
 
         Args:
-            path: what precedes the parameter's name in the message.
+            path: what precedes the parameters' names in the message.
 
         Raises:
-            ValueError: only one of the two was replaced since the module has registered them.
+            ValueError: only one of the two was replaced, or they come from different pairs.
         """
-        weight, scale = self._parameters["weight"], self._parameters[SCALE]
-        if weight is None or scale is None or (_REGISTERED in vars(weight)) == (_REGISTERED in vars(scale)):
+        weight, scale = self._parameters.get("weight"), self._parameters.get(SCALE)
+        if weight is None or scale is None or vars(weight).get(_PAIR) == vars(scale).get(_PAIR):
             return
         raise ValueError(
-            f"{path}{SCALE if _REGISTERED in vars(weight) else 'weight'}: was replaced without the other one of weight "
-            f"and {SCALE}, which must be loaded together for weight_format={self.weight_format!r}; load a dense "
-            "checkpoint into a dense model, and call mglu_ops.quantize after loading"
+            f"{path}weight, {SCALE}: one of the two was replaced without the other one, must be replaced together for "
+            f"weight_format={self.weight_format!r}; load a dense checkpoint into a dense model, and call "
+            "mglu_ops.quantize after loading"
         )
 
     def _load_from_state_dict(
@@ -186,7 +297,16 @@ class StoredLinear(nn.Module):
                 is_dense = name == key and isinstance(tensor, Tensor) and tensor.dtype in FLOATING
                 advice = "; load it into a dense model, and call mglu_ops.quantize after loading" if is_dense else ""
                 return f"{name}: got {found}, must be {expected} for weight_format={self.weight_format!r}{advice}"
+        assert isinstance(scale, Tensor)
+        try:
+            check_scale(scale, scale_key)
+        except ValueError as error:
+            return str(error)
         return None
+
+
+def _is_shard(param: Tensor | None) -> bool:
+    return isinstance(getattr(param, "_local_tensor", None), _Shard)
 
 
 def dtype_problem(key: str, tensor: Any) -> str | None:
@@ -232,6 +352,25 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
         return chosen.quantize(weight)
     each, scales = zip(*map(chosen.quantize, weight), strict=True)
     return torch.stack(each), torch.stack(scales)
+
+
+def dequantized(chosen: WeightFormat, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight `[out_features, in_features]` of a stored weight and its scales, or a stack along dimension 0.
+
+    Only one weight at a time is copied to float32. Each rank computes what it holds of a DTensor.
+    """
+    if hasattr(weight, "placements"):
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(weight, DTensor)
+        assert isinstance(scale, DTensor)
+        own = dequantized(chosen, weight.to_local(), scale.to_local(), dtype)
+        shape = torch.Size((*weight.shape[:-1], weight.shape[-1] * chosen.packed))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(own, weight.device_mesh, weight.placements, shape=shape, stride=stride)
+    if weight.dim() == 2:
+        return chosen.dequantize(weight, scale, dtype)
+    return torch.stack([chosen.dequantize(*one, dtype) for one in zip(weight, scale, strict=True)])
 
 
 def _quantized_columns(chosen: WeightFormat, weight: DTensor) -> tuple[Tensor, Tensor]:

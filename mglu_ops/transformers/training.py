@@ -9,7 +9,8 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_optimizer import is_optimizer_factory
 
-from ..nn import parameter_groups
+from .. import notices
+from ..nn import check_mask_lr, parameter_groups
 
 _GROUPS_OF_THEIR_OWN = {"params", "model", "optimizer_dict"}
 """Arguments of optimizers that choose their parameters themselves, such as GaLore and LOMO."""
@@ -26,7 +27,9 @@ class MGLUTrainerMixin(_Trainer):
 
     `Trainer` decays all parameters but norms and biases, so it would decay logits too. Here
     `mglu_ops.nn.parameter_groups` makes the groups: `weights` with `learning_rate` and `weight_decay` of the arguments,
-    `no_decay` without decay, and `mask_logits` without decay and with `mask_lr`. A schedule scales all rates alike.
+    `no_decay` without decay, and `mask_logits` without decay and with `mask_lr`. The schedules of `Trainer` scale all
+    rates alike. A warning says if a scheduler of your own has overwritten the masks' rate
+    (`mglu_ops.nn.check_mask_lr`).
 
     Args:
         mask_lr: learning rate of mask logits; None for `learning_rate`, or 0.3 times that in a model whose
@@ -68,6 +71,19 @@ class MGLUTrainerMixin(_Trainer):
             groups = parameter_groups(trained, weight_decay=self.args.weight_decay, **rates)
             self.optimizer = cls(groups, **kwargs)
         return super().create_optimizer(model)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Create the scheduler of the arguments, unless there is one, and warn if it gives masks another rate."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        scheduled = self.optimizer if optimizer is None else optimizer
+        try:
+            if hasattr(scheduled, "param_groups"):  # DeepSpeed makes the optimizer later
+                check_mask_lr(scheduled)
+        except ValueError as error:
+            notices.warn(f"{type(self).__name__}: {error}", stacklevel=2)
+        return scheduler
 
 
 class MGLUTrainer(MGLUTrainerMixin, Trainer):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze, parameter_groups
+from mglu_ops.nn import GLU, MGLU, MaskStatistics, NaiveMGLU, SwiMGLU, check_mask_lr, freeze, parameter_groups
 
 MASKED = [MGLU, NaiveMGLU]
 
@@ -299,3 +299,80 @@ def test_bad_arguments_are_named(wrong: dict[str, Any], error: type[Exception], 
     options = {"model": Model(), "lr": 1e-3, "weight_decay": 0.1} | wrong
     with pytest.raises(error, match=message):
         parameter_groups(options.pop("model"), **options)
+
+
+# --- Schedulers and other optimizers ----------------------------------------------------------------------------------
+
+
+def leveled() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(SwiMGLU(16, 24, n_masks=2, weight_init="leveled"), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+SCHEDULERS: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], bool]] = {
+    "none": (lambda _: None, True),
+    "one cycle": (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-3, total_steps=9), False),
+    "one cycle of each": (
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, [group["lr"] for group in o.param_groups], total_steps=9),
+        True,
+    ),
+    "cyclic": (lambda o: torch.optim.lr_scheduler.CyclicLR(o, 1e-4, 1e-3, cycle_momentum=False), False),
+    "cosine": (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9), True),
+    "from 0": (lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: step / 9), True),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_overwrites_the_rate_of_masks_is_found(name: str) -> None:
+    make, is_kept = SCHEDULERS[name]
+    optimizer = torch.optim.AdamW(parameter_groups(leveled(), lr=1e-3, weight_decay=0.1))
+    make(optimizer)
+    if is_kept:
+        check_mask_lr(optimizer)
+        return
+    words = r"optimizer: got the learning rates weights .*, mask_logits .*, must be .*, 0\.3 times the weights'"
+    with pytest.raises(ValueError, match=words):
+        check_mask_lr(optimizer)
+
+
+def test_other_groups_are_not_checked() -> None:
+    check_mask_lr(torch.optim.AdamW(leveled().parameters()))
+    check_mask_lr(torch.optim.AdamW(parameter_groups(leveled(), lr=0.0, mask_lr=1e-3, weight_decay=0.0)))
+    masks = [one for one in parameter_groups(leveled(), lr=1e-3, weight_decay=0.0) if one["name"] == "mask_logits"]
+    check_mask_lr(torch.optim.SGD(masks, lr=1.0))
+    with pytest.raises(TypeError, match="optimizer: got list, must be an optimizer with param_groups"):
+        check_mask_lr(masks)
+
+
+def _muon(groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, and AdamW for the other parameters."""
+    weights = [one for one in groups if one["name"] == "weights"]
+    return [torch.optim.Muon(weights), torch.optim.AdamW([one for one in groups if one["name"] != "weights"])]
+
+
+@pytest.mark.parametrize(
+    ("make", "lr", "mask_lr"),
+    [
+        (lambda groups: [torch.optim.AdamW(groups)], 1e-2, None),
+        (_muon, 1e-2, 3e-3),
+        (lambda groups: [torch.optim.Adafactor(groups)], 1e-2, None),
+        (lambda groups: [torch.optim.Adafactor(groups)], 1e-1, 0.5),
+    ],
+    ids=["AdamW", "Muon", "Adafactor", "Adafactor at its own rate"],
+)
+def test_masks_learn_with_other_optimizers(make: Callable[..., Any], lr: float, mask_lr: float | None) -> None:
+    model, x = leveled(), torch.randn(64, 16)
+    target, statistics = torch.randn(64, 16) @ model[2].weight.detach().T, MaskStatistics(model)
+    optimizers = make(parameter_groups(model, lr=lr, weight_decay=0.0, mask_lr=mask_lr))
+    statistics.update()
+    losses = []
+    for _ in range(30):
+        losses.append(nn.functional.mse_loss(model(x), target))
+        losses[-1].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+            check_mask_lr(optimizer)
+    flips = [value for key, value in statistics.update().items() if "flips" in key]
+    assert losses[-1] < losses[0]
+    assert min(flips) > 0

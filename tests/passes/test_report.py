@@ -281,7 +281,10 @@ def test_explain_leaves_the_model_as_it_was() -> None:
 def test_explain_names_a_wrong_input_in_one_line() -> None:
     model = nn.Sequential(NaiveMGLU(8, 8)).eval()
     for inputs, words in (
-        ((torch.randn(2, 9),), r"inputs: the model failed on float32 \[2, 9\]: ValueError: x: got shape \[2, 9\], must be"),
+        (
+            (torch.randn(2, 9),),
+            r"inputs: the model failed on float32 \[2, 9\]: ValueError: x: got shape \[2, 9\], must be",
+        ),
         ((None,), "inputs: the model failed on None: TypeError: x: got None"),
         ((), "inputs: the model failed on no inputs: TypeError: .* missing 1 required positional argument"),
     ):
