@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import data_parallel
 import expert_parallel
 import pytest
 import sharded_training
@@ -91,3 +92,8 @@ def test_a_checkpoint_of_two_gpus_loads_on_two_and_in_one_process(tmp_path: Path
     run_on_ranks(sharded_training.save, tmp_path, "cuda", str(tmp_path), backend="nccl")
     run_on_ranks(sharded_training.load, tmp_path / "to_load", "cuda", str(tmp_path), backend="nccl")
     sharded_training.load_whole(str(tmp_path))
+
+
+@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
+def test_mixed_precision_does_not_cast_stored_weights(wrapper: str, tmp_path: Path) -> None:
+    run_on_ranks(data_parallel.check_mixed_precision, tmp_path, "cuda", wrapper, backend="nccl")

@@ -92,7 +92,7 @@ def test_rates_and_decays(kind: type[nn.Module], weight_init: str, mask_lr: floa
     def settings(**options: float) -> list[tuple[str, float, float]]:
         model = Model(partial(kind, weight_init=weight_init))
         groups = parameter_groups(model, lr=2e-3, weight_decay=0.1, **options)
-        assert all(set(group) == {"name", "params", "lr", "weight_decay"} for group in groups)
+        assert all(set(group) == {"name", "params", "lr", "weight_decay", "lr_ratio"} for group in groups)
         return [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
 
     spared = [("weights", 2e-3, 0.1), ("no_decay", 2e-3, 0.0)]

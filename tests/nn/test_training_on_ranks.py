@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data_parallel import SAME, check_data_parallel, new_model
+from data_parallel import SAME, check_data_parallel, check_mixed_precision, new_model
 from families import sample
 from ranks import RANKS, run_on_ranks
 from torch import nn
@@ -91,3 +91,9 @@ def check_experts_in_fsdp(rank: int) -> None:
 @pytest.mark.long
 def test_experts_train_in_fsdp_as_in_one_process(tmp_path: Path) -> None:
     run_on_ranks(check_experts_in_fsdp, tmp_path)
+
+
+@pytest.mark.parametrize("wrapper", sample(["FSDP2", "FSDP2, offloaded"], 2))
+def test_mixed_precision_does_not_cast_stored_weights(wrapper: str, tmp_path: Path) -> None:
+    """DistributedDataParallel casts on a GPU only, where tests/gpu/test_parallel_gpu.py runs it."""
+    run_on_ranks(check_mixed_precision, tmp_path, "cpu", wrapper)

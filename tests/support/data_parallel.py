@@ -1,6 +1,8 @@
-"""The check that data-parallel training on two ranks equals training with the whole batch, for `ranks.run_on_ranks`."""
+"""Checks of data-parallel training on two ranks against one process, for `ranks.run_on_ranks`."""
 
 from __future__ import annotations
+
+import copy
 
 import torch
 import torch.distributed as dist
@@ -8,10 +10,14 @@ import torch.nn.functional as F
 from budgets import BUDGET, relative_error
 from ranks import RANKS
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import batches, optimizer_of, student
+from torch.nn.parallel.distributed import _MixedPrecision
+from training import WIDTH, batches, optimizer_of, student
 
-from mglu_ops.nn import MGLU, MaskStatistics
+import mglu_ops
+from mglu_ops.formats import FORMATS
+from mglu_ops.nn import MGLU, MaskStatistics, MGLUExpertsFeedForward, SwiMGLU
 
 STEPS = 20
 SAME = {"rtol": 1e-9, "atol": 1e-11}  # float64, summed in another order, over 20 steps of AdamW
@@ -70,3 +76,24 @@ def check_data_parallel(
         others = [torch.empty_like(got) for _ in range(RANKS)]
         dist.all_gather(others, got.detach())
         assert all(torch.equal(other, got) for other in others), f"{name} differs between the ranks"
+
+
+def check_mixed_precision(rank: int, device: str, wrapper: str) -> None:
+    """Mixed precision casts a linear layer and not stored weights, whose rows the ranks do not divide evenly."""
+    low = torch.bfloat16
+    for name in [name for name in FORMATS if name != "dense"]:
+        torch.manual_seed(0)
+        block = MGLUExpertsFeedForward(3, 128, 128, 2, n_masks=1)
+        layers = nn.Sequential(nn.Linear(WIDTH, 128), SwiMGLU(128, 131, n_masks=2), block)
+        alone, x = mglu_ops.quantize(mglu_ops.freeze(layers.to(device)), name), torch.randn(6, WIDTH, device=device)
+        model = copy.deepcopy(alone)
+        if wrapper == "DDP":
+            options = {"mixed_precision": _MixedPrecision(param_dtype=low, reduce_dtype=low)}
+            model = DistributedDataParallel(model, init_sync=False, **options)  # the ranks have the same weights
+        else:
+            offloads = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if wrapper == "FSDP2, offloaded" else {}
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=low), **offloads)
+        found, wanted = model(x), alone.to(low)(x.to(low))
+        assert torch.equal(found, wanted), name
+        found.float().sum().backward()
+        assert next(model.parameters()).grad is not None, name
