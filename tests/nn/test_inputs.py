@@ -11,7 +11,7 @@ from budgets import assert_matches
 from torch import nn
 from torch.nn.utils import parametrize
 
-from mglu_ops.nn import MGLU, NaiveMGLU, SwiMGLU, freeze
+from mglu_ops.nn import GLU, LU, MGLU, MGLUExpertsFeedForward, NaiveMGLU, SwiMGLU, freeze
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "learned": lambda **options: MGLU(16, 8, n_masks=2, **options),
@@ -20,6 +20,9 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "recomputing": lambda **options: MGLU(16, 8, save_activations=False, **options),
     "naive": lambda **options: NaiveMGLU(16, 8, top_k=1, **options),
     "block": lambda **options: SwiMGLU(16, 8, **options),
+    "block of experts": lambda **options: MGLUExpertsFeedForward(3, 16, 8, 2, **options),
+    "GLU": lambda **options: GLU(16, 8, **options),
+    "LU": lambda **options: LU(16, 8, **options),
 }
 EACH = pytest.mark.parametrize("name", LAYERS)
 
@@ -47,6 +50,17 @@ def test_wrong_input_is_named(name: str) -> None:
             layer(wrong)
     with pytest.raises(ValueError, match=r"x: got last size 9|x: got shape \[2, 9\], must be .* = \[\.\.\., 16\]"):
         layer(torch.randn(2, 9))
+    with pytest.raises(ValueError, match=r"^x: got shape \[\], must be \[\.\.\., \w+\] = \[\.\.\., 16\]$"):
+        layer(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("kind", [MGLU, NaiveMGLU, SwiMGLU])
+def test_an_unknown_option_is_named_with_the_class_that_was_called(kind: type[nn.Module]) -> None:
+    words = rf"^{kind.__name__}: got an unknown argument n_mask=4, must be one of .*\bn_masks\b"
+    with pytest.raises(TypeError, match=words):
+        kind(16, 8, n_mask=4)
+    with pytest.raises(TypeError, match=r"^MGLUExpertsFeedForward: got an unknown argument n_mask=4"):
+        MGLUExpertsFeedForward(3, 16, 8, 2, n_mask=4)
 
 
 @EACH
@@ -71,7 +85,7 @@ def test_a_parametrized_weight_is_computed_once() -> None:
     assert len(computed) == 1
 
 
-@EACH
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("GLU", "LU", "block of experts")])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_symbolic_trace_records_the_operator(name: str, frozen: bool) -> None:
     layer, x = LAYERS[name](), torch.randn(3, 16)

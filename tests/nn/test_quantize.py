@@ -18,7 +18,16 @@ from torch.nn.utils import parametrize
 
 import mglu_ops
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, round_activation
-from mglu_ops.nn import MGLU, MGLUFeedForward, NaiveMGLU, SwiMGLU, check_masks, freeze, quantize
+from mglu_ops.nn import (
+    MGLU,
+    MGLUExpertsFeedForward,
+    MGLUFeedForward,
+    NaiveMGLU,
+    SwiMGLU,
+    check_masks,
+    freeze,
+    quantize,
+)
 
 STORED = [name for name in FORMATS if name != "dense"]
 each_format = pytest.mark.parametrize("weight_format", STORED)
@@ -408,6 +417,58 @@ def test_a_pair_is_tied_moved_and_replaced_together() -> None:
         moved = quantize(frozen(), "fp8_row").mglu
     moved.load_state_dict(other.state_dict(), assign=True)
     assert torch.equal(moved(x), other(x))
+
+
+# --- The way back -----------------------------------------------------------------------------------------------------
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_dequantized_weights_are_the_products_of_numbers_and_scales(
+    weight_format: str, dtype: torch.dtype | None
+) -> None:
+    block = MGLUExpertsFeedForward(2, IN, 160, 1, n_masks=2)
+    model = quantize(freeze(nn.Sequential(SwiMGLU(IN, OUT, n_masks=2), block)), weight_format)
+    layers = [model[0].mglu, block.experts, block.down_proj]
+    before = copy.deepcopy(model.state_dict())
+    expected = [
+        FORMATS[weight_format].dequantize(one.weight, one.weight_scale, dtype or torch.float32) for one in layers
+    ]
+    assert mglu_ops.dequantize(model, dtype=dtype) is model
+    for layer, weight in zip(layers, expected, strict=True):
+        assert torch.equal(layer.weight, weight)
+        assert layer.weight.dtype == weight.dtype
+        assert layer.weight.requires_grad
+        assert (layer.weight_scale, layer.weight_format) == (None, "dense")
+    if dtype is None:  # in float32, quantizing again gives the same bits
+        for key, value in quantize(model, weight_format).state_dict().items():
+            assert torch.equal(value.view(torch.uint8), before[key].view(torch.uint8)), key
+
+
+def test_dequantizing_keeps_what_skip_names_and_what_is_shared() -> None:
+    model = quantize(freeze(Blocks()), "fp8_row", activation_format="fp8_token")
+    mglu_ops.dequantize(model, skip=["blocks.1"])
+    assert formats_of(model) == ["dense"] * 3 + ["fp8_row", "dense"]
+    assert [module.activation_format for module in model.modules() if isinstance(module, MGLU)].count("dense") == 4
+    assert model.tied.weight is model.first.weight
+    with pytest.raises(ValueError, match=r"skip: no MGLU has the name 'nowhere'"):
+        mglu_ops.dequantize(model, skip=["nowhere"])
+    with pytest.raises(TypeError, match=r"model: got int, must be a torch\.nn\.Module"):
+        mglu_ops.dequantize(3)
+    with pytest.raises(ValueError, match=r"dtype: got torch\.int8, must be"):
+        mglu_ops.dequantize(model, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("kind", ["experts", "down projections"])
+def test_a_stored_weight_that_is_parametrized(kind: str) -> None:
+    """As an adapter does, which adds to what is stored; here it adds nothing."""
+    block = quantize(freeze(MGLUExpertsFeedForward(2, IN, OUT, 1)), "int8_row")
+    x = torch.randn(3, IN)
+    expected = block(x)
+    parametrize.register_parametrization(
+        block.experts if kind == "experts" else block.down_proj, "weight", nn.Identity()
+    )
+    assert torch.equal(block(x), expected)
 
 
 class Blocks(nn.Module):
