@@ -11,9 +11,11 @@ import pytest
 import torch
 from hf_models import TOKENS, logits, mglus, tiny, tiny_swiglu
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import mglu_ops.transformers as mt
+from mglu_ops.nn import MGLUExpertsFeedForward
 from mglu_ops.nn.masked_linear import packed_logits
 
 
@@ -54,6 +56,22 @@ def test_lora_trains_merges_and_freezes(learnable: bool, name: str, top_k: int |
 
 def mask_bits(mglu: Any) -> torch.Tensor:
     return mglu.packed_masks if mglu.mask_logits is None else packed_logits(mglu.mask_logits)
+
+
+@pytest.mark.parametrize("name", ["experts.weight", "down_proj.weight"])
+def test_lora_on_the_experts_of_a_block_trains_and_merges(name: str) -> None:
+    block, x = MGLUExpertsFeedForward(3, 16, 24, 2), torch.randn(5, 16)
+    settings = LoraConfig(r=2, target_modules=[], target_parameters=[name])
+    before, model = block(x), get_peft_model(nn.ModuleDict({"mlp": block}), settings)
+    torch.testing.assert_close(block(x), before)
+    trained = {key: one for key, one in model.named_parameters() if one.requires_grad}
+    nn.init.ones_(next(one for key, one in trained.items() if "lora_B" in key))
+    adapted = block(x)
+    adapted.sum().backward()
+    assert all(one.grad is not None for one in trained.values())
+    assert not torch.allclose(adapted, before)
+    merged = model.merge_and_unload()["mlp"]
+    torch.testing.assert_close(merged(x), adapted)
 
 
 def test_an_adapter_is_loaded_onto_its_model(tmp_path: Path) -> None:

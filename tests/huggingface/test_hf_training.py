@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,20 @@ def test_arguments_of_the_optimizer_are_kept(tmp_path: Path) -> None:
     optimizer = trainer(model, tmp_path, Own, **options).create_optimizer()
     group = group_of(optimizer, mglus(model)[0].mask_logits)
     assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.9, 0.95), 1e-6)
+
+
+@pytest.mark.parametrize("per_group", [False, True])
+def test_a_scheduler_that_overwrites_the_rate_of_masks_gives_one_warning(per_group: bool, tmp_path: Path) -> None:
+    made = trainer(tiny(weight_init="leveled"), tmp_path)
+    optimizer = made.create_optimizer()
+    rates: Any = [group["lr"] for group in optimizer.param_groups] if per_group else 0.01
+    made.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.train()
+    found = [str(one.message) for one in caught if "learning rates" in str(one.message)]
+    assert len(found) == (0 if per_group else 1)
+    assert all(one.startswith("MGLUTrainer: optimizer: got the learning rates weights ") for one in found)
 
 
 def test_an_optimizer_without_groups_is_refused(tmp_path: Path) -> None:

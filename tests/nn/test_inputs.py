@@ -11,7 +11,19 @@ from budgets import assert_matches
 from torch import nn
 from torch.nn.utils import parametrize
 
-from mglu_ops.nn import GLU, LU, MGLU, MGLUExpertsFeedForward, NaiveMGLU, SwiMGLU, freeze
+from mglu_ops.nn import (
+    GLU,
+    LU,
+    MGLU,
+    ExpertsDown,
+    MGLUExperts,
+    MGLUExpertsFeedForward,
+    NaiveMGLU,
+    NaiveMGLUExperts,
+    SwiMGLU,
+    freeze,
+    quantize,
+)
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "learned": lambda **options: MGLU(16, 8, n_masks=2, **options),
@@ -52,6 +64,45 @@ def test_wrong_input_is_named(name: str) -> None:
         layer(torch.randn(2, 9))
     with pytest.raises(ValueError, match=r"^x: got shape \[\], must be \[\.\.\., \w+\] = \[\.\.\., 16\]$"):
         layer(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("make", [lambda: MGLU(16, 8, n_masks=2, top_k=1), lambda: MGLUExpertsFeedForward(3, 16, 8, 2)])
+def test_routers_of_quantized_layers_name_x_too(make: Callable[[], nn.Module]) -> None:
+    layer = quantize(freeze(make()), "int8_row")
+    for dtype in (torch.float64, torch.int64):
+        with pytest.raises(TypeError, match=rf"^x: got dtype {dtype}, must be the module's dtype torch\.float32"):
+            layer(torch.ones(3, 16, dtype=dtype))
+
+
+def test_wrong_inputs_of_experts_and_of_down_projections_are_named() -> None:
+    ids, y, weights = torch.zeros(3, 1, dtype=torch.int64), torch.randn(3, 1, 16), torch.ones(3, 1)
+    for experts in (MGLUExperts(3, 16, 8), NaiveMGLUExperts(3, 16, 8)):
+        for x in (torch.randn(3, 17), torch.tensor(1.0)):
+            with pytest.raises(
+                ValueError, match=r"^x: got shape .*, must be \[\.\.\., in_features\] = \[\.\.\., 16\]$"
+            ):
+                experts(x, ids)
+    for given, words in (
+        ((y.double(), ids, weights), r"y: got dtype torch\.float64, must be the module's dtype torch\.float32"),
+        ((y.to("meta"), ids, weights), "y: got device meta, must be the module's device cpu"),
+        (([1.0], ids, weights), "y: got list, must be a tensor"),
+        ((y, [0], weights), "expert_ids: got list, must be a tensor"),
+        ((y, ids, 1.0), "expert_weights: got float, must be a tensor"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+            ExpertsDown(3, 16, 8)(*given)
+
+
+def test_blocks_do_not_judge_x_by_weights_that_change_in_a_call() -> None:
+    """As those that FSDP gathers, accelerate loads and adapters wrap."""
+    glu = GLU(16, 8)
+
+    def prepare(linear: nn.Module, inputs: Any) -> None:
+        linear.double()
+
+    for projection in (glu.gate_proj, glu.up_proj):
+        projection.register_forward_pre_hook(prepare)
+    assert glu(torch.randn(3, 16).double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", [MGLU, NaiveMGLU, SwiMGLU])

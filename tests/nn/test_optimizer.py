@@ -367,8 +367,9 @@ def test_masks_learn_with_other_optimizers(make: Callable[..., Any], lr: float, 
     statistics.update()
     losses = []
     for _ in range(30):
-        losses.append(nn.functional.mse_loss(model(x), target))
-        losses[-1].backward()
+        loss = nn.functional.mse_loss(model(x), target)
+        losses.append(loss.item())
+        loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from budgets import assert_matches
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision, _setup_mixed_precision_params
 from torch.nn.utils import parametrize
 
 import mglu_ops
@@ -463,12 +464,33 @@ def test_dequantizing_keeps_what_skip_names_and_what_is_shared() -> None:
 def test_a_stored_weight_that_is_parametrized(kind: str) -> None:
     """As an adapter does, which adds to what is stored; here it adds nothing."""
     block = quantize(freeze(MGLUExpertsFeedForward(2, IN, OUT, 1)), "int8_row")
-    x = torch.randn(3, IN)
+    x, layer = torch.randn(3, IN), block.experts if kind == "experts" else block.down_proj
     expected = block(x)
-    parametrize.register_parametrization(
-        block.experts if kind == "experts" else block.down_proj, "weight", nn.Identity()
-    )
+    for name in ("weight", "weight_scale"):
+        parametrize.register_parametrization(layer, name, nn.Identity())
     assert torch.equal(block(x), expected)
+    check_masks(block)
+    with pytest.raises(ValueError, match=r"model: \w+ computes its weight from other tensors"):
+        mglu_ops.dequantize(block)
+    assert block.half()(x.half()).dtype == torch.float16, "what the weight is computed from keeps its dtype"
+
+
+@each_format
+def test_data_parallel_training_makes_no_copies_of_stored_weights(weight_format: str) -> None:
+    """Mixed precision needs a GPU; this is the part of it that makes copies in another dtype."""
+    model = quantize(frozen(), weight_format)
+    for one in (model, copy.deepcopy(model), _saved(model), model.half()):
+        _setup_mixed_precision_params(_MixedPrecision(torch.bfloat16), one)
+        cast = {name for name, parameter in one.named_parameters() if hasattr(parameter, "_mp_param")}
+        assert cast == {"down_proj.weight"}
+
+
+@each_format
+def test_autocast_computes_as_a_model_in_its_dtype(weight_format: str) -> None:
+    model, x = quantize(frozen(), weight_format), torch.randn(3, IN)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    assert torch.equal(found, model.bfloat16()(x.bfloat16()))
 
 
 class Blocks(nn.Module):
@@ -575,7 +597,8 @@ def test_all_layers_are_quantized_or_none(name: str) -> None:
         ("model", "fp8_row", {}, TypeError, r"model: got str, must be a torch\.nn\.Module"),
         (MGLU(8, 8), "fp8_row", {}, ValueError, r"model: it learns its masks, must be frozen"),
         (frozen(), "dense", {}, ValueError, "weight_format: got 'dense', must be one of fp8_row, fp8_block"),
-        (frozen(), "fp8", {}, ValueError, "weight_format: got 'fp8', must be one of"),
+        (frozen(), "fp8", {}, ValueError, "weight_format: got 'fp8', must be one of fp8_row, .*, int4_group$"),
+        (frozen(), ["fp8_row"], {}, ValueError, r"weight_format: got \['fp8_row'\], must be one of fp8_row, fp8_block"),
         (frozen(), "fp8_row", {"skip": "mglu"}, TypeError, "skip: got 'mglu', must be a list of names of modules"),
         (frozen(), "fp8_row", {"skip": [1]}, TypeError, "skip: got 1 in the list, must be a str"),
         (

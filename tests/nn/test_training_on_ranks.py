@@ -93,7 +93,10 @@ def test_experts_train_in_fsdp_as_in_one_process(tmp_path: Path) -> None:
     run_on_ranks(check_experts_in_fsdp, tmp_path)
 
 
-@pytest.mark.parametrize("wrapper", sample(["FSDP2", "FSDP2, offloaded"], 2))
+WRAPPERS = ["FSDP2, materialized", "FSDP2, offloaded", "FSDP2, assigned", "FSDP2"]
+
+
+@pytest.mark.parametrize("wrapper", sample(WRAPPERS, 2))
 def test_mixed_precision_does_not_cast_stored_weights(wrapper: str, tmp_path: Path) -> None:
     """DistributedDataParallel casts on a GPU only, where tests/gpu/test_parallel_gpu.py runs it."""
     run_on_ranks(check_mixed_precision, tmp_path, "cpu", wrapper)
