@@ -263,7 +263,7 @@ def _experts(ranks: Ranks) -> None:
     }
     _check_experts(ranks, mglu.experts_forward.default, given | {"mask_weights": mask_weights}, ways)
 
-    rows = {"x": x.nan_to_num(), "weight": weight, "mask_weights": mask_weights[:, 0].double()}
+    rows = {"x": x.nan_to_num(), "weight": weight, "mask_weights": mask_weights[:, 0].double().nan_to_num()}
     rows = {name: tensor.requires_grad_() for name, tensor in rows.items()}
     rows["offs"] = torch.tensor([1, 1, 4, 5], dtype=torch.int32)
     of_gradients = {"x": sum_of_ranks, "weight": Shard(1), "mask_logits": Shard(2), "mask_weights": sum_of_ranks}
