@@ -1,5 +1,5 @@
-// Chooses between few_tokens.h, many_tokens.h and linear.h. Included last, inside a file's own namespace, after row_sums.h or
-// row_sums_avx512.h.
+// Chooses between few_tokens.h, many_tokens.h and linear.h. Included last, inside a file's own namespace, after
+// row_sums.h or row_sums_avx512.h.
 #include "terms.h"
 #include "few_tokens.h"
 #include "many_tokens.h"
