@@ -76,7 +76,7 @@ def find_compiler(command: str | None = None) -> list[str]:
 
 
 def as_program(command: Sequence[str], folder: Path) -> str:
-    """Return one program that runs a command line, for tools that take no more: itself, or a script in `folder`.
+    """Return one program that runs a command line, for tools that take only one: itself, or a script in `folder`.
 
     The name of the script has the name of the compiler, by which torch tells GCC from Clang.
     """
