@@ -2,9 +2,10 @@
 
 python -m benchmarks.learning.experiments --corpus DIR --out DIR [--only layers recipe] [--seconds 540] [--list]
 
-Every finished run is one CSV file. A run is skipped if --out or --done has its file, so the same command continues
-after an interruption. Results of another text in these folders are an error, since they cannot be compared. Several
-processes with the same --out share the work, on one GPU or on several.
+Every finished run is one CSV file in --out, until `benchmarks.learning.gather` adds it to the tables of its corpus. A
+run is skipped if its file is in --out, or if it is in a table of --done, so the same command continues after an
+interruption. A file of another text in --out is an error. Several processes with the same --out share the work, on one
+GPU or on several.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.learning.corpus import BYTES, Corpus, load
+from benchmarks.learning.gather import RESULTS, done
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import CONTEXT, SEQUENCES, steps_of
 from benchmarks.learning.train import run
 from benchmarks.records import read_table
 from mglu_ops.nn.leveling import glu_level_gain, level_gain, lu_level_gain
 
-RESULTS = Path("benchmarks/results/learning")
-TEXT_RESULTS = Path("benchmarks/results/learning_text")
-"""The results of the experiment `text`, which reads another corpus than all others."""
 SEEDS = (0, 1, 2)
 SWIGLU = Recipe("glu")
 PAPER = Recipe("mglu")
@@ -372,7 +371,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
 }
 """Name to runs. A run in several experiments of the same text is trained once."""
 USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure")]
-"""The experiments that read one corpus, whose results are in RESULTS."""
+"""The experiments that read the corpus `python`; `text` reads `texts`, and `structure` reads `pinned`."""
 
 
 def chosen(names: Iterable[str]) -> list[Recipe]:
@@ -385,19 +384,19 @@ def scaled(recipe: Recipe, factor: float) -> Recipe:
     return replace(recipe, megabytes=round(factor * recipe.megabytes, 6), skip=round(factor * recipe.skip, 6))
 
 
-def is_done(recipe: Recipe, folders: Iterable[Path], digest: str) -> bool:
-    """Whether one of the folders has the result of a run.
+def is_done(recipe: Recipe, folder: Path, digest: str) -> bool:
+    """Whether a folder has the file of a finished run.
 
     Raises:
-        ValueError: the result is of another text than the corpus with this digest.
+        ValueError: the run read another text than the corpus with this digest.
     """
-    for path in (folder / f"{recipe.name}.csv" for folder in folders):
-        if path.is_file():
-            found = read_table(path)[0]["corpus.digest"]
-            if found != digest:
-                raise ValueError(f"{path}: the result is of the text {found}, not {digest}; choose other folders")
-            return True
-    return False
+    path = folder / f"{recipe.name}.csv"
+    if not path.is_file():
+        return False
+    found = read_table(path)[0]["corpus.digest"]
+    if found != digest:
+        raise ValueError(f"{path}: the result is of the text {found}, not {digest}; choose another folder")
+    return True
 
 
 def print_plan(recipes: Iterable[Recipe], corpus: Corpus) -> None:
@@ -415,9 +414,13 @@ def main() -> None:
     begin = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="a folder that corpus.py prepared")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for checkpoints and finished runs")
     parser.add_argument(
-        "--done", type=Path, nargs="*", default=[RESULTS], help="folders with results that are not repeated"
+        "--done",
+        type=Path,
+        nargs="*",
+        default=[RESULTS],
+        help=f"tables of runs that are not repeated, or folders of such tables (default: {RESULTS})",
     )
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=USUAL, metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", help="train every run with these seeds instead of its own")
@@ -430,12 +433,14 @@ def main() -> None:
     if options.seeds is not None:
         recipes = list(dict.fromkeys(seeds(recipes, options.seeds)))
     recipes = [scaled(recipe, options.scale) for recipe in recipes]
-    left = [one for one in recipes if not is_done(one, [options.out, *options.done], corpus.sizes.digest)]
+    digest = corpus.sizes.digest
+    earlier = done(options.done, digest)
+    left = [one for one in recipes if one.name not in earlier and not is_done(one, options.out, digest)]
     if options.list:
         print_plan(left, corpus)
         return
     for i, recipe in enumerate(left):
-        if is_done(recipe, [options.out], corpus.sizes.digest):  # another process has trained it meanwhile
+        if is_done(recipe, options.out, digest):  # another process has trained it meanwhile
             continue
         rest = options.seconds - (time.perf_counter() - begin)
         print(f"{recipe.name}: {i + 1} of {len(left)}", flush=True)

@@ -21,7 +21,8 @@ import torch
 from benchmarks.frames import grid, in_order
 from benchmarks.frames import load as load_frame
 from benchmarks.learning.corpus import Corpus, load
-from benchmarks.learning.experiments import BEST, LEAST_SECONDS, RESULTS, SWIGLU, is_done
+from benchmarks.learning.experiments import BEST, LEAST_SECONDS, SWIGLU, is_done
+from benchmarks.learning.gather import RESULTS
 from benchmarks.learning.recipe import Recipe, projection_weights
 from benchmarks.learning.tables import label
 from benchmarks.learning.train import corpus_facts, run
@@ -88,7 +89,7 @@ def measure(
     facts = environment(PROTOCOL) | corpus_facts(corpus)
     for recipe in recipes:
         weights = runs / f"{recipe.name}.weights"
-        if not (weights.is_file() and is_done(recipe, [runs], corpus.sizes.digest)):
+        if not (weights.is_file() and is_done(recipe, runs, corpus.sizes.digest)):
             rest = seconds - (time.perf_counter() - begin)
             if rest < LEAST_SECONDS or not run(recipe, corpus, runs, device, rest, compiled, keeps_weights=True):
                 return False

@@ -1,29 +1,20 @@
-"""Compares layers seed by seed, in runs that read the text in the same order and start with the same weights.
-
-python -m benchmarks.learning.paired --runs DIR [DIR ...] [--out benchmarks/results]
-
-The command gathers the finished runs of the experiment `structure` into two tables: `learning_structure` has a row for
-each run, and `learning_structure_curves` all points of their learning curves. Each text has a folder of its own.
-"""
+"""Compares layers seed by seed, in runs that read the text in the same order and start with the same weights."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.frames import markdown
 from benchmarks.learning.experiments import STRUCTURE
 from benchmarks.learning.recipe import SIZES, Recipe
 from benchmarks.learning.tables import Finished, deviation, runs
-from benchmarks.records import read_table, write_table
 
-NAME = "learning_structure"
+CORPORA = ("pinned_earlier", "pinned")
+"""The two texts of the experiment `structure`."""
 REFERENCES = ("one free mask", "SwiGLU")
 """The layers that the others are compared with, keys of `experiments.STRUCTURE`."""
 MEASURES = {"held_out": "Held-out text", "train": "The last sixth of the training text, which is read once"}
@@ -59,51 +50,22 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Differ
     return Difference(statistics.fmean(pairs), spread, QUANTILES[len(pairs) - 1] * spread / math.sqrt(len(pairs)))
 
 
-def gather(folders: Iterable[Path], out: Path) -> None:
-    """Write the two tables of the runs in some folders, each of one text, into another folder.
-
-    Raises:
-        FileNotFoundError: a folder has no finished run.
-        ValueError: the runs of a folder read different texts.
-    """
-    found = [run for folder in folders for run in runs(folder.parent, folder.name)]
-    own = "recipe", "weights", "mask_bits", "idle_weights", "steps", "tflop", "seconds", "peak_mb"
-    shared = [name for name in found[0].facts if name.partition(".")[0] not in own]
-    facts = {name: ", ".join(dict.fromkeys(run.facts[name] for run in found)) for name in shared}
-    write_table([row_of(run) for run in found], facts, out, NAME)
-    columns = "step", "megabytes", "train", "worst", "held_out", "seconds"
-    curves = [
-        {"text": run.facts["corpus.digest"], "run": run.recipe.name, **{name: row[name] for name in columns}}
-        for run in found
-        for row in run.rows
-    ]
-    write_table(curves, facts, out, f"{NAME}_curves")
-
-
-def row_of(run: Finished) -> dict[str, Any]:
-    """The row of a run: its recipe, which `Recipe` takes, its losses and its costs."""
-    recipe, last = run.recipe, run.rows[-1]
-    given = {"layer": recipe.layer, "n_masks": recipe.n_masks, **recipe.changes, "seed": recipe.seed}
-    costs = {name: run.facts[name] for name in ("weights", "mask_bits", "steps", "seconds", "peak_mb")}
-    where = {"device": run.facts["device"], "commit": run.facts["commit"], "text": run.facts["corpus.digest"]}
-    measured = {"held_out": last["held_out"], "train": last["train"], "flipped": last.get("flipped", "")}
-    return {"run": recipe.name, "recipe": given, **measured, **costs, **where}
-
-
 def table(results: Path) -> str:
     """The losses of each layer and size, and their paired differences: one table for each of `MEASURES`.
 
     Raises:
         FileNotFoundError: the result is missing.
     """
-    facts, rows = read_table(results / f"{NAME}.csv")
-    commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
-    parts = [f"{facts['device']}, torch {facts['torch']}, commit {commits}; text `{facts['corpus.kind']}`."]
+    found = [run for corpus in CORPORA for run in runs(results, corpus)]
+    commits, devices = (", ".join(dict.fromkeys(run.facts[what] for run in found)) for what in ("commit", "device"))
+    commits = ", ".join(commit[:7] for commit in commits.split(", "))
+    facts = found[0].facts
+    parts = [f"{devices}, torch {facts['torch']}, commit {commits}; text `{facts['corpus.kind']}`."]
     head = ["text", "model", "layer", "seeds", "nats a byte", "deviation"]
     for name in REFERENCES:
         head += [f"to {name}", "deviation"]
     for measure, about in MEASURES.items():
-        texts = losses_of(rows, measure)
+        texts = losses_of(found, measure)
         lines = [
             [text[:7], *line_of(size, name, losses)]
             for text, losses in texts.items()
@@ -120,13 +82,12 @@ def table(results: Path) -> str:
     return "\n\n".join(parts)
 
 
-def losses_of(rows: Iterable[Mapping[str, str]], measure: str) -> dict[str, dict[Recipe, dict[int, float]]]:
-    """The losses by text, recipe (with seed 0) and seed; `measure` is a column of the runs."""
+def losses_of(found: Iterable[Finished], measure: str) -> dict[str, dict[Recipe, dict[int, float]]]:
+    """The losses by text, recipe (with seed 0) and seed; `measure` is a column of a point."""
     texts: dict[str, dict[Recipe, dict[int, float]]] = {}
-    for row in rows:
-        recipe = Recipe(**json.loads(row["recipe"]))
-        seeds = texts.setdefault(row["text"], {}).setdefault(replace(recipe, seed=0), {})
-        seeds[recipe.seed] = float(row[measure])
+    for run in found:
+        seeds = texts.setdefault(run.facts["corpus.digest"], {}).setdefault(replace(run.recipe, seed=0), {})
+        seeds[run.recipe.seed] = float(run.rows[-1][measure])
     return texts
 
 
@@ -147,16 +108,3 @@ def _noise(losses: Mapping[Recipe, Mapping[int, float]], size: str) -> str:
 
 def _digits(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.5f}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of finished runs, one a text")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    options = parser.parse_args()
-    gather(options.runs, options.out)
-    print(table(options.out))
-
-
-if __name__ == "__main__":
-    main()

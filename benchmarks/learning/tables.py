@@ -17,14 +17,13 @@ from benchmarks.learning import cost
 from benchmarks.learning.experiments import (
     BEST,
     EXPERIMENTS,
-    RESULTS,
     SWIGLU,
-    TEXT_RESULTS,
     USUAL,
     leveled_glu,
     same_load,
     same_training,
 )
+from benchmarks.learning.gather import RESULTS
 from benchmarks.learning.recipe import KINDS, SIZES, SLOPE, Recipe
 from benchmarks.records import read_table
 
@@ -62,32 +61,33 @@ class Finished:
         return float(self.facts["corpus.held_out_bytes"]) / float(self.facts["corpus.held_out_tokens"])
 
 
-def recipe_of(facts: Mapping[str, str]) -> Recipe:
-    """The recipe in the head of a result. Fields that are newer than the result have their defaults."""
+def recipe_of(row: Mapping[str, str]) -> Recipe:
+    """The recipe of a row of a table of runs. Empty fields have their defaults."""
     values: dict[str, Any] = {}
     for name, kind in KINDS.items():
-        text = facts.get(f"recipe.{name}", str(getattr(Recipe, name)))
-        values[name] = None if text == "None" else (text == "True" if kind is bool else kind(text))
+        if text := row.get(f"recipe.{name}", ""):
+            values[name] = text == "True" if kind is bool else kind(text)
     return Recipe(**values)
 
 
-def runs(results: Path, name: str = RESULTS.name) -> list[Finished]:
-    """All finished runs whose results are in a folder of this name.
+def runs(results: Path, corpus: str = "python") -> list[Finished]:
+    """All runs in the tables of a corpus.
 
     Raises:
-        FileNotFoundError: no run is finished.
-        ValueError: the runs read different texts.
+        FileNotFoundError: the corpus has no tables.
     """
-    folder, costs = results / name, results / f"{cost.NAME}.csv"
+    path, costs = results / RESULTS.name / f"{corpus}_runs.csv", results / f"{cost.NAME}.csv"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such table; `python -m benchmarks.learning.gather` makes it")
     ms = {row["name"]: float(row["ms"]) for row in read_table(costs)[1]} if costs.is_file() else {}
+    (shared, rows), (_, points) = read_table(path), read_table(path.with_name(f"{corpus}_curves.csv"))
+    curves: dict[str, list[dict[str, str]]] = {}
+    for point in points:
+        curves.setdefault(point["run"], []).append(point)
     found = []
-    for facts, rows in map(read_table, sorted(folder.glob("*.csv"))):
-        recipe = recipe_of(facts)
-        found.append(Finished(recipe, facts, rows, ms.get(cost.layer_of(recipe).name, math.nan)))
-    if not found:
-        raise FileNotFoundError(f"{folder}: no results; `python -m benchmarks.learning.experiments` measures them")
-    if len(digests := {run.facts["corpus.digest"] for run in found}) > 1:
-        raise ValueError(f"{folder}: the results are of several texts: {', '.join(sorted(digests))}")
+    for row in rows:
+        recipe = recipe_of(row)
+        found.append(Finished(recipe, shared | row, curves[row["run"]], ms.get(cost.layer_of(recipe).name, math.nan)))
     return found
 
 
@@ -146,11 +146,9 @@ def experiment(results: Path, name: str) -> str:
     largest distance between two of them. With several kinds of text, the loss of each kind follows.
 
     Raises:
-        FileNotFoundError: no run on the usual text is finished.
+        FileNotFoundError: the corpus of the experiment has no tables.
     """
-    found = runs(results)
-    if name not in USUAL:
-        found = runs(results, TEXT_RESULTS.name) if (results / TEXT_RESULTS.name).is_dir() else []
+    found = runs(results, "python" if name in USUAL else "texts")
     of, lines, missing = by_recipe(found), [], []
     for recipe in dict.fromkeys(replace(one, seed=0) for one in EXPERIMENTS[name]):
         if recipe in of:
@@ -159,7 +157,7 @@ def experiment(results: Path, name: str) -> str:
             lines.append(cells(of[recipe], of.get(dense) or of.get(leveled)))
         else:
             missing.append(label(recipe))
-    parts = [timed_source(found, results)] if found else []
+    parts = [timed_source(found, results)]
     if lines:
         parts.append(markdown(lines[0], [[*one.values()] for one in lines]))
     if missing:

@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock
 from learning_fixtures import rows_of, tiny_run
 
-from benchmarks.learning import cost, experiments, formats, train, training
+from benchmarks.learning import cost, experiments, formats, gather, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
 from mglu_ops.formats import FORMATS
@@ -40,7 +40,7 @@ def test_experiments_go_on_where_they_stopped(text, prepared, tmp_path, monkeypa
 
     def run(one: Recipe, *_: object) -> bool:
         trained.append(one.name)
-        write_table([{"step": 1}], {"corpus.digest": text.sizes.digest}, tmp_path / "out", one.name)
+        write_table([{"step": "1"}], {"corpus.digest": text.sizes.digest}, tmp_path / "out", one.name)
         return True
 
     monkeypatch.setattr(experiments, "run", run)
@@ -60,6 +60,15 @@ def test_experiments_go_on_where_they_stopped(text, prepared, tmp_path, monkeypa
     experiments.main()
     assert len(trained) == 4
     assert all("megabytes=" in name for name in trained[2:])
+    gather.gather([tmp_path / "out"], tmp_path / "tables", "python")
+    for path in (tmp_path / "out").iterdir():
+        path.unlink()
+    capsys.readouterr()
+    for done in ([], [str(tmp_path / "tables")]):
+        monkeypatch.setattr("sys.argv", [*common, "--list", "--done", *done])
+        experiments.main()
+        assert len(capsys.readouterr().out.splitlines()) == (1 if done else 3)
+    write_table([{"step": "1"}], {"corpus.digest": text.sizes.digest}, tmp_path / "out", trained[0])
     path = tmp_path / "out" / f"{trained[0]}.csv"
     path.write_text(path.read_text().replace(text.sizes.digest, "another"))
     monkeypatch.setattr("sys.argv", common)

@@ -3,62 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import claims, cost, experiments, tables
+from benchmarks.learning import claims, cost, experiments, gather, tables
 from benchmarks.learning.experiments import PAPER
 from benchmarks.learning.recipe import Recipe
-from benchmarks.records import write_table
+from benchmarks.records import read_table, write_table
 
 pytest_plugins = ["learning_fixtures"]
 
 
-def finished(
-    folder: Path, one: Recipe, loss: float, device: str = "a GPU", name: str = "learning", **last: object
-) -> None:
-    """Write a result as a run does, without training."""
+def finished(folder: Path, one: Recipe, loss: float, name: str = "python", **last: object) -> None:
+    """Write a result as a run does, without training; `tabled` makes the tables of all runs of a name."""
     facts = {f"recipe.{key}": str(value) for key, value in asdict(one).items()}
-    facts |= {"commit": "0123456789", "device": device, "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
+    facts |= {"commit": "0123456789", "device": "a GPU", "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
     facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
     facts |= {"corpus.held_out_bytes": "5200000", "corpus.held_out_tokens": "1300000", "tflop": "6004"}
     last = {"train": 3.0, "worst": 3.5, "gate_ratios": "[0.5, 0.52]", "agreement": 0.5, "flips": 0.001} | last
     write_table([{"step": 10, "megabytes": one.megabytes, "held_out": loss, **last}], facts, folder / name, one.name)
 
 
-def test_recipes_survive_their_file(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no results"):
-        tables.TABLES["learning_text"](tmp_path)
+def tabled(folder: Path, name: str = "python") -> Path:
+    """Gather the runs of a name into the tables of a corpus, and return the folder of the results."""
+    gather.gather([folder / name], folder / "learning", name)
+    return folder
+
+
+def test_recipes_survive_their_table(tmp_path):
     every = experiments.chosen(experiments.USUAL)
     for one in every:
         finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
-    assert tables.TABLES["learning_text"](tmp_path).startswith("Not run: SwiGLU, initial weights times 1.2574; ReLU")
+    tabled(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"texts_runs\.csv: no such table"):
+        tables.TABLES["learning_text"](tmp_path)
     for one in experiments.EXPERIMENTS["text"]:
         loss = {"held_out_python": 0.7 + one.seed, "held_out_c": 0.8}
-        finished(tmp_path, one, 0.75, name="learning_text", gate_ratio=0.5, flipped=0.1, **loss)
+        finished(tmp_path, one, 0.75, "texts", gate_ratio=0.5, flipped=0.1, **loss)
+    tabled(tmp_path, "texts")
     head, _, first, *_ = [line.split(" | ") for line in tables.TABLES["learning_text"](tmp_path).splitlines()[2:]]
     losses = {name: value for name, value in zip(head, first, strict=True) if name in ("python", "c")}
     assert losses == {"python": "1.7000", "c": "0.8000"}
-    monkeypatch.setattr(tables, "runs", cache(tables.runs))  # reading hundreds of files for each table takes a minute
     assert {run.recipe for run in tables.runs(tmp_path)} == set(every)
-    older = {f"recipe.{key}": str(value) for key, value in asdict(Recipe("glu")).items() if key != "distilled"}
-    assert tables.recipe_of(older) == Recipe("glu")
+    assert tables.recipe_of({"recipe.layer": "glu", "recipe.top_k": ""}) == Recipe("glu")
     for name in tables.TABLES:
         assert "Not run" not in tables.TABLES[name](tmp_path)
 
 
-def test_results_are_there_and_of_one_text(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"benchmarks\.learning\.experiments"):
+def test_runs_are_gathered_once_and_are_of_one_text(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"benchmarks\.learning\.gather"):
         tables.runs(tmp_path)
-    finished(tmp_path, Recipe("glu"), 0.73)
+    with pytest.raises(FileNotFoundError, match="no finished run"):
+        tabled(tmp_path)
     finished(tmp_path, other := Recipe("lu", activation="gelu"), 0.75)
-    path = tmp_path / "learning" / f"{other.name}.csv"
+    before = (tabled(tmp_path) / "learning" / "python_runs.csv").read_text()
+    finished(tmp_path, other, 0.74)
+    finished(tmp_path, Recipe("mglu", start="up"), 0.73, flipped=0.1)
+    rows, curves = (read_table(tabled(tmp_path) / "learning" / f"python_{name}.csv")[1] for name in ("runs", "curves"))
+    assert [(row["run"], row["held_out"], row["flipped"], row["recipe.start"]) for row in rows] == [
+        ("lu_activation=gelu_seed=0", "0.75", "", ""),
+        ("mglu-4_start=up_seed=0", "0.73", "0.1", "up"),
+    ]
+    assert [row["held_out"] for row in curves] == ["0.75", "0.73"]
+    assert len(before.splitlines()) == len((tmp_path / "learning" / "python_runs.csv").read_text().splitlines()) - 1
+    assert gather.done([tmp_path / "learning"], "abcd") == {row["run"] for row in rows}
+    assert gather.done([tmp_path / "learning" / "python_runs.csv"], "efgh") == set()
+    with pytest.raises(FileNotFoundError, match="no table of runs"):
+        gather.done([tmp_path], "abcd")
+    path = tmp_path / "python" / f"{other.name}.csv"
     path.write_text(path.read_text().replace("abcd", "efgh"))
-    with pytest.raises(ValueError, match="the results are of several texts: abcd, efgh"):
-        tables.runs(tmp_path)
+    with pytest.raises(ValueError, match=r"several values of corpus\.digest: 'efgh' and 'abcd'"):
+        tabled(tmp_path)
 
 
 def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
@@ -68,13 +85,14 @@ def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
     finished(tmp_path, Recipe("glu"), 0.73)
     finished(tmp_path, Recipe("mglu", n_masks=4), 0.74)
     finished(tmp_path, Recipe("mglu", n_masks=4, seed=1), 0.76)
-    found = tables.runs(tmp_path)
+    found = tables.runs(tabled(tmp_path))
     lines = {line.get_label(): line.get_xydata().tolist() for line in plots.curves(found).axes[0].get_lines()}
     assert lines == {"SwiGLU": [[60, 0.73]], "SwiMGLU, n_m = 4": [[60, 0.74]]}
     for seed, loss in enumerate((0.70, 0.72)):
         finished(tmp_path, replace(experiments.BEST[1], seed=seed), loss)
     lines = {
-        line.get_label(): line.get_xydata().tolist() for line in plots.by_masks(tables.runs(tmp_path)).axes[0].lines
+        line.get_label(): line.get_xydata().tolist()
+        for line in plots.by_masks(tables.runs(tabled(tmp_path))).axes[0].lines
     }
     assert lines["the paper's recipe"] == [[4, 0.75]]
     assert lines["our recipe"] == [[1, pytest.approx(0.71)]]
@@ -117,7 +135,7 @@ def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_pat
     for one, losses in ((experiments.SWIGLU, (0.8, 0.82)), (experiments.BEST[1], (0.78, 0.80)), (PAPER, (0.1, 0.1))):
         for seed, loss in enumerate(losses):
             finished(tmp_path, replace(one, seed=seed), loss)
-    points = plots.pareto_points(tables.runs(tmp_path), "25M")
+    points = plots.pareto_points(tables.runs(tabled(tmp_path)), "25M")
     assert [(one.recipe, one.loss, one.megabytes, one.pflop) for one in points] == [
         (experiments.SWIGLU, pytest.approx(0.81), 41, 6.004),
         (experiments.BEST[1], pytest.approx(0.79), 41, 6.004),
@@ -159,7 +177,7 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     finished(tmp_path, Recipe("mglu", n_masks=4), 0.7334)
     finished(tmp_path, Recipe("mglu", n_masks=8), 0.7200)
     finished(tmp_path, Recipe("mglu", n_masks=4, top_k=1), float("nan"))
-    found = tables.runs(tmp_path)
+    found = tables.runs(tabled(tmp_path))
 
     def of(text: str) -> tuple[float, tuple[int, int], str]:
         measured = claims.measure(claim(text).better, claim(text).worse, found)
