@@ -1,4 +1,4 @@
-"""Llama, Qwen3, Mistral, Qwen3-MoE and Mixtral with MGLU feed-forward layers for Hugging Face Transformers.
+"""Models of Hugging Face Transformers with MGLU feed-forward layers (`architectures.py` has their table).
 
 Importing this package registers the models with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. It needs
 transformers 5.17 or later: `pip install ".[transformers]"` in a clone. The page beside this file shows its use.
@@ -11,28 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from . import requirements  # noqa: F401 (checks what is installed, before the imports below need it)
-from .architectures import register
-from .configuration import (
-    MGLULlamaConfig,
-    MGLUMistralConfig,
-    MGLUMixtralConfig,
-    MGLUQwen3Config,
-    MGLUQwen3MoeConfig,
-)
+from .architectures import *  # noqa: F403 (the classes of each row of the table)
+from .architectures import __all__ as _classes
 from .conversion import from_swiglu
-from .modeling import (
-    MGLULlamaForCausalLM,
-    MGLULlamaModel,
-    MGLUMistralForCausalLM,
-    MGLUMistralModel,
-    MGLUMixtralForCausalLM,
-    MGLUMixtralModel,
-    MGLUQwen3ForCausalLM,
-    MGLUQwen3Model,
-    MGLUQwen3MoeForCausalLM,
-    MGLUQwen3MoeModel,
-    freeze,
-)
+from .modeling import freeze
 from .quantization import MGLUQuantizationConfig
 from .routing import load_balancing_loss
 
@@ -40,30 +22,15 @@ if TYPE_CHECKING:
     from .training import MGLUTrainer, MGLUTrainerMixin
 
 __all__ = [
-    "MGLULlamaConfig",
-    "MGLULlamaForCausalLM",
-    "MGLULlamaModel",
-    "MGLUMistralConfig",
-    "MGLUMistralForCausalLM",
-    "MGLUMistralModel",
-    "MGLUMixtralConfig",
-    "MGLUMixtralForCausalLM",
-    "MGLUMixtralModel",
     "MGLUQuantizationConfig",
-    "MGLUQwen3Config",
-    "MGLUQwen3ForCausalLM",
-    "MGLUQwen3Model",
-    "MGLUQwen3MoeConfig",
-    "MGLUQwen3MoeForCausalLM",
-    "MGLUQwen3MoeModel",
     "MGLUTrainer",
     "MGLUTrainerMixin",
     "freeze",
     "from_swiglu",
     "load_balancing_loss",
+    *_classes,
 ]
 
-register()
 if torch.distributed.is_available():
     from ..parallel import register_transformers_style
 

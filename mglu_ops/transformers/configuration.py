@@ -1,13 +1,10 @@
-"""Configurations of Llama, Qwen3, Mistral, Qwen3-MoE and Mixtral with the keys of an MGLU feed-forward layer."""
+"""The keys that MGLU models add to the configurations of Transformers, as mixins, and the checks of these keys."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from typing import Any
 
 from ..nn.arguments import check_flags, check_masks, check_weight_init
 
@@ -105,55 +102,3 @@ def check_feed_forward(config: Any) -> None:
         raise ValueError("mlp_bias: got True, must be False; an MGLU layer has no bias")
     if getattr(config, "is_heterogeneous", False):
         raise ValueError("per_layer_config: got a value, must be None; all MGLU layers of a model are alike")
-
-
-_DENSE_PLAN = {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
-_EXPERTS_PLAN = {"layers.*.mlp.experts": "mglu_expert_rows"}
-_EXPERT_PARALLEL_PLAN = {"layers.*.mlp.experts": "mglu_experts"}
-
-
-def _plan(base: type[Any], feed_forward: dict[str, str] = _DENSE_PLAN) -> dict[str, str]:
-    """The tensor-parallel plan of a configuration, with MGLU in place of the two projections of SwiGLU."""
-    return {name: style for name, style in base.base_model_tp_plan.items() if ".mlp." not in name} | feed_forward
-
-
-@strict
-class MGLULlamaConfig(MGLUBalanceConfigMixin, LlamaConfig):
-    """`LlamaConfig` with the keys of `MGLUBalanceConfigMixin`."""
-
-    model_type = "mglu_llama"
-    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(LlamaConfig)
-
-
-@strict
-class MGLUQwen3Config(MGLUBalanceConfigMixin, Qwen3Config):
-    """`Qwen3Config` with the keys of `MGLUBalanceConfigMixin`."""
-
-    model_type = "mglu_qwen3"
-    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(Qwen3Config)
-
-
-@strict
-class MGLUMistralConfig(MGLUBalanceConfigMixin, MistralConfig):
-    """`MistralConfig` with the keys of `MGLUBalanceConfigMixin`."""
-
-    model_type = "mglu_mistral"
-    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(MistralConfig)
-
-
-@strict
-class MGLUQwen3MoeConfig(MGLUConfigMixin, Qwen3MoeConfig):
-    """`Qwen3MoeConfig` with the keys of `MGLUConfigMixin`."""
-
-    model_type = "mglu_qwen3_moe"
-    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(Qwen3MoeConfig, _DENSE_PLAN | _EXPERTS_PLAN)
-    base_model_ep_plan: ClassVar[dict[str, str]] = _EXPERT_PARALLEL_PLAN
-
-
-@strict
-class MGLUMixtralConfig(MGLUConfigMixin, MixtralConfig):
-    """`MixtralConfig` with the keys of `MGLUConfigMixin`."""
-
-    model_type = "mglu_mixtral"
-    base_model_tp_plan: ClassVar[dict[str, str]] = _plan(MixtralConfig, _EXPERTS_PLAN)
-    base_model_ep_plan: ClassVar[dict[str, str]] = _EXPERT_PARALLEL_PLAN

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig
 
 from ..nn import MGLU, ExpertsDown, MGLUExperts, MGLUFeedForward
 from .configuration import ACTIVATIONS
@@ -30,8 +29,8 @@ class MGLUMoeExperts(nn.Module):
 
     def __init__(self, config: Any, down_format: str = "dense", **options: Any) -> None:
         super().__init__()
-        is_qwen = isinstance(config, Qwen3MoeConfig)  # where intermediate_size is for layers without experts
-        intermediate = config.moe_intermediate_size if is_qwen else config.intermediate_size
+        # Where a mixture has both sizes, intermediate_size is that of layers without experts.
+        intermediate = getattr(config, "moe_intermediate_size", config.intermediate_size)
         self.mglu = MGLUExperts(config.num_experts, config.hidden_size, intermediate, **options)
         sizes = config.num_experts, intermediate, config.hidden_size
         self.down_proj = ExpertsDown(*sizes, weight_format=down_format)

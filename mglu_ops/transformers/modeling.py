@@ -1,7 +1,7 @@
-"""Models: Llama, Qwen3 and Mistral with an MGLU feed-forward layer, Qwen3-MoE and Mixtral with MGLU experts.
+"""What MGLU models have in addition to the classes of Transformers, as mixins that all architectures share.
 
-Attention, norms, caches, losses and the routing of tokens to experts come from the Transformers classes that these
-models derive from. Everything specific to MGLU is in mixins, which the architectures share.
+Attention, norms, caches, losses and the routing of tokens to experts come from the Transformers classes that the models
+derive from (`architectures.py`).
 """
 
 from __future__ import annotations
@@ -12,36 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaForCausalLM,
-    LlamaModel,
-    MistralForCausalLM,
-    MistralModel,
-    MixtralForCausalLM,
-    MixtralModel,
-    PreTrainedModel,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    Qwen3MoeForCausalLM,
-    Qwen3MoeModel,
-)
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import OutputRecorder
 
 from .. import nn as mglu_nn
 from .. import notices
 from ..nn import MGLU, MGLUFeedForward
 from ..nn.stored_linear import StoredLinear
-from .configuration import (
-    MGLUConfigMixin,
-    MGLULlamaConfig,
-    MGLUMistralConfig,
-    MGLUMixtralConfig,
-    MGLUQwen3Config,
-    MGLUQwen3MoeConfig,
-)
+from .configuration import MGLUConfigMixin
 from .feed_forward import feed_forward, narrow
 from .loading import check_adapter, check_loaded, check_tensors, warn_of_quantizer
 from .model_card import write_model_card
@@ -313,76 +293,3 @@ class MGLUMoeForCausalLMMixin(MGLUMoePreTrainedMixin, MGLULanguageModelMixin):
         self.router_aux_loss_coef = config.router_aux_loss_coef
         self.num_experts = config.num_experts
         self.num_experts_per_tok = config.num_experts_per_tok
-
-
-def _recorded(base: type[Any]) -> dict[str, Any]:
-    """The additional outputs of a model: its base class's, and the logits of the routers."""
-    return {**base._can_record_outputs, "router_logits": OutputRecorder(nn.Linear, layer_name="router")}
-
-
-class MGLULlamaModel(MGLUModelMixin, LlamaModel):
-    """`LlamaModel` with MGLU feed-forward layers."""
-
-    config_class = MGLULlamaConfig
-    _can_record_outputs = _recorded(LlamaModel)
-
-
-class MGLULlamaForCausalLM(MGLUForCausalLMMixin, LlamaForCausalLM):
-    """`LlamaForCausalLM` with MGLU feed-forward layers."""
-
-    config_class = MGLULlamaConfig
-    decoder_class = MGLULlamaModel
-
-
-class MGLUQwen3Model(MGLUModelMixin, Qwen3Model):
-    """`Qwen3Model` with MGLU feed-forward layers."""
-
-    config_class = MGLUQwen3Config
-    _can_record_outputs = _recorded(Qwen3Model)
-
-
-class MGLUQwen3ForCausalLM(MGLUForCausalLMMixin, Qwen3ForCausalLM):
-    """`Qwen3ForCausalLM` with MGLU feed-forward layers."""
-
-    config_class = MGLUQwen3Config
-    decoder_class = MGLUQwen3Model
-
-
-class MGLUMistralModel(MGLUModelMixin, MistralModel):
-    """`MistralModel` with MGLU feed-forward layers."""
-
-    config_class = MGLUMistralConfig
-    _can_record_outputs = _recorded(MistralModel)
-
-
-class MGLUMistralForCausalLM(MGLUForCausalLMMixin, MistralForCausalLM):
-    """`MistralForCausalLM` with MGLU feed-forward layers."""
-
-    config_class = MGLUMistralConfig
-    decoder_class = MGLUMistralModel
-
-
-class MGLUQwen3MoeModel(MGLUMoeModelMixin, Qwen3MoeModel):
-    """`Qwen3MoeModel` with MGLU experts; layers without experts have MGLU feed-forward layers."""
-
-    config_class = MGLUQwen3MoeConfig
-
-
-class MGLUQwen3MoeForCausalLM(MGLUMoeForCausalLMMixin, Qwen3MoeForCausalLM):
-    """`Qwen3MoeForCausalLM` with MGLU experts."""
-
-    config_class = MGLUQwen3MoeConfig
-    decoder_class = MGLUQwen3MoeModel
-
-
-class MGLUMixtralModel(MGLUMoeModelMixin, MixtralModel):
-    """`MixtralModel` with MGLU experts."""
-
-    config_class = MGLUMixtralConfig
-
-
-class MGLUMixtralForCausalLM(MGLUMoeForCausalLMMixin, MixtralForCausalLM):
-    """`MixtralForCausalLM` with MGLU experts."""
-
-    config_class = MGLUMixtralConfig
-    decoder_class = MGLUMixtralModel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import re
 import sys
 import warnings
@@ -80,7 +81,10 @@ def test_auto_classes_know_the_models(name: str) -> None:
     assert type(config) is architecture.config
     assert type(AutoModel.from_config(config)) is architecture.mglu[0]
     assert type(AutoModelForCausalLM.from_config(config)) is architecture.mglu[1]
-    assert {cls.__name__ for cls in (architecture.config, *architecture.mglu)} <= set(mt.__all__)
+    for cls in (architecture.config, *architecture.mglu):
+        assert cls.__name__ in mt.__all__
+        assert getattr(mt, cls.__name__) is pickle.loads(pickle.dumps(cls)) is cls
+        assert cls.__name__.removeprefix("MGLU") in cls.__doc__
 
 
 @EACH
