@@ -9,18 +9,18 @@ MGLU_BEGIN_TARGET("avx2,fma,f16c")
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 8;                    // accumulators, of 16 registers
+constexpr int kSumRegisters = 8;                    // of the 16 registers, those that hold sums
 constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
-constexpr bool kReadsBytes = true;                  // weights in 8 bits are decoded in registers (mglu_cpu.cpp)
-constexpr int kTileFeatures = 6;                    // of a tile of sums: 12 sums, 2 vectors of x, 1 weight
-constexpr int kFloat64Features = 6;                 // features of a tile of float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 17;  // least work of a task: some microseconds, like waking a thread
+constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
+constexpr int kTileFeatures = 6;                    // features of a register tile: 12 sums, 2 vectors of x, 1 weight
+constexpr int kFloat64Features = 6;                 // features of a register tile with float64 sums
+constexpr std::int64_t kProductsPerTask = 1 << 17;  // minimum of a task: some microseconds, like waking a thread
 
 #include "vec_avx2.h"
 #include "mask_table.h"
 #include "mask_table_and_shift.h"
 
-// How masks are applied to sums over a whole row, and to sums of a few products.
+// The masks of sums over a whole row, and of sums of a few products (row_sums.h).
 template <int Masks>
 using RowMasks = MixedMasks<Masks>;
 template <int Masks>

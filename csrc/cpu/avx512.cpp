@@ -9,12 +9,12 @@ MGLU_BEGIN_AVX512("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma")
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 20;                   // accumulators, of 32 registers
+constexpr int kSumRegisters = 20;                   // of the 32 registers, those that hold sums
 constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
-constexpr bool kReadsBytes = true;                  // weights in 8 bits are decoded in registers (mglu_cpu.cpp)
-constexpr int kTileFeatures = 12;                   // of a tile of sums: 24 sums, 2 vectors of x, 1 weight
-constexpr int kFloat64Features = 12;                // features of a tile of float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 17;  // least work of a task: some microseconds, like waking a thread
+constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
+constexpr int kTileFeatures = 12;                   // features of a register tile: 24 sums, 2 vectors of x, 1 weight
+constexpr int kFloat64Features = 12;                // features of a register tile with float64 sums
+constexpr std::int64_t kProductsPerTask = 1 << 17;  // minimum of a task: some microseconds, like waking a thread
 
 #include "vec_avx512.h"
 #include "row_sums_avx512.h"

@@ -1,4 +1,4 @@
-// The elementwise steps of a backward pass (backward.h), by AVX-512, 32 numbers at a time. All are memory-bound.
+// The elementwise steps of the backward pass (backward.h) with AVX-512, 32 elements at a time. All are memory-bound.
 #include "backward.h"
 
 #include "kernels.h"
@@ -14,9 +14,9 @@ namespace {
 #include "vec_avx512.h"
 #include "mask_words.h"
 
-constexpr std::int64_t kLanes = 32;  // numbers at a time: 4 bytes per mask, or one register of bfloat16
+constexpr std::int64_t kLanes = 32;  // elements of a step: one register of bfloat16, and 4 bytes of each mask
 
-// The lanes of the 32 numbers that begin at `column`.
+// 32 elements from `column` on, and a bit in `valid` for each one that lies inside the row.
 struct Step {
     std::int64_t column;
     __mmask32 valid;
@@ -31,7 +31,7 @@ MGLU_INLINE void store_words(void* base, std::int64_t at, Step step, __m512i wor
     _mm512_mask_storeu_epi16(static_cast<BFloat16*>(base) + at + step.column, step.valid, words);
 }
 
-// Thirty-two numbers in float32.
+// 32 elements in float32.
 struct Pair {
     Vec low, high;
 };
@@ -182,7 +182,7 @@ MGLU_END_AVX512
 namespace mglu::cpu {
 namespace {
 
-constexpr std::int64_t kNumbersPerTask = 1 << 15;  // least work of a task: some microseconds, like waking a thread
+constexpr std::int64_t kElementsPerTask = 1 << 15;  // minimum of a task: some microseconds, like waking a thread
 
 bool are_sizes(std::int64_t n_masks, std::int64_t rows, std::int64_t columns) {
     return n_masks >= 0 && n_masks <= kMaxMasks && rows >= 0 && columns >= 0;
@@ -199,14 +199,14 @@ bool is_valid(const WeightGradients& call) {
 }
 bool is_valid(const MaskWeightGradients& call) { return are_sizes(call.n_masks, call.tokens, call.columns); }
 
-// Runs a step on all of its rows; each has `numbers_of_row` numbers.
+// Runs one elementwise step on all rows. A row has `row_elements` elements.
 template <class Call>
-Status over_rows(const Call& call, ParallelFor parallel_for, std::int64_t rows, std::int64_t numbers_of_row) {
+Status over_rows(const Call& call, ParallelFor parallel_for, std::int64_t rows, std::int64_t row_elements) {
     if (!is_valid(call) || !parallel_for) return Status::invalid_argument;
     if (!supports(Isa::avx512_bf16, DType::bfloat16)) return Status::unsupported_isa;
 #if defined(MGLU_BUILDS_BFLOAT16)
     const auto body = [&](std::int64_t begin, std::int64_t end) { run(call, begin, end); };
-    if (rows > 0) return over_ranges(parallel_for, rows, ceil_div(kNumbersPerTask, numbers_of_row + 1), body);
+    if (rows > 0) return over_ranges(parallel_for, rows, ceil_div(kElementsPerTask, row_elements + 1), body);
 #endif
     return Status::ok;
 }

@@ -1,21 +1,23 @@
-// The elementwise steps of a backward pass in bfloat16, between library GEMMs (mglu_ops/backends/cpu/backward.py). F_i
-// is -1 where M_i = 1 and 1 elsewhere, G is the gradient of the result, and forward kept the partial derivatives P and
-// Q_i:
+// The elementwise steps of the backward pass in bfloat16, between library GEMMs (mglu_ops/backends/cpu/backward.py).
 //
-//   dt = G * P,  b_i = G * Q_i,  D_0 = dt^T x,  D_i = b_i^T x,
-//   dx = dt W + sum_i b_i (F_i * W),  dW = D_0 + sum_i F_i * D_i,  dlogits_i = -2 W * D_i,  dr_i = sum_d G * R_i
+// F_i is -1 where M_i = 1 and 1 elsewhere. G is the gradient of the result. The forward pass kept the partial
+// derivatives P, Q_i and R_i (csrc/cuda/training.md). The GEMMs are the products without `*`:
+//
+//   grad_t = G * P,   grad_f_i = G * Q_i,   D_0 = grad_t^T x,   D_i = grad_f_i^T x
+//   grad_x = grad_t W + sum_i grad_f_i (F_i * W),   grad_weight = D_0 + sum_i F_i * D_i
+//   grad_mask_logits_i = -2 W * D_i,   grad_mask_weights_i = sum over columns of G * R_i
 //
 // Arithmetic is in float32 and rounded once; subnormal numbers may count as 0. Sizes and strides count elements. A
-// stride is the distance between two rows, and the elements of a row are contiguous. Pointers need only the alignment
-// of their element. Otherwise mglu_cpu.h's rules hold. All functions need AVX512-BF16, and return
-// Status::unsupported_isa where `supports(Isa::avx512_bf16, DType::bfloat16)` is false.
+// stride is the distance between two rows, whose elements are contiguous. Pointers need only the alignment of their
+// element. All functions need AVX512-BF16, and return Status::unsupported_isa without it. The rules on threads and
+// exceptions in mglu_cpu.h hold here too.
 #pragma once
 
 #include "mglu_cpu.h"
 
 namespace mglu::cpu {
 
-// Writes W, and F_i * W for every mask: the stacked weights of the GEMM for dx. A product with F_i flips sign bits.
+// Writes W and then F_i * W for each mask, the stacked weights of grad_x's GEMM. Multiplying by F_i flips sign bits.
 struct FlipSigns {
     const void* weight;                // [out_features, in_features]
     const std::uint8_t* packed_masks;  // contiguous
@@ -27,7 +29,7 @@ struct FlipSigns {
 };
 Status flip_signs(const FlipSigns& call, ParallelFor parallel_for);
 
-// Writes the products of G and some partial derivatives, which are dt and b_i.
+// Multiplies G with the partial derivatives P and Q_i, which gives grad_t and grad_f_i.
 struct Scale {
     const void* grad_output;  // [tokens, columns]
     const void* partials;     // [tokens, entries, columns]
@@ -41,12 +43,12 @@ struct Scale {
 };
 Status scale(const Scale& call, ParallelFor parallel_for);
 
-// Writes dW and every dlogits_i, or one of them, from the products D.
+// Writes grad_weight, the gradients of the mask logits, or both, from the products D_0 and D_i.
 struct WeightGradients {
-    const void* total;                 // D_0 [out_features, in_features] of total_dtype, contiguous; for dW
+    const void* total;                 // D_0 [out_features, in_features] of total_dtype, contiguous; for grad_weight
     const void* products;              // D_i [n_masks, out_features, in_features], contiguous
-    const void* weight;                // [out_features, in_features]; for dlogits
-    const std::uint8_t* packed_masks;  // contiguous; for dW
+    const void* weight;                // [out_features, in_features]; for grad_logits
+    const std::uint8_t* packed_masks;  // contiguous; for grad_weight
     void* grad_weight;                 // [out_features, in_features], contiguous; nullptr if it is not needed
     void* grad_logits;                 // [n_masks, out_features, in_features] of logits_dtype, or nullptr
     std::int64_t n_masks;
@@ -59,7 +61,7 @@ struct WeightGradients {
 };
 Status weight_gradients(const WeightGradients& call, ParallelFor parallel_for);
 
-// Writes dr_i. The order of a sum depends on `columns` alone.
+// Writes the gradients of the mask weights. The order of summation depends only on `columns`.
 struct MaskWeightGradients {
     const void* grad_output;  // [tokens, columns]
     const void* terms;        // R [tokens, n_masks, columns]

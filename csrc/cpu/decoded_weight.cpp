@@ -1,8 +1,9 @@
-// Weights in other formats than x's type: rows are decoded, a block of them at a time, and multiplied as dense ones.
-// For few tokens, weights in 8 bits with scales of rows do not come here: few_tokens.h decodes them in registers.
+// Weights whose format is not dense are decoded in memory, one block of rows at a time, and then multiplied as dense
+// weights. For few tokens, 8-bit weights with one scale per row do not come here: few_tokens.h decodes them in
+// registers.
 //
-// The scale of a row multiplies the sums, and the stored numbers are exact in x's type. Scales of blocks and of groups
-// multiply the weights, which needs float32: then x and the result are converted.
+// The scale of a row multiplies the row's sums, and the stored numbers are exact in x's type. The scale of a block or
+// group multiplies weights instead. That needs float32, so x and the result are converted.
 #include <algorithm>
 
 #include "kernels.h"
@@ -13,9 +14,9 @@ namespace {
 #include "element.h"
 
 constexpr std::int64_t kBlockBytes = 1 << 21;  // decoded weights of a block, which stay in the caches
-constexpr std::int64_t kGrain = 1 << 14;       // elements of a task, at least
+constexpr std::int64_t kGrain = 1 << 14;       // minimum number of elements of a task
 
-// The number that a byte of fp8 or int8 stores, as an element of the products.
+// Maps each byte of fp8 or int8 to its number, as an element of type E.
 template <class E>
 struct Table {
     E value[256];
@@ -30,7 +31,7 @@ struct Table {
     }
 };
 
-// The scale of a weight's block of 128 x 128, or of its group of 128 columns.
+// The scale of a weight's block of 128 x 128 weights, or of its group of 128 columns.
 float scale_of(const Forward& call, std::int64_t row, std::int64_t column) {
     const std::int64_t groups = ceil_div(call.in_features, kScaledTogether), group = column / kScaledTogether;
     if (call.weight_format == WeightFormat::int4_group)
@@ -100,7 +101,7 @@ Status convert(ParallelFor parallel_for, std::int64_t rows, std::int64_t columns
     });
 }
 
-// Runs a call of a 16-bit type E by products in float32.
+// Runs a call whose type E has 16 bits with products in float32.
 template <class E>
 Status forward_widened(const Forward& call, ParallelFor parallel_for, ForwardFunction run) {
     const Floats x = allocate_floats(call.tokens * call.in_features);

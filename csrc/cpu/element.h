@@ -1,5 +1,5 @@
-// The stored element types, converted one at a time; vec_*.h converts whole vectors. Included inside a file's own
-// namespace.
+// The stored element types and their conversions, one element at a time; vec_*.h converts whole vectors. Included
+// inside a file's own namespace.
 
 struct BFloat16 {
     std::uint16_t bits;
@@ -8,7 +8,7 @@ struct Float16 {
     std::uint16_t bits;
 };
 
-// The weights of int8_row, and of fp8_row (float8_e4m3fn).
+// Stored weights of the formats int8_row and fp8_row (float8_e4m3fn).
 struct Int8 {
     std::int8_t bits;
 };
@@ -28,7 +28,7 @@ MGLU_INLINE float to_float(float x) { return x; }
 
 MGLU_INLINE float to_float(BFloat16 x) { return bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16); }
 
-// Rebases the exponent by a product, which also turns float16's subnormal numbers into normal ones.
+// Rebases the exponent by a multiplication, which also makes float16's subnormal numbers normal.
 MGLU_INLINE float to_float(Float16 x) {
     const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
     const std::uint32_t magnitude = static_cast<std::uint32_t>(x.bits & 0x7fffu) << 13;
@@ -38,9 +38,9 @@ MGLU_INLINE float to_float(Float16 x) {
 
 MGLU_INLINE float to_float(Int8 x) { return x.bits; }
 
-// An fp8 number is read as the float16 with the same digits. Float16's exponents are larger by 8, so what is read is
-// the number divided by 256, and the scale of the row is multiplied by kFactor. Only NaN, whose digits are all 1,
-// carries into bit 14, which makes it float16's NaN.
+// The bits of an fp8 number are read as a float16 with the same exponent field. The exponent bias of float16 is larger
+// by 8, so the result is the number divided by 256; kFactor makes up for it in the row's scale. Adding 0x80 carries
+// into bit 14 only for NaN, whose bits are all 1, which makes it a NaN of float16.
 template <class W>
 constexpr float kFactor = 1.0f;
 template <>
@@ -67,17 +67,18 @@ MGLU_INLINE BFloat16 from_float<BFloat16>(float x) {
     return {static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
-// Rounds to nearest, ties to even, by adding a number whose last bit has the value of the result's last bit.
+// Rounds to nearest, ties to even.
 template <>
 MGLU_INLINE Float16 from_float<Float16>(float x) {
     const std::uint32_t bits = bit_cast<std::uint32_t>(x);
     const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000u);
     const std::uint32_t magnitude = bits & 0x7fffffffu;
-    const auto of = [sign](std::uint32_t value) { return Float16{static_cast<std::uint16_t>(sign | value)}; };
-    if (magnitude > 0x7f800000u) return of(0x7e00u);
-    if (magnitude >= 0x477ff000u) return of(0x7c00u);  // 65520 and above become infinity
-    if (magnitude < 0x38800000u) {                     // below 2^-14 results are multiples of 2^-24, 0.5f's last bit
-        return of(bit_cast<std::uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u);
+    const auto signed_bits = [sign](std::uint32_t bits) { return Float16{static_cast<std::uint16_t>(sign | bits)}; };
+    if (magnitude > 0x7f800000u) return signed_bits(0x7e00u);
+    if (magnitude >= 0x477ff000u) return signed_bits(0x7c00u);  // 65520 and above become infinity
+    if (magnitude < 0x38800000u) {
+        // Results below 2^-14 are multiples of 2^-24, the last bit of 0.5f, so adding 0.5f rounds to them.
+        return signed_bits(bit_cast<std::uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u);
     }
-    return of((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);
+    return signed_bits((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13);
 }

@@ -1,6 +1,6 @@
-// Detects instruction sets by `cpuid`, and by `xgetbv` the registers that the operating system saves. The compiler's
-// `__builtin_cpu_supports` is not asked: older compilers know fewer features, and `zig c++` answers no to all. The
-// processor is asked once, because in a virtual machine the host handles each `cpuid`, which takes about 10 us.
+// Detects instruction sets with `cpuid`, and with `xgetbv` which registers the operating system saves. The compiler's
+// `__builtin_cpu_supports` is not used: older compilers know fewer features, and `zig c++` answers no to all of them.
+// Results are cached, because in a virtual machine the host handles each `cpuid`, which takes about 10 us.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -18,7 +18,7 @@ struct Registers {
     unsigned int a = 0, b = 0, c = 0, d = 0;
 };
 
-// All registers are 0 if the CPU has no such leaf.
+// Returns zeros if the CPU has no such leaf.
 Registers ask(unsigned int leaf, unsigned int subleaf) {
     Registers r;
     return __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d) ? r : Registers{};
@@ -26,7 +26,7 @@ Registers ask(unsigned int leaf, unsigned int subleaf) {
 
 bool has_bit(unsigned int word, int bit) { return word >> bit & 1; }
 
-// Whether the operating system saves all registers of a mask of the register XCR0.
+// True if the operating system saves all register sets whose bits are given; bits are those of XCR0.
 bool saves(unsigned int registers) {
     if (!has_bit(ask(1, 0).c, 27)) return false;  // without OSXSAVE, there is no xgetbv
     unsigned int low = 0, high = 0;
@@ -67,7 +67,7 @@ bool has_avx512_bf16() {
     return has;
 }
 
-// Linux enables AMX tiles (8 KB more state for each thread) for a process that asks, for all its threads.
+// Linux enables AMX tiles, 8 KB more state for each thread, only for processes that ask for them.
 bool has_amx() {
     static const bool has = [] {
         constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

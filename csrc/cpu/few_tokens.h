@@ -1,24 +1,25 @@
-// Few tokens: each weight is read from memory once, and multiplied with all tokens while it is in a register. Included
-// inside a file's own namespace, after row_sums.h or row_sums_bf16.h, which define RowSums.
+// Few tokens: each weight is read from memory once, and multiplied with up to two tokens while it is in a register.
+// Included inside a file's own namespace, after row_sums.h or row_sums_bf16.h, which define RowSums.
 //
-// The eight rows of a chunk share the sums over lanes and the activation, one row per lane.
+// A chunk is eight rows of W. After the main loop one vector holds the sums of a chunk, one row per lane, so that the
+// reduction over lanes and the activation are computed for eight rows at once.
 
 constexpr int kChunkRows = 8;
 constexpr int kGroupTokens = 2;
 
-// Masks in one pass over a row: as many as there are registers for sums. The next masks read the row from L1.
+// Masks in one pass over a row, limited by the registers for sums. Further passes read the row from L1.
 constexpr int max_group_masks(int tokens) { return kMasksAtOnce / tokens; }
 
-constexpr std::int64_t kPrefetchBytes = 4096;  // the distance of prefetches into L2
+constexpr std::int64_t kPrefetchBytes = 4096;  // how far ahead of use W is prefetched into L2
 
-// Gates and values before the sum over lanes, [token][row of chunk][vector of masks].
+// Gates and values before the reduction over lanes, [token][row of the chunk][vector of masks].
 struct Lanes {
     static constexpr int kVecs = vecs_for(max_group_masks(1));
     alignas(64) float gates[kGroupTokens][kChunkRows][kVecs][Vec::width];
     alignas(64) float values[kGroupTokens][kChunkRows][kVecs][Vec::width];
 };
 
-// The input of a kernel: eight rows, whose length is a multiple of 8 kOctetsAtOnce columns.
+// The input of a kernel: eight rows whose number of columns is a multiple of 8 * kOctetsAtOnce.
 template <class E, class W>
 struct Rows {
     const W* weights[kChunkRows];
@@ -63,7 +64,7 @@ void add_chunk(const Rows<E, W>& in, bool first, Lanes& lanes) {
 template <class E, class W>
 using AddChunk = void (*)(const Rows<E, W>&, bool first, Lanes&);
 
-// The kernel for a number of masks, from 1 to max_group_masks(Tokens).
+// Returns the kernel for 1 to max_group_masks(Tokens) masks.
 template <class E, class W, int Tokens, int... Masks>
 AddChunk<E, W> find_kernel(int masks, std::integer_sequence<int, Masks...>) {
     static constexpr AddChunk<E, W> kKernels[] = {add_chunk<E, W, Tokens, Masks + 1>...};
@@ -76,8 +77,8 @@ AddChunk<E, W> find_kernel(int tokens, int masks) {
                        : find_kernel<E, W, 2>(masks, std::make_integer_sequence<int, max_group_masks(2)>());
 }
 
-// Sums the eight lanes of each row and mask. The sum of row r is in lane r of the result, or in lanes 2r and 2r + 1 if
-// a vector holds two masks.
+// Reduces each row's eight lanes. Lane r of the result is the sum of row r; if a vector holds two masks, lanes 2r and
+// 2r + 1 are the sums of the two masks.
 template <class Row>
 MGLU_INLINE Vec sums_over_lanes(Row row) {
     const Vec a = pair_sums(row(0), row(1)), b = pair_sums(row(2), row(3));
@@ -87,7 +88,7 @@ MGLU_INLINE Vec sums_over_lanes(Row row) {
 
 template <class E, class W>
 struct FewTokens {
-    // Weights in 8 bits are multiplied in the same way for both 16-bit types.
+    // 8-bit weights with x in either 16-bit type run the same code.
     using Sums = std::conditional_t<std::is_same_v<E, W> || std::is_same_v<E, float>, E, BFloat16>;
 
     const Forward& call;
@@ -133,8 +134,8 @@ struct FewTokens {
         int first_mask = 0;
         for (int group = 0; group < groups; ++group) {
             const int left = static_cast<int>(call.n_masks) - first_mask;
-            // All groups but the last have whole vectors of masks, so that the order in which terms are summed does not
-            // depend on the number of tokens.
+            // All groups but the last consist of whole vectors of masks, so that the number of tokens does not change
+            // the order in which terms are summed.
             const int vecs = vecs_for((left + groups - group - 1) / (groups - group));
             const int masks = static_cast<int>(smaller(vecs * kMasksPerVec, left));
             for (int r = 0; r < kChunkRows; ++r) {
@@ -204,7 +205,7 @@ Status forward_few_of(const Forward& call, ParallelFor parallel_for, const float
                        [&](std::int64_t begin, std::int64_t end) { job.run(begin, end); });
 }
 
-// Runs a call whose weight is dense, or if kReadsBytes int8_row or fp8_row.
+// Runs a call whose weight is dense. If kReadsBytes, the weight may also be int8_row or fp8_row.
 template <class E>
 Status forward_few(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
     if constexpr (kReadsBytes) {

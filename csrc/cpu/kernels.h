@@ -14,7 +14,7 @@
 
 #define MGLU_INLINE inline __attribute__((always_inline))
 
-// Between these two, functions use instruction sets beyond the compiler's default.
+// Functions between these two macros may use instruction sets beyond the compiler's default.
 #define MGLU_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define MGLU_BEGIN_TARGET(names) MGLU_PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
@@ -28,20 +28,20 @@ namespace mglu::cpu {
 
 using ForwardFunction = Status (*)(const Forward&, ParallelFor);
 
-constexpr std::int64_t kMaxFewTokens = 4;  // with more tokens, the kernels for many tokens are faster
+constexpr std::int64_t kMaxFewTokens = 4;  // above this, many_tokens.h is faster than few_tokens.h
 
-// Whether a scale belongs to a row of W, so that it can multiply the row's sums.
+// True if each row of W has one scale, which can then multiply the row's sums.
 constexpr bool has_row_scales(WeightFormat format) {
     return format == WeightFormat::fp8_row || format == WeightFormat::int8_row;
 }
 
-// Runs a checked, non-empty call whose weight is not dense, by a function for dense weights. `run` takes x's type if
-// the weight has row scales, else float32.
+// Decodes a weight that is not dense and calls `run`, a function for dense weights. The decoded weight has x's type if
+// the format has row scales, else float32. The call is checked and not empty.
 Status forward_decoded(const Forward& call, ParallelFor parallel_for, ForwardFunction run);
 
-// Each function takes a checked, non-empty call whose instruction set runs here, with a dense weight. AVX2,
-// AVX-512 and AVX512-BF16 also take a few tokens with a weight in 8 bits and scales of rows. The last two take only
-// bfloat16.
+// One function per instruction set. The call is checked and not empty, its weight is dense, and this machine has the
+// instruction set. AVX2, AVX-512 and AVX512-BF16 also take int8_row and fp8_row for few tokens. AVX512-BF16 and AMX
+// take only bfloat16.
 Status forward_portable(const Forward& call, ParallelFor parallel_for);
 #if defined(__x86_64__)
 Status forward_avx2(const Forward& call, ParallelFor parallel_for);
@@ -55,7 +55,8 @@ bool has_avx512_bf16();
 bool has_amx();
 #endif
 
-// The bfloat16 files need a compiler that knows the instructions, and Linux, which features.cpp asks for AMX tiles.
+// The bfloat16 files need a compiler that knows the instructions, and Linux, from which features.cpp requests AMX
+// tiles.
 #if defined(__x86_64__) && \
     (defined(MGLU_EMULATE_AVX512) || (defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)))
 #define MGLU_BUILDS_BFLOAT16
@@ -64,7 +65,7 @@ bool has_amx();
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 constexpr std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Calls `body(begin, end)` on ranges of [0, count), each of at least `grain` items.
+// Calls `body(begin, end)` on ranges that cover [0, count), each of at least `grain` indices.
 template <class Ranges>
 Status over_ranges(ParallelFor parallel_for, std::int64_t count, std::int64_t grain, Ranges body) {
     const auto run = [](std::int64_t begin, std::int64_t end, void* context) {

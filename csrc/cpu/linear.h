@@ -1,22 +1,22 @@
 // A linear layer, out = x W^T in float32, for calls without masks. Included inside a file's own namespace, after
 // few_tokens.h and one of the row_sums headers, which define load_weights and multiply_add.
 //
-// A few rows of W are multiplied with a few tokens while their weights are in registers. Eight rows, a chunk, meet all
-// tokens of a block while they are in the caches, and share the sums over lanes.
+// A few rows of W are multiplied with a few tokens while the weights are in registers. A chunk of eight rows is
+// multiplied with a block of tokens while it is in the caches.
 
 constexpr int kLinearTokens = 4;  // tokens that share a load of a weight
-template <int Tokens>             // rows that share a load of x; a single token gains nothing from more than two
+template <int Tokens>             // rows that share a load of x; one token gains nothing from more than two
 constexpr int kLinearRows = Tokens == 1 ? 2 : kSumRegisters / 8 * 2;
-constexpr std::int64_t kLinearBlockBytes = 512 * 1024;  // of x in a block of tokens, which stays in L2
+constexpr std::int64_t kLinearBlockBytes = 512 * 1024;  // bytes of x in a block of tokens, which stay in L2
 
-// X is the type in which x is kept, W the type of the weights.
+// X is the element type of x as it is kept for the kernel, W the type of the weights.
 template <class X, class W>
 struct Linear {
     const Forward& call;
     const X* x;  // [tokens, in_features padded to whole steps], 0 past in_features
     std::int64_t x_stride;
 
-    // The rows of a chunk. Past the last row of W they repeat it, and their results are dropped.
+    // The rows of a chunk. Rows past the end of W repeat its last row; their results are dropped.
     struct Chunk {
         const W* weights[kChunkRows];
         alignas(64) W last[kChunkRows][kLinearStep];  // the columns past the last whole step, and zeros
@@ -74,7 +74,7 @@ struct Linear {
             unrolled<kRows * Tokens>([&](auto i) MGLU_STEP { sums[i / Tokens][i % Tokens] = broadcast(0.0f); });
             const W* const* weights = chunk.weights + row;
             for (std::int64_t k = 0; k < whole; k += kLinearStep) {
-                if (prefetches) {  // the next rows: the hardware's prefetcher does not follow so many
+                if (prefetches) {  // the next rows, which are too many streams for the hardware's prefetcher
                     unrolled<kRows>([&](auto r) MGLU_STEP {
                         __builtin_prefetch(weights[r] + kRows * call.weight_stride + k, 0, 2);
                     });
@@ -114,7 +114,7 @@ Status linear_of(const Forward& call, ParallelFor parallel_for) {
                        [&](std::int64_t begin, std::int64_t end) { job.run(begin, end); });
 }
 
-// Runs a call without masks whose weight is dense, or if kReadsBytes int8_row or fp8_row.
+// Runs a call without masks whose weight is dense. If kReadsBytes, the weight may also be int8_row or fp8_row.
 template <class E>
 Status linear(const Forward& call, ParallelFor parallel_for) {
     if constexpr (kReadsBytes) {

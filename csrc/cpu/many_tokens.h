@@ -1,31 +1,33 @@
 // Many tokens: n_masks + 1 blocked matrix products whose masked weights exist only in the caches. Included inside a
 // file's own namespace, after terms.h.
 //
-// Lanes are tokens: x is transposed once for each block of tokens, and rows of W are read unchanged. For a block of
-// features and a k-block (a range of in_features), `write_masked_weights` writes the weights and their masked copies as float32
-// into L1 and L2, and `multiply` adds their products with each panel of tokens to sums in L2. After the last k-block,
-// `write_outputs` computes gates, values and results.
+// Lanes are tokens: x is transposed once for each block of tokens, and rows of W are read unchanged. A k-block is a
+// range of in_features, and a panel is one or two vectors of tokens. For each block of features and each k-block,
+// `write_masked_weights` writes the weights and their masked copies as float32 into L1 and L2. `multiply` adds their
+// products with each panel to sums in L2. After the last k-block, `write_outputs` computes gates, values and results.
 //
-// With t the product of the whole row and s_i the product under mask i, gate and value are s_i and t - s_i. In 16-bit
-// types small_values.h makes this difference as exact as a separate product. In float32 an error of t would enter the
-// gates or values of all masks, so t is summed in float64, which costs as much as two products, and s_i is the gate or
-// the value, whichever has fewer weights, so that its error is small compared with both. With one or two masks that
-// would save nothing, so gates and values are separate products.
+// Let t be the product of the whole row and s_i the product under mask i. The gate is s_i and the value t - s_i. In
+// 16-bit types small_values.h makes this difference as exact as a separate product.
+//
+// In float32 an error of t would enter the gates or values of all masks. With three or more masks, t is therefore
+// summed in float64, which costs as much as two products. s_i is then the sum over the smaller side, the gate's or the
+// value's weights, so that its error is small compared with both. With one or two masks this saves nothing: gates and
+// values are separate products.
 
 #include "work_queue.h"
 
-// The depth of a k-block: a panel of x then takes half of L1. For a handful of tokens, libraries sum float32 in several
-// lanes along k, which is more exact than one long chain. Short k-blocks are as exact.
+// The columns of a k-block, chosen so that a panel of x takes half of L1. For one vector of tokens, libraries sum
+// float32 in several lanes along k, which is more exact than one long chain; short k-blocks are as exact as that.
 template <class E>
 constexpr std::int64_t k_block_depth(std::int64_t vecs) {
     return !std::is_same_v<E, float> ? 256 : vecs == 1 ? 32 : 128;
 }
-constexpr std::int64_t kMaskedRow = 256 + 16;  // floats; rows a power of two apart would compete for few sets of L1
+constexpr std::int64_t kMaskedRow = 256 + 16;  // floats from row to row; a power of two would use few sets of L1
 constexpr std::int64_t kFeatures = 24;         // features of a block
 constexpr std::int64_t kMaxTokens = 512;       // tokens of a block
 constexpr std::int64_t kMaxSums = 96 * 1024;   // floats of a block's sums, 384 KB
 
-// sums[f] = or += sum_k weights[f][k] * x[k], each a vector of tokens; `first` chooses `=`.
+// sums[f] += sum_k weights[f][k] * x[k], for vectors of tokens. With `first`, sums are overwritten.
 template <int Features, int Vecs>
 void multiply(const float* weights, std::int64_t depth, const float* x, float* sums, bool first) {
     Vec sum[Features][Vecs];
@@ -44,8 +46,7 @@ void multiply(const float* weights, std::int64_t depth, const float* x, float* s
     });
 }
 
-// Multiplies in the same way with sums in float64, for one vector of tokens. `stride` is the number of floats between
-// rows of x.
+// The same with float64 sums, for one vector of tokens. Rows of x are `stride` floats apart.
 template <int Features>
 void multiply_wide(const double* weights, std::int64_t depth, const float* x, std::int64_t stride, double* sums,
                    std::int64_t sums_stride, bool first) {
@@ -78,16 +79,14 @@ struct ManyTokens {
     std::int64_t panels() const { return ceil_div(tokens, panel_width()); }
     bool has_value_products() const { return std::is_same_v<E, float> && call.n_masks <= 2; }
     bool has_float64_total() const { return std::is_same_v<E, float> && call.n_masks > 2; }
-    // The number of float32 products: either gates and values, alternating, or the total (unless it is in float64) and
-    // the parts.
+    // The number of float32 products. They are gates and values in turn, or else t (unless it is in float64) and s_i.
     std::int64_t products() const {
         return has_value_products() ? 2 * call.n_masks : call.n_masks + (has_float64_total() ? 0 : 1);
     }
     std::int64_t first_part() const { return has_float64_total() ? 0 : 1; }
 
-    // Transposes a panel of x, with zeros past the last token and the last of in_features. It proceeds by 16 columns, a
-    // whole cache line of float32: where rows are a power of two apart, the lines of 16 tokens do not stay in L1
-    // together.
+    // Transposes a panel of x, with zeros past the last token and the last column. It reads 16 columns at a time, a
+    // whole cache line of float32, since lines of rows that are a power of two apart evict each other from L1.
     void pack_x(std::int64_t panel) const {
         const std::int64_t width = panel_width();
         float* to = x + panel * depth * width;
@@ -174,7 +173,7 @@ struct ManyTokens {
                         float* sums, bool first) const {
         constexpr int kWide = kTileFeatures;
         const std::int64_t step = vecs == 2 ? kWide : 12;
-        for (std::int64_t f = 0; f < features; f += step) {  // sums of rows past the last feature are never read
+        for (std::int64_t f = 0; f < features; f += step) {  // sums past the last feature are never read
             const float* rows = weights + f * kMaskedRow;
             float* tile = sums + f * panel_width();
             if (vecs == 2) {
@@ -185,8 +184,8 @@ struct ManyTokens {
         }
     }
 
-    // Sets flips to 255 for each row and mask with more ones than zeros, estimated from 64 bytes spread over the row. A
-    // wrong guess near one half costs no accuracy.
+    // Sets `flips` to 255 for each row and mask with more ones than zeros, so that s_i sums the zeros. It counts 64
+    // bytes spread over the row; a wrong guess, near one half, costs no accuracy.
     void choose_complements(std::int64_t first_feature, std::int64_t features,
                             std::uint8_t (*flips)[kMaxMasks + 1]) const {
         const std::int64_t octets = packed_octets(call.in_features), step = ceil_div(octets, 64);
@@ -202,7 +201,7 @@ struct ManyTokens {
         }
     }
 
-    // Writes a k-block of one row, as feature f of the block: masked for each product, and whole for the total.
+    // Writes a k-block of one row as feature f of the block, masked for each product and unmasked for t.
     void write_masked_weights(std::int64_t row, std::int64_t k, std::int64_t k_block, const std::uint8_t* flips,
                               const Block& block, std::int64_t f) const {
         const E* weights = static_cast<const E*>(call.weight) + row * call.weight_stride + k;
@@ -250,7 +249,8 @@ struct ManyTokens {
         Vec gate, value;
     };
 
-    // `first` is the sum of the first lane. The lanes at `at` are the tokens that follow.
+    // Returns the gates and values of one vector of tokens. `at` is their offset in the sums, `first` the first lane's
+    // token, row and mask.
     GateAndValue gate_and_value(const Block& block, std::int64_t panel, std::int64_t at, const MaskedSum& first) const {
         const std::int64_t i = first.mask;
         if (has_value_products()) {
@@ -304,7 +304,7 @@ struct ManyTokens {
 
     static constexpr std::int64_t kPaddedFeatures = ceil_div(kFeatures, Vec::width) * Vec::width;
 
-    // Transposes a panel's results, [feature][token]. The last of the padded features are copies.
+    // Transposes a panel's results, [feature][token]. Features past the end repeat the last one.
     static void transpose_results(const float* results, std::int64_t width, float (*rows)[kPaddedFeatures]) {
         for (std::int64_t v = 0; v < width; v += Vec::width) {
             for (std::int64_t f = 0; f < kPaddedFeatures; f += Vec::width) {

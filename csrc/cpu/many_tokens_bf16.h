@@ -1,15 +1,15 @@
-// Many tokens in bfloat16: like many_tokens.h, but tiles are multiplied by instructions for pairs. Included inside a
-// file's own namespace, after terms.h and either multiply_amx.h or multiply_dot.h.
+// Many tokens in bfloat16: like many_tokens.h, but tiles are multiplied by instructions that take pairs of columns.
+// Included inside a file's own namespace, after terms.h and either multiply_amx.h or multiply_dot.h.
 //
 // Masked tiles of W exist only in L2, for one k-block at a time; sums stay there for all k-blocks. The order of
-// summation depends on in_features alone. Subnormal numbers count as 0.
+// summation depends only on in_features. Subnormal numbers count as 0.
 
 #include "work_queue.h"
 
-constexpr std::int64_t kMaxBlockSteps = 16;      // tiles of a k-block; 8 with only one panel of tokens
-constexpr std::int64_t kMinBlockFeatures = 256;  // features x products of a block; with fewer, x comes from L3
+constexpr std::int64_t kMaxBlockSteps = 16;      // steps of 32 columns in a k-block; 8 with only one panel of tokens
+constexpr std::int64_t kMinBlockFeatures = 256;  // features * products of a block; with fewer, x comes from L3
 constexpr std::int64_t kMaxSums = 192 * 1024;    // floats of a block's sums, 768 KB
-constexpr std::int64_t kMaxPanelsInL2 = 8;       // with at most this many panels of x, the smallest block is best
+constexpr std::int64_t kMaxPanelsInL2 = 8;       // up to this many panels of x, the smallest block is fastest
 
 struct TileProducts {
     const Forward& call;
@@ -26,13 +26,13 @@ struct TileProducts {
 
     std::int64_t width() const { return 16 * vecs; }
     std::int64_t products() const { return call.n_masks + 1; }
-    // The size of the tiles of W for one product, group and k-block.
+    // The floats that the tiles of W take for one product, group and k-block.
     std::int64_t group_size() const { return steps_per_k_block * 2 * kSpacedTile + kLine; }
     std::int64_t features_per_block() const { return kGroupFeatures * groups_per_block; }
     std::int64_t feature_blocks() const { return ceil_div(call.out_features, features_per_block()); }
     std::int64_t blocks() const { return ceil_div(panels, panels_per_block) * feature_blocks(); }
 
-    // Transposes a panel of x, with zeros past the last token and the last of in_features.
+    // Transposes a panel of x, with zeros past the last token and the last column.
     void pack_x(std::int64_t panel) const {
         for (std::int64_t tile = panel * steps * vecs; tile < (panel + 1) * steps * vecs; ++tile) {
             const std::int64_t step = tile / vecs % steps, token = tile / vecs / steps * width() + tile % vecs * 16;
@@ -62,7 +62,7 @@ struct TileProducts {
         const Floats scratch = allocate_floats(weights + sums + results_of(call) * kGroupResults);
         if (!scratch) return false;
         [[maybe_unused]] const Tiles tiles;
-        queue.for_each([&](std::int64_t i) {  // a block of tokens meets all features before the next, so x stays in L2
+        queue.for_each([&](std::int64_t i) {  // features vary fastest, so that a block of x stays in L2
             const std::int64_t panel = i / feature_blocks() * panels_per_block;
             const Block block{scratch.get(),
                               scratch.get() + weights,
@@ -112,7 +112,7 @@ struct TileProducts {
         return block.sums + tile * kGroupFeatures * width();
     }
 
-    // Writes a k-block of one row, as feature f of the block: whole, and under each mask. Rows past the last feature
+    // Writes a k-block of one row as feature f of the block, unmasked and under each mask. Rows past the last feature
     // are not written; their sums are never read.
     void write_masked_weights(const Block& block, std::int64_t f, std::int64_t step, std::int64_t k_block) const {
         const std::int64_t n = call.n_masks, row = block.first_feature + f, group = f / kGroupFeatures;
@@ -123,7 +123,7 @@ struct TileProducts {
         const __m512i order = byte_order(n);
         const __mmask64 all = first_bytes(kStepOctets * n);
         for (std::int64_t s = step; s < whole; ++s, to += 2 * kSpacedTile) {
-            // Prefetch what the next k-block reads: the hardware's prefetcher does not follow 32 rows.
+            // Prefetch the next k-block. The hardware's prefetcher cannot follow 32 rows.
             __builtin_prefetch(weights + (s + steps_per_k_block) * kDeep, 0, 2);
             __builtin_prefetch(bits + (s + steps_per_k_block) * kStepOctets * n, 0, 2);
             mask_step(_mm512_loadu_si512(weights + s * kDeep), MaskWords(bits + s * kStepOctets * n, all, order), to);
@@ -182,7 +182,8 @@ struct TileProducts {
         Vec gate, value;
     };
 
-    // `first` is the sum of the first lane. The lanes at `at` are the tokens that follow.
+    // Returns the gates and values of 16 tokens. `at` is their offset in the sums, `first` the first lane's token, row
+    // and mask.
     GateAndValue gate_and_value(const Block& block, std::int64_t group, std::int64_t panel, std::int64_t at,
                                 const MaskedSum& first) const {
         Vec gate = load(sums_at(block, 1 + first.mask, group, panel) + at);

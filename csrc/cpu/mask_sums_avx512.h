@@ -1,13 +1,15 @@
-// The sums of one row under each mask and of the rest, for a few tokens. Included inside a file's own namespace, after
-// vec_avx512.h.
+// Accumulators of one row for a few tokens: for each mask the products that it keeps (`parts`), and the others
+// (`rests`). Included inside a file's own namespace, after vec_avx512.h.
 
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
-// `SumsValues`: whether the products that a mask leaves out have a sum of their own. Otherwise one rest is the total.
+// With `SumsValues`, each mask has a `rests` sum of the products that it drops. Without it, the only `rests` sum is the
+// sum of all products, and a value is the difference.
 template <bool SumsValues, int Tokens, int Masks>
 struct MaskSums {
     static constexpr int kVecs = vecs_for(Masks), kRests = SumsValues ? Masks : 1;
-    // Independent chains of sums hide the latency of an addition. In float32 the number of tokens must not change bits.
+    // Two independent chains of sums hide the latency of an addition. In float32 there is always one chain, so that the
+    // number of tokens does not change a result's bits.
     static constexpr int kChains = !SumsValues && 2 * Tokens * (1 + Masks) <= kSumRegisters ? 2 : 1;
 
     Vec parts[kChains][Tokens][Masks];
@@ -21,13 +23,14 @@ struct MaskSums {
         });
     }
 
-    // A sum over the chains. Where I is past the last mask, it is the last mask's.
+    // The sum over chains of token T and mask I; the last mask's if I is too large.
     template <int T, int I, int Sums>
-    MGLU_INLINE static Vec sum(const Vec (&of)[kChains][Tokens][Sums]) {
+    MGLU_INLINE static Vec sum(const Vec (&chains)[kChains][Tokens][Sums]) {
         constexpr int i = I < Sums ? I : Sums - 1;
-        return kChains == 2 ? of[0][T][i] + of[kChains - 1][T][i] : of[0][T][i];
+        return kChains == 2 ? chains[0][T][i] + chains[kChains - 1][T][i] : chains[0][T][i];
     }
-    // The gates and values of token T and the masks of vector V. The last vector of an odd number of masks repeats one.
+    // The gates and values of token T and masks 2V and 2V + 1. With an odd number of masks, the last vector holds the
+    // last mask twice.
     template <int T, int V>
     MGLU_INLINE Vec gate() const {
         return half_sums(sum<T, 2 * V>(parts), sum<T, 2 * V + 1>(parts));

@@ -1,7 +1,7 @@
-// Masks without mask registers: a byte selects eight factors, each 0 or 1, from a table of 8 KB, which stays in L1.
-// Included inside a file's own namespace, after a Vec of eight lanes.
+// Masks for CPUs without mask registers: a byte selects eight factors, each 0 or 1, from a table of 8 KB, which stays
+// in L1. Included inside a file's own namespace, after a Vec of eight lanes.
 //
-// The naive layer also multiplies by 0 and 1, so infinity times a masked-out weight is NaN in both.
+// Infinity times a masked-out weight is NaN, as in the naive layer, which multiplies by 0 and 1 too.
 
 constexpr int kMasksPerVec = 1;
 
@@ -24,11 +24,11 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     return load(kFactors.of_byte[*bits ^ flip]);
 }
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) { return a * mask; }
-// A vector with each mask's number in that mask's lanes.
+// A vector in which each mask's lanes hold that mask's number.
 MGLU_INLINE Vec broadcast_each(const float* numbers) { return broadcast(*numbers); }
 // Stores the first `count` groups of eight lanes at p, p + stride, ...
 MGLU_INLINE void store_octets(float* p, std::int64_t, int, Vec a) { store(p, a); }
-// Sums over the masks of a vector, in its first eight lanes.
+// Adds a vector's masks; the sums are in the first eight lanes.
 MGLU_INLINE Vec sum_over_masks(Vec a) { return a; }
 
 // The masks of eight weights.
@@ -40,6 +40,6 @@ struct TableMasks {
 
     // Returns sum + (the products under mask v).
     MGLU_INLINE Vec add(int v, Vec sum, Vec product) const { return fma(product, load_mask<1>(bits + v, 0), sum); }
-    // The final value of a sum that `add` has made.
+    // Turns an accumulator of `add` into the sum.
     MGLU_INLINE static Vec finished_sum(int, Vec sum) { return sum; }
 };

@@ -1,9 +1,10 @@
-// The masks of eight weights by AVX2, half by table and half by shifts. Included inside a file's own namespace, after
+// Masks with AVX2, half of them from the table and half by shifts. Included inside a file's own namespace, after
 // mask_table.h.
 //
-// By table, a mask takes two loads, a shift and an FMA. Shifts use other units: every lane holds the bytes of four
-// masks in one word, shifts lane k's bit to bit 30, and an `and` leaves 2.0 or 0, again a factor. Half of the masks
-// each way is fastest: 4.6 cycles for 8 columns of four masks on Zen 3, against 4.95 with the table alone.
+// A mask from the table takes two loads, a shift and an FMA. The other way uses other execution units: every lane holds
+// the bytes of four masks in one word, lane k shifts its bit to bit 30, and an `and` leaves the factor 2.0 or 0. Half
+// of the masks each way is fastest: 4.6 cycles for 8 columns and four masks on Zen 3, against 4.95 with the table
+// alone.
 
 template <int Masks>
 struct MixedMasks {
@@ -30,6 +31,6 @@ struct MixedMasks {
         const __m256 shifted = _mm256_castsi256_ps(_mm256_sllv_epi32(words[v / 4], to_bit_30));
         return fma(product, Vec{_mm256_and_ps(shifted, _mm256_set1_ps(2.0f))}, sum);
     }
-    // The final value of a sum that `add` has made. Halving is exact.
+    // Turns an accumulator of `add` into the sum. Halving is exact.
     MGLU_INLINE static Vec finished_sum(int v, Vec sum) { return is_shifted(v) ? sum * broadcast(0.5f) : sum; }
 };

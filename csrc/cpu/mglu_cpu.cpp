@@ -6,7 +6,7 @@
 namespace mglu::cpu {
 namespace {
 
-// Returns the kernel of an instruction set, or null if this build or machine lacks it or it cannot take the dtype.
+// Returns the kernel of an instruction set, or null if this build or machine lacks it, or if it cannot take the dtype.
 ForwardFunction find_forward(Isa isa, DType dtype) {
     switch (isa) {
         case Isa::portable: return forward_portable;
@@ -23,20 +23,22 @@ ForwardFunction find_forward(Isa isa, DType dtype) {
 }
 
 // Limits in bfloat16, measured on a Xeon with AMX and on Zen 4 (README.md). AMX is fastest from kMinTokensForAmx tokens
-// on. `vdpbf16ps` is fastest with more tokens than that on CPUs without AMX, and with fewer tokens for few masks.
+// on. Without AMX, `vdpbf16ps` is fastest for more tokens than that. For fewer tokens it is fastest with few masks.
 constexpr std::int64_t kMinTokensForAmx = 4;
 constexpr std::int64_t kMaxMasksForDots = 2;
 
-// The most tokens for which the kernel for few tokens decodes weights in 8 bits, which it does for every two tokens.
+// Above this many tokens, 8-bit weights are decoded once in memory. few_tokens.h decodes them again for every two
+// tokens.
 constexpr std::int64_t kMaxTokensInRegisters = 8;
 
-// Whether a kernel should decode the weights in registers, and not forward_decoded in memory, and whether it can.
+// True if decoding in registers is faster than forward_decoded, which decodes in memory.
 bool is_decoded_in_registers(WeightFormat format, std::int64_t tokens) {
     return has_row_scales(format) && tokens <= kMaxTokensInRegisters;
 }
+// True if the kernel of an instruction set can decode in registers.
 bool decodes_in_registers(Isa isa) { return isa == Isa::avx2 || isa == Isa::avx512 || isa == Isa::avx512_bf16; }
 
-// The type of the products.
+// The type of the products, given the type of x.
 DType product_type(DType dtype, WeightFormat format) {
     return format == WeightFormat::dense || has_row_scales(format) ? dtype : DType::float32;
 }
@@ -82,8 +84,8 @@ Status forward(const Forward& call, ParallelFor parallel_for) {
 
 bool supports(Isa isa, DType dtype) { return isa == Isa::best || find_forward(isa, dtype); }
 
-Isa best_isa(DType of_x, std::int64_t tokens, std::int64_t n_masks, WeightFormat format) {
-    const DType dtype = product_type(of_x, format);
+Isa best_isa(DType x_dtype, std::int64_t tokens, std::int64_t n_masks, WeightFormat format) {
+    const DType dtype = product_type(x_dtype, format);
     const bool in_registers = is_decoded_in_registers(format, tokens);
     if (tokens >= kMinTokensForAmx && n_masks > 0 && !in_registers && supports(Isa::amx, dtype)) return Isa::amx;
     const bool uses_dots = tokens > kMinTokensForAmx || n_masks <= kMaxMasksForDots || in_registers;

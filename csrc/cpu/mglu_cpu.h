@@ -3,16 +3,16 @@
 //
 // out = sum_i  r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
-// Without masks (n_masks 0) it is the product alone, out = x W^T in float32, as the down projections of experts need.
+// Without masks (n_masks 0), out = x W^T in float32, which the down projections of experts need.
 //
 // Build all .cpp files of this folder with the same flags (-O2 -std=c++17 -fPIC -ffp-contract=off, g++ or clang++),
 // without -ffast-math and -march. A file that needs an instruction set enables it for itself, and `forward` picks one
 // at run time from what the CPU and the operating system support.
 //
-// The caller provides the threads. All work goes through a `ParallelFor`, which has the type of torch's stable
-// `torch_parallel_for` (torch >= 2.10), so that torch's pool and torch.set_num_threads apply. The result is the same,
-// bit for bit, for any number of threads. No function throws, keeps state between calls or writes to its inputs, and
-// all functions may be called from several threads at the same time.
+// The caller provides the threads. All work goes through a `ParallelFor`. Its type is the type of torch's stable
+// `torch_parallel_for` (torch >= 2.10), so that torch's pool and torch.set_num_threads apply. The number of threads
+// does not change a bit of the result. No function throws, keeps state between calls or writes to its inputs, and all
+// functions may be called from several threads at the same time.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +40,8 @@ enum class Status : std::int32_t {
 // Instruction sets. avx512_bf16 and amx serve only bfloat16.
 enum class Isa : std::int64_t { best = 0, portable = 1, avx2 = 2, avx512 = 3, avx512_bf16 = 4, amx = 5 };
 
-// Calls `body` on disjoint ranges [begin, end) that together cover the call's [begin, end), on any threads, and returns
-// 0 when all are done. A range has at least `grain` items, unless the call has fewer. `serial` below is a ParallelFor.
+// Divides [begin, end) into ranges of at least `grain` indices (one range if there are fewer), calls `body` on each, on
+// any threads, and returns 0 when all are done. `serial` below is a ParallelFor.
 using Body = void (*)(std::int64_t begin, std::int64_t end, void* context);
 using ParallelFor = std::int32_t (*)(std::int64_t begin, std::int64_t end, std::int64_t grain, Body body,
                                      void* context);
@@ -50,10 +50,10 @@ using ParallelFor = std::int32_t (*)(std::int64_t begin, std::int64_t end, std::
 // alignment of their element. The last dimension of x, weight, packed_masks and out is contiguous.
 struct Forward {
     const void* x;                     // [tokens, in_features] of dtype
-    const void* weight;                // [out_features, in_features] as weight_format has it; dense is of dtype
+    const void* weight;                // [out_features, in_features] in weight_format; dense weights have dtype
     const std::uint8_t* packed_masks;  // the packed format (csrc/cuda/packed_masks.cuh); padding bits are ignored
     const void* mask_weights;          // [tokens, n_masks] of mask_weights_dtype, or nullptr for a weight of 1 each
-    const void* weight_scale;          // as weight_format has it, or nullptr for dense; may be nullptr if it is empty
+    const void* weight_scale;          // the scales of weight_format; nullptr for dense, or if there are none
     void* out;                         // [tokens, out_features] of dtype, or float32 without masks; overlaps no input
     void* partials;                    // nullptr, or in training [tokens, partials_of(call), out_features] of dtype
     std::int64_t tokens;
@@ -70,23 +70,22 @@ struct Forward {
     DType mask_weights_dtype;  // ignored if mask_weights is nullptr
     WeightFormat weight_format;
     Activation activation;
-    Isa isa;  // `best`, or the only one to use (tests, tuning)
+    Isa isa;  // `best`, or one that must be used (tests, tuning)
 };
 
-// The number of partial derivatives of a token's result that training keeps. With t = x W^T and f_i = x (F_i * W)^T,
-// where F_i is -1 where M_i is 1, and 1 elsewhere, they are
+// The number of partial derivatives of y that training keeps for each element of the result. F_i is -1 where M_i = 1
+// and 1 elsewhere. With t = x W^T and f_i = x (F_i * W)^T, the partial derivatives are
 //   dy/dt = sum_i r_i (act'(gate_i) value_i + act(gate_i)) / 2,
 //   dy/df_i = r_i (act(gate_i) - act'(gate_i) value_i) / 2 for each i,
 //   dy/dmask_weight_i = act(gate_i) value_i for each i, if there are mask weights.
 constexpr std::int64_t partials_of(const Forward& call) { return 1 + (call.mask_weights ? 2 : 1) * call.n_masks; }
 
 // Runs the layer. Training needs in_features > 0. Products are summed in float32; a value that is small compared with
-// its gate is summed again alone (small_values.h). NaN and infinity in x or weight give NaN wherever the naive layer,
-// which multiplies by the masks, has NaN, and a gate that overflows float32 does not change its value. Returns
-// Status::ok at once if the result is empty.
+// its gate is summed again alone (small_values.h). The result is NaN wherever the naive layer, which multiplies by the
+// masks, has NaN because of NaN or infinity in x or weight. A gate that overflows float32 does not change its value.
 Status forward(const Forward& call, ParallelFor parallel_for);
 
-// The source of masks: bytes (bool, or any value, where nonzero counts as 1), or logits, whose masks are `logit > 0`.
+// How masks are given: as bytes, where nonzero counts as 1, or as logits, whose masks are `logit > 0`.
 enum class MaskSource : std::int64_t { bytes = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
 
 // Packs masks. `masks` is [n_masks, out_features, in_features] with the given strides in bytes; `packed_masks` is
@@ -117,9 +116,11 @@ struct Unpack {
 };
 Status unpack_masks(const Unpack& call, ParallelFor parallel_for);
 
-// Whether `forward` can run with an instruction set here (`best`: always), and which instruction set `best` chooses for
-// a call. The choice depends on the types of x and W, and in bfloat16 on the numbers of tokens and masks.
+// True if `forward` can run with an instruction set on this machine; always true for `best`.
 bool supports(Isa isa, DType dtype);
+
+// The instruction set that `best` chooses. It depends on the types of x and W, and in bfloat16 on the numbers of tokens
+// and masks.
 Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks, WeightFormat weight_format);
 
 // "portable", "avx2", "avx512", "avx512_bf16" or "amx"; "best" for Isa::best.

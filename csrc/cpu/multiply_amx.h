@@ -1,14 +1,14 @@
 // Products of tiles by AMX. Included inside a file's own namespace, after terms.h.
 //
-// `tdpbf16ps` adds to 16 x 16 sums the products of a tile of 16 rows and a tile of 16 columns, 32 deep. Four tiles hold
-// sums and two hold each operand, eight in all: 32 features by 32 tokens.
+// `tdpbf16ps` multiplies a tile of 16 rows with a tile of 16 columns, 32 deep, and adds the products to 16 x 16 sums.
+// All eight tile registers are used, four for sums and two for each operand: 32 features by 32 tokens.
 #include "tiles.h"
 
 // Configures all eight tiles as 16 rows of 64 bytes on this thread, for the lifetime of this object.
 class Tiles {
   public:
     Tiles() {
-        alignas(64) std::uint8_t config[64] = {1};  // palette 1; bytes of a row from byte 16 on, rows from byte 48 on
+        alignas(64) std::uint8_t config[64] = {1};  // palette 1; from byte 16 on bytes per row, from byte 48 on rows
         for (int tile = 0; tile < 8; ++tile) config[16 + 2 * tile] = 64, config[48 + tile] = 16;
         _tile_loadconfig(config);
     }
@@ -17,7 +17,8 @@ class Tiles {
     Tiles& operator=(const Tiles&) = delete;
 };
 
-// sums [32 features][16 * Vecs tokens] = or += weights [steps][2 tiles] x [steps][Vecs tiles]; `first` chooses `=`.
+// sums [32 features][16 * Vecs tokens] += weights [steps][2 tiles] * x [steps][Vecs tiles]. With `first`, sums are
+// overwritten.
 template <int Vecs>
 void multiply(const float* weights, std::int64_t steps, const float* x, float* sums, bool first) {
     constexpr std::int64_t kWidth = 16 * Vecs, kBytes = 4 * kWidth;

@@ -1,15 +1,16 @@
-// Products of tiles by `vdpbf16ps`, with the interface of multiply_amx.h. Included inside a file's own namespace, after
-// terms.h.
+// Multiplies tiles with `vdpbf16ps`; the interface is that of multiply_amx.h. Included inside a file's own namespace,
+// after terms.h.
 //
-// An instruction adds the products of one pair of weights with 16 pairs of x to the sums of one feature and 16 tokens.
-// The sums of kRows features stay in registers for a whole k-block.
+// One instruction multiplies a pair of weights with the same two columns of 16 tokens, and adds the products to the
+// sums of one feature and 16 tokens. The sums of kRows features stay in registers for a whole k-block.
 #include "tiles.h"
 
 struct Tiles {};  // nothing to configure
 
 constexpr int kRows = 8;  // features: 16 sums for 32 tokens hide the latency of the additions
 
-// sums [32 features][16 * Vecs tokens] = or += weights [steps][2 tiles] x [steps][Vecs tiles]; `first` chooses `=`.
+// sums [32 features][16 * Vecs tokens] += weights [steps][2 tiles] * x [steps][Vecs tiles]. With `first`, sums are
+// overwritten.
 template <int Vecs>
 void multiply(const float* weights, std::int64_t steps, const float* x, float* sums, bool first) {
     for (int f = 0; f < kGroupFeatures; f += kRows) {

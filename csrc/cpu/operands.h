@@ -1,11 +1,11 @@
-// How x is kept, and how rows are divided, for products in float32. Included inside a file's own namespace, after Vec
-// and Mask.
+// How the kernels that multiply in float32 store x, and the length of their steps. Included inside a file's own
+// namespace, after Vec and Mask.
 
-// The type in which x is kept.
+// The type of x as the kernel reads it.
 template <class E>
 using Operand = float;
 
-// Converts a row of x, with zeros from `count` to `padded`.
+// Converts a row of x of `count` elements, and pads it with zeros to `padded` elements.
 template <class E>
 void write_operands(const E* from, std::int64_t count, std::int64_t padded, float* to) {
     std::int64_t k = 0;
@@ -13,14 +13,14 @@ void write_operands(const E* from, std::int64_t count, std::int64_t padded, floa
     for (; k < padded; ++k) to[k] = k < count ? to_float(from[k]) : 0.0f;
 }
 
-// The products of neighbouring weights with x, without masks (linear.h).
+// One step of the product without masks (linear.h): kLinearStep weights times x, added to `sum`.
 constexpr std::int64_t kLinearStep = Vec::width;
 MGLU_INLINE Vec multiply_add(Vec weights, const float* x, Vec sum) { return fma(weights, load(x), sum); }
 
 template <class E>
 constexpr bool kSumsValues = std::is_same_v<E, float>;
 
-// The length of a step, in units of 8 columns. In float32 a difference is taken at each step: with steps of 32 columns,
-// errors reached 1.6 times the naive layer's.
+// Octets (groups of 8 columns) in a step. In float32 row_sums.h computes t - s_i once per step: with steps of 32
+// columns instead of 16, errors reached 1.6 times the naive layer's.
 template <class E>
 constexpr int kOctetsAtOnce = std::is_same_v<E, float> ? 2 : 4;

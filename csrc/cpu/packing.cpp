@@ -1,4 +1,4 @@
-// Packs masks into bits, and unpacks them.
+// Packs masks to one bit each, and unpacks them.
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -16,8 +16,8 @@ bool sizes_are_valid(std::int64_t n_masks, std::int64_t out_features, std::int64
     return n_masks >= 1 && n_masks <= kMaxMasks && out_features >= 0 && in_features >= 0;
 }
 
-// Packs eight bytes, zero or not, into eight bits. Adding 0x7f to the low seven bits carries into a byte's top bit if
-// any of them is set, and no further. The product then moves the eight top bits into one byte.
+// Sets bit k of the result if byte k is not zero. Adding 0x7f to a byte's low seven bits carries into its top bit if
+// any of them is set, and no further. The multiplication then gathers the eight top bits into one byte.
 std::uint8_t bits_of_bytes(std::uint64_t bytes) {
     constexpr std::uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
     const std::uint64_t top = (((bytes & kLow) + kLow) | bytes) & ~kLow;
@@ -43,13 +43,13 @@ struct Octet {
     static bool is_set(Element bits) { return bits > 0 && bits <= kInfinity; }
 
     static std::uint8_t bits(const std::uint8_t* from) {
-        std::uint32_t found = 0;
+        std::uint32_t byte = 0;
         for (int k = 0; k < 8; ++k) {
             Element element;
             std::memcpy(&element, from + k * sizeof element, sizeof element);
-            found |= as_mask_bit(is_set(element), k);
+            byte |= as_mask_bit(is_set(element), k);
         }
-        return static_cast<std::uint8_t>(found);
+        return static_cast<std::uint8_t>(byte);
     }
 };
 template <>
@@ -63,7 +63,7 @@ struct Octet<MaskSource::bytes> {
     }
 };
 
-// Packs a contiguous row of one mask, 8 columns at a time; its bytes are n_masks apart in the result.
+// Packs a contiguous row of one mask, 8 columns at a time. Its bytes are n_masks apart in `to`.
 template <MaskSource source>
 void pack_octets(const std::uint8_t* from, std::uint8_t* to, std::int64_t octets, std::int64_t n_masks) {
     constexpr std::int64_t kBytes = 8 * sizeof(typename Octet<source>::Element);
@@ -72,7 +72,7 @@ void pack_octets(const std::uint8_t* from, std::uint8_t* to, std::int64_t octets
 }
 
 #if defined(__x86_64__)
-// Packs eight float32 logits at a time: movemask gathers the sign bits of a comparison's result.
+// Packs eight float32 logits at a time: movemask gathers the sign bits of a comparison.
 __attribute__((target("avx2"))) void pack_octets_avx2_float32(const std::uint8_t* from, std::uint8_t* to,
                                                               std::int64_t octets, std::int64_t n_masks) {
     for (std::int64_t octet = 0; octet < octets; ++octet) {

@@ -4,17 +4,17 @@
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 8;                    // accumulators; a Vec takes two registers of four floats
+constexpr int kSumRegisters = 8;                    // sums held in registers; a Vec takes two registers
 constexpr int kMasksAtOnce = 4;                     // masks in one pass over a row for one token; half as many for two
-constexpr bool kReadsBytes = false;                 // weights in 8 bits are faster decoded in memory
-constexpr int kTileFeatures = 3;                    // of a tile of sums: 6 sums of two registers each, of 16
-constexpr int kFloat64Features = 2;                 // features of a tile of float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 16;  // least work of a task: some microseconds, like waking a thread
+constexpr bool kReadsBytes = false;                 // decoding 8-bit weights in memory is faster here
+constexpr int kTileFeatures = 3;                    // features of a register tile: 6 sums take 12 of 16 registers
+constexpr int kFloat64Features = 2;                 // features of a register tile with float64 sums
+constexpr std::int64_t kProductsPerTask = 1 << 16;  // minimum of a task: some microseconds, like waking a thread
 
 #include "vec_portable.h"
 #include "mask_table.h"
 
-// How masks are applied to sums over a whole row, and to sums of a few products.
+// The masks of sums over a whole row, and of sums of a few products (row_sums.h).
 template <int Masks>
 using RowMasks = TableMasks<Masks>;
 template <int Masks>

@@ -1,13 +1,13 @@
-// The sums of one row and a few tokens, in float32. Included inside a file's own namespace, after Vec and the classes of
-// masks.
+// The sums of one row and a few tokens, in float32. Included inside a file's own namespace, after Vec and the mask
+// classes (mask_table.h).
 //
-// The lanes of `total` sum every eighth product. One vector per mask, `part`, sums the products under the mask. The
-// gate is `part` and the value `total - part`.
+// `total` is one vector whose lane k sums every eighth product, from product k on. For each mask, `part` sums the
+// products under the mask in the same way. The gate is `part` and the value is `total - part`.
 //
-// In 16-bit types this difference loses nothing that the type could hold, because small_values.h sums small values
-// again. In float32 the error of `total` would enter the values of all masks. So in float32 the difference is taken
-// every 16 columns, and gates and values have separate sums. That takes 4.5 instructions per mask and 8 columns instead
-// of 3, and is as exact as the naive layer's separate products unless x or W has outliers.
+// In 16-bit types this difference is exact enough, because small_values.h sums small values again. In float32 the error
+// of `total` would enter the values of all masks. There the difference is taken every 16 columns, and gates and values
+// have separate sums. That takes 4.5 instead of 3 instructions for each mask and 8 columns, and is as exact as the
+// naive layer's separate products unless x or W has outliers.
 #include "operands.h"
 
 template <class W>
@@ -17,9 +17,9 @@ MGLU_INLINE Vec load_weights(const W* p) {
 
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
-// Independent chains of sums, which take turns every 8 columns: enough to hide the latency of an addition, few enough
-// for the registers. Rows could alternate instead and share x, but the hardware's prefetcher follows one stream better
-// than four.
+// The number of independent chains of sums, which take turns every 8 columns to hide the latency of an addition. It is
+// limited by the registers. Rows could take turns instead and share x, but the hardware's prefetcher follows one stream
+// better than four.
 template <class E>
 constexpr int chains_for(int masks, int tokens) {
     const int sums = tokens * (1 + vecs_for(masks));
@@ -36,8 +36,8 @@ struct RowSums {
     const std::uint8_t* bits;
     const float* x[Tokens];
     std::int64_t n_masks;
-    Vec gates[kChains][Tokens][kVecs];     // in 16-bit types: the parts
-    Vec values[kChains][Tokens][kValues];  // in 16-bit types: the total
+    Vec gates[kChains][Tokens][kVecs];     // `part` of each mask
+    Vec values[kChains][Tokens][kValues];  // in 16-bit types `total`, in float32 the value of each mask
 
     MGLU_INLINE void clear() {
         for (int c = 0; c < kChains; ++c) {
@@ -57,7 +57,7 @@ struct RowSums {
         }
     }
 
-    // Proceeds by 8 columns, so that all sums stay in registers.
+    // The outer loop is over octets, so that all sums stay in registers.
     MGLU_INLINE void add_to_parts(std::int64_t first) {
 #pragma GCC unroll 4
         for (int o = 0; o < kOctets; ++o) {
@@ -74,8 +74,8 @@ struct RowSums {
         }
     }
 
-    // Proceeds by masks. A part sums only this step, in the order of the total, so that a mask of ones leaves exactly
-    // 0.
+    // The outer loop is over masks. `part` and `total` sum only this step, in the same order, so that a mask of ones
+    // gives the value 0 exactly.
     MGLU_INLINE void add_to_values(std::int64_t first) {
 #pragma GCC unroll 2
         for (int t = 0; t < Tokens; ++t) {
@@ -98,7 +98,7 @@ struct RowSums {
         }
     }
 
-    // The gates and values of token T and the masks of vector V.
+    // The gates and values of token T and vector V of masks.
     template <int T, int V>
     MGLU_INLINE Vec gate() const {
         Vec sum = gates[0][T][V];

@@ -1,8 +1,8 @@
 // The sums of one row and a few tokens, in float32, by vectors of 16 columns. Included inside a file's own namespace,
 // after vec_avx512.h.
 //
-// A vector of products is summed once for the total, and once for each mask, by a k-register. In float32 the error of a
-// total would enter the values of all masks, so the products that a mask leaves out have a sum of their own.
+// A vector of products is added once to the total, and once for each mask with the mask in a k-register. In float32 the
+// error of a total would enter the values of all masks, so the products that a mask drops have their own sum instead.
 #include "operands.h"
 #include "mask_sums_avx512.h"
 
@@ -11,7 +11,7 @@ MGLU_INLINE Vec load_weights(const W* p) {
     return load_16(p);
 }
 
-// The masks of 16 columns: a byte of each 8 columns, `n_masks` apart.
+// One mask of 16 columns. Its two bytes, of 8 columns each, are n_masks apart.
 MGLU_INLINE Mask load_mask_of_16(const std::uint8_t* bits, std::int64_t n_masks) {
     return static_cast<Mask>(bits[0] | bits[n_masks] << 8);
 }
@@ -37,12 +37,13 @@ struct RowSums : MaskSums<kSumsValues<E>, Tokens, Masks> {
             Mask masks[Masks];
             unrolled<Masks>([&](auto i) MGLU_STEP { masks[i] = load_mask_of_16(bits + octet * n_masks + i, n_masks); });
             unrolled<Tokens>([&](auto t) MGLU_STEP {
-                const Vec of_x = load(x[t] + 8 * octet), product = w * of_x;
+                const Vec x_octets = load(x[t] + 8 * octet), product = w * x_octets;
                 if constexpr (!kSumsValues<E>) this->rests[c][t][0] = this->rests[c][t][0] + product;
                 unrolled<Masks>([&](auto i) MGLU_STEP {
                     // Products of 16-bit types are exact, so FMA gives the same bits.
                     if constexpr (kSumsValues<E> || i % 2 == 0) {
-                        this->parts[c][t][i] = {_mm512_mask3_fmadd_ps(w.v, of_x.v, this->parts[c][t][i].v, masks[i])};
+                        this->parts[c][t][i] = {
+                            _mm512_mask3_fmadd_ps(w.v, x_octets.v, this->parts[c][t][i].v, masks[i])};
                     } else {
                         this->parts[c][t][i] = add_under(masks[i], this->parts[c][t][i], product);
                     }

@@ -1,16 +1,16 @@
-// The sums of one row and a few tokens in bfloat16, by `vdpbf16ps`. Included inside a file's own namespace, after
+// The sums of one row and a few tokens in bfloat16, with `vdpbf16ps`. Included inside a file's own namespace, after
 // vec_avx512.h and mask_words.h.
 //
-// An instruction adds 32 products to 16 sums, where row_sums.h converts, multiplies and adds eight at a time. Masked
-// weights are made once for all tokens, with two instructions per mask. Subnormal numbers count as 0.
+// One instruction adds 32 products to 16 sums; row_sums.h converts, multiplies and adds eight at a time. Masked weights
+// are computed once for all tokens, with two instructions per mask. Subnormal numbers count as 0.
 #include "weight_words.h"
 #include "mask_sums_avx512.h"
 
-// The type in which x is kept.
+// The type of x as the kernel reads it.
 template <class E>
 using Operand = E;
 
-// Copies a row of x, with zeros from `count` to `padded`.
+// Copies a row of x of `count` elements, and pads it with zeros to `padded` elements.
 inline void write_operands(const BFloat16* from, std::int64_t count, std::int64_t padded, BFloat16* to) {
     for (std::int64_t k = 0; k < padded; ++k) to[k] = k < count ? from[k] : BFloat16{};
 }
@@ -24,7 +24,7 @@ MGLU_INLINE Vec dot(__m512i a, __m512i b, Vec sum) {
     return {_mm512_dpbf16_ps(sum.v, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b))};
 }
 
-// The products of neighbouring weights with x, without masks (linear.h).
+// One step of the product without masks (linear.h): kLinearStep weights times x, added to `sum`.
 constexpr std::int64_t kLinearStep = 8 * kOctetsAtOnce<BFloat16>;
 template <class W>
 MGLU_INLINE WeightWords load_weights(const W* p) {

@@ -1,25 +1,25 @@
-// Recomputes differences that have lost their digits. Included inside a file's own namespace, after Vec and Mask.
+// Recomputes differences that have lost significant digits. Included inside a file's own namespace, after Vec and Mask.
 //
-// The kernels take one sum over a whole row, t, and for each mask one sum under it, s. The mask's other sum is the
-// rest, t - s, which has the error of t. The rounding of a 16-bit result hides this error unless the rest is much
-// smaller than s. A rest that is too small, or not finite, is summed again from its own products alone, so that the
-// others neither drown it nor overflow into it. Of ordinary data one value in 800 is summed again, in bfloat16 one in
-// 6000.
+// The kernels compute t, the sum over a whole row, and for each mask s, the sum of the products that it keeps. The sum
+// of the others is the rest, t - s, which has the rounding error of t. The rounding of a 16-bit result hides this error
+// unless the rest is much smaller than s. A rest that is too small, or not finite, is summed again from its own
+// products alone, which s can then neither swamp nor overflow. With ordinary data, one rest in 800 is summed again, and
+// one in 6000 in bfloat16.
 
-// The least size of a rest that is kept, in units of s. It is smaller in bfloat16, whose results are rounded eight
-// times as coarsely. In float32 it bounds a rest's relative error by 2^-15.
+// A rest is kept if it is at least this fraction of s. The fraction is smaller in bfloat16, whose results have three
+// bits fewer than float16's. In float32 it bounds the relative error of a rest by 2^-15.
 template <class E>
 constexpr float kLeastRest = std::is_same_v<E, BFloat16> ? 0x1p-12f : 0x1p-9f;
 
-// One sum to compute: over a row of W, for a token and a mask. `flip` is 0, or 255 for the complement of the mask.
+// Identifies one sum: a token, a row of W and a mask. `flip` is 0, or 255 for the complement of the mask.
 struct MaskedSum {
     std::int64_t token, row, mask;
     std::uint32_t flip;
 };
 
-// Masks are factors, so that infinity and NaN have the same effect as in the naive layer. Where x and W have neither,
-// `skips_zeros` skips groups of eight products whose factors are all 0, which are most of them if nearly all of a mask
-// is 1.
+// Computes a sum from its own products. It multiplies by the mask bits, so that infinity and NaN have the same effect
+// as in the naive layer. If x and W are finite, `skips_zeros` may skip octets whose mask bits are all 0; these are most
+// octets when the rest of a mask of nearly all ones is summed.
 template <class E, class W>
 float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
     const E* x = static_cast<const E*>(call.x) + sum.token * call.x_stride;
@@ -53,17 +53,17 @@ float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
     return result;
 }
 
-// Sums some lanes again. `place(lane)` describes a lane's sum; its token is -1 if the lane is not needed, and the sum
-// is then 0.
-template <class E, class W, class Place>
+// Recomputes the lanes whose bits are set in `lanes`. `sum_of_lane(lane)` returns the lane's MaskedSum; its token is -1
+// if the lane is not needed, and the sum is then 0.
+template <class E, class W, class SumOfLane>
 __attribute__((noinline)) void sum_lanes_apart(const Forward& call, std::uint32_t lanes, Vec& sum, Vec& rest,
-                                               Place place) {
+                                               SumOfLane sum_of_lane) {
     float sums[Vec::width], rests[Vec::width];
     store(sums, sum);
     store(rests, rest);
     for (int lane = 0; lane < Vec::width; ++lane) {
         if (!(lanes >> lane & 1)) continue;
-        MaskedSum at = place(lane);
+        MaskedSum at = sum_of_lane(lane);
         const bool is_needed = at.token >= 0, is_finite = rests[lane] - rests[lane] == 0.0f;
         if (!is_finite) sums[lane] = is_needed ? sum_apart<E, W>(call, at, false) : 0.0f;
         at.flip ^= 255;
@@ -73,11 +73,11 @@ __attribute__((noinline)) void sum_lanes_apart(const Forward& call, std::uint32_
     rest = load(rests);
 }
 
-// Sums again the rests that are too small or not finite, of x in E and weights in W.
-template <class E, class W = E, class Place>
-MGLU_INLINE void mend_small_rests(const Forward& call, Vec& sum, Vec& rest, Place place) {
+// Recomputes the rests that are too small or not finite. E is the type of x, W the type of the weights.
+template <class E, class W = E, class SumOfLane>
+MGLU_INLINE void mend_small_rests(const Forward& call, Vec& sum, Vec& rest, SumOfLane sum_of_lane) {
     const Vec size = abs(rest);
     const std::uint32_t lost =
         lanes_below(size, abs(sum) * broadcast(kLeastRest<E>)) | lanes_below(broadcast(0x1.fffffep127f), size);
-    if (__builtin_expect(lost != 0, 0)) sum_lanes_apart<E, W>(call, lost, sum, rest, place);
+    if (__builtin_expect(lost != 0, 0)) sum_lanes_apart<E, W>(call, lost, sum, rest, sum_of_lane);
 }

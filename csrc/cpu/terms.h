@@ -1,8 +1,8 @@
-// The sum over masks of a token's terms, and in training its partial derivatives. Included inside a file's own
-// namespace, after Vec and Mask.
+// Sums r_i * act(gate_i) * value_i over the masks, and in training computes the partial derivatives. Included inside a
+// file's own namespace, after Vec and Mask.
 //
-// Results are numbered: 0 is y, and in training 1 is dy/dt, 2 + i is dy/df_i, and 2 + n_masks + i is dy/dmask_weight_i,
-// if there are mask weights (mglu_cpu.h).
+// The results have numbers: 0 is y, and in training 1 is dy/dt, 2 + i is dy/df_i, and with mask weights 2 + n_masks + i
+// is dy/dmask_weight_i (mglu_cpu.h).
 #include "vec_math.h"
 #include "small_values.h"
 
@@ -35,7 +35,7 @@ inline Floats load_mask_weights(const Forward& call) {
     return term_weights;
 }
 
-// A factor of the gates and values of a row of W, whose sums are of the stored weights.
+// The factor of a row's gates and values, which were summed from the stored weights.
 inline float row_scale(const Forward& call, std::int64_t row) {
     return call.weight_scale && row < call.out_features ? static_cast<const float*>(call.weight_scale)[row] : 1.0f;
 }
@@ -60,8 +60,8 @@ struct CompensatedSum {
     MGLU_INLINE Vec total() const { return sum + errors; }
 };
 
-// Writes result r of neighbouring lanes to `to + r * stride`. `gate_and_value(i)` and `mask_weight(i)` belong to mask i.
-// In float32 the terms of dy/dt nearly cancel in the gradients, so their sum has to be exact.
+// Writes result r of neighbouring lanes to `to + r * stride`; `gate_and_value(i)` and `mask_weight(i)` belong to mask
+// i. In float32 dy/dt is a compensated sum, because its terms nearly cancel in the gradients.
 template <class E, class GateAndValueOf, class MaskWeightOf>
 MGLU_INLINE void sum_terms(const Forward& call, Activate activate, Differentiate differentiate,
                            GateAndValueOf gate_and_value, MaskWeightOf mask_weight, float* to, std::int64_t stride) {

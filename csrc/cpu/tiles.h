@@ -1,16 +1,16 @@
 // Tiles of bfloat16: 16 rows of 16 pairs. Included inside a file's own namespace, after vec_avx512.h and mask_words.h.
 //
-// Rows of a tile of W are features, in memory order, masked or not. A tile of x is transposed: its rows are pairs of
-// in_features, and its columns are tokens.
+// The rows of a tile of W are features, in memory order, masked or unmasked. A tile of x is transposed: its rows are
+// pairs of in_features, and its columns are tokens.
 
-constexpr std::int64_t kTile = 256;  // floats, or pairs of bfloat16: 1 KB
-constexpr std::int64_t kLine = 16;   // padding: tiles a power of two apart would compete for few sets of L1
+constexpr std::int64_t kTile = 256;  // size in floats, or in pairs of bfloat16: 1 KB
+constexpr std::int64_t kLine = 16;   // padding, since tiles a power of two apart would compete for few sets of L1
 constexpr std::int64_t kSpacedTile = kTile + kLine;
 constexpr std::int64_t kGroupFeatures = 32;           // features of two tiles
 constexpr std::int64_t kDeep = 32;                    // in_features of a tile
-constexpr std::int64_t kStepOctets = kDeep / kOctet;  // mask bytes of a row of a tile, for each mask
+constexpr std::int64_t kStepOctets = kDeep / kOctet;  // bytes of one mask for a row of a tile
 
-// Rounds the results of two features and 16 tokens to pairs of bfloat16.
+// Rounds the results of two features and 16 tokens to bfloat16, in pairs (even, odd).
 MGLU_INLINE __m512i round_pairs(Vec even, Vec odd) {
     const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(odd.v, even.v));
     const __m512i order =

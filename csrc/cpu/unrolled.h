@@ -1,12 +1,12 @@
 // Compile-time loops. Included inside a file's own namespace, below the target pragma.
 //
-// GCC unrolls a loop marked by a pragma only after it has decided which arrays live in registers. An array whose
-// indices become constants only by unrolling would stay in memory. These loops are unrolled earlier.
+// GCC unrolls a loop with a pragma only after it has decided which arrays live in registers. An array whose indices
+// become constants by that unrolling would stay in memory. The loops of this file are unrolled earlier.
 
 #if defined(__OPTIMIZE__)
 #define MGLU_STEP __attribute__((always_inline))
 #else
-#define MGLU_STEP  // no inlining with sanitizers: one large function takes minutes to compile
+#define MGLU_STEP  // without optimisation (sanitizers) nothing is inlined: one large function takes minutes to compile
 #endif
 
 template <class Step, int... I>

@@ -74,14 +74,14 @@ MGLU_INLINE Vec load_octet(const Int8* p) {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))};
 }
-MGLU_INLINE Vec load_octet(const Fp8* p) {  // as to_float; bit 14 is a copy of the sign first
+MGLU_INLINE Vec load_octet(const Fp8* p) {  // see to_float; the copy of the sign in bit 14 is cleared first
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), bit_14 = _mm_set1_epi16(0x4000);
     const __m128i digits = _mm_andnot_si128(bit_14, _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7));
     const __m128i carried = _mm_and_si128(_mm_add_epi16(digits, _mm_set1_epi16(0x80)), bit_14);
     return {_mm256_cvtph_ps(_mm_or_si128(digits, carried))};
 }
 
-// As many doubles as a Vec has floats, for sums that need more precision than float32.
+// Doubles for the lanes of a Vec, for sums that need more precision than float32.
 struct Wide {
     __m256d low, high;
 };

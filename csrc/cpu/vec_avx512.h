@@ -1,9 +1,9 @@
 // Sixteen floats in a 512-bit register, and masks as k-registers. Included inside a file's own namespace, below the
 // target pragma.
 //
-// The packed format has n_masks innermost, so that the two bytes of a 16-bit k-register are two masks of the same eight
-// weights. A vector holds those weights' products twice, and its halves sum two masks. No bits need to be moved.
-// row_sums_avx512.h uses vectors of 16 weights and one mask.
+// n_masks is the innermost dimension of the packed format, so a 16-bit k-register loads two masks of the same eight
+// weights without moving bits. A vector holds the products of those weights twice, and each half sums one mask.
+// row_sums_avx512.h instead uses vectors of 16 weights and one mask.
 
 #include "unrolled.h"
 #include "element.h"
@@ -44,8 +44,8 @@ MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     return {_mm512_add_ps(_mm512_permutex2var_ps(a.v, even, b.v), _mm512_permutex2var_ps(a.v, odd, b.v))};
 }
 
-// The permutations that transpose 16 x 16 numbers of 32 bits. In step `size`, squares of that size on both sides of the
-// diagonal are swapped.
+// The permutations that transpose 16 x 16 numbers of 32 bits. Step s swaps the squares of size 2^s on both sides of the
+// diagonal.
 struct Swaps {
     alignas(64) std::int32_t low[4][16], high[4][16];
     constexpr Swaps() : low(), high() {
@@ -92,9 +92,9 @@ MGLU_INLINE Vec load_octet(const Float16* p) {
     return {_mm512_cvtph_ps(_mm256_broadcastsi128_si256(bits))};
 }
 
-// Converts sixteen weights in 8 bits; the pointer has their type.
+// Converts sixteen 8-bit weights; the unused pointer tells their type.
 MGLU_INLINE Vec floats_of(const Int8*, __m128i bytes) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))}; }
-MGLU_INLINE Vec floats_of(const Fp8*, __m128i bytes) {  // as to_float; bit 14 is a copy of the sign first
+MGLU_INLINE Vec floats_of(const Fp8*, __m128i bytes) {  // see to_float; the copy of the sign in bit 14 is cleared first
     const __m256i bit_14 = _mm256_set1_epi16(0x4000);
     const __m256i digits = _mm256_andnot_si256(bit_14, _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7));
     const __m256i sum = _mm256_add_epi16(digits, _mm256_set1_epi16(0x80));
@@ -128,7 +128,7 @@ MGLU_INLINE Vec load_16(const W* p) {
     return floats_of(p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-// As many doubles as a Vec has floats, for sums that need more precision than float32.
+// Doubles for the lanes of a Vec, for sums that need more precision than float32.
 struct Wide {
     __m512d low, high;
 };
@@ -158,8 +158,8 @@ constexpr int kMasksPerVec = 2;
 
 using Mask = __mmask16;
 
-// Loads the `Count` bytes at `bits`. The last vector of an odd number of masks reads one byte, and its upper half sums
-// nothing. `flip` is 255 in each byte to be complemented.
+// Loads the masks of `Count` bytes at `bits`. With an odd number of masks the last vector loads one byte, and its upper
+// half sums nothing. A byte of `flip` that is 255 complements its mask.
 template <int Count>
 MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     if (Count == 1) return static_cast<Mask>(*bits ^ flip);
@@ -172,11 +172,11 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
 MGLU_INLINE Vec add_under(Mask mask, Vec sum, Vec product) {
     return {_mm512_mask_add_ps(sum.v, mask, sum.v, product.v)};
 }
-// Multiplies instead of selecting: infinity times 0 is NaN, as in the naive layer.
+// Multiplies by the mask instead of selecting, since infinity times 0 is NaN in the naive layer.
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) {
     return {_mm512_mul_ps(a.v, _mm512_maskz_mov_ps(mask, _mm512_set1_ps(1.0f)))};
 }
-// A vector with each mask's number in that mask's lanes.
+// A vector in which each mask's lanes hold that mask's number.
 MGLU_INLINE Vec broadcast_each(const float* numbers) {
     return {_mm512_mask_blend_ps(0xaaaa, _mm512_set1_ps(numbers[0]), _mm512_set1_ps(numbers[1]))};
 }
@@ -185,5 +185,5 @@ MGLU_INLINE void store_octets(float* p, std::int64_t stride, int count, Vec a) {
     _mm256_storeu_ps(p, _mm512_castps512_ps256(a.v));
     if (count == 2) _mm256_storeu_ps(p + stride, _mm512_extractf32x8_ps(a.v, 1));
 }
-// Sums over the masks of a vector, in its first eight lanes.
+// Adds a vector's masks; the sums are in the first eight lanes.
 MGLU_INLINE Vec sum_over_masks(Vec a) { return pair_sums(a, a); }

@@ -1,4 +1,4 @@
-// Eight floats in the vector extension of GCC and Clang, which every target has: SSE2, NEON or plain scalars.
+// Eight floats in the vector extension of GCC and Clang, which every target supports with SSE2, NEON or scalars.
 
 #include "unrolled.h"
 #include "element.h"
@@ -42,7 +42,7 @@ MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
     for (int i = 0; i < 8; ++i) lanes |= static_cast<std::uint32_t>(!(a.v[i] >= b.v[i])) << i;
     return lanes;
 }
-// For |a| < 2^22. The last bit of a + magic has the value 1.
+// Rounds numbers with |a| < 2^22: the last bit of a + magic has the value 1.
 MGLU_INLINE Vec round_even(Vec a) {
     const Vec magic = broadcast(0x1.8p23f);
     return (a + magic) - magic;
@@ -74,7 +74,7 @@ MGLU_INLINE Vec load_octet(const E* p) {
     return a;
 }
 
-// As many doubles as a Vec has floats, for sums that need more precision than float32.
+// Doubles for the lanes of a Vec, for sums that need more precision than float32.
 struct Wide {
     using Doubles8 = double __attribute__((vector_size(64)));
     Doubles8 v;

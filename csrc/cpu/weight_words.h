@@ -1,7 +1,8 @@
 // 64 weights as bfloat16, in two registers. Included inside a file's own namespace, after vec_avx512.h.
 //
-// `vdpbf16ps` counts subnormal numbers as 0, so weights in 8 bits cannot be shifted into place. Their bytes are looked
-// up instead, each half of a bfloat16 in a table for the 128 magnitudes, which two registers hold (VBMI).
+// `vdpbf16ps` counts subnormal numbers as 0, so fp8 cannot become bfloat16 by shifting its bits. 8-bit weights are
+// looked up instead: the low and the high byte of the bfloat16 have a table each, with an entry for each of the 128
+// magnitudes. Two registers hold a table, which VBMI permutes.
 
 struct WeightWords {
     __m512i low, high;  // columns 0 to 31, and 32 to 63
@@ -9,12 +10,12 @@ struct WeightWords {
 
 MGLU_INLINE WeightWords load_words(const BFloat16* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 32)}; }
 
-// The bytes of the bfloat16 numbers for the magnitudes of a format.
+// The low and the high bytes of the bfloat16 numbers, by magnitude (the low seven bits) of the 8-bit format.
 struct ByteTables {
     alignas(64) std::uint8_t low[128], high[128];
 };
 
-// The bfloat16 of a whole number below 256 times 2^exponent.
+// The bits of number * 2^exponent in bfloat16, for 0 <= number < 256.
 constexpr std::uint16_t bfloat16_bits(int number, int exponent) {
     if (number == 0) return 0;
     int shift = 0;
@@ -27,7 +28,7 @@ constexpr ByteTables byte_tables() {
     ByteTables tables{};
     for (int magnitude = 0; magnitude < 128; ++magnitude) {
         int bits = bfloat16_bits(magnitude, 0);
-        if (std::is_same_v<W, Fp8>) {  // divided by kFactor, as by to_float; three fraction bits, exponent bias 7
+        if (std::is_same_v<W, Fp8>) {  // three fraction bits, exponent bias 7; divided by kFactor, as in to_float
             const int exponent = magnitude >> 3, fraction = magnitude & 7;
             bits = bfloat16_bits(fraction + (exponent ? 8 : 0), (exponent ? exponent : 1) - 10 - 8);
             if (magnitude == 127) bits = 0x7fc0;  // NaN
@@ -46,7 +47,7 @@ MGLU_INLINE __m512i look_up(const std::uint8_t* table, __m512i index) {
 
 template <class W>
 MGLU_INLINE WeightWords load_words(const W* p) {  // Int8 or Fp8
-    // Unpacking joins eight bytes of each 16, so the first eight of the four lanes have to be columns 0 to 31.
+    // unpacklo takes the first eight bytes of each 128-bit lane, so columns 0 to 31 have to be in those.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(p));
     const __m512i magnitude = std::is_same_v<W, Int8> ? _mm512_abs_epi8(bytes) : bytes;  // bit 7 is ignored

@@ -1,7 +1,7 @@
-// Dynamic scheduling: threads take the next item when they are done with one. Included inside a file's own namespace.
+// Dynamic scheduling: a thread that has finished a task takes the next. Included inside a file's own namespace.
 
-// Items 0 to end - 1; each is taken by one thread. With equal static shares, all threads would wait for a thread whose
-// CPU is slowed down by other work (10 to 15% by medians, README.md).
+// Tasks 0 to end - 1, each taken by one thread. With equal static shares all threads would wait for one whose CPU is
+// slowed down by other work, which costs 10 to 15% of the time (medians, README.md).
 struct WorkQueue {
     std::int64_t end;
     std::int64_t next = 0;
@@ -12,8 +12,8 @@ struct WorkQueue {
     }
 };
 
-// Runs job.pack_x(panel) for all panels, and then job.run(queue), which takes all blocks from the queue, or returns false
-// if it has no memory. A grain is the least number of items worth a thread.
+// Runs job.pack_x(panel) for all panels, and then job.run(queue) on each thread. `run` computes blocks from the queue
+// until it is empty, or returns false if it gets no memory. A grain is the least number of tasks worth a thread.
 template <class Job>
 Status pack_and_run(ParallelFor parallel_for, const Job& job, std::int64_t panels, std::int64_t panel_grain,
                     std::int64_t blocks, std::int64_t block_grain) {
