@@ -397,9 +397,9 @@ def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Ten
         x=rows,
         partials=partials.contiguous().view(len(rows), *partials.shape[-2:]),
     )
-    of_x, of_weight, of_logits, of_mask_weights = prepared(in_rows)
+    grad_x, grad_weight, grad_logits, grad_mask_weights = prepared(in_rows)
     if arguments.needs[0]:
-        of_x = of_x.view(x.shape)
+        grad_x = grad_x.view(x.shape)
     if mask_weights_dtype is not None:
-        of_mask_weights = of_mask_weights.view(*x.shape[:-1], of_mask_weights.shape[-1])
-    return of_x, of_weight, of_logits, of_mask_weights
+        grad_mask_weights = grad_mask_weights.view(*x.shape[:-1], grad_mask_weights.shape[-1])
+    return grad_x, grad_weight, grad_logits, grad_mask_weights

@@ -265,8 +265,8 @@ def _experts_down_backward_fake(grad_output: Tensor, *args: Any) -> tuple[Tensor
     given, needs = DownArguments(*args[:4]), args[4]
     _check_down_backward(grad_output, given, needs)
     tensors = zip((given.y, given.weight, given.expert_weights), needs, strict=True)
-    of_y, of_weight, of_expert_weights = (one.new_empty(one.shape if needed else (0,)) for one, needed in tensors)
-    return of_y, of_weight, of_expert_weights
+    grad_y, grad_weight, grad_expert_weights = (one.new_empty(one.shape if needed else (0,)) for one, needed in tensors)
+    return grad_y, grad_weight, grad_expert_weights
 
 
 # --- Gradients ------------------------------------------------------------------------------------------------------
@@ -320,10 +320,10 @@ class _Grouped(torch.autograd.Function):
             ctx.mask_weights_dtype if needs_mask_weights else None,
         )
         needed = (needs_x, needs_weight, needs_logits, needs_mask_weights)
-        of_x, of_weight, of_logits, of_mask_weights = (
+        grad_x, grad_weight, grad_logits, grad_mask_weights = (
             grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)
         )
-        return of_x, of_weight, of_logits, None, None, None, of_mask_weights, None, None
+        return grad_x, grad_weight, grad_logits, None, None, None, grad_mask_weights, None, None
 
 
 class _Down(torch.autograd.Function):
@@ -341,8 +341,8 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         y, weight, expert_ids, expert_weights, scale = ctx.saved_tensors
-        of_y, of_weight, _, of_expert_weights, *_ = ctx.needs_input_grad
-        needs = (of_y, of_weight, of_expert_weights)
+        needs_y, needs_weight, _, needs_expert_weights, *_ = ctx.needs_input_grad
+        needs = (needs_y, needs_weight, needs_expert_weights)
         weight = decoded(y, weight, scale, ctx.weight_format)
         grads = experts_down_backward(grad_output, y, weight, expert_ids, expert_weights, needs)
         grads = [grad if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)]

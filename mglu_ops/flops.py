@@ -51,8 +51,8 @@ def _backward_flops(
     n_masks = packed_masks_shape[-1]
     gemm = _gemm_flops(x_shape, weight_shape, n_masks)
     masked = gemm * n_masks // (n_masks + 1)
-    weight_gradient = gemm if needs[1] else masked if logits_dtype else 0
-    return weight_gradient + (gemm if needs[0] else 0)
+    grad_weight = gemm if needs[1] else masked if logits_dtype else 0
+    return grad_weight + (gemm if needs[0] else 0)
 
 
 @register_flop_formula(_mglu.grouped_backward)

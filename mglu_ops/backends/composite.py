@@ -94,7 +94,7 @@ class Products:
         """Return `grad @ weight`, or add it to `total`."""
         return _add_matmul(total, grad, weight)
 
-    def of_weight(self, grad: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+    def weight_product(self, grad: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
         """Return `grad^T @ x`, or add it to `total`."""
         return _add_matmul(total, grad.t(), x)
 
@@ -102,7 +102,7 @@ class Products:
         """Count the ones of the mask of each layer, as a tensor that broadcasts to the mask."""
         return mask.count_nonzero()
 
-    def of_rows(self, numbers: Tensor) -> Tensor:
+    def per_row(self, numbers: Tensor) -> Tensor:
         """Give each token the number of its layer; `numbers` has the shape of `count_ones`."""
         return numbers
 
@@ -219,7 +219,7 @@ def forward_train(given: LayerArguments | ExpertArguments, products: Products = 
     term_weights = result.new_ones(1, n_masks) if mask_weights is None else mask_weights.to(dtype)
     term_weights, kinds = term_weights.expand(tokens, n_masks), 1 if mask_weights is None else 2
     partials = x.new_empty(tokens, 1 + kinds * n_masks, out_features)
-    of_total = torch.zeros_like(result, dtype=_total_dtype(x) if n_masks > 1 else dtype)
+    total_partial = torch.zeros_like(result, dtype=_total_dtype(x) if n_masks > 1 else dtype)
     pairs = _gates_and_values(x, weight, packed_masks, apart=False, products=products)
     for i, (gate, value) in enumerate(pairs):
         for rows in _chunks(result):
@@ -229,9 +229,9 @@ def forward_train(given: LayerArguments | ExpertArguments, products: Products = 
                 torch.mul(activated, v, out=kept[:, 1 + n_masks + i])
             result[rows].addcmul_(activated if mask_weights is None else activated * mask_weight, v)
             half = mask_weight * 0.5
-            of_total[rows].add_(torch.add(activated, slope).mul_(half))
+            total_partial[rows].add_(torch.add(activated, slope).mul_(half))
             torch.mul(activated.sub(slope), half, out=kept[:, 1 + i])
-    partials[:, 0] = of_total
+    partials[:, 0] = total_partial
     return result.to(x.dtype), partials
 
 
@@ -288,11 +288,11 @@ def gradients(
                 half = weight.shape[-2:].numel() // 2
                 number = torch.where(products.count_ones(mask) <= half, 1.0, -1.0)
                 flips.sub_(number)
-                total.addcmul_(b, products.of_rows(number))
+                total.addcmul_(b, products.per_row(number))
         if needs_x:
             products.back(b, w * flips, grad_x)
         if needs_products:
-            product = products.of_weight(b, x)
+            product = products.weight_product(b, x)
             if needs_weight:
                 grad_weight.addcmul_(product, flips)
             if logits_dtype:
@@ -302,7 +302,7 @@ def gradients(
     if needs_x:
         products.back(total, w.to(total.dtype), grad_x)
     if needs_weight:
-        products.of_weight(total, x.to(total.dtype), grad_weight)
+        products.weight_product(total, x.to(total.dtype), grad_weight)
     return grad_x.to(weight.dtype), grad_weight.to(weight.dtype), grad_logits
 
 
@@ -324,25 +324,27 @@ def _gradients_of_both_products(
     grad_output, x, weight, packed_masks = arguments[:4]
     partials, needs, logits_dtype = arguments.partials, arguments.needs, arguments.logits_dtype
     mask = _mask(packed_masks, 0, weight).to(weight.dtype)
-    of_gate, of_value = (change(partials[:, 0], partials[:, 1]).mul_(grad_output) for change in (torch.sub, torch.add))
+    grad_gate, grad_value = (
+        change(partials[:, 0], partials[:, 1]).mul_(grad_output) for change in (torch.sub, torch.add)
+    )
     grad_x, grad_weight, grad_logits = x.new_empty(0), x.new_empty(0), x.new_empty(0)
     masked = weight * mask
     if needs[0]:
-        grad_x = products.back(of_value, weight - masked, products.back(of_gate, masked))
+        grad_x = products.back(grad_value, weight - masked, products.back(grad_gate, masked))
     if needs[1]:
-        by_gate, by_value = products.of_weight(of_gate, x), products.of_weight(of_value, x)
-        grad_weight = (by_gate * mask).addcmul_(by_value, mask.neg_().add_(1))
+        from_gate, from_value = products.weight_product(grad_gate, x), products.weight_product(grad_value, x)
+        grad_weight = (from_gate * mask).addcmul_(from_value, mask.neg_().add_(1))
         if logits_dtype:
-            grad_logits = by_gate.sub_(by_value).mul_(weight).to(logits_dtype).unsqueeze(-3)
+            grad_logits = from_gate.sub_(from_value).mul_(weight).to(logits_dtype).unsqueeze(-3)
     return grad_x, grad_weight, grad_logits
 
 
-def mask_weight_gradient(grad_output: Tensor, of_mask_weights: Tensor, dtype: torch.dtype) -> Tensor:
+def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
     """`sum over out_features of G * R_i`, `[tokens, n_masks]`, of `R` `[tokens, n_masks, out_features]`."""
     grad = grad_output.to(sum_dtype(grad_output.dtype))
-    result = grad.new_empty(of_mask_weights.shape[:2], dtype=dtype)
-    for i in range(of_mask_weights.shape[1]):
-        result[:, i] = (grad * of_mask_weights[:, i]).sum(-1)
+    result = grad.new_empty(terms.shape[:2], dtype=dtype)
+    for i in range(terms.shape[1]):
+        result[:, i] = (grad * terms[:, i]).sum(-1)
     return result
 
 
@@ -379,7 +381,7 @@ class Composite(Backend):
             found, x, mask_weights_dtype = gradients(arguments), arguments.x, arguments.mask_weights_dtype
             if mask_weights_dtype is None:
                 return (*found, x.new_empty(0))
-            of_mask_weights = arguments.partials[:, first_term:]
-            return (*found, mask_weight_gradient(arguments.grad_output, of_mask_weights, mask_weights_dtype))
+            terms = arguments.partials[:, first_term:]
+            return (*found, mask_weight_gradients(arguments.grad_output, terms, mask_weights_dtype))
 
         return prepared

@@ -33,7 +33,7 @@ from .composite import (
     Products,
     forward_train,
     gradients,
-    mask_weight_gradient,
+    mask_weight_gradients,
     operand_dtype,
     sum_dtype,
 )
@@ -186,8 +186,8 @@ def down_backward_in_blocks(
     (tokens, top_k, d), (experts, out_features, _), wide = y.shape, weight.shape, sum_dtype(y.dtype)
     blocks, rows_of_y = _Blocks.of(ids, None, experts, tokens * top_k), y.flatten(0, 1)
     dtype, weights = operand_dtype(y), expert_weights.view(-1, 1).to(wide)
-    of_y, of_expert_weights = [], []  # of every block
-    of_weight = y.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
+    grad_y, grad_expert_weights = [], []  # one tensor per chunk of blocks
+    grad_weight = y.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
     for chunk in blocks.chunks(out_features * d):
         chosen, pairs, is_used = blocks.experts[chunk], blocks.pairs[chunk], blocks.is_used[chunk, :, None]
         # Products over rows add those of places that no row needs, where nothing may be NaN.
@@ -196,16 +196,16 @@ def down_backward_in_blocks(
         factors = torch.where(is_used, weights[pairs], 0)
         if needs[0] or needs[2]:
             back = _matmul(grad, weight[chosen].mT.to(dtype))  # the gradient of y before its expert weight
-            of_y.append((back * factors).to(y.dtype))
-            of_expert_weights.append((back * rows).sum(-1, keepdim=True))
+            grad_y.append((back * factors).to(y.dtype))
+            grad_expert_weights.append((back * rows).sum(-1, keepdim=True))
         if needs[1]:
             products = _matmul((grad * factors).to(dtype).mT, rows.mT)
             for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # in the same order every time
-                of_weight.index_add_(0, expert, product)
+                grad_weight.index_add_(0, expert, product)
     return (
-        blocks.rows(of_y).view(y.shape) if needs[0] else y.new_empty(0),
-        of_weight.to(weight.dtype),
-        blocks.rows(of_expert_weights).view(ids.shape).to(expert_weights.dtype)
+        blocks.rows(grad_y).view(y.shape) if needs[0] else y.new_empty(0),
+        grad_weight.to(weight.dtype),
+        blocks.rows(grad_expert_weights).view(ids.shape).to(expert_weights.dtype)
         if needs[2]
         else expert_weights.new_empty(0),
     )
@@ -220,17 +220,17 @@ def down_backward_by_grouped_products(
     back, has_expert = inverse_of(pairs), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
     rows, grad = y.flatten(0, 1)[pairs], grad_output[pairs // ids.shape[1]]
     weights = expert_weights.view(-1, 1)[pairs].float()
-    of_y, of_weight, of_expert_weights = y.new_empty(0), y.new_empty(0), expert_weights.new_empty(0)
+    grad_y, grad_weight, grad_expert_weights = y.new_empty(0), y.new_empty(0), expert_weights.new_empty(0)
     if needs[0] or needs[2]:
         products = experts_training.product(grad, weight.contiguous(), offs)  # undefined without an expert
         if needs[0]:
-            of_y = torch.where(has_expert, _times(products, weights), 0)[back].view(y.shape)
+            grad_y = torch.where(has_expert, _times(products, weights), 0)[back].view(y.shape)
         if needs[2]:
             sums = (products.float() * rows).sum(-1, keepdim=True)
-            of_expert_weights = torch.where(has_expert, sums, 0)[back].view(ids.shape).to(expert_weights.dtype)
+            grad_expert_weights = torch.where(has_expert, sums, 0)[back].view(ids.shape).to(expert_weights.dtype)
     if needs[1]:
-        of_weight = experts_training.product(_times(grad, weights).t(), rows, offs)
-    return of_y, of_weight, of_expert_weights
+        grad_weight = experts_training.product(_times(grad, weights).t(), rows, offs)
+    return grad_y, grad_weight, grad_expert_weights
 
 
 def _times(rows: Tensor, weights: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class GroupedProducts(Products):
         out = grad.new_zeros(grad.shape[0], weight.shape[2], dtype=torch.float32) if total is None else total
         return grouped_products(grad, weight, self._ends, out, add=total is not None)
 
-    def of_weight(self, grad: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+    def weight_product(self, grad: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
         from .triton.grouped import products_over_rows
 
         shape = len(self._ends), grad.shape[1], x.shape[1]
@@ -285,7 +285,7 @@ class GroupedProducts(Products):
     def count_ones(self, mask: Tensor) -> Tensor:
         return mask.sum((-2, -1), keepdim=True)
 
-    def of_rows(self, numbers: Tensor) -> Tensor:
+    def per_row(self, numbers: Tensor) -> Tensor:
         return numbers.view(-1, 1)[self._expert.clamp_max(len(self._ends) - 1)]
 
 
@@ -306,8 +306,8 @@ def grouped_backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tenso
     found = gradients(arguments, products)
     if dtype is None:
         return (*found, x.new_empty(0))
-    of_mask_weights = mask_weight_gradient(grad_output, partials[:, 1 + packed_masks.shape[-1] :], dtype)
-    return (*found, of_mask_weights.masked_fill_(products.has_no_expert[:, None], 0))
+    grad_mask_weights = mask_weight_gradients(grad_output, partials[:, 1 + packed_masks.shape[-1] :], dtype)
+    return (*found, grad_mask_weights.masked_fill_(products.has_no_expert[:, None], 0))
 
 
 class CompositeExperts(Composite):
@@ -363,7 +363,7 @@ def down_backward_on_cpu(
     y, weight, ids, expert_weights, *_ = given
     (_, top_k, d), wide = y.shape, sum_dtype(y.dtype)
     rows_of_y, weights = y.flatten(0, 1), expert_weights.flatten().to(wide)
-    of_y, of_weight, of_expert_weights = (
+    grad_y, grad_weight, grad_expert_weights = (
         tensor.new_zeros(tensor.shape if is_needed else 0)
         for tensor, is_needed in zip((y, weight, expert_weights), needs, strict=True)
     )
@@ -372,9 +372,9 @@ def down_backward_on_cpu(
         if needs[0] or needs[2]:
             back = grad @ weight[expert].to(wide)  # the gradient of y before its expert weight
         if needs[0]:
-            of_y.view(-1, d)[rows] = (back * weights[rows, None]).to(y.dtype)
+            grad_y.view(-1, d)[rows] = (back * weights[rows, None]).to(y.dtype)
         if needs[2]:
-            of_expert_weights.view(-1)[rows] = (back * rows_of_y[rows]).sum(-1).to(expert_weights.dtype)
+            grad_expert_weights.view(-1)[rows] = (back * rows_of_y[rows]).sum(-1).to(expert_weights.dtype)
         if needs[1]:
-            of_weight[expert] = ((grad * weights[rows, None]).t() @ rows_of_y[rows].to(wide)).to(weight.dtype)
-    return of_y, of_weight, of_expert_weights
+            grad_weight[expert] = ((grad * weights[rows, None]).t() @ rows_of_y[rows].to(wide)).to(weight.dtype)
+    return grad_y, grad_weight, grad_expert_weights

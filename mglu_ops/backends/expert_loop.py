@@ -89,21 +89,21 @@ def backward(
     """The gradients of `grouped_backward`."""
     _, x, weight, packed_masks, offs, _, needs, logits_dtype, mask_weights_dtype = arguments
     (experts, d, h), n_masks = weight.shape, packed_masks.shape[-1]
-    of_x = x.new_zeros(x.shape if needs[0] else 0)
-    of_weight = x.new_zeros(weight.shape if needs[1] else 0)
-    of_logits = x.new_zeros((experts, n_masks, d, h) if logits_dtype else 0, dtype=logits_dtype or x.dtype)
-    of_mask_weights = x.new_zeros(
+    grad_x = x.new_zeros(x.shape if needs[0] else 0)
+    grad_weight = x.new_zeros(weight.shape if needs[1] else 0)
+    grad_logits = x.new_zeros((experts, n_masks, d, h) if logits_dtype else 0, dtype=logits_dtype or x.dtype)
+    grad_mask_weights = x.new_zeros(
         (x.shape[0], n_masks) if mask_weights_dtype else 0, dtype=mask_weights_dtype or x.dtype
     )
     for expert, rows in _slices_of_experts(offs, x.shape[0]):
-        found = layers(rows.stop - rows.start)(arguments.of_expert(expert, rows))
-        for gradient, of_expert in zip((of_x, of_mask_weights), found[::3], strict=True):
-            if gradient.numel():
-                gradient[rows] = of_expert
-        for gradient, of_expert in zip((of_weight, of_logits), found[1:3], strict=True):
-            if gradient.numel():
-                gradient[expert] = of_expert
-    return of_x, of_weight, of_logits, of_mask_weights
+        grads = layers(rows.stop - rows.start)(arguments.of_expert(expert, rows))
+        for grad, expert_grad in zip((grad_x, grad_mask_weights), grads[::3], strict=True):
+            if grad.numel():
+                grad[rows] = expert_grad
+        for grad, expert_grad in zip((grad_weight, grad_logits), grads[1:3], strict=True):
+            if grad.numel():
+                grad[expert] = expert_grad
+    return grad_x, grad_weight, grad_logits, grad_mask_weights
 
 
 def _layer(given: ExpertArguments, expert: int, rows: slice | Tensor, top_k: int) -> LayerArguments:

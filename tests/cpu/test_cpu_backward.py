@@ -68,18 +68,18 @@ def test_weight_gradients(kernels, logits_dtype, total_dtype):
         weight, products, total = normal(d, h), normal(n_masks, d, h), normal(d, h, dtype=total_dtype)
         masks, nan = torch.rand(n_masks, d, h) > 0.5, float("nan")
         # The gradients are written to a slice of rows of a larger tensor.
-        of_logits = None if logits_dtype is None else torch.full((n_masks, d + 2, h), nan, dtype=logits_dtype)
+        grad_logits = None if logits_dtype is None else torch.full((n_masks, d + 2, h), nan, dtype=logits_dtype)
         for needs_weight in (True, False) if logits_dtype else (True,):
-            of_weight = torch.full((d, h), nan, dtype=BF16) if needs_weight else None
-            part = None if of_logits is None else of_logits[:, 1:-1]
-            steps.weight_gradients(kernels, total, products, rows_apart(weight), pack(masks), of_weight, part)
-            if of_weight is not None:
+            grad_weight = torch.full((d, h), nan, dtype=BF16) if needs_weight else None
+            part = None if grad_logits is None else grad_logits[:, 1:-1]
+            steps.weight_gradients(kernels, total, products, rows_apart(weight), pack(masks), grad_weight, part)
+            if grad_weight is not None:
                 exact = total.double() + torch.where(masks, -products, products).double().sum(0)
-                assert_rounded(of_weight, exact, "weight")
-            if of_logits is not None:
+                assert_rounded(grad_weight, exact, "weight")
+            if grad_logits is not None:
                 exact = -2 * weight.double() * products.double()
-                assert torch.equal(of_logits[:, 1:-1], exact.to(logits_dtype))
-                assert of_logits[:, [0, -1]].isnan().all()
+                assert torch.equal(grad_logits[:, 1:-1], exact.to(logits_dtype))
+                assert grad_logits[:, [0, -1]].isnan().all()
 
 
 def test_mask_weight_gradients(kernels):

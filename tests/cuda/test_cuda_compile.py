@@ -354,10 +354,10 @@ def test_training_steps_compile_without_spills(arch, n_masks, dtype, activation,
         [*((torch.bfloat16, n) for n in range(1, 18)), *((torch.float16, n) for n in (1, 2, 5, 17))],
     ),
 )
-@pytest.mark.parametrize("is_input_gradient", quick_only_for([True], [True, False]))
-def test_gemms_of_backward_compile_without_spills(dtype: torch.dtype, is_input_gradient: bool, n_products: int) -> None:
-    wide = n_products == 1 and not is_input_gradient
-    macros = backward_gemm.macros(dtype, n_products, is_input_gradient=is_input_gradient, wide=wide)
+@pytest.mark.parametrize("is_grad_x", quick_only_for([True], [True, False]))
+def test_gemms_of_backward_compile_without_spills(dtype: torch.dtype, is_grad_x: bool, n_products: int) -> None:
+    wide = n_products == 1 and not is_grad_x
+    macros = backward_gemm.macros(dtype, n_products, is_grad_x=is_grad_x, wide=wide)
     _, _, log = compiled(backward_gemm.NAME, "sm_90a", macros)
     assert "0 bytes stack frame, 0 bytes spill stores" in log, log
     assert backward_gemm.shared_bytes() + RESERVED_SHARED_BYTES_PER_BLOCK <= HOPPER.shared_bytes_per_sm

@@ -137,12 +137,12 @@ def test_wide_products(dtype: torch.dtype) -> None:
     for loads, d, h in (([140, 0, 1, 517], 296, 520), ([0, 0], 8, 8), ([2000], 256, 2048), ([5] * 200, 24, 64)):
         layer = ExpertLayer.random("cuda", dtype, loads, d, h, 1)
         x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs
-        forward, back, of_weight = (torch.full_like(t, float("nan"), dtype=F32) for t in (grad, x, weight))
+        forward, back, grad_weight = (torch.full_like(t, float("nan"), dtype=F32) for t in (grad, x, weight))
         grouped_products(x, weight.mT, offs, forward)
         grouped_products(grad, weight, offs, back)
-        products_over_rows(grad, x, offs, of_weight)
+        products_over_rows(grad, x, offs, grad_weight)
         for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
             rows, of_expert = slice(start, end), weight[e].double()
             assert relative_error(forward[rows], x[rows].double() @ of_expert.t()) < 1e-5
             assert relative_error(back[rows], grad[rows].double() @ of_expert) < 1e-5
-            assert relative_error(of_weight[e], grad[rows].double().t() @ x[rows].double()) < 1e-5
+            assert relative_error(grad_weight[e], grad[rows].double().t() @ x[rows].double()) < 1e-5

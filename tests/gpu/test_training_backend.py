@@ -100,15 +100,15 @@ def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int])
     assert backward_gemm.can_run(gpu_of(0), grad, partials, x, weight)
     stream = torch.cuda.current_stream().cuda_stream
     at = addresses(grad_output=grad, partials=partials, x=x, weight=weight, flipped=flipped, others=None)
-    backward_gemm.input_gradient(grad, partials, weight)(stream, at | addresses(out=grad_x))
-    by_weight = backward_gemm.weight_products(grad, partials, x)
+    backward_gemm.prepare_grad_x(grad, partials, weight)(stream, at | addresses(out=grad_x))
+    by_weight = backward_gemm.prepare_weight_products(grad, partials, x)
     by_weight(stream, at | addresses(out=products[0], others=products[1:]))
     stacked = torch.cat((weight[None], flipped)).double()
     assert_matches(grad_x, scaled.flatten(1) @ stacked.flatten(0, 1), dtype)
     exact = torch.einsum("tid,th->idh", scaled, x.double())
     assert_matches(products, exact, dtype)
     wide = torch.full_like(products[0], float("nan"), dtype=F32)
-    backward_gemm.weight_products(grad, partials[:, :1], x, wide=True)(stream, at | addresses(out=wide))
+    backward_gemm.prepare_weight_products(grad, partials[:, :1], x, wide=True)(stream, at | addresses(out=wide))
     assert relative_error(wide, exact[0]) < 1e-5
 
 

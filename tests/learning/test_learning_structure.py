@@ -44,14 +44,14 @@ def test_a_structured_mask_has_the_straight_through_gradient(centered):
     same = MGLU.from_parameters(layer.weight, torch.where(masks, 1.0, -1.0).double(), activation="relu")
     found = layer(x)
     assert torch.equal(found, same(x))
-    weight_grad, logits_grad = torch.autograd.grad(found, [layer.weight, layer.mask_logits], grad)
+    grad_weight, grad_logits = torch.autograd.grad(found, [layer.weight, layer.mask_logits], grad)
     soft = masks.double().requires_grad_()
     oracle = sum(F.relu(F.linear(x, layer.weight * m)) * F.linear(x, layer.weight * (1 - m)) for m in soft.unbind())
     expected = torch.autograd.grad(oracle, [layer.weight, soft], grad)
-    torch.testing.assert_close(weight_grad, expected[0])
+    torch.testing.assert_close(grad_weight, expected[0])
     groups = expected[1].view(-1, 4)
     wanted = groups - groups.mean(1, keepdim=True) if centered else groups
-    torch.testing.assert_close(logits_grad.view(-1, 4), wanted)
+    torch.testing.assert_close(grad_logits.view(-1, 4), wanted)
 
 
 def test_pruned_matrices_have_the_gradient_of_sr_ste():

@@ -235,10 +235,10 @@ def test_a_continuous_mask_is_a_clamped_line_until_it_is_hard(n_masks):
     expected = sum(
         F.relu(F.linear(x, layer.weight * m)) * F.linear(x, layer.weight * (1 - m)) for m in continuous.unbind()
     )
-    weight_grad, logits_grad = torch.autograd.grad(expected, given, grad)
+    grad_weight, grad_logits = torch.autograd.grad(expected, given, grad)
     found = layer(x)
     torch.testing.assert_close(found, expected)
-    expected_grads = [weight_grad, logits_grad * layer.tau]
+    expected_grads = [grad_weight, grad_logits * layer.tau]
     for one, other in zip(torch.autograd.grad(found, given, grad), expected_grads, strict=True):
         torch.testing.assert_close(one, other)
     layer.set_tau(0)

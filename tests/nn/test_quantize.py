@@ -64,8 +64,8 @@ def test_results_and_gradients_of_x_agree_with_the_dequantized_weight(weight_for
     assert y.dtype == dtype
     assert_matches(y.detach(), expected.detach(), dtype)
     grad = torch.randn_like(y)
-    of_x = torch.autograd.grad(y, x, grad)[0]
-    assert_matches(of_x, torch.autograd.grad(expected, wide, grad.double())[0], dtype, "the gradient of x")
+    grad_x = torch.autograd.grad(y, x, grad)[0]
+    assert_matches(grad_x, torch.autograd.grad(expected, wide, grad.double())[0], dtype, "the gradient of x")
     assert model(x).shape == x.shape
 
 

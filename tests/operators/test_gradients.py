@@ -129,10 +129,10 @@ def test_each_subset_of_gradients_runs_only_its_gemms(op, wanted):
     if not wanted:
         return
     grad_output = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view(result.shape)
-    of_weights = n + 1 if "weight" in wanted else n if "logits" in wanted else 0
+    weight_gemms = n + 1 if "weight" in wanted else n if "logits" in wanted else 0
     with FlopCounterMode(display=False) as counter:
         gemms = matmuls(lambda: result.backward(grad_output, retain_graph=True))
-    assert gemms == of_weights + (n + 1 if "x" in wanted else 0)
+    assert gemms == weight_gemms + (n + 1 if "x" in wanted else 0)
     assert counter.get_total_flops() == gemms * 2 * layer.x.shape[0] * layer.weight.numel()
     exact = exact_gradients(layer, grad_output, *wanted)
     for name in NAMES:
@@ -241,7 +241,7 @@ def total(weight: Tensor) -> Tensor:
     return of_weight(weight).sum()
 
 
-def gradient_of_x(weight: Tensor) -> Tensor:
+def grad_x(weight: Tensor) -> Tensor:
     return grad(lambda x: forward(x, weight, LAYER.packed_masks).sum())(LAYER.x)
 
 
@@ -251,7 +251,7 @@ def gradient_of_x(weight: Tensor) -> Tensor:
         grad(lambda weight: grad(total)(weight).sum()),
         jacrev(jacrev(total)),
         torch.func.hessian(total),
-        grad(lambda weight: gradient_of_x(weight).sum()),
+        grad(lambda weight: grad_x(weight).sum()),
     ],
     ids=["grad-grad", "jacrev-jacrev", "hessian", "mixed"],
 )

@@ -131,15 +131,13 @@ def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tens
     """The gradients of x, weight, logits and mask weights as `mglu_ops.ops` writes them, in float64."""
     grad_output, x, weight, partials = (t.double() for t in (grad_output, layer.x, layer.weight, partials))
     n_masks = len(layer.masks)
-    dt, b, of_mask_weights = (grad_output.unsqueeze(-2) * partials).split(
-        (1, n_masks, partials.shape[-2] - 1 - n_masks), -2
-    )
+    dt, b, terms = (grad_output.unsqueeze(-2) * partials).split((1, n_masks, partials.shape[-2] - 1 - n_masks), -2)
     dt, d = dt.squeeze(-2), torch.einsum("...nd,...h->ndh", b, x)
     return (
         dt @ weight + torch.einsum("...nd,ndh->...h", b, flips(layer) * weight),
         torch.einsum("...d,...h->dh", dt, x) + (flips(layer) * d).sum(0),
         -2 * weight * d,
-        of_mask_weights.sum(-1),
+        terms.sum(-1),
     )
 
 
@@ -149,8 +147,8 @@ def magnitudes(grad_output: Tensor, layer: Layer, partials: Tensor) -> list[Tens
     The gradient of the logits may also be the difference of two products with the gradients of gate and value.
     """
     same_sign = layer.with_(x=layer.x.abs(), weight=layer.weight.abs(), masks=torch.zeros_like(layer.masks))
-    of_x, of_weight, of_logits, of_mask_weights = equations(grad_output.abs(), same_sign, partials.abs())
-    return [of_x, of_weight, of_logits.abs() + same_sign.weight.double() * of_weight, of_mask_weights]
+    grad_x, grad_weight, grad_logits, grad_mask_weights = equations(grad_output.abs(), same_sign, partials.abs())
+    return [grad_x, grad_weight, grad_logits.abs() + same_sign.weight.double() * grad_weight, grad_mask_weights]
 
 
 @s.examples(200)

@@ -160,18 +160,18 @@ def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtyp
     torch.manual_seed(0)
     layer = ExpertLayer.random("cpu", dtype, loads, d, h, 1, unowned=7)
     x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs
-    rows_apart_grad = torch.cat((grad, grad.new_full((len(grad), 8), float("nan"))), 1)[:, :d]
+    spaced_grad = torch.cat((grad, grad.new_full((len(grad), 8), float("nan"))), 1)[:, :d]
     forward, back = (torch.full_like(tensor, 3, dtype=torch.float32) for tensor in (grad, x))
     assert grouped_products(x, weight.mT, offs, forward) is forward
     grouped_products(grad, weight, offs, back, add=True)
-    of_weight = products_over_rows(rows_apart_grad, x, offs)
-    twice = products_over_rows(grad, x, offs, of_weight.to(torch.float32, copy=True), add=True)
-    assert of_weight.dtype is dtype
+    grad_weight = products_over_rows(spaced_grad, x, offs)
+    twice = products_over_rows(grad, x, offs, grad_weight.to(torch.float32, copy=True), add=True)
+    assert grad_weight.dtype is dtype
     for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
         rows, exact = slice(start, end), grad[start:end].double().t() @ x[start:end].double()
         assert_matches(forward[rows], x[rows].double() @ weight[e].double().t())
         assert_matches(back[rows], 3 + grad[rows].double() @ weight[e].double())
-        assert_matches(of_weight[e], exact)
+        assert_matches(grad_weight[e], exact)
         assert_matches(twice[e], 2 * exact, dtype)
     for result in (forward, back):
         assert bool((result[sum(loads) :] == 3).all())

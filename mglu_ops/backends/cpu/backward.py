@@ -62,7 +62,7 @@ class Backward:
         scaled = _Scaled(self._library, grad_output, partials[:, first : n_masks + 1])
         grad_x, grad_weight, grad_logits, grad_mask_weights = (x.new_empty(0) for _ in range(4))
         if needs_x:
-            grad_x = self._input_gradient(scaled, weight, packed_masks)
+            grad_x = self._grad_x(scaled, weight, packed_masks)
         if needs_weight or logits_dtype is not None:
             if needs_weight:
                 grad_weight = weight.new_empty(weight.shape)
@@ -83,7 +83,7 @@ class Backward:
             grad_mask_weights = steps.mask_weight_gradients(self._library, grad_output, terms).to(mask_weights_dtype)
         return grad_x, grad_weight, grad_logits, grad_mask_weights
 
-    def _input_gradient(self, scaled: _Scaled, weight: Tensor, packed_masks: Tensor) -> Tensor:
+    def _grad_x(self, scaled: _Scaled, weight: Tensor, packed_masks: Tensor) -> Tensor:
         """Compute dx `[tokens, in_features]` for some tokens at a time."""
         tokens, entries, d = scaled.shape
         flipped = steps.flip_signs(self._library, weight, packed_masks).flatten(0, 1)

@@ -101,7 +101,7 @@ class Backward:
 
     def __init__(self, call: LayerCall) -> None:
         self._n_masks = call.n_masks
-        self._prepared: tuple[_InputGradient | None, _WeightGradients | None] | None = None
+        self._prepared: tuple[_GradX | None, _WeightGradients | None] | None = None
 
     def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype = arguments
@@ -139,22 +139,22 @@ class Backward:
         if self._prepared is None:
             has_products = needs_weight or logits_dtype is not None
             self._prepared = (
-                _InputGradient.of(arguments) if needs_x else None,
+                _GradX.of(arguments) if needs_x else None,
                 _WeightGradients.of(arguments) if has_products else None,
             )
-        input_gradient, weight_gradients = self._prepared
+        grad_x_launches, weight_launches = self._prepared
         pointers = addresses(**arguments.tensors())
         grad_x = left_x = x.new_empty(x.shape) if needs_x else None
-        if grad_x is not None and input_gradient is not None:
-            input_gradient(weight, pointers, grad_x)
+        if grad_x is not None and grad_x_launches is not None:
+            grad_x_launches(weight, pointers, grad_x)
             left_x = None
         # Allocated only now, so that they can take the memory of the flipped weights.
         grad_weight = left_weight = weight.new_empty(weight.shape) if needs_weight else None
         grad_logits = left_logits = None
         if logits_dtype is not None:
             grad_logits = left_logits = weight.new_empty((self._n_masks, *weight.shape), dtype=logits_dtype)
-        if weight_gradients is not None:
-            weight_gradients(x, pointers, grad_weight, grad_logits)
+        if weight_launches is not None:
+            weight_launches(x, pointers, grad_weight, grad_logits)
             left_weight = left_logits = None
         if not (left_x is None and left_weight is None and left_logits is None):
             out_features, in_features = weight.shape
@@ -163,22 +163,22 @@ class Backward:
         return grad_x, grad_weight, grad_logits
 
 
-class _InputGradient:
+class _GradX:
     """dx by `backward_gemm`."""
 
     def __init__(self, arguments: BackwardArguments) -> None:
         n_masks = n_masks_of(arguments.packed_masks)
         self._flipped_shape = n_masks, *arguments.weight.shape
         self._flip_signs = steps.prepare_flip_signs(arguments.weight, n_masks, with_weight=False)
-        self._gemm = backward_gemm.input_gradient(arguments.grad_output, arguments.partials, arguments.weight)
+        self._gemm = backward_gemm.prepare_grad_x(arguments.grad_output, arguments.partials, arguments.weight)
 
     @staticmethod
-    def of(arguments: BackwardArguments) -> _InputGradient | None:
+    def of(arguments: BackwardArguments) -> _GradX | None:
         """None where the kernel cannot run, or the library is faster."""
         grad_output, x, weight, _, partials, *_ = arguments
         gpu, (tokens, h), depth = gpu_of(x.device.index), x.shape, partials.shape[1] * partials.shape[2]
         can_run = h % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, weight)
-        return _InputGradient(arguments) if can_run and backward_gemm.is_faster(gpu, tokens, h, depth) else None
+        return _GradX(arguments) if can_run and backward_gemm.is_faster(gpu, tokens, h, depth) else None
 
     def __call__(self, weight: Tensor, pointers: dict[str, int], grad_x: Tensor) -> None:
         flipped = weight.new_empty(self._flipped_shape)
@@ -235,28 +235,30 @@ class _WeightGradients:
         chunks = []
         for start in range(0, d, size):
             rows = slice(start, min(start + size, d))
-            gradient, factors = grad_output[:, rows], partials[:, first_entry:, rows]
+            grad, factors = grad_output[:, rows], partials[:, first_entry:, rows]
             later = factors[:, 1:] if self._total_is_wide else factors
             products = torch.empty(n_masks, rows.stop - start, h, dtype=x.dtype, device="meta")
-            result = None if grad_weight is None else grad_weight[rows]
-            total = result
+            grad_weight_rows = None if grad_weight is None else grad_weight[rows]
+            total = grad_weight_rows
             if self._total_is_wide:
                 total = torch.empty(rows.stop - start, h, dtype=torch.float32, device="meta")
-            logits = None if grad_logits is None else grad_logits[:, rows]
+            grad_logits_rows = None if grad_logits is None else grad_logits[:, rows]
             chunks.append(
                 _WeightChunk(
-                    total=backward_gemm.weight_products(gradient, factors[:, :1], x, wide=True)
+                    total=backward_gemm.prepare_weight_products(grad, factors[:, :1], x, wide=True)
                     if self._total_is_wide
                     else None,
-                    products=backward_gemm.weight_products(gradient, later, x),
-                    gradients=steps.prepare_weight_gradients(total, products, weight[rows], result, logits),
+                    products=backward_gemm.prepare_weight_products(grad, later, x),
+                    gradients=steps.prepare_weight_gradients(
+                        total, products, weight[rows], grad_weight_rows, grad_logits_rows
+                    ),
                     offsets={
-                        "grad_output": _bytes_between(grad_output, gradient),
+                        "grad_output": _bytes_between(grad_output, grad),
                         "partials": _bytes_between(partials, factors),
                         "weight": _bytes_between(weight, weight[rows]),
                         "packed_masks": _bytes_between(packed_masks, packed_masks[rows]),
-                        "weight_gradient": _bytes_between(grad_weight, result),
-                        "logits_gradient": _bytes_between(grad_logits, logits),
+                        "weight_gradient": _bytes_between(grad_weight, grad_weight_rows),
+                        "logits_gradient": _bytes_between(grad_logits, grad_logits_rows),
                     },
                     later_partials=_bytes_between(partials, later),
                     second=_bytes_between(products, products[1:2]) if n_masks > 1 else 0,

@@ -34,12 +34,12 @@ _MEASURED_COLUMNS = 4096
 times as high."""
 
 
-def macros(dtype: torch.dtype, n_products: int, *, is_input_gradient: bool, wide: bool) -> dict[str, int]:
+def macros(dtype: torch.dtype, n_products: int, *, is_grad_x: bool, wide: bool) -> dict[str, int]:
     """Return the macros of the source. `wide`: whether the only weight product is in float32."""
     return {
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_PRODUCTS": n_products,
-        "MGLU_INPUT_GRADIENT": int(is_input_gradient),
+        "MGLU_INPUT_GRADIENT": int(is_grad_x),
         "MGLU_WIDE": int(wide),
         "MGLU_CLUSTER": _CLUSTER,
         "MGLU_STAGES": _STAGES,
@@ -72,8 +72,8 @@ def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
     return tiles >= _LEAST_FULL * gpu.multiprocessors and comparable < _MOST_MULTIPLICATIONS
 
 
-def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> LaunchSequence:
-    """Prepare the GEMM that writes `dx = sum over i of (grad * partials[:, i]) @ (F_i * W)`, with F_0 = 1.
+def prepare_grad_x(grad_output: Tensor, partials: Tensor, weight: Tensor) -> LaunchSequence:
+    """Prepare the GEMM that writes `dx = sum over i of (grad_output * partials[:, i]) @ (F_i * W)`, with F_0 = 1.
 
     All tensors have one 16-bit dtype, are on the current device, and `can_run`. The launch takes the addresses of
 
@@ -87,12 +87,12 @@ def input_gradient(grad: Tensor, partials: Tensor, weight: Tensor) -> LaunchSequ
     Raises:
         CompileError: NVRTC refused the kernel.
     """
-    strides = (grad.stride(0), *partials.stride()[:2], weight.stride(0))
-    return _prepare(grad.device.index, grad.dtype, partials.shape, weight.shape[1], strides, True, False)
+    strides = (grad_output.stride(0), *partials.stride()[:2], weight.stride(0))
+    return _prepare(grad_output.device.index, grad_output.dtype, partials.shape, weight.shape[1], strides, True, False)
 
 
-def weight_products(grad: Tensor, partials: Tensor, x: Tensor, *, wide: bool = False) -> LaunchSequence:
-    """Prepare the GEMM that writes the products `D_i = (grad * partials[:, i])^T x`, D_0 apart from the others.
+def prepare_weight_products(grad_output: Tensor, partials: Tensor, x: Tensor, *, wide: bool = False) -> LaunchSequence:
+    """Prepare the GEMM that writes the products `D_i = (grad_output * partials[:, i])^T x`, D_0 apart from the others.
 
     All tensors have one 16-bit dtype, are on the current device, and `can_run`. The launch takes the addresses of
 
@@ -105,8 +105,8 @@ def weight_products(grad: Tensor, partials: Tensor, x: Tensor, *, wide: bool = F
     Raises:
         CompileError: NVRTC refused the kernel.
     """
-    strides = (grad.stride(0), *partials.stride()[:2], x.stride(0))
-    return _prepare(grad.device.index, grad.dtype, partials.shape, x.shape[1], strides, False, wide)
+    strides = (grad_output.stride(0), *partials.stride()[:2], x.stride(0))
+    return _prepare(grad_output.device.index, grad_output.dtype, partials.shape, x.shape[1], strides, False, wide)
 
 
 @lru_cache(maxsize=256)
@@ -116,7 +116,7 @@ def _prepare(
     partials_shape: tuple[int, int, int],
     in_features: int,
     strides: tuple[int, int, int, int],
-    is_input_gradient: bool,
+    is_grad_x: bool,
     wide: bool,
 ) -> LaunchSequence:
     """Prepare the launch on `device`, the current device, with the maps of G, the partial derivatives, B and F_i * W.
@@ -124,10 +124,10 @@ def _prepare(
     `strides` are the distances between rows of G, tokens and entries of the partial derivatives, and rows of B.
     """
     tokens, products, out_features = partials_shape
-    of_grad, of_token, of_entry, of_b = (2 * stride for stride in strides)
-    parts = ceil_div(tokens, 64) if is_input_gradient else ceil_div(out_features, 64) * products
+    grad_pitch, token_pitch, entry_pitch, b_pitch = (2 * stride for stride in strides)
+    parts = ceil_div(tokens, 64) if is_grad_x else ceil_div(out_features, 64) * products
     clusters = ceil_div(parts, _CLUSTER * _ROWS // 64) * ceil_div(in_features, _COLUMNS)
-    defines = macros(dtype, products, is_input_gradient=is_input_gradient, wide=wide)
+    defines = macros(dtype, products, is_grad_x=is_grad_x, wide=wide)
     launch = Launch(
         load_kernel(device, NAME, "sm_90a", defines),
         (_CLUSTER * min(clusters, gpu_of(device).multiprocessors // _CLUSTER), 1),
@@ -137,18 +137,18 @@ def _prepare(
         parameters=parameters("backward_gemm.cu"),
         integers={"tokens": tokens, "out_features": out_features, "in_features": in_features},
     )
-    box_features, box_tokens = (_DEPTH, _ROWS) if is_input_gradient else (64, _DEPTH)
+    box_features, box_tokens = (_DEPTH, _ROWS) if is_grad_x else (64, _DEPTH)
     matrices = {
-        "grad_output": Matrix(2, out_features, tokens, of_grad, box_features, box_tokens, swizzle=True),
+        "grad_output": Matrix(2, out_features, tokens, grad_pitch, box_features, box_tokens, swizzle=True),
         "partials": Matrix(
-            2, out_features, products, of_entry, box_features, 1, swizzle=True,
-            depth=tokens, depth_pitch=of_token, box_depth=box_tokens,
+            2, out_features, products, entry_pitch, box_features, 1, swizzle=True,
+            depth=tokens, depth_pitch=token_pitch, box_depth=box_tokens,
         ),
     }  # fmt: skip
-    if not is_input_gradient:
-        x = Matrix(2, in_features, tokens, of_b, 64, _DEPTH, swizzle=True)
+    if not is_grad_x:
+        x = Matrix(2, in_features, tokens, b_pitch, 64, _DEPTH, swizzle=True)
         return LaunchSequence(launch, maps=(TensorMaps(**matrices, x=x, flipped=None),))
-    weight = Matrix(2, in_features, out_features, of_b, 64, _DEPTH, swizzle=True)
+    weight = Matrix(2, in_features, out_features, b_pitch, 64, _DEPTH, swizzle=True)
     flipped = Matrix(
         2, in_features, out_features, 2 * in_features, 64, _DEPTH, swizzle=True,
         depth=products - 1, depth_pitch=2 * out_features * in_features,
