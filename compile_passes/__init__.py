@@ -1,4 +1,4 @@
-"""The fusion pass: it recognises MGLU layers in a graph, proves that it may fuse them, rewrites them, and reports.
+"""The fusion pass: finds MGLU layers in an FX graph, proves that each may be fused, rewrites them, and reports.
 
-README.md in this folder says what it recognises, why that is sound, and which file does what.
+README.md in this folder says what the pass recognises, why that is sound, and which file does what.
 """

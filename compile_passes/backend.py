@@ -1,4 +1,4 @@
-"""The Dynamo backend "mglu": Inductor with the pass turned on. An entry point registers it, so users import nothing."""
+"""The Dynamo backend "mglu": Inductor with the pass turned on. A package entry point registers it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def mglu(
         gm: the graph.
         example_inputs: its inputs.
         mode: a mode of the Inductor backend ("reduce-overhead", "max-autotune", ...).
-        options: settings of Inductor, and options of `mglu_ops.enable_fusion`. Options of the latter kind that are
-            missing here are taken from the enclosing `mglu_ops.fusion()` block, or else from `enable_fusion`.
+        options: settings of Inductor, and options of `mglu_ops.enable_fusion`. Fusion options that are missing here
+            come from the enclosing `mglu_ops.fusion()` block, or without one from `enable_fusion`.
 
     Returns:
-        The compiled graph. Its layers are added to the report of the enclosing `mglu_ops.fusion()` block, or else to
-        `mglu_ops.fusion_report()`.
+        The compiled graph. Its layers are added to the report of the enclosing `mglu_ops.fusion()` block, or without
+        one to `mglu_ops.fusion_report()`.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx

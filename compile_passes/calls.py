@@ -1,9 +1,9 @@
-"""What a call does besides returning values: which arguments it writes to, whose memory it shares, whether it draws.
+"""The side effects of a call: the arguments it writes to, the arguments its results alias, and its random numbers.
 
-Nothing here lists functions. A call is run once on fake tensors, and the schemas and tags of the operators that it
-dispatches to tell what it writes and whether it draws random numbers; the storages of its results tell which arguments
-they share memory with. If a call cannot be run, the schemas of its overloads decide. A call without schemas is unknown:
-it is assumed to write to all of its arguments, to return them, and to draw.
+This module has no list of functions. It runs each call once on fake tensors. The schemas and tags of the operators that
+the call dispatches to tell what it writes and if it draws random numbers. The storages of its results tell which
+arguments they share memory with. If a call cannot be run, the schemas of its overloads decide. A call without schemas
+is unknown: it is assumed to write to all of its arguments, to return them, and to draw random numbers.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from torch.utils.flop_counter import flop_registry
 from .shapes import example, submodule
 from .symbols import is_inplace_name
 
-_TORCH = ("torch", "_operator", "math")  # modules whose functions only call operators; those of others may do anything
+_TORCH = ("torch", "_operator", "math")  # modules whose functions only call operators
 
 _OUTSIDE_OF_OPERATORS = ("torch._dynamo", "torch.autograd", "torch.utils")
-"""Parts of torch whose functions do more than call operators: Dynamo's helpers register gradient hooks, for example."""
+"""Parts of torch whose functions do more than call operators. Dynamo's helpers register gradient hooks, for example."""
 
-_GUARDS_OF_EXPORT = "_guards_fn"  # a module that `ExportedProgram.module()` calls to check the sizes of its inputs
+_GUARDS_OF_EXPORT = "_guards_fn"  # the module with which `ExportedProgram.module()` checks the sizes of its inputs
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a call does; arguments are positions in `node.all_input_nodes`."""
+    """The side effects of a call. Arguments are given by their positions in `node.all_input_nodes`."""
 
     writes: frozenset[int] = frozenset()  # the arguments that it writes to
     shares: frozenset[int] = frozenset()  # the arguments whose memory its results may share
-    draws: bool = False  # it may return something else each time: random numbers, or uninitialised memory
-    changes_metadata: bool = False  # it changes its first argument's shape, as `t_` does, or `requires_grad`
-    returns_target: bool = False  # it returns its first argument and changes nothing but that argument's values
+    draws: bool = False  # equal calls may differ: the results have random numbers or uninitialised memory
+    changes_metadata: bool = False  # it changes the shape of its first argument, as `t_` does, or `requires_grad`
+    returns_target: bool = False  # it returns its first argument and changes only the values in it
     multiplies: bool = False  # it multiplies matrices
-    is_known: bool = True  # operators tell all of this; False for a call that may do anything
+    is_known: bool = True  # False for a call that may do anything
 
 
 NONE = Effect()
@@ -56,10 +56,10 @@ def _unknown(node: Node) -> Effect:
 
 
 class Watcher:
-    """Finds what the calls of a graph do; calls that are alike are run once.
+    """Finds the side effects of the calls of a graph. Calls with equal keys (`call_key`) are run once.
 
-    The calls run in a fake mode of their own, where each symbolic size is the number that it was in tracing, so that
-    nothing here changes what the tracer knows about sizes.
+    The calls run in a separate fake mode, in which each symbolic size is replaced by its number during tracing. So the
+    tracer learns nothing new about its sizes.
     """
 
     def __init__(self) -> None:
@@ -67,23 +67,23 @@ class Watcher:
         self._mode = FakeTensorMode()
 
     def effect(self, node: Node) -> Effect:
-        """What a node does."""
+        """The side effects of a node."""
         target: Any = node.target
         if node.op in ("placeholder", "get_attr", "output"):
             return NONE
         if isinstance(target, torch._ops.HigherOrderOperator):
-            # If nothing reads the results, the operator is called for its side effects, as `register_hook` is.
-            return _of_bodies(node, bodies_of(node)) if node.users else _unknown(node)
+            # An operator whose results nothing reads is called for its side effects, like `register_hook`.
+            return _effect_of_bodies(node, bodies_of(node)) if node.users else _unknown(node)
         if node.op == "call_module":
             body = submodule(node.graph, node)
             if body is not None:
-                return NONE if target == _GUARDS_OF_EXPORT else _of_bodies(node, [body])
+                return NONE if target == _GUARDS_OF_EXPORT else _effect_of_bodies(node, [body])
         elif not _is_of_torch(node):
             return _unknown(node)
-        elif "functorch" in _module(target):  # wraps or unwraps for `vmap` and `grad`; only a graph contains such calls
+        elif "functorch" in _module(target):  # wraps or unwraps tensors for `vmap` and `grad`
             return Effect(shares=frozenset(range(len(node.all_input_nodes))))
         elif not node.all_input_nodes and not isinstance(example(node), Tensor):
-            return NONE  # it switches a mode
+            return NONE  # it switches a mode, such as the grad mode
         indexes = target in (operator.getitem, operator.setitem) and isinstance(example(node.args[0]), Tensor)
         key = (call_key(node, any_number=indexes), *(_kind(example(item)) for item in node.all_input_nodes))
         if key not in self._known:
@@ -92,10 +92,10 @@ class Watcher:
 
 
 def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
-    """The effect of a call by running it on fake tensors; None if that fails."""
+    """The effect of a call, found by running it on fake tensors; None if that fails."""
     inputs, watch = node.all_input_nodes, _Watch()
     given = [example(item) for item in inputs]
-    if any(value is None for value in given):  # None as an argument would mean another call
+    if any(value is None for value in given):  # an unknown example value is not the argument None
         return None
     # An operator may skip its work on an empty tensor.
     if any(type(n) is int and n == 0 for value in tensors_in(given) for n in value.shape):
@@ -114,16 +114,16 @@ def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
     writes = {i for i, held in memory.items() if held & watch.written}
     changes_metadata = bool(inputs) and any(tensor is copies[inputs[0]] for tensor in watch.reshaped)
     if inputs and is_inplace_name(_name(node)) and _module(node.target) != "_operator":
-        changes_metadata |= 0 not in writes  # autograd itself does what `detach_` and `requires_grad_` do
+        changes_metadata |= 0 not in writes  # `detach_` and `requires_grad_` change autograd's state, not values
         writes.add(0)
     shares = frozenset(i for i, held in memory.items() if held & returned)
     returns_target = bool(args) and result is args[0] and 0 in writes and not changes_metadata
-    multiplies = watch.multiplies or "dot" in _name(node)  # `vecdot` is a product and a sum
+    multiplies = watch.multiplies or "dot" in _name(node)  # `vecdot` dispatches to a product and a sum
     return Effect(frozenset(writes), shares, watch.draws, changes_metadata, returns_target, multiplies)
 
 
 def fake_copy(mode: FakeTensorMode, value: Any) -> Any:
-    """A fake tensor like `value`, or the number that a symbolic one stood for in tracing."""
+    """A fake tensor like `value`; for a symbolic number, its value during tracing."""
     if isinstance(value, Tensor):
         shape, stride = ([_number(n) for n in sizes] for sizes in (value.shape, value.stride()))
         with _disable_current_modes():
@@ -133,7 +133,7 @@ def fake_copy(mode: FakeTensorMode, value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number, or the one that a symbolic number stood for in tracing; a size that only data decide becomes 5."""
+    """A number; for a symbolic one, its value during tracing. Sizes that depend on data (unbacked) become 5."""
     if isinstance(value, (int, float)):
         return value
     if value.node.hint is not None:
@@ -144,7 +144,7 @@ def _number(value: Any) -> Any:
 
 
 def as_function(node: Node) -> Callable[..., Any]:
-    """The function that a node calls; a module of torch runs with copies of its parameters and buffers."""
+    """The function that a node calls. A module of torch runs with copies of its parameters and buffers."""
     if node.op == "call_method":
         return lambda tensor, *args, **kwargs: getattr(tensor, str(node.target))(*args, **kwargs)
     if node.op == "call_function":
@@ -160,7 +160,7 @@ def as_function(node: Node) -> Callable[..., Any]:
 
 
 class _Watch(TorchDispatchMode):
-    """Records what the operators that are dispatched write to, and whether they draw or multiply matrices."""
+    """Records what the dispatched operators write to, and if they draw random numbers or multiply matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class _Watch(TorchDispatchMode):
         if known.may_write:
             given = {**dict(zip(known.names, args, strict=False)), **kwargs}
             written = [given.get(name) for name in known.written]
-            # The schemas of most norms do not declare this write.
+            # The schemas of most normalisation layers do not declare that they write running statistics.
             if given.get("training", given.get("train")) is True:
                 written += [given.get("running_mean"), given.get("running_var")]
             self.written.update(storage_of(tensor) for tensor in tensors_in(written))
@@ -186,7 +186,7 @@ class _Watch(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Operator:
-    """What the schema and the tags of an operator say: its arguments, those that it writes to, and more."""
+    """What the schema and the tags of an operator say: its arguments, the arguments it writes to, and more."""
 
     names: tuple[str, ...]
     written: tuple[str, ...]
@@ -203,8 +203,8 @@ class _Operator:
 def _operator(op: torch._ops.OpOverload) -> _Operator:
     arguments = op._schema.arguments
     return _Operator(
-        names=tuple(one.name for one in arguments),
-        written=tuple(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write),
+        names=tuple(a.name for a in arguments),
+        written=tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
         draws=_draws(op),
         multiplies=_multiplies(op),
         reshapes=torch.Tag.inplace_view in op.tags,
@@ -220,7 +220,7 @@ def _multiplies(op: torch._ops.OpOverload) -> bool:
 
 
 def _is_of_torch(node: Node) -> bool:
-    """Whether a node calls a function that only calls operators."""
+    """True if a node calls a function that only calls operators."""
     module = _module(node.target) or "torch"  # the name of a method has no module
     is_of_torch = module.split(".")[0] in _TORCH and not module.startswith(_OUTSIDE_OF_OPERATORS)
     return is_of_torch or node.target is getattr
@@ -234,13 +234,13 @@ def _name(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
-# --- Calls that are alike --------------------------------------------------------------------------------------------
+# --- Keys of calls ---------------------------------------------------------------------------------------------------
 
 
 def call_key(node: Node, *, any_number: bool = False) -> Hashable:
-    """A key that is equal for calls of one function with equal arguments; an input is represented by its position.
+    """A key that is equal for calls of one function with equal arguments. Input nodes count by their positions.
 
-    With `any_number`, integers are equal, as they are for what `x[i] = y` writes to.
+    With `any_number` all integers are equal: the side effects of `x[i] = y` do not depend on i.
     """
     positions = {item: position for position, item in enumerate(node.all_input_nodes)}
 
@@ -270,7 +270,7 @@ def _kind(value: Any) -> Hashable:
 
 
 def _by_schema(node: Node) -> Effect:
-    """The effect of a call by the schemas of all overloads that it may reach."""
+    """The effect of a call, from the schemas of all overloads that it may reach."""
     overloads = _overloads(node)
     if not overloads:
         return _unknown(node)
@@ -298,8 +298,8 @@ def _overloads(node: Node) -> Sequence[torch._ops.OpOverload]:
 # --- Higher-order operators ------------------------------------------------------------------------------------------
 
 
-def _of_bodies(node: Node, bodies: Sequence[GraphModule | None]) -> Effect:
-    """The effect of a call of other graphs, all of which must be known."""
+def _effect_of_bodies(node: Node, bodies: Sequence[GraphModule | None]) -> Effect:
+    """The effect of a call that runs other graphs, such as the body of a `checkpoint`."""
     from .memory import Memory
 
     if not bodies or None in bodies:
@@ -327,7 +327,7 @@ def bodies_of(node: Node) -> list[GraphModule | None]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value, which may be a tuple of several."""
+    """The tensors in a value, which may be nested tuples or lists."""
     return (item for item in tree_leaves(value) if isinstance(item, Tensor))
 
 

@@ -1,10 +1,10 @@
 """Turns the pass on and off for `torch.compile`: in the whole process, or in a block of one thread.
 
-Inductor has one slot for passes on the graph before autograd, and that slot is a setting. Since torch 2.13 a setting
-belongs to a thread, and another library can replace it at any time, for its thread or for one compilation (vLLM gives
-its own in `config_patches`). A pass that is left in the slot would silently be absent from some compilations. This
-module instead wraps the function of Inductor that each compilation reaches once its settings are final. There the pass
-runs after those in the slot, and afterwards the slot is restored.
+Inductor has one slot for passes on the graph before autograd: the setting `pre_grad_custom_pass`. Since torch 2.13
+settings belong to a thread. Another library can replace them at any time, for its thread or for one compilation (vLLM
+passes its own in `config_patches`). A pass that is simply put into the slot would silently be absent from some
+compilations. This module instead wraps the function of Inductor that each compilation calls once its settings are
+final. For that call, the wrapper appends the fusion pass to the passes in the slot.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .report import FusionReport
 
 _SLOT = "pre_grad_custom_pass"
 
-_of_process: FusionPass | None = None  # the pass of `enable_fusion`, for the compilations of all threads
+_process_pass: FusionPass | None = None  # the pass of `enable_fusion`, for the compilations of all threads
 
-_of_thread: ContextVar[FusionPass | None] = ContextVar("fusion_pass", default=None)
-"""The pass that overrides `_of_process` in a thread or an asyncio task."""
+_thread_pass: ContextVar[FusionPass | None] = ContextVar("fusion_pass", default=None)
+"""The pass that overrides `_process_pass` in a thread or an asyncio task."""
 
 _global_report = FusionReport()
 
-_unfused_compilations = 0  # how many compilations found no pass, neither for their thread nor for the process
+_unfused_compilations = 0  # the number of compilations for which neither the thread nor the process had a pass
 
 
 def fusion_report() -> FusionReport:
@@ -57,64 +57,64 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
     Args:
         strict: raise `FusionError` while compiling, in the thread that compiles, if a layer is recognised but cannot be
             fused, or if Inductor does not run the pass.
-        assume_binary: also fuse masks that are real tensors, trusting them to hold 0 and 1 only; `mglu::pack_masks`
-            then checks their values at run time.
+        assume_binary: also fuse float and integer masks that nothing proves to be binary, trusting them to hold only 0
+            and 1. `mglu::pack_masks` then checks their values at run time.
 
     Returns:
         The report of `fusion_report()`, which grows with each compilation of any thread.
 
-    Code that was compiled before is dropped in all threads, and compiled again at its next call: Dynamo keeps code by
-    class and shapes, and would silently run a new model on the unfused code of an older one. Other threads may run that
-    code meanwhile; if another thread is compiling, the call waits. A call that does not change the options neither
-    drops code nor waits.
+    Compiled code is dropped in all threads and compiled again at its next call. Otherwise Dynamo, which looks code up
+    by class and shapes, would silently run a new model on the unfused code of an older one. Other threads may be
+    running that code meanwhile. If another thread is compiling, this function waits for it. A call that does not change
+    the options neither drops code nor waits.
 
     The options belong to the process. Any thread may call this function or `disable_fusion`, and the last call holds
     for every compilation that begins after it. In its thread, a `fusion()` block overrides these options. A forked
-    process inherits them; a spawned one does not, and has to call this function itself.
+    process inherits them; a spawned process does not, and must call this function itself.
 
-    The passes of other libraries in Inductor's slot `pre_grad_custom_pass` run first, whenever they were put there. A
-    model that is compiled with `options={"pre_grad_custom_pass": compile_passes.entry.NoFusion()}` is not fused.
+    Passes of other libraries in Inductor's slot `pre_grad_custom_pass` run first. To exclude one model from fusion,
+    compile it with `options={"pre_grad_custom_pass": compile_passes.entry.NoFusion()}`.
 
     Raises:
         TypeError: an option is neither True nor False.
     """
-    global _of_process
+    global _process_pass
     fusion_pass = FusionPass(_global_report, strict=strict, assume_binary=assume_binary)
-    before, _of_process = _of_process, fusion_pass
+    before, _process_pass = _process_pass, fusion_pass
     if before is None or before.uuid() != fusion_pass.uuid():
         _drop_compiled_code()
     return _global_report
 
 
 def disable_fusion() -> None:
-    """Undo `enable_fusion` in all threads, whichever of them called it; does nothing if fusion is not enabled.
+    """Undo `enable_fusion` in all threads. Does nothing if fusion is not enabled.
 
     Compiled code stays fused until `torch._dynamo.reset()`.
     """
-    global _of_process
-    _of_process = None
+    global _process_pass
+    _process_pass = None
 
 
 @contextmanager
 def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[FusionReport]:
-    """Fuse the compilations inside a `with` block, which has its own report; the options are as in `enable_fusion`.
+    """Fuse MGLU layers in the compilations inside a `with` block. The options are those of `enable_fusion`.
 
-    `torch.compile` compiles at the first call, so that call must be inside the block.
+    The block has its own report. `torch.compile` compiles at the first call of the model, so call it inside the block:
 
         with mglu_ops.fusion(strict=True) as report:
             torch.compile(model)(x)
         print(report)
 
-    Dynamo reuses code that it compiled before for another model of the same class and shapes. If nothing was compiled
-    in the block for that reason, a warning says so; call `torch._dynamo.reset()` before the block.
+    Dynamo may reuse the code of another model of the same class and shapes, and then compiles nothing in the block. A
+    warning says so. Call `torch._dynamo.reset()` before the block to prevent it.
 
-    A block holds for the thread that enters it (and, as a `contextvars.Context`, for the asyncio tasks that are made in
-    it). Blocks of several threads do not mix their options or reports. In other threads the options of `enable_fusion`
-    hold; if there are none and such a thread compiles meanwhile, a warning at the end of the block says so.
+    A block holds for the thread that enters it, and (as a `contextvars.Context`) for the asyncio tasks created in it.
+    Blocks of several threads do not mix their options or reports. Other threads follow `enable_fusion`. If fusion is
+    not enabled and another thread compiles during the block, a warning at the end of the block says so.
 
     Raises:
-        FusionError: under `strict`, when a layer was recognised but not fused (while compiling, as the cause of
-            torch's error), or when the block ends with nothing fused.
+        FusionError: under `strict`, if a layer is recognised but not fused (while compiling, as the cause of torch's
+            error), or if nothing was fused by the end of the block.
     """
     report = FusionReport()
     before = _unfused_compilations
@@ -131,7 +131,7 @@ def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[Fus
 
 
 def _seen(report: FusionReport, elsewhere: int) -> str:
-    """Say how many graphs were compiled in a block, and how many other threads compiled meanwhile without fusion."""
+    """A sentence about the graphs compiled in a block, and about the `elsewhere` graphs that other threads compiled."""
     if not report.graphs and not elsewhere:
         return (
             "no graph was compiled in the block; either no compiled model was called in it, or Dynamo reused code that "
@@ -149,11 +149,11 @@ def _seen(report: FusionReport, elsewhere: int) -> str:
 
 
 def _drop_compiled_code() -> None:
-    """Let every compiled function be compiled again at its next call. Waits for a compilation in another thread.
+    """Make Dynamo compile every function again at its next call. Waits for a compilation in another thread.
 
-    `torch._dynamo.reset` frees what belongs to compiled code even while another thread is inside of it, and the process
-    then ends with a segmentation fault (seen in torch 2.13). So the code is only marked as invalid here, as Dynamo does
-    when a guarded object is garbage-collected. At that moment, too, other threads may be inside the code.
+    `torch._dynamo.reset` would free compiled code while another thread is running it, which crashes the process (seen
+    in torch 2.13). So this function only invalidates the code, as Dynamo does when a guarded object is
+    garbage-collected. That is safe while other threads run the code.
     """
     with convert_frame.compile_lock:
         torch._dynamo.reset_code_state()
@@ -164,11 +164,11 @@ def _drop_compiled_code() -> None:
             for entry in _debug_get_cache_entry_list(code):
                 if entry.guard_manager.extra_state is not None:
                     guards = DeletedGuardManagerWrapper("mglu_ops.enable_fusion was called")
-                    # As if guarded by a local variable that none has: Dynamo does not count such an entry against its
-                    # limit of compilations per function.
+                    # Make the entry look guarded by a local variable that no frame has. Dynamo does not count such an
+                    # entry against its limit of compilations per function.
                     guards.id_matched_objs = {"": weakref.ref(_drop_compiled_code)}
                     entry.guard_manager.extra_state.invalidate(entry, guards)
-            # Dynamo no longer compiles a function that was compiled too often; let it begin again.
+            # Dynamo runs a function eagerly after too many compilations; reset that too.
             set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
@@ -177,17 +177,17 @@ def _drop_compiled_code() -> None:
 
 @contextmanager
 def used_in_thread(fusion_pass: FusionPass) -> Iterator[None]:
-    """Add a pass to the compilations of this thread inside the block; it overrides the pass of the process."""
-    token = _of_thread.set(fusion_pass)
+    """Add a pass to this thread's compilations inside the block, instead of the pass of the process."""
+    token = _thread_pass.set(fusion_pass)
     try:
         yield
     finally:
-        _of_thread.reset(token)
+        _thread_pass.reset(token)
 
 
 def current_pass() -> FusionPass | None:
-    """The pass for compilations of this thread, from the innermost block or else from `enable_fusion`."""
-    return _of_thread.get() or _of_process
+    """The pass for compilations of this thread: from the innermost block, or outside of blocks from `enable_fusion`."""
+    return _thread_pass.get() or _process_pass
 
 
 class NoFusion(CustomGraphPass):
@@ -201,9 +201,9 @@ class NoFusion(CustomGraphPass):
 
 
 def adding_the_pass(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that compiles a graph under Inductor's settings, so that it runs the current pass as well.
+    """Wrap a function that compiles a graph under Inductor's settings, so that it also runs the current fusion pass.
 
-    The wrapper holds Dynamo's lock, as Dynamo itself does, because threads share their settings before torch 2.13.
+    The wrapper holds Dynamo's compile lock, because threads share Inductor's settings before torch 2.13.
     """
 
     @functools.wraps(compile_graph)
@@ -224,7 +224,7 @@ def adding_the_pass(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pass_to_add() -> FusionPass | None:
-    """The current pass, after those in the slot; None if there is none, or if the slot has a pass of mglu_ops."""
+    """The current pass, preceded by the passes in the slot; None without one, or if the slot has a pass of mglu_ops."""
     global _unfused_compilations
     slot: Any = getattr(inductor_config, _SLOT)  # a callable or None, and since torch 2.13 also a list
     others = [other for other in (slot if isinstance(slot, (list, tuple)) else [slot]) if other is not None]
@@ -240,8 +240,8 @@ def _pass_to_add() -> FusionPass | None:
 def _settings_of(fusion_pass: FusionPass) -> dict[str, Any]:
     """The settings under which Inductor runs a pass.
 
-    If torch lets a pass choose, it runs before the lookup in the compile cache: then a warm start has the same report
-    as a cold one, and the fused graph is the key of the cache.
+    Where torch lets us choose, the pass runs before the lookup in the compile cache. So a warm start reports the same
+    layers as a cold one, and the key of the cache is the fused graph.
     """
     early = {"pre_grad_pass_timing": "early"} if hasattr(inductor_config, "pre_grad_pass_timing") else {}
     return {_SLOT: fusion_pass, **early}

@@ -1,16 +1,16 @@
-"""The evaluation of a graph: it gives each node an abstract value, by rules.
+"""Evaluates a graph: the rules give each node an abstract value (`values.py`).
 
-The value of a node follows from its arguments, so the rules compose: a new spelling is one more rule in a module of
-`rules`, or only an entry in the table of `symbols`. A node that no rule knows is a leaf.
+The value of a node follows from the values of its arguments, so the rules compose. A new spelling is one more rule in a
+module of `rules`, or only an entry in the table of `symbols`. A node that no rule knows is a leaf.
 
-A graph is read in three steps. Each goes over the nodes once, so the time is linear in the length of the graph:
+A graph is read in three steps. Each visits every node once, so the time is linear in the length of the graph:
 
-1. *Roles*: which real tensors are used as masks, and which weights they mask. Nothing but its use tells a float mask
-   from a weight: `W * m` has two factors of the same kind.
-2. *Masks and weights* (`rules.WEIGHT_RULES`). A real tensor with the role of a mask has a second value, which holds
-   only as a factor of its weights (`factor`).
+1. *Roles*: which float and integer tensors are used as masks, and which weights they mask. Only its use tells a float
+   mask from a weight, because `W * m` has two factors of the same kind.
+2. *Masks and weights* (`rules.WEIGHT_RULES`). A float tensor with the role of a mask has a second value, a mask, which
+   counts only where it multiplies its weights (`factor`).
 3. *Layers* (`rules.LAYER_RULES`): products of x and a weight, activations, terms and sums. This step is skipped if no
-   weight is masked, and it looks only at weights that are masked somewhere in the graph.
+   weight is masked, and it reads only weights that are masked somewhere in the graph.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from .view import View
 
 
 class Evaluation(Recogniser):
-    """A recogniser with the values of all nodes, computed once each."""
+    """A recogniser that has computed the value of every node."""
 
     def __init__(self, view: View, constants: Callable[[Node], torch.Tensor | None] = lambda _: None) -> None:
         """Read the graph of a view.
 
-        `constants` gives the value of a node of the original graph if it has the same value whenever it runs.
+        `constants` returns the value of a node of the original graph that has the same value at every run, else None.
         """
         super().__init__(view)
-        self.errors: list[str] = []  # what rules have raised; a rule that raises an error knows nothing of the node
+        self.errors: list[str] = []  # errors of rules; such a rule counts as not knowing the node
         graph = view.graph
         self._constants = constants
         self._roles = frozenset(_roles_of_masks(graph, self))
         masks = {mask for _, mask in self._roles}
-        nodes = list(graph.nodes)  # without those that rules imagine
+        nodes = list(graph.nodes)  # without the nodes that rules imagine (`Recogniser.imagine`)
         for node in nodes:
             value = self._values[node] = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, self._leaf)
             self.has_masks |= isinstance(value, (Binary, Levels))
@@ -64,7 +64,7 @@ class Evaluation(Recogniser):
                     self._values[node] = self._evaluate(node, LAYER_RULES_BY_SYMBOL, self._values.get)
 
     def _assume(self, node: Node, is_mask: bool) -> None:
-        """Evaluate a node once more, as a function of real tensors that are used as masks, if it is one."""
+        """Give a node a second value, if it is a tensor that is used as a mask, or a function of such tensors."""
         is_known = isinstance(self._values[node], (Scalar, Levels, Binary, Bundle))
         if is_mask and not is_known and dtype_of(node) is not torch.bool:
             self._assumed[node] = self.unproved(node)
@@ -80,7 +80,7 @@ class Evaluation(Recogniser):
     def factor(self, mask: Any, weight: Any) -> Value:
         """The value of `mask` as a factor of `weight`.
 
-        A real tensor is taken for a mask only where it multiplies the weights that it was found to mask.
+        A float or integer tensor counts as a mask only as a factor of the weights that its role names.
         """
         assumed = self._assumed.get(mask) if isinstance(mask, Node) else None
         first = first_of(assumed)
@@ -89,7 +89,7 @@ class Evaluation(Recogniser):
         return self.value(mask)
 
     def _evaluate(self, node: Node, rules: RulesBySymbol, otherwise: Callable[[Node], Value]) -> Value:
-        """The value from the first rule that knows one, or else from `otherwise`."""
+        """The value from the first rule that knows the node, or from `otherwise` if none does."""
         call = as_call(node)
         if call is not None:
             for rule in rules.get(call.symbol, ()):
@@ -107,15 +107,15 @@ class Evaluation(Recogniser):
         return otherwise(node)
 
     def _keeps_precision(self, node: Node, value: Value) -> bool:
-        """Whether no masked weight that a node reads was rounded to a narrower dtype than the node has."""
+        """True if every masked weight that a node reads is as precise as the node's dtype (`rounds_once`)."""
         dtype = dtype_of(node)
         if dtype is None or not isinstance(value, (Weighted, Bundle)):
             return True
         held = [(item, first_of(self.value(item))) for item in node.all_input_nodes]
-        return all(rounds_once(one, item, dtype) for item, one in held if isinstance(one, Weighted))
+        return all(rounds_once(read, item, dtype) for item, read in held if isinstance(read, Weighted))
 
     def _leaf(self, node: Node) -> Value:
-        """The value of a node that no rule knows: a mask by its dtype, by its constant values, or by its use."""
+        """The value of a node that no rule knows: a bool mask, a constant that holds only 0 and 1, or a number."""
         is_bool = dtype_of(node) is torch.bool
         constant = self._constants(self.view.origin[node]) if self.view.is_constant(node) else None
         if constant is not None and constant.dim() == 0 and not is_bool:
@@ -125,7 +125,7 @@ class Evaluation(Recogniser):
         return self.new_mask(node, "bool", rounding=0) if is_bool else None
 
     def _constant_mask(self, node: Node, bits: torch.Tensor) -> Binary:
-        """A mask whose values are known: equal values are one mask, also in two tensors that hold M and 1 - M."""
+        """A mask whose values are known. Equal values are one mask, and so are two tensors that hold M and 1 - M."""
         first = bits.flatten()[:1]
         inverted = bool(first.any())
         digest = hashlib.sha256(bytes_of((bits ^ first).contiguous())).hexdigest()
@@ -148,30 +148,30 @@ _ARITHMETIC = frozenset(
 )
 
 _LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
-"""Operations that take a mask, or a mask and a number, to a function of that mask.
+"""Symbols of operations on a mask, or on a mask and a number, whose result is a function of that mask.
 
-Operations that make a mask from something else, such as `round` from a sigmoid, are not listed: there the result is the
-mask.
+`_ARITHMETIC` and `_LOGIC` lack operations that make a mask from something else, such as `round` from a sigmoid: there
+the result is the mask.
 """
 
 Role = tuple[Hashable, Hashable]
-"""The keys of a weight and of a real tensor that masks it (if that is a slice of a stack of masks, of the stack)."""
+"""The keys of a weight and of the float or integer tensor that masks it (of the stack, if that is one of a stack)."""
 
 
 def _roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
-    """The real tensors that are used as masks, each with the weight that it masks.
+    """The float and integer tensors that are used as masks, each with the weight that it masks.
 
-    A factor of a weight is a function of some tensor: `1 - m` is a function of m. That tensor is used as a mask of the
-    weight if one of these holds:
+    A factor of a weight is a function of some tensor m: `1 - m`, for example. This tensor is a mask of the weight if
+    one of these holds:
 
-    - The weight is multiplied by two functions of it, at least one of which is arithmetic. (Comparisons alone make
-      masks of their own, `logits > 0` and `logits > 1`.)
-    - It is an input or attribute of the graph, and one of the two functions compares `1 - m`.
-    - The weight is multiplied by one arithmetic function of it, and the weight itself is an operand of another product,
-      or of a difference with the masked weight.
+    - Two functions of m multiply the weight, and at least one of them is arithmetic. (Two comparisons, such as
+      `logits > 0` and `logits > 1`, make two masks of their own.)
+    - Two functions of m multiply the weight, one of them compares `1 - m`, and m is an input or attribute of the graph.
+    - One arithmetic function of m multiplies the weight, and the unmasked weight is an operand of another product, or
+      of a difference with the masked weight.
 
-    Two slices of one stack also count as two functions of it, as in a layer with many masks. But the stacked weights of
-    several experts that are multiplied by a shared mask do not become a stack of masks in this way.
+    Two slices of one stack also count as two functions of it, as in a layer with many masks. The stacked weights of
+    experts that share a mask are excluded, so that they do not become a stack of masks.
     """
     bare = set(_keys_of_bare_weights(graph, recogniser))
     functions: dict[Role, set[Hashable]] = {}
@@ -201,7 +201,9 @@ def _roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
 def _of_several_functions(functions: Mapping[Role, set[Hashable]], arithmetic: Collection[Role]) -> Iterator[Role]:
     """The roles in which several functions of one tensor multiply a weight, at least one of them arithmetic.
 
-    `arithmetic` holds the pairs of a weight and a tensor, or its stack, for which one of the functions is arithmetic.
+    Args:
+        functions: the keys of the functions, for each weight and tensor.
+        arithmetic: the pairs of a weight and a tensor (or its stack) for which one of the functions is arithmetic.
     """
     for (weight_key, key), factors in functions.items():
         role = (weight_key, _stack_key(key))
@@ -210,7 +212,7 @@ def _of_several_functions(functions: Mapping[Role, set[Hashable]], arithmetic: C
 
 
 def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """`(weight, factor)` of every product, in both orders, and of every choice by a condition; copies are resolved."""
+    """`(weight, factor)` for both orders of every product, and for every `where` and the like, without copies."""
     for node in graph.nodes:
         call = as_call(node)
         if call is None or call.symbol not in ("mul", "where", "masked_fill", "index_put", "einsum"):
@@ -223,14 +225,14 @@ def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
 
 
 def _original(weight: Any) -> Any:
-    """The original of a copy."""
+    """The tensor that a node copies, directly or through other copies; the node itself if it is not a copy."""
     while (call := as_call(weight)) is not None and call.symbol == "alias":
         weight = call.args[0]
     return weight
 
 
 def _parts(factor: Node) -> list[Node]:
-    """The tensors that a factor is stacked or concatenated from, or the factor alone."""
+    """The tensors that are stacked or concatenated to a factor; `[factor]` for any other node."""
     call = as_call(factor)
     if call is None or call.symbol not in ("stack", "cat") or not isinstance(call.args[0], (list, tuple)):
         return [factor]
@@ -238,7 +240,7 @@ def _parts(factor: Node) -> list[Node]:
 
 
 def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
-    """The keys of weights that are used unmasked: in a product, or in a sum with a product of themselves."""
+    """The keys of weights that are used unmasked: in a product with x, or in a sum such as `W - W * m`."""
     for node in graph.nodes:
         call = as_call(node)
         if call is None:
@@ -246,21 +248,21 @@ def _keys_of_bare_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hash
         operands = call.args[1] if call.symbol == "einsum" else (_weight_operand(call),)
         yield from (recogniser.key(_original(item)) for item in operands if dims(item) in (2, 3))
         if call.symbol in ("add", "sub"):
-            for one, other in (call.args, reversed(call.args)):
-                inner = as_call(other)
+            for a, b in (call.args, reversed(call.args)):
+                inner = as_call(b)
                 inner = as_call(inner.args[0]) if inner is not None and inner.symbol == "neg" else inner
                 if inner is not None and inner.symbol == "mul":
                     factors = [recogniser.key(_original(item)) for item in inner.args]
-                    yield from {recogniser.key(_original(one))}.intersection(factors)
+                    yield from {recogniser.key(_original(a))}.intersection(factors)
 
 
 @dataclass(frozen=True)
 class _Root:
-    """The tensor that a factor is a function of."""
+    """The tensor that a factor is a function of, with a description of the function."""
 
     node: Node
-    is_arithmetic: bool  # whether the function has no comparison
-    is_complemented: bool  # whether the function compares 1 minus the tensor
+    is_arithmetic: bool  # True if the function has no comparison
+    is_complemented: bool  # True if the function compares 1 minus the tensor
 
 
 def _root(factor: Node) -> _Root:
@@ -287,7 +289,7 @@ def _is_real(node: Node) -> bool:
 
 
 def _stack_key(key: Hashable) -> Hashable:
-    """The key of the stack, for the key of a slice of it; otherwise the key itself."""
+    """The key of the stack, given the key of one of its slices; any other key unchanged."""
     return key[1] if isinstance(key, tuple) and key[0] == "at" else key
 
 
@@ -297,7 +299,7 @@ _TRANSPOSING = frozenset({"t", "mT", "transpose", "permute", "getattr", "unsquee
 
 
 def _weight_operand(call: Call) -> Node | None:
-    """The weight of a product of x and a weight, without the transposes that are applied to it first."""
+    """The weight in a product of x and a weight, before it is transposed; None for other calls."""
     position = {"linear": 1, "inner": 1, "matmul": 1, "grouped_mm": 1, "addmm": 2}.get(call.symbol)
     weight = None if position is None else call.args[position]
     while (inner := as_call(weight)) is not None and inner.symbol in _TRANSPOSING:
@@ -306,7 +308,7 @@ def _weight_operand(call: Call) -> Node | None:
 
 
 def _keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
-    """The keys of matrices that are masked, including matrices whose product with x is masked by output feature."""
+    """The keys of weights that are masked, also by output feature after the product: `F.linear(x, W) * m`."""
     for node in graph.nodes:
         value = recogniser.value(node)
         if isinstance(value, (Bundle, Weighted)):

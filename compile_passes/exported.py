@@ -1,8 +1,8 @@
-"""The pass over an exported program: fuse its layers, and pack their masks at once.
+"""The pass for exported programs: fuses the layers, and packs masks whose values are constants.
 
-An exported program knows the values of its parameters, buffers and constants. Masks that are made of them are evaluated
-here once: the packed bits become a buffer, and the logits leave the program. The result is for inference, so gradients
-that tracing recorded (an export with grad mode on) are dropped first; they would select the training operator.
+An exported program contains the values of its parameters, buffers and constants. Masks that are computed from these are
+packed here once: the packed bits become a buffer, and the logits leave the program. The result is for inference.
+Gradients that tracing recorded (an export with grad mode on) would select the training operator, so they are dropped.
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ _mglu = torch.ops.mglu
 def fuse_exported(
     program: ExportedProgram, *, report: FusionReport | None = None, strict: bool = False, assume_binary: bool = False
 ) -> ExportedProgram:
-    """Make a program for inference that calls `mglu::forward` on packed masks where `program` spells MGLU layers.
+    """Make a program for inference in which `mglu::forward` with packed masks replaces the MGLU layers of `program`.
 
     Masks that are functions of parameters, buffers and constants are packed now, and tensors that only they needed
-    (mask logits, float masks) are dropped. A real mask among them is proved to be binary by its values.
+    (mask logits, float masks) are dropped. The values of such a float mask prove that it is binary.
     `mglu::forward_ste` of an `mglu_ops.nn` layer becomes `mglu::forward` in the same way, and `grouped_forward_ste` of
-    experts `grouped_forward`.
+    experts becomes `grouped_forward`.
 
     Args:
-        program: the result of `torch.export.export`, with or without `no_grad`; it is not changed.
-        report: receives what was fused, and what was missed and why.
+        program: the result of `torch.export.export`, traced with or without `no_grad`; it is not changed.
+        report: receives the fused layers, and the missed ones with the reasons.
         strict: raise an error if a layer is recognised but not fused, or if the program has no layer.
-        assume_binary: also fuse real masks that are inputs, trusting them to be binary (packing checks at run time).
+        assume_binary: also fuse float and integer masks that are inputs, trusting them to be binary (packing checks
+            their values at run time).
 
     Returns:
-        A new program with the inputs, outputs and dynamic shapes of `program`, which shares its remaining tensors.
+        A new program with the inputs, outputs and dynamic shapes of `program`. It shares the tensors that it keeps.
 
     Raises:
         FusionError: under `strict`.
-        ValueError: under `assume_binary`, masks that are made of constants hold values other than 0 and 1.
+        ValueError: under `assume_binary`, if masks that are computed from constants hold values other than 0 and 1.
     """
     report = FusionReport() if report is None else report
-    with torch._C._DisableAutocast():  # an autocast around this call would change the constants
+    with torch._C._DisableAutocast():  # an autocast of the caller would round the constants
         folder = _Folder(program)
         graph = folder.graph
         for node in graph.nodes:
@@ -102,14 +103,14 @@ _PACK_AND_RUN = {
 
 
 def _stop_training(graph: Graph) -> None:
-    """Replace operators that pack the masks at each call by one that packs them, and one that takes them packed."""
+    """Split each training operator into two inference operators: one packs the masks, one takes packed masks."""
     for node in [node for node in graph.nodes if node.target in _PACK_AND_RUN]:
         pack, run = _PACK_AND_RUN[node.target]
         x, weight, logits, *rest = node.args
         with graph.inserting_before(node):
             packed = graph.call_function(pack, (logits,))
             result = graph.call_function(run, (x, weight, packed, *rest), node.kwargs)
-        for user in list(node.users):  # each takes one of the two results
+        for user in list(node.users):  # each is a `getitem` of one of the two results
             taken = (result, packed)[user.args[1]]
             taken.meta = {**user.meta, **taken.meta}
             user.replace_all_uses_with(taken)
@@ -118,17 +119,17 @@ def _stop_training(graph: Graph) -> None:
 
 
 def _lower_to_aten(graph: Graph) -> None:
-    """Replace new nodes by ATen operators with traced values, which is what an exported graph consists of."""
+    """Replace the nodes that the pass made by ATen operators with traced values, as an exported graph must have."""
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     for node in list(graph.nodes):
         is_arithmetic = node.target in (operator.add, operator.mul) and isinstance(node.meta.get("val"), Tensor)
-        is_result = node.op == "call_method" or is_arithmetic  # with the root's example
+        is_result = node.op == "call_method" or is_arithmetic  # a new node that has the example of the root it replaces
         is_new = "val" not in node.meta or is_result
         if not is_new or node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
-        with mode or nullcontext():  # for calls without inputs, which would make tensors of another mode
-            traced = make_fx(_of_its_inputs(node, inputs))(*(item.meta["val"] for item in inputs)).graph
+        with mode or nullcontext():  # so that calls without inputs, such as `arange`, make tensors of this mode
+            traced = make_fx(_as_function_of(node, inputs))(*(item.meta["val"] for item in inputs)).graph
         copies: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
         with graph.inserting_before(node):
             for inner in traced.nodes:
@@ -140,8 +141,8 @@ def _lower_to_aten(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def _of_its_inputs(node: Node, inputs: list[Node]) -> Callable[..., Any]:
-    """A node as a function of the values of its inputs."""
+def _as_function_of(node: Node, inputs: list[Node]) -> Callable[..., Any]:
+    """The call of a node as a function of the values of `inputs`."""
 
     def function(*values: Any) -> Any:
         held = dict(zip(inputs, values, strict=True))
@@ -154,8 +155,10 @@ def _of_its_inputs(node: Node, inputs: list[Node]) -> Callable[..., Any]:
 def _fold_operands(folder: _Folder) -> list[bool]:
     """Replace constant packed masks, and weights that are a cast or transpose of a constant, by buffers.
 
-    A weight that something else reads too (a tied embedding) stays, since a second copy of it would cost memory.
-    Returns for each layer of the graph whether its masks were packed here.
+    A weight that something else reads too (a tied embedding) stays, because a second copy would cost memory.
+
+    Returns:
+        For each layer of the graph, True if its masks were packed here.
     """
     constant = set(folder.constant_nodes())
     is_packed = []
@@ -187,13 +190,13 @@ class _Folder:
         self._module = copy.deepcopy(program.graph_module)
         self.graph: Graph = self._module.graph
         for node, original in zip(self.graph.nodes, program.graph.nodes, strict=True):
-            node.name = original.name  # copying a graph renames nodes that are named like a builtin; specs need names
+            node.name = original.name  # copying renames nodes that are named like a builtin, and specs refer to names
         inline_no_grad(self._module, trains=False)
         self._state: dict[str, Any] = dict(program.state_dict)
-        self._held: dict[Node, Tensor] = {}  # the tensors of parameters, buffers and constants when exported
+        self._held: dict[Node, Tensor] = {}  # the tensor of each parameter, buffer and constant
         self._written_at_end: set[Hashable] = set()
-        """The storages that a call overwrites at its end, because a functional graph returns their new values."""
-        self._made: dict[Hashable, Node] = {}  # new buffers by their contents: layers may share packed masks
+        """The storages of buffers that the program updates. A functional graph returns their new values at the end."""
+        self._made: dict[Hashable, Node] = {}  # new buffers, keyed by contents, because layers may share packed masks
         placeholders = self.graph.find_nodes(op="placeholder")
         self._specs = dict(zip(placeholders, program.graph_signature.input_specs, strict=True))
         signature = program.graph_signature
@@ -209,7 +212,7 @@ class _Folder:
     def constant_nodes(self) -> list[Node]:
         """The nodes that are functions of parameters, buffers and constants alone, in the order of the graph.
 
-        No node ever writes to their storages: even a later write would be seen by the next call.
+        Nodes whose storage anything writes to are excluded, because the next run of the program sees the write.
         """
         memory = Memory(self.graph)
         memory.write_at_end(self._written_at_end)
@@ -221,7 +224,7 @@ class _Folder:
         return list(found)
 
     def evaluate(self, node: Node) -> Any:
-        """The value of a constant node; intermediate values are not kept."""
+        """Compute the value of a constant node. Intermediate values are not kept."""
         values: dict[Node, Any] = {}
         with torch.no_grad():
             for current in sorted(sources(node)):
@@ -251,7 +254,7 @@ class _Folder:
         node.replace_all_uses_with(self._made[contents])
 
     def program(self) -> ExportedProgram:
-        """The program of the current graph, without unused constants."""
+        """Make an exported program of the current graph, without unused constants."""
         source, signature = self._source, self._source.graph_signature
         for node in reversed(self.constant_nodes()):
             if not node.users:
@@ -282,33 +285,36 @@ class _Folder:
 
 
 _PURE_NAMESPACES = ("aten", "prims", "mglu")
-"""Namespaces whose operators do no more than their schemas and tags say; others may count calls or read a file."""
+"""Namespaces whose operators have no side effects besides those in their schemas and tags (reading a file, say)."""
 
 
 def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
-    """Whether a node is a function of constants without side effects that returns the same at every call."""
+    """True if a node is a deterministic function of constants without side effects."""
     target, inputs = node.target, node.all_input_nodes
     if not inputs or not all(item in constant for item in inputs):
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", None) in ("_operator", "math")
-    if target.namespace not in _PURE_NAMESPACES or not target._schema.returns:  # no results: an assertion
+    if target.namespace not in _PURE_NAMESPACES or not target._schema.returns:  # a call without results is an assertion
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags
 
 
 _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
-"""Symbols of the calls that read a weight. A mask also has another user, which makes its complement."""
+"""Symbols of the calls that read a weight. A mask also has another user: the call that computes its complement."""
 
 
 def _values_of_constants(folder: _Folder) -> Callable[[Node], Tensor | None]:
-    """A function that computes the value of a constant that may be a mask or a number, on demand to save memory."""
+    """A function that returns the value of a constant node, if it may be a mask or a number, and else None.
+
+    Values are computed on demand to save memory.
+    """
     nodes = set(filter(_may_tell, folder.constant_nodes()))
     return lambda node: folder.evaluate(node) if node in nodes else None
 
 
 def _may_tell(node: Node) -> bool:
-    """Whether a constant may be a mask or a number, by shape and users: a weight of 0s and 1s must not count as one."""
+    """True if a constant may be a mask or a number by its users, since a weight may happen to hold only 0 and 1."""
     example = tensor_example(node)
     if example is None or example.dim() not in (0, 2, 3) or example.is_complex():
         return False

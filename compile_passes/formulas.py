@@ -1,17 +1,16 @@
-"""Formulas: elementwise functions of one variable in a normal form, by which hand-written activations are recognised.
+"""Formulas: elementwise functions of one variable in a normal form, which identifies hand-written activations.
 
 A formula is a polynomial with real coefficients in *atoms*: the variable, and functions of formulas (`exp`, `tanh`,
-`1 / ...`). Spellings that differ only in the order or the association of sums and products have one normal form:
+`1 / ...`). Programs that differ only in the order or the association of sums and products have one normal form:
 `g / (1 + exp(-g))`, `g * sigmoid(g)` and `g * (1 / (exp(-g) + 1))` are all `g inv(1 + exp(-1 g))`, which is silu.
 
-Formulas are compared by their texts, which are built from the texts of their parts. The size of a formula is limited,
-so that building, comparing and sorting one takes constant time however long the chain of operations is. A larger
-expression cannot be an activation of the operator and has no formula (None).
+Formulas are compared as texts, which are built from the texts of their parts. The size of a formula is limited, so
+building, comparing and sorting one takes constant time for a chain of operations of any length. A larger expression
+cannot be an activation of the operator and has no formula (None).
 
-Equal formulas are equal functions with equal derivatives. The rewriting steps are sums and products of differentiable
-functions, whose derivatives by autograd agree everywhere. Functions with a kink are separate atoms if torch's
-derivatives differ at the kink: it is 0 for `relu`, 1 for `clamp(min=0)` and 1/2 for `maximum(g, 0)`. The last two equal
-relu only in value (`Scaled.kink`).
+Equal formulas are equal functions with equal derivatives: the normal form only reorders sums and products of
+differentiable functions. Functions that differ only in torch's derivative at a kink are separate atoms. At 0 it is 0
+for `relu`, 1 for `clamp(min=0)` and 1/2 for `maximum(g, 0)`; the last two equal relu only in value (`Scaled.kink`).
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from functools import lru_cache
 
 from mglu_ops.activations import ACTIVATIONS
 
-_DIGITS = 12  # significant digits to which coefficients are compared: rounding must not make equal formulas differ
+_DIGITS = 12  # significant digits of coefficients in a formula's text; fewer than 16, so that rounding is invisible
 
 DIGITS = 6
-"""Digits to which an activation's coefficients must agree below float64: a float32 holds seven, and people write
-sqrt(2 / pi) with eight or more.
+"""Significant digits in which an activation's coefficients must agree, in dtypes other than float64.
+
+A float32 holds seven, and people write sqrt(2 / pi) with eight or more.
 """
 
-EXACT = 11  # digits to which an activation's coefficients must agree in float64
+EXACT = 11  # significant digits in which an activation's coefficients must agree in float64
 
-_MOST_TERMS = 8
-_MOST_ATOMS = 48
-"""The limits of a formula: terms of its sum, and atoms at all depths. (gelu_tanh has 9 atoms.)"""
+_MOST_TERMS = 8  # terms in the sum of a formula
+_MOST_ATOMS = 48  # atoms of a formula, at all depths; gelu_tanh has 9
 
 
 @dataclass(frozen=True)
 class Atom:
-    """The variable, a number whose value is unknown, or a function of a formula; equal atoms have equal texts."""
+    """The variable, a number of unknown value, or a function of a formula. Equal atoms have equal texts."""
 
     name: str = field(compare=False)
     argument: Formula | None = field(default=None, compare=False)
@@ -98,7 +97,7 @@ def constant(value: float) -> Formula | None:
 
 
 def number(name: str) -> Formula | None:
-    """A number whose value is unknown when compiling, represented by its name."""
+    """A number whose value is unknown when compiling; its name stands for it."""
     return _formula({((Atom(f"`{name}`"), 1),): 1.0})
 
 
@@ -125,7 +124,7 @@ def scaled(a: Formula | None, factor: float) -> Formula | None:
 
 
 def unscaled(a: Formula) -> tuple[Formula, float]:
-    """`(unit, factor)` with `factor * unit` equal to the formula, and with a first coefficient of 1 in `unit`."""
+    """`(unit, factor)` such that the formula equals `factor * unit`, and the first coefficient of `unit` is 1."""
     if not a.terms:
         return a, 1.0
     factor = a.terms[0][1]
@@ -169,7 +168,7 @@ def inverse(a: Formula | None) -> Formula | None:
 
 
 def apply(function: str, a: Formula | None) -> Formula | None:
-    """`function(a)`; composite functions are written out, such as `sigmoid(a) = 1 / (1 + exp(-a))`."""
+    """`function(a)`. Composite functions are written out: `sigmoid(a)` becomes `1 / (1 + exp(-a))`."""
     if a is None:
         return None
     if function == "sigmoid":
@@ -197,12 +196,12 @@ def _half_of_one_plus(a: Formula, b: Formula | None) -> Formula | None:
 CLAMP, MAXIMUM = "clamp_min", "maximum"
 
 LIKE_RELU: Mapping[str, tuple[str, str]] = {CLAMP: ("clamp(min=0)", "1"), MAXIMUM: ("maximum(g, 0)", "1/2")}
-"""How functions are written that differ from relu only in their derivative at 0, and that derivative."""
+"""The functions that differ from relu only in their derivative at 0: how users write them, and that derivative."""
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """`scale * activation`; `kink` is `CLAMP` or `MAXIMUM` if the function differs from relu in its derivative at 0."""
+    """`scale * activation`. If it differs from relu in its derivative at 0, `kink` is `CLAMP` or `MAXIMUM`."""
 
     activation: str
     scale: float
@@ -210,7 +209,7 @@ class Scaled:
 
 
 def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
-    """The operator's activation that a formula is a multiple of, comparing `digits` digits; None if there is none."""
+    """The operator's activation of which a formula is a multiple, to `digits` digits; None if there is none."""
     unit, factor = unscaled(formula)
     name, known = _by_digits(digits).get(_rounded(unit, digits), (None, 1.0))
     if name is None:
@@ -222,7 +221,7 @@ def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
 
 @lru_cache
 def _by_digits(digits: int) -> Mapping[Formula, tuple[str, float]]:
-    """The name of each activation and its factor (`unscaled`), by its unit formula."""
+    """The name and the factor (`unscaled`) of each activation, keyed by its unit formula."""
     named = {}
     for name in (*ACTIVATIONS, CLAMP, MAXIMUM):
         formula = VARIABLE if name == "identity" else apply(name, VARIABLE)

@@ -1,4 +1,4 @@
-"""The pass: it finds the layers of a graph, checks each, rewrites those that are proved, and reports all of them."""
+"""The pass: finds the layers of a graph, checks each, rewrites the proved ones, and reports all of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GraphPass = Callable[[Graph], Any]
 
 
 class FusionError(RuntimeError):
-    """Strict mode: a layer was recognised but not fused, or nothing was fused."""
+    """Raised in strict mode: a layer was recognised but not fused, or nothing was fused."""
 
 
 def fuse_graph(
@@ -50,20 +50,21 @@ def fuse_graph(
     constants: Callable[[Node], Tensor | None] = lambda _: None,
     surroundings: Surroundings | None = None,
 ) -> None:
-    """Rewrite the MGLU layers of a graph in place, and add to `report` what became of each.
+    """Rewrite the MGLU layers of a graph in place, and report each of them.
 
     Args:
-        graph: a graph before autograd, with the examples that tracing records.
-        report: receives the layers that were fused and those that were missed.
+        graph: a graph before autograd, with the example values that tracing records.
+        report: receives the fused layers, and the missed ones with the reasons.
         strict: raise an error if a layer is not fused, or if the pass fails.
-        assume_binary: also fuse real masks, trusting them to be binary (packing checks at run time).
-        constants: the value of a node if it is the same whenever the graph runs, otherwise None; a real mask among
-            such nodes is proved to be binary by its values.
+        assume_binary: also fuse float and integer masks that nothing proves to be binary, trusting them (packing checks
+            their values at run time).
+        constants: returns the value of a node that has the same value at every run of the graph, else None. Such a
+            value can prove that a float mask is binary.
         surroundings: the graphs around this one, if it may be the body of a higher-order operator.
 
     Raises:
         FusionError: under `strict`, if a layer is not fused (the other layers are), or if the pass itself fails.
-            Without `strict`, a failure of the pass leaves the graph as it was, with a warning.
+            Without `strict`, a failure of the pass only warns and leaves the graph unchanged.
     """
     inputs = graph.find_nodes(op="placeholder")
     if inputs and all(example(node) is None for node in inputs):
@@ -104,25 +105,25 @@ def _fuse(
     assume_binary: bool,
     surroundings: Surroundings | None,
 ) -> tuple[list[SiteReport], list[SiteReport]]:
-    """Fuse the layers of a graph; returns the reports of those that were fused and of those that were not."""
+    """Fuse the layers of a graph; returns the reports of the fused layers and of the missed ones."""
     view = View(graph)
     try:
         recogniser = Evaluation(view, constants)
         made, missed = _replacements(recogniser, graph, assume_binary, surroundings)
-        notes = _notes(recogniser, [one.layer for one in made])
+        notes = _notes(recogniser, [entry.layer for entry in made])
         fused = [
             _describe(
-                one.layer.site,
-                operator=one.layer.operator,
-                weighted=bool(one.layer.mask_weights),
-                weight_format="dense" if one.layer.stored is None else one.layer.stored.format.name,
-                packed=one.packed,
+                entry.layer.site,
+                operator=entry.layer.operator,
+                weighted=bool(entry.layer.mask_weights),
+                weight_format="dense" if entry.layer.stored is None else entry.layer.stored.format.name,
+                packed=entry.packed,
                 note=note,
-                hides_nan=one.layer.hides_nan,
-                before=tuple(map(line, one.layer.interior)),
-                after=tuple(map(line, one.nodes)),
+                hides_nan=entry.layer.hides_nan,
+                before=tuple(map(line, entry.layer.interior)),
+                after=tuple(map(line, entry.nodes)),
             )
-            for one, note in zip(made, notes, strict=True)
+            for entry, note in zip(made, notes, strict=True)
         ]
     except BaseException:
         view.discard()
@@ -139,7 +140,7 @@ def _fuse(
 def _replacements(
     recogniser: Evaluation, graph: Graph, assume_binary: bool, surroundings: Surroundings | None
 ) -> tuple[list[Replacement], list[SiteReport]]:
-    """Insert the nodes that replace the layers of a graph, which nothing reads yet; returns them, and the misses."""
+    """Insert the nodes that replace the layers of a graph; no node reads them yet. Returns them and the misses."""
     view = recogniser.view
     sites = find_sites(view.graph, recogniser)
     spellings = [interior(recogniser, site) for site in sites]
@@ -163,10 +164,11 @@ def _replacements(
 def _fuse_site(
     recogniser: Recogniser, site: Site, assume_binary: bool, replaced: dict[Node, Replacement]
 ) -> tuple[bool, list[tuple[Site, str]]]:
-    """Add the replacement of a site to `replaced`, by its root, or those of its parts if the whole is refused.
+    """Add the replacement of a site to `replaced`, keyed by its root. If the site is refused, try its parts.
 
     Returns:
-        Whether any part is replaced, and those that are not with the reasons; if none is, the whole with its reason.
+        `(is_fused, refused)`: True if anything is replaced, and the refused parts with their reasons. If no part is
+        replaced, `refused` is the whole site with its reason.
     """
     if site.root in replaced:
         return True, []
@@ -176,12 +178,12 @@ def _fuse_site(
     except Refusal as refusal:
         parts = [_fuse_site(recogniser, part, assume_binary, replaced) for part in parts_of(recogniser, site)]
         if any(is_fused for is_fused, _ in parts):
-            return True, [one for _, refused in parts for one in refused]
+            return True, [refusal for _, refused in parts for refusal in refused]
         return False, [(site, str(refusal))]
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """A note for each layer whose weight is read by several operators, or read after it was decoded from fewer bits."""
+    """A note for each layer: that several operators read its weight, or why it reads a decoded weight; else empty."""
     keys = [recogniser.key(layer.weight) for layer in layers]
     notes = []
     for key, layer in zip(keys, layers, strict=True):
@@ -206,7 +208,7 @@ def _cause(error: Exception) -> str:
 
 
 def _no_new_guards(graph: Graph) -> AbstractContextManager[None]:
-    """Make it an error to add a guard on a symbolic size inside the block: reading a graph must not specialise it."""
+    """Make it an error to add a guard on a symbolic size inside the block. Reading a graph must not specialise it."""
     modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
     env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
     if env is None:
@@ -216,10 +218,10 @@ def _no_new_guards(graph: Graph) -> AbstractContextManager[None]:
 
 @contextmanager
 def _errors_on_new_guards(env: Any) -> Iterator[None]:
-    """Do what `ShapeEnv.error_on_new_guards` does, which torch 2.11 lacks.
+    """Replace `ShapeEnv.error_on_new_guards`, which torch 2.11 lacks.
 
-    torch calls `_check_frozen` of a `ShapeEnv` before it adds a guard or a run-time assertion, and in torch 2.11 that
-    method only logs. An error from it leaves the guards and the known sizes as they were.
+    A `ShapeEnv` calls its method `_check_frozen` before it adds a guard or a run-time assertion. In torch 2.11 that
+    method only logs. An error raised there leaves the guards and the known sizes unchanged.
     """
 
     def refuse(expression: Any, value: Any) -> None:
@@ -240,16 +242,16 @@ def fuse(
     strict: bool = False,
     assume_binary: bool = False,
 ) -> GraphModule:
-    """Copy a graph module, with its MGLU layers fused; the copy shares its parameters and buffers.
+    """Copy a graph module, with its MGLU layers fused. The copy shares the parameters and buffers.
 
-    The pass sees gradients as they are recorded now: call it under `torch.no_grad()` for inference, and outside of it
+    The pass follows the current grad mode: call this function under `torch.no_grad()` for inference, and outside of it
     for training.
 
     Args:
         gm: a graph module of `torch.export` (`ep.module()`), Dynamo or `torch.fx.symbolic_trace`.
-        example_inputs: inputs with the dtypes and shapes of later calls, real or fake; nothing is computed on them.
+        example_inputs: real or fake inputs with the dtypes and shapes of later calls; nothing is computed on them.
             They may be omitted if tracing recorded them at the placeholders, as Dynamo and `torch.export` do.
-        report: receives what became of each layer.
+        report: receives the fused layers, and the missed ones with the reasons.
         strict: raise `FusionError` if a layer is not fused, or if nothing is.
         assume_binary: as in `mglu_ops.enable_fusion`.
 
@@ -280,7 +282,7 @@ def fuse(
 
 
 def _copy(gm: GraphModule) -> GraphModule:
-    """A module with a copy of the graph, and with the attributes that a Dynamo backend reads later."""
+    """A module with a copy of the graph, and with the metadata that a Dynamo backend reads later."""
     copied = GraphModule(gm, copy.deepcopy(gm.graph))
     copied.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):  # tells AOTAutograd which inputs are parameters
@@ -292,7 +294,7 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 
 def _lifted_numbers(gm: GraphModule) -> dict[Any, Tensor]:
-    """The numbers that `torch.export` lifted to attributes that are not buffers, such as the `0` in `w[mask] = 0`."""
+    """The numbers that `torch.export` made plain attributes, such as the `0` in `w[mask] = 0`."""
     registered = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
     names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")} - registered
     tensors = {name: getattr(gm, name, None) for name in names}
@@ -305,9 +307,9 @@ def _describe(site: Site, **more: Any) -> SiteReport:
 
 
 def _frozen(graph: Graph) -> dict[Node, Tensor]:
-    """The tensors that Inductor's freezing makes constants, so that masks among them can be proved by their values.
+    """The tensors that Inductor's freezing makes constants: their values can prove that masks are binary.
 
-    Freezing excludes a tensor if the graph returns it or a part of it.
+    Freezing excludes tensors that share memory with a result of the graph.
     """
     if graph.owning_module is None or not inductor_config.freezing or torch.is_grad_enabled():
         return {}
@@ -322,19 +324,22 @@ def _frozen(graph: Graph) -> dict[Node, Tensor]:
 
 @lru_cache(maxsize=1)
 def _source_hash() -> str:
-    """A hash of all sources that decide what the pass does and which operators a compiled graph calls, and how."""
+    """A hash of the sources of the pass, and of the operators that it inserts."""
     digest = hashlib.sha256()
-    operators = (Path(str(one.__file__)) for one in (ops, expert_ops, formats))
+    operators = (Path(str(module.__file__)) for module in (ops, expert_ops, formats))
     for path in (*sorted(Path(__file__).parent.rglob("*.py")), *operators):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 class FusionPass(CustomGraphPass):
-    """The pass as an object for Inductor's `pre_grad_custom_pass`; it first runs the passes that were there before.
+    """The pass as an object for Inductor's `pre_grad_custom_pass`. It first runs the passes `before`.
 
-    Pickling keeps its options and drops its report, so that compile caches and worker processes can carry it.
-    `has_run` tells whether it was called, and `surroundings` are the graphs of the module that is compiled.
+    Pickling keeps the options and drops the report, for compile caches and worker processes.
+
+    Attributes:
+        has_run: True if the pass was called.
+        surroundings: the graphs of the module that is compiled.
     """
 
     def __init__(
@@ -356,7 +361,7 @@ class FusionPass(CustomGraphPass):
         self.surroundings: Surroundings | None = None
 
     def after(self, before: Sequence[GraphPass]) -> FusionPass:
-        """A pass of the same options and report that first runs the passes `before`."""
+        """A pass with the same options and report that first runs the passes `before`."""
         return FusionPass(self.report, strict=self.strict, assume_binary=self.assume_binary, before=before)
 
     def __call__(self, graph: Graph) -> None:
@@ -373,7 +378,7 @@ class FusionPass(CustomGraphPass):
         )
 
     def uuid(self) -> Any | None:
-        """A key for compile caches: sources, options and earlier passes; None if one of those passes has no uuid."""
+        """A key for compile caches, from sources, options and earlier passes; None if an earlier pass has no uuid."""
         uuids = [graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None for graph_pass in self.before]
         if any(uuid is None for uuid in uuids):
             return None

@@ -1,11 +1,11 @@
-"""Interference: whether new nodes may stand in the place of a layer.
+"""Checks that new nodes may take the place of a layer: no other node may notice the difference.
 
-What surrounds the layer must not read, write or watch anything that fusing would change. The checks look at the nodes
-that replace a layer, so that they know what is read in its place.
+Fusing must not change anything that nodes around the layer read, write or watch (with gradient hooks). The checks run
+after the new nodes are inserted, so they know exactly which tensors the operator reads.
 
-The new nodes run once on fake tensors, under the modes of the node that they replace. They must give a tensor of the
-same shape and dtype that has a gradient if the old one had, and its strides: with other strides, a later `reshape`
-could copy where it was a view, or the other way round, and a write to it would change other tensors.
+The new nodes also run once on fake tensors, under the modes of the node that they replace. Their result must have the
+same shape, dtype, strides and `requires_grad`. Strides matter because they decide if a later `reshape` is a view or a
+copy, and so which tensors a later write changes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ from .view import View, overwritten
 def check_interference(
     recogniser: Recogniser, root: Node, interior: Sequence[Node], made: Sequence[Node], *, trains: bool
 ) -> None:
-    """Check that the nodes `made` may replace the nodes `interior`, which end with `root`.
+    """Check that the nodes `made` may replace the nodes `interior`, the last of which is `root`.
 
-    `trains` says that gradients of the layer are recorded.
+    Args:
+        recogniser: the recogniser of the graph.
+        root: the node that holds the layer's result.
+        interior: the nodes of the layer, in the order of the graph.
+        made: the new nodes.
+        trains: True if gradients of the layer are recorded.
 
     Raises:
         Refusal: they may not.
@@ -51,7 +56,7 @@ def check_interference(
 
 
 def _check_users(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -> None:
-    """Refuse a layer whose gates, values or products have users outside of it, also through shared memory."""
+    """Refuse a layer if nodes outside of it use its gates, values or products, directly or through shared memory."""
     inside = set(interior)
     for node in interior:
         for user in value_users(node):
@@ -62,9 +67,9 @@ def _check_users(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -
 
 
 def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
-    """Refuse a layer that computes under two grad modes or autocasts, or whose operator would run under a transform.
+    """Refuse a layer that is computed under two grad modes or autocasts, or inside of a functorch transform.
 
-    Its masks may be made under another mode, such as `no_grad`: their examples tell which gradient they carry.
+    Its masks may be computed under another mode, such as `no_grad`. Their example values tell if they have gradients.
     """
     view = recogniser.view
     wanted = view.modes(root)
@@ -83,9 +88,9 @@ def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node], r
 
 
 def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
-    """Refuse a layer whose operator would read a tensor that no longer holds the value which the program read.
+    """Refuse a layer if a tensor that the operator reads is overwritten before the operator runs.
 
-    Writes of the layer itself do not count if they go with it.
+    Writes by nodes that fusing removes do not count.
     """
     removed: set[Node] = set()
     for node in reversed(interior):
@@ -98,10 +103,10 @@ def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collec
 
 
 def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
-    """Refuse a layer if something later writes to what backward reads: operands of the operator, or of the program.
+    """Refuse a layer if a later node writes to what backward reads: operands of the operator or of the program.
 
-    A call whose effect is unknown counts as a write, and so does a gradient hook: it would see another gradient. The
-    memory of the root does not count: the operator returns a new tensor instead, which backward does not read.
+    A call with unknown effects counts as a write. So does a gradient hook, because it would see another gradient.
+    Writes to the root's memory do not count: backward does not read the operator's result.
     """
     inside = view.originals(interior)
     inputs = {item for node in interior for item in node.all_input_nodes}
@@ -122,21 +127,24 @@ def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Col
 
 
 def _is_computed(recogniser: Recogniser, node: Node) -> bool:
-    """Whether a node holds what the operator computes internally: products, activations, terms, or a tuple of them."""
+    """True if a node holds what the operator computes internally: products, activations, terms, or tuples of these."""
     call = as_call(node)
     if call is not None and call.symbol in ("unbind", "split"):
         return isinstance(call.args[0], Node) and _is_computed(recogniser, call.args[0])
     return isinstance(first_of(recogniser.value(node)), (Projection, Activated, Gated))
 
 
-# --- A trial of the new nodes ----------------------------------------------------------------------------------------
+# --- Trial run of the new nodes --------------------------------------------------------------------------------------
 
 
 def with_strides_of(view: View, root: Node, nodes: Sequence[Node]) -> Node:
-    """The last of some new nodes, which stand before `root`, or a node after them with a copy in the strides of `root`.
+    """Try new nodes before `root`, and give their result the strides of `root`.
+
+    Returns:
+        The last of `nodes`. If its strides differ from those of `root`, a node that copies it into these strides.
 
     Raises:
-        Refusal: the nodes cannot run there, or their result is another kind of tensor.
+        Refusal: the nodes cannot run there, or their result has another shape, dtype or `requires_grad`.
     """
     trial, result = _Trial(view, root), nodes[-1]
     found, wanted = trial.run(nodes), trial.fake(root)
@@ -159,17 +167,18 @@ def with_strides_of(view: View, root: Node, nodes: Sequence[Node]) -> Node:
 
 
 class _Trial:
-    """Runs new nodes on fake tensors as they would run in the place of `root`."""
+    """Runs new nodes on fake tensors, under the modes of `root`."""
 
     def __init__(self, view: View, root: Node) -> None:
         self._modes, self._root = view.modes(root), root
         self._fake_mode = FakeTensorMode()
-        # Functional, as AOTAutograd traces: only then a view of a tensor from outside of inference mode is an error.
+        # AOTAutograd traces functional tensors, and only with these is it an error to view a tensor from outside of
+        # inference mode.
         self._functional_mode = FunctionalTensorMode() if self._modes.in_inference_mode else None
         self._values: dict[Node, Any] = {}
 
     def fake(self, node: Node) -> Any:
-        """A fake value like the example of a node."""
+        """A fake tensor, or a tuple of them, like the example value of a node."""
 
         def fake(value: Any) -> Any:
             copy = fake_copy(self._fake_mode, value)
@@ -178,10 +187,10 @@ class _Trial:
         return tree_map(fake, example(node))
 
     def run(self, nodes: Sequence[Node]) -> Any:
-        """The value of the last one of some new nodes.
+        """Run new nodes in order, and return the value of the last one.
 
         Raises:
-            Refusal: one of them raises an error.
+            Refusal: a node raises an error.
         """
         try:
             given = {item for node in nodes for item in node.all_input_nodes} - set(nodes) - self._values.keys()
@@ -198,14 +207,14 @@ class _Trial:
                     self._check_join(node)
                     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)
                     self._values[node] = as_function(node)(*args, **kwargs)
-        except Exception as error:  # whatever keeps the operator from running there
+        except Exception as error:  # operators and modes raise errors of many types
             why, *_ = str(error).strip().splitlines() or [""]
             place = f"the operator cannot run in the place of `{self._root.name}`"
             raise Refusal(f"{place}: {type(error).__name__}: {why}") from error
         return self._values[nodes[-1]]
 
     def _check_join(self, node: Node) -> None:
-        """Refuse to join tensors of 16 bits under an autocast to another dtype of 16 bits, which torch cannot."""
+        """Raise an error where torch would: `stack` or `cat` of float16 under a bfloat16 autocast, or the reverse."""
         dtype = dtype_of(self._root)
         joined = node.all_input_nodes if node.target in (torch.stack, torch.cat) and dtype in _OF_16_BITS else []
         if any(self._values[item].dtype in _OF_16_BITS - {dtype} for item in joined):

@@ -1,11 +1,12 @@
-"""Which nodes share memory, which nodes write to it, and under which modes each node runs.
+"""Tracks which nodes share memory, which nodes write to it, and under which modes each node runs.
 
-In a graph that was just traced, the examples of a tensor and of its views share a storage. In a program that was saved
-and loaded they do not, because each was stored separately; there the calls tell what they share (`calls.py`).
+In a graph that was just traced, the example values of a tensor and of its views share a storage. In a program that was
+saved and loaded they do not, because each was stored separately. There the calls tell which memory they share
+(`calls.py`).
 
-A storage may become one with others: the result of a call whose effect is unknown may be a view of any argument. From
-the position of that call on, a write to one of them counts as a write to all. Joined storages form trees of which each
-edge has a position (union-find by size), so that a question takes logarithmic time however many calls are unknown.
+Storages may be *joined*: the result of a call with unknown effects may be a view of any argument. From the position of
+that call on, a write to one joined storage counts as a write to all. Joined storages form trees (union-find by size)
+whose edges carry the position of the join. So a query takes logarithmic time for any number of unknown calls.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from torch.fx import Graph, GraphModule, Node
 from .calls import Effect, Watcher, bodies_of, storage_of
 from .shapes import example
 
-STORAGE = "mglu_storage"  # key in the `meta` of an input: the identity of its real storage (`storage_of`)
+STORAGE = "mglu_storage"  # key in the `meta` of an input for the identity of its real storage (`storage_of`)
 
 
 @dataclass(frozen=True)
 class Modes:
     """The modes under which a node runs."""
 
-    grad: Any  # whether gradients are recorded
-    blocks: tuple[Node, ...] = ()  # the nodes that enter the blocks of autocast and inference mode around the node
-    transforms: tuple[str, ...] = ()  # the names of the functorch transforms (`vmap`, `grad`, ...) around it
+    grad: Any  # True if gradients are recorded
+    blocks: tuple[Node, ...] = ()  # the nodes that enter the surrounding autocasts and inference modes
+    transforms: tuple[str, ...] = ()  # the names of the surrounding functorch transforms (`vmap`, `grad`, ...)
 
     @property
     def in_inference_mode(self) -> bool:
-        """Whether the node runs in a block of inference mode."""
+        """True if the node runs in a block of inference mode."""
         return any("inference" in str(node.target) for node in self.blocks)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run a block inside the blocks of autocast and inference mode."""
+        """Enter the same autocasts and inference modes for a `with` block."""
         with ExitStack() as stack:
             for node in self.blocks:
                 entered: Any = node.target
@@ -53,7 +54,7 @@ class Modes:
 
 
 class Memory:
-    """The storages, writes and modes of the nodes of one graph, which is not changed."""
+    """The storages, writes and modes of the nodes of one graph. The graph must not change."""
 
     def __init__(self, graph: Graph) -> None:
         watcher = Watcher()
@@ -62,23 +63,23 @@ class Memory:
         self.modes = dict(_modes(graph))
         self.storages: dict[Node, frozenset[Hashable]] = {}
         self.misdescribed: set[int] = set()
-        """The ids of examples whose shape or gradient a later call changes: they show what their tensor becomes."""
+        """The ids of example values whose shape or gradient a later call changes, so that they are wrong before it."""
         self.is_differentiated_around = False
-        """Whether a graph around this one computes gradients that can be differentiated again."""
+        """True if a graph around this one computes gradients that can be differentiated again."""
         self.differentiating: list[Node] = []  # calls of autograd whose gradients can be differentiated again
-        self.writes_inputs = False  # whether some node writes to an input or constant of the graph
+        self.writes_inputs = False  # True if some node writes to an input or constant of the graph
         self._parents: dict[Hashable, tuple[Hashable, int]] = {}
-        """For a storage that was joined to another one, that storage, and the position from which they are one."""
+        """The union-find tree: for a joined storage, its parent and the position of the join."""
         self._sizes: dict[Hashable, int] = {}
         self._given: dict[Hashable, int] = {}
-        """The storages that are an input, parameter or constant, or one with such a storage, and from where on."""
+        """For the storages of inputs, parameters and constants, and those joined to one: the position of that."""
         self._writes: dict[Hashable, tuple[list[int], list[Node]]] = {}
         self._returned = graph.output_node().all_input_nodes
         for node in graph.nodes:
             self._add(node, watcher.effect(node))
 
     def write_at_end(self, storages: Iterable[Hashable]) -> None:
-        """Note that something writes to storages after the graph has run; its output node stands for the writer."""
+        """Record a write to storages after the graph has run. The output node counts as the writer."""
         end = next(reversed(self.order))
         for storage in storages:
             self._write(storage, end, len(self.order))
@@ -89,10 +90,10 @@ class Memory:
         held = {storage for i in effect.shares for storage in self.storages[inputs[i]]}
         own = set(_traced(node))
         if held and effect.is_known and own and own <= held:
-            held = own  # such as one of several results
+            held = own  # the example value is more precise, for one of several results for example
         held = held | own
         if not effect.is_known and not own and not node.users:
-            held = set()  # it returns nothing
+            held = set()  # the call returns nothing
         if len(held) > 1 and not own >= held:
             held = {self._join(held, position)}
         self.storages[node] = frozenset(held)
@@ -115,7 +116,7 @@ class Memory:
     # --- Joined storages ---------------------------------------------------------------------------------------------
 
     def _join(self, storages: Iterable[Hashable], position: int) -> Hashable:
-        """Make storages one from a position on; returns one of them."""
+        """Join storages from a position on; returns the root of their tree."""
         largest, *others = sorted({self._root(s, position) for s in storages}, key=lambda s: -self._sizes.get(s, 1))
         for other in others:
             self._parents[other] = (largest, position)
@@ -125,35 +126,35 @@ class Memory:
         return largest
 
     def _root(self, storage: Hashable, position: float) -> Hashable:
-        """The storage that stands at a position for all that are one with a storage."""
+        """The root of a storage's tree at a position; joined storages have the same root."""
         while (parent := self._parents.get(storage)) is not None and parent[1] <= position:
             storage = parent[0]
         return storage
 
-    def share(self, one: Node, others: Iterable[Node], position: int) -> bool:
-        """Whether a node shares memory with one of the others at a position."""
-        roots = {self._root(storage, position) for storage in self.storages[one]}
+    def share(self, node: Node, others: Iterable[Node], position: int) -> bool:
+        """True if a node shares memory with one of the others at a position."""
+        roots = {self._root(storage, position) for storage in self.storages[node]}
         return any(self._root(storage, position) in roots for other in others for storage in self.storages[other])
 
     def is_given(self, node: Node, position: int) -> bool:
-        """Whether a node shares memory with an input or constant of the graph at a position."""
+        """True if a node shares memory with an input or constant of the graph at a position."""
         roots = (self._root(storage, position) for storage in self.storages[node])
         return any(self._given.get(root, position + 1) <= position for root in roots)
 
     @property
     def returns_inputs(self) -> bool:
-        """Whether the graph returns memory of an input or constant."""
+        """True if the graph returns memory of an input or constant."""
         return any(self.is_given(node, len(self.order)) for node in self._returned)
 
     # --- Writes ------------------------------------------------------------------------------------------------------
 
     @property
     def has_writes(self) -> bool:
-        """Whether some node writes to memory."""
+        """True if some node writes to memory."""
         return bool(self._writes)
 
     def is_written(self, node: Node) -> bool:
-        """Whether some node writes to the memory of a node's result."""
+        """True if some node writes to the memory of a node's result."""
         return self.last_write(node, -1, len(self.order) + 1) is not None
 
     def writes(self, storage: Hashable, after: int, before: float) -> Iterator[Node]:
@@ -171,12 +172,15 @@ class Memory:
             for positions, writers, start, end in self._written(storage, after, before)
             if start < end
         ]
-        return max(last, key=lambda found: found[0])[1] if last else None
+        return max(last, key=lambda write: write[0])[1] if last else None
 
     def _written(
         self, storage: Hashable, after: int, before: float
     ) -> Iterator[tuple[list[int], list[Node], int, int]]:
-        """The writes between two positions to all that is one with a storage: positions, nodes, and which of them."""
+        """The writes between two positions to a storage and to those joined to it.
+
+        Yields `(positions, writers, start, end)`; the writes are the entries from `start` to `end` of both lists.
+        """
         joined = -1
         while joined < before:
             parent, left = self._parents.get(storage, (None, before))
@@ -190,7 +194,7 @@ class Memory:
 
 
 def _differentiates(node: Node) -> bool:
-    """Whether a node computes gradients that may be differentiated again."""
+    """True if a node computes gradients that may be differentiated again."""
     is_autograd = node.target == "backward" or getattr(node.target, "__module__", None) == "torch.autograd"
     return node.op.startswith("call_") and is_autograd and node.kwargs.get("create_graph", False) is not False
 
@@ -201,16 +205,17 @@ class Surroundings:
     def __init__(self, module: GraphModule) -> None:
         self._calls: dict[GraphModule, list[Node]] = {}  # the calls of each body
         self._memories: dict[Graph, Memory] = {}
-        for graph in [one.graph for one in module.modules() if isinstance(one, GraphModule)]:
+        for graph in [inner.graph for inner in module.modules() if isinstance(inner, GraphModule)]:
             for node in graph.nodes:
                 if isinstance(node.target, torch._ops.HigherOrderOperator):
                     for body in filter(None, bodies_of(node)):
                         self._calls.setdefault(body, []).append(node)
 
     def tell(self, memory: Memory, body: GraphModule | None) -> None:
-        """Tell the memory of a body what the graphs around it do after its call, of which its own graph knows nothing.
+        """Record in the memory of a body what the graphs around it do.
 
-        Tracing gives an input of a body the example of the operand, so that both have one storage.
+        This covers writes after the call of the body, and gradients that can be differentiated again. The input of a
+        body has the example value of the operand, so both have the same storage.
         """
         for call in self._calls.get(body, ()) if body is not None else ():
             around = self._memories.get(call.graph)
@@ -224,7 +229,7 @@ class Surroundings:
 
 
 def _traced(node: Node) -> Iterator[Hashable]:
-    """The storages of the examples of a node, and of the real tensor that it names."""
+    """The storages of a node's example values, and of the real tensor that a `get_attr` node names."""
     value = example(node)
     values = [*value] if isinstance(value, (tuple, list)) else [value]
     if node.op == "get_attr":

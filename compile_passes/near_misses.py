@@ -1,10 +1,11 @@
-"""Near misses: one input is multiplied by two masked forms of one weight, but no layer was found.
+"""Finds near misses: one input x is multiplied by two masked forms of one weight, but no layer was found.
 
-A site needs a gated product that the rules know, so without this module the user would not learn why such a program was
-not fused. The report names the nodes that read a masked weight, or a result of it, in a way that no rule knows.
+A site needs a gated product that the rules know, so without this module the report would not mention such a program. A
+near miss names the nodes that read a masked weight, or a result of it, in a way that no rule knows.
 
-The masked forms of a weight are followed through the graph in one pass, each for a few nodes. The time is therefore
-linear in the length of the graph. What multiplies x many nodes after its mask is an activation, not a weight.
+A *form* of a weight is the weight itself or a masked version of it. One pass over the graph follows each form for at
+most `_FARTHEST` nodes, so the time is linear in the length of the graph. A tensor that multiplies x only after more
+nodes is an activation, not a weight.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from .view import opaque, overwritten
 
 _FARTHEST = 8  # the most nodes between a masked weight and the product with x: casts, transposes, stacks, ...
 
-_Form = tuple[Hashable, Hashable]  # the key of a weight, and the key of one of its forms: masked, or `_ITSELF`
+_Form = tuple[Hashable, Hashable]  # the key of a weight, and the key of one of its forms
 
-_ITSELF = "itself"
+_ITSELF = "itself"  # the key of the form that is the weight itself
 
-_Path = tuple[Node, ...]  # the nodes after a form; the path begins with the form itself if no rule knows it
+_Path = tuple[Node, ...]  # the nodes that follow a form; the form's own node comes first if no rule knows it
 
 
 @dataclass
 class _Weight:
-    """What becomes of the forms of one weight."""
+    """The forms of one weight, and the products that they reach."""
 
-    forms: dict[Node, set[Hashable]] = field(default_factory=dict)
+    forms: dict[Node, set[Hashable]] = field(default_factory=dict)  # the forms that each node holds
     by_x: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # the forms that multiply each x
     reached: set[Node] = field(default_factory=set)  # the nodes from the forms to the products, including the products
 
 
 def find_near_misses(recogniser: Recogniser, found: set[Node]) -> dict[Hashable, SiteReport]:
-    """A report for the key of each weight that multiplies one x in two forms, at least one of them masked.
+    """The near misses of a graph, keyed by the key of the weight.
 
-    The nodes `found` of the layers that were found do not count.
+    `found` has the nodes of the layers that were found. They do not count.
     """
     misses = {}
     for key, weight in _weights(recogniser, found).items():
@@ -57,7 +58,7 @@ def find_near_misses(recogniser: Recogniser, found: set[Node]) -> dict[Hashable,
 
 
 def _weights(recogniser: Recogniser, found: set[Node]) -> dict[Hashable, _Weight]:
-    """Follow the forms of all weights that are masked."""
+    """Follow the forms of all masked weights to the products that they reach."""
     nodes = recogniser.view.graph.nodes
     masked = recogniser.masked_weights.union(*(_masked_by_any_call(recogniser, node) for node in nodes))
     weights: dict[Hashable, _Weight] = {}
@@ -89,7 +90,10 @@ def _carried_on(
     weights: Mapping[Hashable, _Weight],
     noted: set[Node],
 ) -> dict[_Form, _Path]:
-    """The forms that a node passes on; a product with x ends them and is noted, unless it is in `noted`."""
+    """The forms that a node passes on to its users.
+
+    A product with x ends the paths of its forms, and is recorded in `weights` unless it is one of the nodes `noted`.
+    """
     passed: dict[_Form, _Path] = {}
     if symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
         return passed
@@ -113,7 +117,7 @@ def _carried_on(
 
 
 def _masked_by_any_call(recogniser: Recogniser, node: Node) -> Iterator[Hashable]:
-    """The keys of tensors that a call without a rule combines with a tensor of few values of the same shape."""
+    """The keys of tensors that a call without a rule combines with a mask, or with levels, of the same shape."""
     if recogniser.value(node) is not None or dims(node) not in (2, 3):
         return
     values = {item: recogniser.value(item) for item in node.all_input_nodes}
@@ -123,7 +127,7 @@ def _masked_by_any_call(recogniser: Recogniser, node: Node) -> Iterator[Hashable
 
 
 def _masked_in_a_product(recogniser: Recogniser, node: Node) -> Iterator[tuple[Hashable, Hashable, list[Hashable]]]:
-    """`(weight, form, other operands)` for the weights that a product without a rule masks itself, as `einsum` can."""
+    """`(weight, form, other operands)` for weights that a product masks itself, as `einsum` of x, W and M does."""
     operands = node.all_input_nodes
     if recogniser.value(node) is not None or len(operands) < 3 or not recogniser.view.effect(node).multiplies:
         return
@@ -140,7 +144,7 @@ def _is_real(node: Node) -> bool:
 
 
 def _forms_at(recogniser: Recogniser, node: Node, masked: frozenset[Hashable]) -> Iterator[_Form]:
-    """`(weight, form)` for a masked weight, for the weight itself, and for functions of it that keep its shape."""
+    """The forms that a node holds: a masked weight, the weight itself, or a function of it with the same shape."""
     known = list(_known_forms(recogniser, recogniser.value(node)))
     if known:
         yield from known
@@ -160,7 +164,7 @@ def _known_forms(recogniser: Recogniser, value: Value) -> Iterator[_Form]:
 
 
 def _weight_itself(recogniser: Recogniser, node: Node) -> Node:
-    """The weight that a node copies, or repeats for a stack of masks; otherwise the node."""
+    """The weight that a node copies, or repeats for a stack of masks; any other node unchanged."""
     base, _ = repeated(node)
     node = base if isinstance(base, Node) else node
     value = recogniser.value(node)
@@ -168,8 +172,8 @@ def _weight_itself(recogniser: Recogniser, node: Node) -> Node:
 
 
 def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashable]:
-    """The keys of the other operands, if a node multiplies the weight by x; otherwise an empty list."""
-    is_broadcast = symbol_of(node) == "mul" and dims(node) > dims(weight)  # a broadcast product that is summed later
+    """The keys of the other operands, if a node is a product of x and the weight; otherwise an empty list."""
+    is_broadcast = symbol_of(node) == "mul" and dims(node) > dims(weight)  # `x[:, None] * W`, which is summed later
     if not is_broadcast and not recogniser.view.effect(node).multiplies:
         return []
     others = [item for item in node.all_input_nodes if item is not weight and dims(item) >= 1]
@@ -179,7 +183,7 @@ def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashab
 def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> SiteReport | None:
     """A miss at the first node that no rule knows, on the paths to the products or among their users.
 
-    If rules know all of these, the miss is at the last product; None if nothing uses the products.
+    If rules know all of these nodes, the miss is at the last product; None if nothing uses the products.
     """
     pending, seen = list(reached), reached | set(recogniser.imagined)
     unknown = [node for node in reached if not _is_known(recogniser, node)]
@@ -206,10 +210,10 @@ _BOTH = ((0, 1), (1, 0))  # the values of a mask and of its complement at M = 0 
 
 
 def _given_away(weight: _Weight) -> SiteReport | None:
-    """A miss at the node that takes a masked weight out of the graph, if the weight under the complement is used too.
+    """A miss for a masked weight that leaves the graph, if the weight under the complementary mask is used too.
 
-    A weight leaves the graph by its output, before a graph break, or into the body of a higher-order operator such as
-    `checkpoint`.
+    A weight leaves the graph as an output (before a graph break), or as an input of the body of a higher-order operator
+    such as `checkpoint`.
     """
     leaving = [node for node in weight.forms if any(user.op == "output" or _has_a_body(user) for user in node.users)]
     gone = {key for node in leaving for key in weight.forms[node] if isinstance(key, tuple)}
@@ -225,13 +229,13 @@ def _given_away(weight: _Weight) -> SiteReport | None:
 
 
 def _has_a_body(node: Node) -> bool:
-    """Whether a node calls a higher-order operator, whose body is a graph of its own."""
+    """True if a node calls a higher-order operator, whose body is a graph of its own."""
     return any(submodule(node.graph, item) is not None for item in node.all_input_nodes)
 
 
 def _is_known(recogniser: Recogniser, node: Node) -> bool:
     value = recogniser.value(node)
-    if node.target is overwritten:  # the node that wrote is named instead
+    if node.target is overwritten:  # the report names the writing node instead
         return True
     return (value is not None and not isinstance(value, Product)) or symbol_of(node) in ("split", "unbind")
 
@@ -250,7 +254,7 @@ _MOST_NAMED = 4  # the most nodes that a reason names
 
 
 def _reading(recogniser: Recogniser, node: Node) -> str:
-    """What an unknown node does, as a phrase of the reason."""
+    """A phrase of the reason: what an unknown node reads, and by which operation."""
     operation = symbol_of(node) or str(getattr(node.target, "__name__", node.target))
     values = [recogniser.value(item) for item in node.all_input_nodes]
     what = "a masked weight"
@@ -269,20 +273,20 @@ def _reading(recogniser: Recogniser, node: Node) -> str:
 # --- Layers in graphs that Dynamo's DDP optimiser has split -----------------------------------------------------------
 
 # Under `DistributedDataParallel` (DDP), Dynamo splits a graph wherever the parameters read so far fill a bucket of
-# gradients, and compiles each part separately, so that a bucket is sent while the backward pass of earlier parts runs.
+# gradients. It compiles each part separately, so that a bucket is sent while the backward pass of earlier parts runs.
 # A split can come before any node that reads a parameter, even inside a layer. Then a part has a gate without its
 # value, or a layer whose mask comes from another part as a plain tensor. The report says that the graph was split.
 
 
 def is_part_of_a_split_graph() -> bool:
-    """Whether the graph that is being compiled is one part of a graph that Dynamo's DDP optimiser split."""
+    """True if the graph being compiled is a part of a graph that Dynamo's DDP optimiser has split."""
     return getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
 
 
 def lacks_its_mask(site: Site) -> bool:
-    """Whether another part makes a mask of a layer, so that this graph cannot prove that it is a mask."""
-    masks: list[Any] = [one.factor.mask.bits for one in site.projections if one.factor is not None]
-    products = [one.weight for one in site.projections if isinstance(one.weight, Product)]
+    """True if a mask of a layer is computed in another part, so that this graph cannot prove it to be binary."""
+    masks: list[Any] = [projection.factor.mask.bits for projection in site.projections if projection.factor is not None]
+    products = [projection.weight for projection in site.projections if isinstance(projection.weight, Product)]
     masks += [factor for product in products for factor in (product.a, product.b)]
     return is_part_of_a_split_graph() and any(map(_comes_from_another_part, set().union(*map(sources, masks))))
 
@@ -292,7 +296,7 @@ def _comes_from_another_part(node: Node) -> bool:
 
 
 def split_layers(recogniser: Recogniser, found: Collection[Node]) -> list[SiteReport]:
-    """A miss for each masked weight that belongs to no layer of this part; `found` are the nodes of its layers."""
+    """A miss for each masked weight that belongs to no layer of this part; `found` has the nodes of the layers."""
     misses: dict[Any, SiteReport] = {}
     for node in recogniser.view.graph.nodes:
         value = first_of(recogniser.value(node))

@@ -1,9 +1,8 @@
-"""Elementwise functions of a mask, evaluated by torch itself at the two values that a mask can have.
+"""Evaluates elementwise functions of a mask with torch, at the two values that a mask can have.
 
-A function of a tensor of 0s and 1s is determined by its values at 0 and at 1. So the operation of a node is run with
-all its arguments on two numbers of the right dtype in place of the mask, and autograd gives the slopes. The recogniser
-therefore knows what torch does: `m - 1` of uint8 gives 255, 0.5 is 0 in an integer tensor, 0.999 is 1 in bfloat16, and
-True + True is True.
+An elementwise function of a mask is determined by its values at 0 and 1. So torch runs the call of a node, with all its
+arguments, on a tensor `[0, 1]` of the mask's dtype, and autograd gives the slopes. The result is what torch computes:
+`m - 1` of uint8 gives 255, 0.5 is 0 in an integer tensor, 0.999 is 1 in bfloat16, and True + True is True.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .values import Number
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that replaces an input of a node: its values, and whether it is a tensor without dimensions."""
+    """A tensor that replaces an input of a node."""
 
     values: tuple[Number, ...]
     dtype: torch.dtype
-    is_number: bool = False
+    is_number: bool = False  # True if the tensor has no dimensions
     has_gradient: bool = False
 
 
@@ -46,10 +45,11 @@ _MOST_RESULTS = 4096
 def evaluate(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype) -> Result | None:
     """Evaluate an elementwise node on `operands`, which all have the same length or are numbers.
 
-    Returns None if a result is not finite, if its dtype is not `dtype` (the dtype of the node), or if the call raises
-    an error, as `7 % M` does at M = 0.
+    Returns:
+        The values and slopes. None if a value is not finite, if the dtype is not `dtype` (the dtype of the node), or if
+        the call raises an error, as `7 % M` does at M = 0.
     """
-    if node.op == "call_module":  # its target is a name that another graph may give to another module
+    if node.op == "call_module":  # not cached: in another graph the same name may be another module
         return _evaluated(node, operands, dtype)
     key = (call_key(node), tuple(operands.values()), dtype)
     found = _results.get(key)
@@ -64,11 +64,11 @@ def _evaluated(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype)
     with _disable_current_modes(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         length = max(len(operand.values) for operand in operands.values())
         tensors = {item: _tensor(operand, length) for item, operand in operands.items()}
-        # The call reads copies, because an in-place operation may not write to a leaf with a gradient.
+        # The call reads copies, because in-place operations may not write to a leaf that requires a gradient.
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda item: tensors[item].clone())
         try:
             result = as_function(node)(*args, **kwargs)
-        except Exception:  # the call may raise any error at values that the program never has
+        except Exception:  # the program may never have these values, so the call may raise any error
             return None
         if result.dtype != dtype:
             return None
@@ -87,14 +87,14 @@ def _slopes(result: torch.Tensor, leaves: Sequence[torch.Tensor], length: int) -
 
 
 def _tensor(operand: Operand, length: int) -> torch.Tensor:
-    """An operand as a tensor of `length` elements; a single value is repeated, because a call may write to it."""
+    """An operand as a tensor of `length` elements. A single value is repeated, because a call may write to it."""
     values = operand.values[0] if operand.is_number else operand.values * (length // len(operand.values))
     tensor = torch.tensor(values, dtype=operand.dtype, device="cpu")
     return tensor.requires_grad_() if operand.has_gradient else tensor
 
 
 def as_dtype(value: Number, dtype: torch.dtype) -> Number | None:
-    """A number rounded to a dtype: 0.5 is 0 as an integer, 0.999 is 1 in bfloat16. None if the dtype cannot hold it."""
+    """A number rounded to a dtype: 0.5 becomes 0 as an integer. None if the dtype cannot hold it."""
     is_integer = dtype is not torch.bool and not dtype.is_floating_point
     try:
         if is_integer and not torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max:
@@ -102,5 +102,5 @@ def as_dtype(value: Number, dtype: torch.dtype) -> Number | None:
         with _disable_current_modes():
             exact = torch.float64 if isinstance(value, float) else torch.int64
             return torch.tensor(value, dtype=exact).to(dtype).item()
-    except RuntimeError:  # a dtype without conversions, such as float4, or an integer of more than 64 bits
+    except RuntimeError:  # a dtype without conversions, such as float4, or an integer with more than 64 bits
         return None
