@@ -1,4 +1,4 @@
-// What a call runs on: the threads of a pool, or a stream of a GPU.
+// Where a call runs: on the threads of a pool, or on a stream of a GPU.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace mglu {
 struct Executor {
     cpu::ParallelFor parallel_for = nullptr;  // torch's, or any other
     void* stream = nullptr;                   // CUstream
-    // Allocates memory on the GPU, aligned to 16 bytes, for the kernels that are launched next on the stream. The next
-    // call may free it.
+    // Allocates GPU memory, aligned to 16 bytes, for the kernels that are launched next on the stream. The next call of
+    // `allocate` may free it.
     std::function<void*(std::int64_t bytes)> allocate = nullptr;
 };
 

@@ -57,9 +57,9 @@ void check_ids(const Tensor& ids, const char* argument, const Tensor& x) {
     check_device("expert_ids", ids, x, argument);
 }
 
-// Says in the errors of one layer's checks that they see the tensors of one expert.
+// Runs the checks of one layer, and adds to their errors that the shapes are one expert's.
 template <typename Check>
-auto of_each_expert(Check check) {
+auto check_one_expert(Check check) {
     try {
         return check();
     } catch (const std::invalid_argument& error) {
@@ -67,27 +67,27 @@ auto of_each_expert(Check check) {
     }
 }
 
-// --- Parts and rows of tensors ---------------------------------------------------------------------------------------
+// --- Experts and rows of tensors -------------------------------------------------------------------------------------
 
 char* element(const Tensor& tensor, std::int64_t offset) {
     return static_cast<char*>(tensor.data) + offset * item_bytes(tensor.dtype);
 }
 
-// The part of one expert.
-Tensor part(const Tensor& tensor, std::int64_t expert = 0) {
-    Tensor of_expert = tensor;
-    of_expert.data = element(tensor, expert * tensor.strides[0]);
-    of_expert.dims = tensor.dims - 1;
-    of_expert.sizes = tensor.sizes + 1;
-    of_expert.strides = tensor.strides + 1;
-    return of_expert;
+// tensor[expert], a view.
+Tensor select_expert(const Tensor& tensor, std::int64_t expert = 0) {
+    Tensor view = tensor;
+    view.data = element(tensor, expert * tensor.strides[0]);
+    view.dims = tensor.dims - 1;
+    view.sizes = tensor.sizes + 1;
+    view.strides = tensor.strides + 1;
+    return view;
 }
 
-std::optional<Tensor> part(const std::optional<Tensor>& tensor, std::int64_t expert = 0) {
-    return tensor ? std::optional(part(*tensor, expert)) : std::nullopt;
+std::optional<Tensor> select_expert(const std::optional<Tensor>& tensor, std::int64_t expert = 0) {
+    return tensor ? std::optional(select_expert(*tensor, expert)) : std::nullopt;
 }
 
-// A contiguous matrix with memory of its own.
+// A contiguous matrix that owns its memory.
 class Matrix {
   public:
     Matrix(std::int64_t rows, std::int64_t columns, Scalar dtype)
@@ -98,13 +98,13 @@ class Matrix {
 
     Tensor tensor() const { return {memory_.get(), 2, sizes_.data(), strides_.data(), dtype_, Device::cpu, -1}; }
 
-    // Copies rows of a tensor, which are `stride` elements apart, `shared` of them from the same row.
-    void gather(const Tensor& from, std::int64_t stride, std::span<const std::int64_t> rows, std::int64_t shared) {
+    // Copies row rows[i] / divisor of `from` to row i of this matrix. The rows of `from` are `stride` elements apart.
+    void gather(const Tensor& from, std::int64_t stride, std::span<const std::int64_t> rows, std::int64_t divisor) {
         for (std::size_t i = 0; i < rows.size(); ++i)
-            std::memcpy(memory_.get() + i * row_bytes_, element(from, rows[i] / shared * stride), row_bytes_);
+            std::memcpy(memory_.get() + i * row_bytes_, element(from, rows[i] / divisor * stride), row_bytes_);
     }
 
-    // Copies this matrix to rows of a contiguous tensor.
+    // Copies row i of this matrix to row rows[i] of a contiguous tensor.
     void scatter(const Tensor& to, std::span<const std::int64_t> rows) const {
         for (std::size_t i = 0; i < rows.size(); ++i)
             std::memcpy(element(to, rows[i] * sizes_[1]), memory_.get() + i * row_bytes_, row_bytes_);
@@ -117,8 +117,9 @@ class Matrix {
     std::unique_ptr<char[]> memory_;
 };
 
-// Calls `body(expert, rows)` for each expert that has rows, with these rows in ascending order. `routing`, contiguous,
-// has the expert of each row, or the ends of the experts' rows. Ends out of range are clamped, also where they descend.
+// Calls `body(expert, rows)` for each expert that has rows, with its rows in ascending order. `routing` is contiguous
+// and holds the expert of each row, or if `is_sorted` the end of each expert's rows. Ends are clamped to [0, rows], and
+// to the end before them.
 template <typename Body>
 void for_each_expert(const Tensor& routing, bool is_sorted, std::int64_t experts, std::int64_t rows, Body body) {
     const auto value = [&](std::int64_t i) {
@@ -135,10 +136,10 @@ void for_each_expert(const Tensor& routing, bool is_sorted, std::int64_t experts
         for (std::int64_t row = 0; row < rows; ++row)
             if (has_expert(row)) ++ends[value(row)];
         std::partial_sum(ends.begin(), ends.end(), ends.begin());
-        std::vector<std::int64_t> places(experts);
-        std::copy(ends.begin(), ends.end() - 1, places.begin() + 1);
+        std::vector<std::int64_t> next(experts);
+        std::copy(ends.begin(), ends.end() - 1, next.begin() + 1);
         for (std::int64_t row = 0; row < rows; ++row)
-            if (has_expert(row)) sorted[places[value(row)]++] = row;
+            if (has_expert(row)) sorted[next[value(row)]++] = row;
     }
     for (std::int64_t e = 0, first = 0; e < experts; first = ends[e++])
         if (first < ends[e]) body(e, std::span<const std::int64_t>(sorted).subspan(first, ends[e] - first));
@@ -146,8 +147,8 @@ void for_each_expert(const Tensor& routing, bool is_sorted, std::int64_t experts
 
 // --- experts_down ----------------------------------------------------------------------------------------------------
 
-// The most rows of an expert that the kernel multiplies with a dense weight, as in
-// mglu_ops/backends/cpu/experts_down.py, which tells why.
+// With dense weights, experts with more rows use the library's product (mglu_ops/backends/cpu/experts_down.py says
+// why).
 constexpr std::size_t kMostRows = 8;
 
 float float_at(const Tensor& tensor, std::int64_t i) {
@@ -159,14 +160,14 @@ float float_at(const Tensor& tensor, std::int64_t i) {
     }
 }
 
-// The layer without masks, whose result is the product of y and the transposed weight in float32.
+// Describes the layer without masks, which computes the product of y and the transposed weight in float32.
 LayerCall product_layer(const DownCall& call, std::int64_t expert, const Tensor& y) {
     static constexpr std::int64_t sizes[] = {0, 0, 0}, strides[] = {0, 0, 1};
     LayerCall layer{};
     layer.x = y;
-    layer.weight = part(call.weight, expert);
+    layer.weight = select_expert(call.weight, expert);
     layer.packed_masks = {nullptr, 3, sizes, strides, Scalar::uint8, Device::cpu, -1};
-    layer.weight_scale = part(call.weight_scale, expert);
+    layer.weight_scale = select_expert(call.weight_scale, expert);
     layer.weight_format = call.weight_format;
     layer.tokens = y.sizes[0];
     layer.out_features = call.weight.sizes[1];
@@ -227,15 +228,15 @@ ExpertsCall describe_experts(const Tensor& x, const Tensor& weight, const Tensor
     check_experts_of("packed_masks", packed_masks, weight);
     if (weight_scale) check_experts_of("weight_scale", *weight_scale, weight);
     is_sorted ? check_offs(routing, weight.sizes[0], x) : check_ids(routing, "x", x);
-    // Mask weights have the sizes of x for each expert of a token.
+    // The checks compare mask_weights [T, K, n_masks] with x expanded to [T, K, in_features].
     const std::int64_t top_k = is_sorted ? 1 : routing.sizes[1];
     const std::int64_t sizes[] = {x.sizes[0], top_k, x.sizes[1]}, strides[] = {x.strides[0], 0, x.strides[1]};
-    Tensor of_pairs = x;
-    if (!is_sorted) of_pairs.dims = 3, of_pairs.sizes = sizes, of_pairs.strides = strides;
+    Tensor expanded = x;
+    if (!is_sorted) expanded.dims = 3, expanded.sizes = sizes, expanded.strides = strides;
     ExpertsCall call{};
-    call.layer = of_each_expert([&] {
-        return describe(of_pairs, part(weight), part(packed_masks), activation, mask_weights, part(weight_scale),
-                        weight_format, activation_format);
+    call.layer = check_one_expert([&] {
+        return describe(expanded, select_expert(weight), select_expert(packed_masks), activation, mask_weights,
+                        select_expert(weight_scale), weight_format, activation_format);
     });
     call.rows = call.layer.tokens;
     call.layer.x = x;
@@ -259,25 +260,25 @@ Copies needed_copies(const ExpertsCall& call) {
 
 void forward(const ExpertsCall& call, const Tensor& out, const Executor& executor) {
     if (out.elements() == 0) return;
-    const LayerCall& given = call.layer;
-    if (given.x.device == Device::cuda) return cuda::forward(call, out.data, executor);
+    const LayerCall& shared = call.layer;
+    if (shared.x.device == Device::cuda) return cuda::forward(call, out.data, executor);
     std::memset(out.data, 0, static_cast<std::size_t>(out.elements() * item_bytes(out.dtype)));
     const auto run = [&](std::int64_t expert, std::span<const std::int64_t> rows) {
         const auto count = static_cast<std::int64_t>(rows.size());
-        Matrix x(count, given.in_features, given.x.dtype), result(count, given.out_features, given.x.dtype);
-        Matrix mask_weights(count, given.n_masks, given.mask_weights ? given.mask_weights->dtype : given.x.dtype);
-        x.gather(given.x, given.x_row_stride, rows, call.top_k);
-        LayerCall layer = given;
+        Matrix x(count, shared.in_features, shared.x.dtype), result(count, shared.out_features, shared.x.dtype);
+        Matrix mask_weights(count, shared.n_masks, shared.mask_weights ? shared.mask_weights->dtype : shared.x.dtype);
+        x.gather(shared.x, shared.x_row_stride, rows, call.top_k);
+        LayerCall layer = shared;
         layer.x = x.tensor();
         layer.tokens = count;
-        layer.x_row_stride = given.in_features;
-        layer.weight.data = element(given.weight, expert * call.weight_stride);
-        layer.packed_masks.data = element(given.packed_masks, expert * call.masks_stride);
-        if (given.weight_scale) layer.weight_scale->data = element(*given.weight_scale, expert * call.scale_stride);
-        if (given.mask_weights) {
-            mask_weights.gather(*given.mask_weights, given.n_masks, rows, 1);
+        layer.x_row_stride = shared.in_features;
+        layer.weight.data = element(shared.weight, expert * call.weight_stride);
+        layer.packed_masks.data = element(shared.packed_masks, expert * call.masks_stride);
+        if (shared.weight_scale) layer.weight_scale->data = element(*shared.weight_scale, expert * call.scale_stride);
+        if (shared.mask_weights) {
+            mask_weights.gather(*shared.mask_weights, shared.n_masks, rows, 1);
             layer.mask_weights = mask_weights.tensor();
-            layer.mask_weight_row_stride = given.n_masks;
+            layer.mask_weight_row_stride = shared.n_masks;
         }
         forward(layer, result.tensor(), executor);
         result.scatter(out, rows);
@@ -303,10 +304,10 @@ DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expe
     check_begins("y", y, true);
     check_begins("expert_weights", expert_weights, expert_weights.dims == 2);
     check_device("expert_weights", expert_weights, y, "y");
-    of_each_expert([&] {
-        check_x_and_weight("y", y, part(weight), format);
+    check_one_expert([&] {
+        check_x_and_weight("y", y, select_expert(weight), format);
         check_device("weight", weight, y, "y");
-        check_scale(part(weight_scale), y, part(weight), format);
+        check_scale(select_expert(weight_scale), y, select_expert(weight), format);
     });
     return {y, weight, expert_ids, expert_weights, weight_scale, format.code};
 }

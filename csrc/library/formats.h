@@ -1,4 +1,4 @@
-// The formats of a weight and what the checks of a call must know of each, as in mglu_ops/formats.py.
+// The formats of weights, with the facts that checks of a call need, as in mglu_ops/formats.py.
 #pragma once
 
 #include <iterator>
@@ -14,10 +14,10 @@ namespace mglu {
 struct Format {
     std::string_view name;
     WeightFormat code;
-    std::optional<Scalar> dtype;  // of the stored weight; none for x's dtype, without scales
+    std::optional<Scalar> dtype;  // dtype of the stored weight; none for dense, which has x's dtype and no scales
     Scalar scale_dtype = Scalar::float32;
-    std::int64_t rows = 1;     // that share a scale
-    std::int64_t columns = 0;  // that share a scale; 0 for whole rows
+    std::int64_t rows = 1;     // rows that share a scale
+    std::int64_t columns = 0;  // columns that share a scale; 0 for whole rows
     std::int64_t packed = 1;   // columns in an element of the stored weight
 
     std::vector<std::int64_t> scale_sizes(std::int64_t out_features, std::int64_t in_features) const {

@@ -16,11 +16,11 @@ namespace {
 
 #include "../cpu/element.h"
 
-// The number of fp8 that is nearest to x, of magnitude up to 448: a sum with 1.5 times 2^23 units of its last digit is
-// rounded to that digit.
+// Rounds x, of magnitude up to 448, to the nearest number of fp8. Adding a number that is 1.5 * 2^23 times the value of
+// fp8's last digit makes float32 round at that digit. Below 2^-6, where fp8 is subnormal, the digit is constant.
 float rounded_to_fp8(float x) {
     const std::uint32_t exponent = bit_cast<std::uint32_t>(x) & 0x7f800000u;
-    const float large = 1.5f * bit_cast<float>(std::max(exponent, 121u << 23) + (20u << 23));  // from 2^-6 on
+    const float large = 1.5f * bit_cast<float>(std::max(exponent, 121u << 23) + (20u << 23));
     return std::copysign((x + large) - large, x);
 }
 
@@ -34,22 +34,23 @@ constexpr float kLargest<Float16> = 65504.0f;
 // Rounds a token to fp8_token (mglu_ops/formats.py), as csrc/cuda/quantize_x.cu does on a GPU.
 template <typename Element>
 void round_token(const Element* x, Element* out, std::int64_t count) {
-    // Magnitudes compare like the integers of their bits, and NaN is the largest.
+    // Magnitudes order like their bits as integers, with NaN above infinity.
     std::uint32_t greatest = 0;
     for (std::int64_t i = 0; i < count; ++i)
         greatest = std::max(greatest, bit_cast<std::uint32_t>(to_float(x[i])) & 0x7fffffffu);
-    // 448 is 1.75 times 2^8: a larger fraction needs the next power of two.
+    // The smallest power of two that brings the magnitude to at most 448 = 1.75 * 2^8: fractions above 1.75 need one
+    // more.
     const int exponent = static_cast<int>(greatest >> 23) - 8 + ((greatest & 0x7fffffu) > 0x600000u);
     const std::uint32_t power = greatest == 0 ? 127u << 23 : static_cast<std::uint32_t>(std::max(exponent, 1)) << 23;
     const float scale = greatest < 0x7f800000u ? bit_cast<float>(power) : std::numeric_limits<float>::quiet_NaN();
     const float factor = bit_cast<float>(0x7f000000u - power);  // 1 / scale
     for (std::int64_t i = 0; i < count; ++i) {
         const float value = rounded_to_fp8(to_float(x[i]) * factor) * scale;
-        out[i] = from_float<Element>(std::clamp(value, -kLargest<Element>, kLargest<Element>));  // NaN stays
+        out[i] = from_float<Element>(std::clamp(value, -kLargest<Element>, kLargest<Element>));  // keeps NaN
     }
 }
 
-// Makes a call read its x rounded to fp8_token, from memory that the caller keeps.
+// Replaces the x of a call by a copy rounded to fp8_token, and returns the copy's memory, which the caller must keep.
 template <typename Element>
 std::unique_ptr<char[]> round_x(cpu::Forward& call, cpu::ParallelFor parallel_for) {
     std::unique_ptr<char[]> memory(new char[call.tokens * call.in_features * sizeof(Element)]);

@@ -1,4 +1,4 @@
-// mglu::forward on plain tensors: the call runs on the kernels of its device, csrc/cpu or csrc/cuda.
+// mglu::forward on plain tensors, with the kernels of their device (csrc/cpu or csrc/cuda).
 #pragma once
 
 #include "executor.h"
@@ -6,9 +6,9 @@
 
 namespace mglu {
 
-// `out` is contiguous, on x's device and in x's dtype, and has `call.result_sizes()`. No tensor of the call may need a
-// copy (`needed_copies`). Throws std::invalid_argument if the device has no kernel for the dtype, std::runtime_error if
-// a kernel fails.
+// `out` is contiguous, on x's device, in x's dtype, and has `call.result_sizes()`. No tensor may be in
+// `needed_copies(call)`. Throws std::invalid_argument if the device has no kernel for the dtype, and std::runtime_error
+// if a kernel fails.
 void forward(const LayerCall& call, const Tensor& out, const Executor& executor);
 
 }  // namespace mglu

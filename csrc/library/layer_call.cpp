@@ -30,7 +30,7 @@ int activation_code(std::string_view activation) {
 
 std::string for_format(const Format& format) { return " for weight_format='" + std::string(format.name) + "'"; }
 
-// Whether x is rounded, to the only other format than dense.
+// True if x is rounded to fp8_token, the only activation format beside dense.
 bool rounds(std::string_view activation_format, const Tensor& x, const Format& format) {
     if (activation_format == "dense") return false;
     const std::string got = "activation_format: got '" + std::string(activation_format) + "', must be ";
@@ -51,7 +51,7 @@ void check_mask_weights(const Tensor& mask_weights, const Tensor& x, std::int64_
     check_device("mask_weights", mask_weights, x);
 }
 
-// The product of all sizes but the last. It cannot overflow, since torch has checked the product of all sizes.
+// The product of all sizes but the last. It cannot overflow, since torch has checked the number of elements.
 std::int64_t count_rows(const Tensor& tensor) {
     std::int64_t rows = 1;
     for (std::int64_t i = 0; i + 1 < tensor.dims; ++i) rows *= tensor.sizes[i];
@@ -61,13 +61,13 @@ std::int64_t count_rows(const Tensor& tensor) {
 // The distance from one row to the next of a tensor that folds to two dimensions.
 std::int64_t row_stride(const Tensor& tensor) { return tensor.dims == 2 ? tensor.strides[0] : tensor.last_size(); }
 
-// Whether a tensor is a matrix, or can be seen as one without a copy.
+// True if a tensor can be viewed as a matrix without a copy.
 bool folds(const Tensor& tensor, bool any_column_stride) {
     const bool dense_columns = any_column_stride || tensor.last_size() <= 1 || tensor.last_stride() == 1;
     return tensor.dims <= 2 ? dense_columns : tensor.is_contiguous();
 }
 
-// Whether rows of 16-bit elements consist of aligned 16-byte vectors, or a contiguous copy would not help.
+// True if x can be read in aligned 16-byte vectors, or if a contiguous copy could not be either.
 bool has_vector_rows(const LayerCall& call) {
     const bool could_have =
         call.in_features % 8 == 0 && (call.x.dtype == Scalar::float16 || call.x.dtype == Scalar::bfloat16);
@@ -167,8 +167,8 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
     return call;
 }
 
-// The CPU kernels need dense rows. On a GPU, the plain kernel takes any strides of W and the masks, and the tuned
-// kernels read x in rows of whole vectors, which a rounded x has. All kernels need contiguous scales.
+// The CPU kernels need contiguous rows. On a GPU, the plain kernel takes any strides of W and of the masks. The tuned
+// kernels read x in 16-byte vectors, which a rounded x always allows. All kernels need contiguous scales.
 Copies needed_copies(const LayerCall& call) {
     const bool on_cpu = call.x.device == Device::cpu;
     const Tensor& masks = call.packed_masks;

@@ -1,5 +1,5 @@
-// LayerCall describes a call of mglu::forward. It is built and checked once. The copies that a layout needs, the sizes
-// of the result, the kernel and its launch all follow from it.
+// LayerCall describes a call of mglu::forward. It is checked when it is built. The needed copies, the sizes of the
+// result, the kernel and its launch are derived from it.
 #pragma once
 
 #include <optional>
@@ -13,16 +13,16 @@ namespace mglu {
 
 // result = sum_i r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
-// x and mask_weights are folded to the two dimensions [tokens, ...]. Their row strides are valid once neither of them
-// is in `needed_copies`.
+// The leading dimensions of x and mask_weights are flattened to [tokens, ...]. A row stride is valid only if its tensor
+// is not in `needed_copies`.
 struct LayerCall {
     Tensor x;                            // [..., in_features]
     Tensor weight;                       // [out_features, in_features] in x's dtype, or as weight_format stores it
     Tensor packed_masks;                 // [out_features, ceil(in_features / 8), n_masks]
     std::optional<Tensor> mask_weights;  // [..., n_masks]
-    std::optional<Tensor> weight_scale;  // as weight_format has it (mglu_ops/formats.py); none for dense
+    std::optional<Tensor> weight_scale;  // the scales of weight_format (mglu_ops/formats.py); none for dense
     WeightFormat weight_format;
-    bool rounds_x;   // to fp8_token (mglu_ops/formats.py)
+    bool rounds_x;   // x is rounded to fp8_token (mglu_ops/formats.py)
     int activation;  // its code in csrc/cpu/activation.h
     std::int64_t tokens;
     std::int64_t out_features;
@@ -34,20 +34,21 @@ struct LayerCall {
     std::vector<std::int64_t> result_sizes() const;
 };
 
-// Reads metadata only. Throws std::invalid_argument if no kernel could compute the call on any layout of its tensors.
+// Reads metadata only. Throws std::invalid_argument if no kernel could compute the call, whatever the strides of its
+// tensors.
 LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
                    const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
                    std::string_view weight_format, std::string_view activation_format);
 
-// Checks that the operators over experts share with a layer; `argument` is the name of x. `x` has the leading sizes of the
-// call. All throw std::invalid_argument.
+// Checks that the operators over experts use too. `argument` is the name of x in messages. All throw
+// std::invalid_argument.
 struct Format;
 const Format& find_format(std::string_view weight_format);
 void check_x_and_weight(const char* argument, const Tensor& x, const Tensor& weight, const Format& format);
 void check_scale(const std::optional<Tensor>& scale, const Tensor& x, const Tensor& weight, const Format& format);
 void check_device(const char* argument, const Tensor& tensor, const Tensor& x, const char* name_of_x = "x");
 
-// The tensors that must be made contiguous before the kernels of their device take them.
+// The tensors that must be made contiguous before a kernel of their device can take them.
 struct Copies {
     bool x, weight, packed_masks, mask_weights, weight_scale;
 

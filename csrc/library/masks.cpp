@@ -19,8 +19,8 @@ void raise_unless_ok(cpu::Status status) {
     if (status != cpu::Status::ok) throw std::runtime_error(std::string("mglu: ") + cpu::status_message(status));
 }
 
-// Copies masks to contiguous bytes of 0 and 1 and returns true, or false if a value is neither. 16-bit floats are
-// compared by their bits; `negative_zero` is then the bits of -0.
+// Copies masks to contiguous bytes of 0 and 1. Returns false if a value is neither 0 nor 1. For 16-bit floats, Element
+// is an integer, `one` has the bits of 1 and `negative_zero` those of -0.
 template <typename Element>
 bool to_bytes(const Tensor& masks, std::uint8_t* bytes, Element one, Element negative_zero = 0) {
     const auto* data = static_cast<const Element*>(masks.data);

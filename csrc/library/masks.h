@@ -1,8 +1,8 @@
 // mglu::pack_masks and mglu::unpack_masks on plain tensors, on the CPU.
 //
-// The packed format is uint8 [out_features, ceil(in_features / 8), n_masks]: bit k % 8 of byte [r, k / 8, i] is M_i[r,
-// k]. `check_...` throws std::invalid_argument for arguments that no kernel could take. The others throw
-// std::runtime_error if a kernel fails. The caller allocates `out`, contiguous.
+// The packed format is uint8 [out_features, ceil(in_features / 8), n_masks]: bit k % 8 of byte [r, k / 8, i] is
+// M_i[r, k]. The functions `check_...` throw std::invalid_argument for arguments that no kernel could take. The others
+// throw std::runtime_error if a kernel fails. The caller allocates `out`, which is contiguous.
 #pragma once
 
 #include <vector>
@@ -12,8 +12,8 @@
 
 namespace mglu {
 
-// masks is [n_masks, out_features, in_features] or [out_features, in_features], bool, or any number type with values 0
-// and 1, in any strides.
+// masks is [n_masks, out_features, in_features] or [out_features, in_features] with any strides. Its dtype is bool, or
+// an integer or floating dtype with the values 0 and 1.
 void check_masks(const Tensor& masks);
 std::vector<std::int64_t> packed_sizes(const Tensor& masks);
 void pack_masks(const Tensor& masks, const Tensor& out, const Executor& executor);

@@ -1,4 +1,4 @@
-// Registers the operators with torch's dispatcher, in processes in which Python's mglu_ops has not done so.
+// Registers the operators with torch's dispatcher, unless Python's mglu_ops has done so in this process.
 //
 // One binary serves torch 2.11 and later, because it uses only torch's C interface and the header-only part of torch's
 // stable ABI.
@@ -21,7 +21,7 @@ using stable::detail::from;
 using stable::detail::StableLibrary;
 using stable::detail::to;
 
-// The same strings as in mglu_ops/ops.py and mglu_ops/expert_ops.py; a test compares them.
+// The schemas of mglu_ops/ops.py and mglu_ops/expert_ops.py; a test compares the strings.
 constexpr const char* kSchemas[] = {
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
@@ -53,7 +53,7 @@ constexpr const char* kSchemas[] = {
     "bool[2] needs, ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 };
 
-// torch's own to<std::string> leaks a copy at each call (torch 2.11 to 2.13).
+// Replaces torch's to<std::string>, which leaks a copy at each call (torch 2.11 to 2.13).
 std::string to_string(StableIValue value) {
     const std::unique_ptr<StringOpaque, void (*)(StringHandle)> handle(
         to<StringHandle>(value), [](StringHandle owned) { torch_delete_string(owned); });
@@ -161,7 +161,7 @@ class Registration {
 };
 
 // torch refuses to define a schema twice, for example if the library is loaded from two paths. The first registration
-// stays.
+// then stays.
 std::unique_ptr<Registration> register_operators() noexcept {
     try {
         return std::make_unique<Registration>();

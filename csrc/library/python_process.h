@@ -1,7 +1,7 @@
-// Tells whether Python's mglu_ops has already registered the operators in this process.
+// Tells if Python's mglu_ops has already registered the operators in this process.
 //
-// torch's stable ABI cannot tell whether a schema exists; defining one twice is an error, which torch 2.11 also logs.
-// So if the process has a Python, this asks it through Python's own stable ABI.
+// torch's stable ABI cannot tell if a schema exists, and defining one twice is an error, which torch 2.11 also logs. If
+// the process has a Python interpreter, this asks it through Python's stable ABI.
 #pragma once
 
 #include <dlfcn.h>
@@ -16,7 +16,7 @@ inline bool python_has_operators() {
     const auto modules = reinterpret_cast<void* (*)()>(find("PyImport_GetModuleDict"));
     const auto get = reinterpret_cast<void* (*)(void*, const char*)>(find("PyDict_GetItemString"));
     if (!is_initialized || !ensure || !release || !modules || !get || !is_initialized()) return false;
-    const int state = ensure();  // Python may have released its lock while it loads a library
+    const int state = ensure();  // Python may have released the GIL while it loads a library
     const bool found = get(modules(), "mglu_ops.ops") != nullptr;
     release(state);
     return found;

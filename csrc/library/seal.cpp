@@ -20,9 +20,9 @@ constexpr std::streamoff kLongestSeal = 256, kChecksumDigits = 8;
 
 [[noreturn]] void fail(const std::string& problem) { throw std::runtime_error(problem); }
 
-// The checksum of the next bytes of a file.
+// The Adler-32 checksum of the next `bytes` bytes of a file.
 std::string adler32(std::istream& file, std::streamoff bytes) {
-    constexpr std::streamoff kBlock = 5552;  // the most bytes whose sums fit into 32 bits
+    constexpr std::streamoff kBlock = 5552;  // the most bytes that can be summed in 32 bits before a reduction
     std::vector<char> block(kBlock);
     std::uint32_t a = 1, b = 0;
     for (; bytes > 0 && file; bytes -= kBlock) {
@@ -36,7 +36,7 @@ std::string adler32(std::istream& file, std::streamoff bytes) {
     return digits;
 }
 
-// Reads the seal of the file at `path`, which must be of this kind.
+// Reads the seal of the file at `path`; its kind must be `kind`.
 Seal seal_of(const std::string& path, const std::string& kind) {
     try {
         std::ifstream file(path, std::ios::binary);

@@ -19,13 +19,13 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(AtenTensorHandle x,
                 .release();
         return AOTI_TORCH_SUCCESS;
     } catch (const std::exception& error) {
-        // The caller throws an exception that names this function and not the reason, so the reason is printed here.
+        // The caller's exception names this function but not the reason, so the reason is printed here.
         std::cerr << "mglu::forward: " << error.what() << std::endl;
         return AOTI_TORCH_FAILURE;
     }
 }
 
-// Inductor calls one name a device; the tensors tell the device.
+// Inductor calls one symbol per device. Both run the same code, which asks the tensors for their device.
 AOTI_TORCH_EXPORT decltype(aoti_torch_cpu_mglu_forward) aoti_torch_cuda_mglu_forward
     __attribute__((alias("aoti_torch_cpu_mglu_forward")));
 

@@ -1,4 +1,4 @@
-// A tensor as the library sees it: an address, sizes and strides. The code that reads it can be tested without torch.
+// A tensor without torch: an address, sizes and strides. Code that takes it can be tested without torch.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ enum class Device : std::int32_t { cpu = 0, cuda = 1 };
 
 const char* name(Scalar dtype);
 bool is_floating(Scalar dtype);
-std::int64_t item_bytes(Scalar dtype);  // 1 for a dtype that is not known
+std::int64_t item_bytes(Scalar dtype);  // bytes of an element; 1 for an unknown dtype
 
 // Does not own its data, sizes and strides.
 struct Tensor {
@@ -47,8 +47,8 @@ struct Tensor {
     std::string device_name() const;  // "cpu", "cuda:0"
 };
 
-// Throws std::invalid_argument. Messages have the form of mglu_ops (checks.py, masks.py): the argument, the value it
-// has, the value it must have.
+// Throws std::invalid_argument. Messages have the form of mglu_ops/checks.py: the argument, the value it has, the value
+// it must have.
 [[noreturn]] void refuse(const std::string& message);
 
 }  // namespace mglu

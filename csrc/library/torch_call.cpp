@@ -12,7 +12,7 @@
 #include "layer_call.h"
 #include "masks.h"
 
-// Weak, because a torch without CUDA lacks this function, and the library may be built with such a torch.
+// Weak, because the library may be built with a torch without CUDA, which lacks this function.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device, void** stream);
 
 namespace mglu {
@@ -29,14 +29,14 @@ Executor executor_for(const Tensor& tensor) {
     return executor;
 }
 
-// A new tensor on the device of x, in its dtype, which `compute` fills.
+// Allocates a tensor on x's device, in x's dtype, which `compute` fills.
 template <typename Compute>
 Handle result_of(const std::vector<std::int64_t>& sizes, const Tensor& x, const Compute& compute) {
     std::optional<torch::stable::accelerator::DeviceGuard> guard;
     if (x.device == Device::cuda) guard.emplace(x.device_index);
     Handle result = empty(sizes, x.dtype, x), workspace;
     Executor executor = executor_for(x);
-    // The memory may be freed while the kernels still run: whoever gets it next launches on the same stream, after them.
+    // The memory may be freed while the kernels still run, since its next user launches later on the same stream.
     executor.allocate = [&](std::int64_t bytes) {
         workspace = empty({bytes}, Scalar::uint8, x);
         return view(workspace.get()).data;
@@ -45,8 +45,8 @@ Handle result_of(const std::vector<std::int64_t>& sizes, const Tensor& x, const 
     return result;
 }
 
-// Writes 1 where a value is above 0, else 0. A float is above 0 if its bits, read as an unsigned integer, lie in 1 ..
-// infinity; the bits of NaN and of negative numbers lie above.
+// Writes 1 for each value above 0, else 0. A float is above 0 if its bits, read as an unsigned integer, lie between 1
+// and the bits of infinity; the bits of NaN and of negative numbers are larger.
 template <typename Bits>
 void positive(const Tensor& logits, std::uint8_t* bytes, Bits infinity) {
     const auto* data = static_cast<const Bits*>(logits.data);
@@ -60,7 +60,7 @@ Tensor view_or_copy(AtenTensorHandle handle, const char* argument, bool copy, Ha
     return view(owner.get());
 }
 
-// A handle of a matrix that the caller owns.
+// Wraps a matrix that the caller owns in a handle.
 Handle matrix(void* data, std::int64_t rows, std::int64_t columns, std::int64_t row_stride, std::int64_t column_stride,
               Scalar dtype) {
     const std::int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
@@ -71,7 +71,7 @@ Handle matrix(void* data, std::int64_t rows, std::int64_t columns, std::int64_t 
     return Handle(handle);
 }
 
-// torch's product of y and an expert's transposed weight, as torch.nn.functional.linear computes it in Python.
+// Multiplies y with an expert's transposed weight by torch's mm, as torch.nn.functional.linear does in Python.
 void multiply(const Tensor& y, const Tensor& weight, std::int64_t expert, const Tensor& out) {
     const auto [d, h] = std::pair(weight.sizes[1], weight.sizes[2]);
     auto* data = static_cast<char*>(weight.data) + expert * weight.strides[0] * item_bytes(weight.dtype);

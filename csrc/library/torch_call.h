@@ -1,6 +1,6 @@
-// The operators on torch's handles. They allocate results, and copy tensors whose layout no kernel takes.
+// The operators on torch's tensor handles. They allocate results, and copy tensors whose strides no kernel takes.
 //
-// All throw std::invalid_argument for arguments that are wrong, std::runtime_error if torch or a kernel fails.
+// All throw std::invalid_argument for wrong arguments, and std::runtime_error if torch or a kernel fails.
 #pragma once
 
 #include <string_view>
@@ -18,7 +18,8 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
                AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,
                std::string_view activation_format);
 
-// The operators over experts. `routing` are expert_ids, or offs if `is_sorted`, as grouped_forward has them.
+// The operators over experts. `routing` is expert_ids for experts_forward. With `is_sorted` it is offs, and the
+// operator is grouped_forward.
 Handle experts_forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks,
                        AtenTensorHandle routing, bool is_sorted, std::string_view activation,
                        AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,

@@ -1,4 +1,4 @@
-// torch's tensors through its C interface, which does not change from one version to the next.
+// torch's tensors through its stable C interface.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -23,7 +23,7 @@ struct DeleteTensor {
 };
 using Handle = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 
-// The tensor of a handle, which must outlive it.
+// The tensor of a handle. The handle must outlive it.
 inline Tensor view(AtenTensorHandle handle) {
     Tensor tensor;
     std::int64_t *sizes = nullptr, *strides = nullptr;
@@ -42,8 +42,8 @@ inline Tensor view(AtenTensorHandle handle) {
     return tensor;
 }
 
-// An argument's tensor. Throws std::invalid_argument unless it is dense and its storage holds all its elements; FSDP,
-// for example, resizes storages.
+// The tensor of an argument. Throws std::invalid_argument unless it is strided and its storage holds all its elements;
+// FSDP, for example, resizes storages.
 inline Tensor view_argument(AtenTensorHandle handle, const char* argument) {
     bool is_defined = false;
     std::int32_t layout = 0;

@@ -1,4 +1,4 @@
-// The CUDA driver and NVRTC. Both are opened when they are first called, so that the library is built and loaded on
+// The CUDA driver and NVRTC. Both are opened at their first call, so that the library can be built and loaded on
 // machines without CUDA.
 #pragma once
 
@@ -16,35 +16,35 @@ struct DeviceFacts {
     int arch;    // 90 for compute capability 9.0
     int sms;
     int shared_bytes_per_sm;
-    int max_shared_bytes_per_block;       // of dynamic shared memory
-    int reserved_shared_bytes_per_block;  // kept by the driver
+    int max_shared_bytes_per_block;       // dynamic shared memory
+    int reserved_shared_bytes_per_block;  // reserved by the driver
 };
 
 // The device of the current context. The driver is asked once per process and device.
 const DeviceFacts& current_device();
 
-// A kernel in the current context, which may be launched with `shared_bytes` of dynamic shared memory.
+// Loads a kernel into the current context, for launches with up to `shared_bytes` of dynamic shared memory.
 using Function = void*;
 Function load(const void* cubin, const char* kernel, unsigned shared_bytes);
 
 struct Geometry {
     unsigned grid_x, grid_y, threads, shared_bytes;
-    bool overlap;  // may be set up while the kernel before it in the stream still runs
+    bool overlap;  // programmatic dependent launch: may start while the kernel before it in the stream still runs
 };
 
-// A row-major matrix and the box in which TMA copies it (mglu_ops/backends/cuda/tensor_map.py). Sizes are in elements,
+// A row-major matrix and the box in which TMA copies it (mglu_ops/backends/cuda/tensor_map.py). Sizes count elements,
 // except `pitch`.
 struct Matrix {
-    int item_bytes;  // of an element, 1 or 2
+    int item_bytes;  // bytes of an element, 1 or 2
     std::uint64_t width, height;
-    std::uint64_t pitch;  // bytes from a row to the next
+    std::uint64_t pitch;  // bytes from one row to the next
     std::uint32_t box_width, box_height;
-    bool swizzle;  // by the bytes in a row of the box: 128, 64 or 32
+    bool swizzle;  // swizzles the box in shared memory by the 128, 64 or 32 bytes of its rows
 };
 
 TensorMap encode(const Matrix& matrix, const void* pointer);
 
-// `parameters` points to the struct that a kernel takes, and `items` to the second one of a kernel of experts, or null.
+// `parameters` points to the kernel's first struct. `items` points to the ItemParams of a kernel of experts, else null.
 void launch(Function function, const Geometry& geometry, void* stream, void* parameters, void* items = nullptr);
 
 struct Source {
@@ -52,7 +52,7 @@ struct Source {
     const char* text;
 };
 
-// Compiles `sources[0]`, which may include the others, to a cubin by NVRTC.
+// Compiles `sources[0]`, which may include the others, to a cubin with NVRTC.
 std::vector<char> compile(const std::vector<Source>& sources, int arch, const std::vector<std::string>& options);
 
 }  // namespace mglu::cuda

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-// Defines `symbol` as the bytes of a file and a 0 after them; the assembler finds the file by -Wa,-I.
+// Defines `symbol` as the bytes of a file, followed by a 0. The assembler searches for the file in the paths of -Wa,-I.
 #define MGLU_EMBED(symbol, file)                                                                   \
     asm(".section .rodata\n.balign 64\n" #symbol ":\n.incbin \"" file "\"\n.byte 0\n.previous\n"); \
     extern "C" __attribute__((visibility("hidden"))) const unsigned char symbol[]
@@ -39,8 +39,8 @@ std::span<const Row> rows_of(const Row (&table)[size]) {
     return std::span(table).first(size - 1);
 }
 
-// Whether a kernel that was compiled for `built` computes what `wanted` asks for, on the device of `wanted`. A cubin
-// runs on its own architecture, and on later minor versions of the same major one.
+// True if a kernel that was compiled for `built` serves `wanted`, whose `arch` is the device's. A cubin runs on its own
+// architecture and on later minor versions of the same major version.
 bool serves(const Variant& built, Variant wanted) {
     if (built.arch / 10 == wanted.arch / 10 && built.arch <= wanted.arch) wanted.arch = built.arch;
     return built == wanted;
@@ -53,15 +53,15 @@ bool is_of(const Layer& layer, const TunedLaunch& row, const DeviceFacts& device
            row.shared_bytes <= static_cast<unsigned>(device.max_shared_bytes_per_block);
 }
 
-// The first row of a table that fits; null if none does.
+// Returns the first row of a table that fits, or null.
 template <typename Row, typename Fits>
 const Row* find(std::span<const Row> table, const Fits& fits) {
     const auto found = std::ranges::find_if(table, fits);
     return found != table.end() ? &*found : nullptr;
 }
 
-// The kernel of a key, which `make` loads at the first call. It is never unloaded, and the map never destroyed, because
-// the driver may be unloaded first.
+// Returns the kernel of a key, which `make` loads at the first call. Neither kernels nor the map are ever freed,
+// because the driver may be unloaded before static objects are destroyed.
 template <typename Key, typename Make>
 Function loaded(const Key& key, const Make& make) {
     static std::mutex mutex;
@@ -74,7 +74,7 @@ Function loaded(const Key& key, const Make& make) {
 
 std::string define(const char* name, int value) { return std::string("-D") + name + "=" + std::to_string(value); }
 
-// What NVRTC needs to compile a kernel: its source first, and all headers of csrc/cuda.
+// The sources that NVRTC needs to compile a kernel: its own first, then all headers of csrc/cuda.
 std::vector<Source> sources_of(std::string_view name) {
     const auto source = [](const char* file, const unsigned char* text) {
         return Source{file, reinterpret_cast<const char*>(text)};

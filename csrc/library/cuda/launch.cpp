@@ -14,13 +14,13 @@ namespace mglu::cuda {
 
 namespace {
 
-constexpr std::int64_t kMaxTokens = 512;  // of a launch; calls with more make several (MAX_TOKENS in device_code.py)
+constexpr std::int64_t kMaxTokens = 512;  // tokens of a launch; a larger call makes several (device_code.MAX_TOKENS)
 constexpr unsigned kPlainThreads = 256, kPlainWarps = 8, kCopyThreads = 256, kGroupThreads = 512, kCombineThreads = 128;
 
 unsigned ceil_div(std::int64_t a, std::int64_t b) { return static_cast<unsigned>((a + b - 1) / b); }
 std::int64_t round_up(std::int64_t size, std::int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// The number of an element type in csrc/cuda/element.cuh.
+// The code of an element type in csrc/cuda/element.cuh.
 int element(const char* argument, Scalar dtype) {
     switch (dtype) {
         case Scalar::float16: return 0;
@@ -32,7 +32,7 @@ int element(const char* argument, Scalar dtype) {
     }
 }
 
-// Whether the tuned kernels take the layout: contiguous, in aligned 16-byte vectors.
+// True if the weight and the masks are contiguous and aligned to 16 bytes, as the tuned kernels need them.
 bool has_tuned_layout(const LayerCall& call) {
     return call.weight.is_contiguous() && call.packed_masks.is_contiguous() && call.weight.is_aligned() &&
            call.packed_masks.is_aligned();
@@ -57,7 +57,7 @@ void set_x(Params& p, const void* x, std::int64_t row_stride, std::int64_t colum
                           (p.tokens == 1 || row_stride * item % 16 == 0);
 }
 
-// The parameters of a launch for `tokens` tokens, from token `first` on.
+// The kernel parameters for `tokens` tokens, from token `first` on.
 Params parameters(const LayerCall& call, void* out, std::int64_t first, std::int64_t tokens) {
     const std::int64_t item = item_bytes(call.x.dtype);
     Params p{};
@@ -95,15 +95,16 @@ unsigned grid_blocks(const TunedLaunch& tuned, const DeviceFacts& device, std::i
     return static_cast<unsigned>(std::min(blocks, std::max(resident / cluster, std::int64_t{1}) * cluster));
 }
 
-// The shared memory that a block requests: more than 1 / (blocks_per_sm + 1) of an SM's, so that at most blocks_per_sm
-// blocks fit on it.
+// The shared memory that a block requests: more than 1 / (blocks_per_sm + 1) of an SM's shared memory, so that at most
+// blocks_per_sm blocks fit on an SM.
 unsigned reserved_shared_bytes(const TunedLaunch& tuned, const DeviceFacts& device) {
     if (tuned.blocks_per_sm == 0) return tuned.shared_bytes;
     const int share = device.shared_bytes_per_sm / static_cast<int>(tuned.blocks_per_sm + 1);
     return std::max(tuned.shared_bytes, static_cast<unsigned>(share - device.reserved_shared_bytes_per_block + 128));
 }
 
-// The tokens and the bytes of a rounded x, in fp8 for tiles of `block_tokens` tokens, or in x's type for 0.
+// The tokens and the bytes of a rounded x. With `block_tokens`, x is in fp8 and padded to whole tiles of that many
+// tokens. With 0 it is in x's type.
 std::int64_t rounded_tokens(const Params& p, int block_tokens) {
     return block_tokens > 0 ? round_up(p.tokens, block_tokens) : p.tokens;
 }
@@ -112,16 +113,16 @@ std::int64_t rounded_bytes(const Params& p, int block_tokens, std::int64_t item)
            (block_tokens > 0 ? round_up(p.in_features, 128) + 4 : p.in_features * item);
 }
 
-// Rounds x to `out`, which the kernels after it read in its place.
+// Launches quantize_x, which writes the rounded x to `out`, and makes `p` read x from there.
 void round_x(Params& p, void* out, int block_tokens, Function kernel, bool overlap, std::int64_t item, void* stream) {
-    Params given = p;
-    given.out = out;
+    Params rounding = p;
+    rounding.out = out;
     const auto blocks = static_cast<unsigned>(rounded_tokens(p, block_tokens));
-    launch(kernel, {blocks, 1, kCopyThreads, 0, overlap}, stream, &given);
+    launch(kernel, {blocks, 1, kCopyThreads, 0, overlap}, stream, &rounding);
     set_x(p, out, p.in_features, 1, item);
 }
 
-// Copies a tensor to `out`, in the form that the kernel reads in its place. `pointer` becomes the address of the copy.
+// Launches decode_weight or permute_x, which writes a copy of a tensor to `out`, and sets `pointer` to the copy.
 void copy(const void*& pointer, void* out, const CopyLaunch& by, bool overlap, const DeviceFacts& device, Params p,
           void* stream) {
     p.out = out;
@@ -158,7 +159,7 @@ TileParams tile_parameters(const TunedLaunch& tuned, const Params& p) {
 void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p, std::int64_t item,
                   const Executor& executor) {
     const auto& [quantize, decode, permute] = std::tie(tuned.quantize_x, tuned.decode_weight, tuned.permute_x);
-    // One allocation for all copies, since a second one may free the first.
+    // Make one allocation for all copies, since a second one may free the first.
     const std::int64_t rounded = quantize.cubin < 0 ? 0 : round_up(rounded_bytes(p, quantize.block_tokens, item), 16);
     const std::int64_t decoded = round_up(decode.bytes, 16), bytes = rounded + decoded + permute.bytes;
     char* const memory = bytes > 0 ? static_cast<char*>(executor.allocate(bytes)) : nullptr;
@@ -175,7 +176,7 @@ void launch_tuned(const TunedLaunch& tuned, const DeviceFacts& device, Params p,
     launch(kernel, geometry, executor.stream, &tile);
 }
 
-// Prints a message once per process.
+// Warns, once per process, that a call runs on the slow plain kernel.
 void say_that_the_kernel_is_slow(const LayerCall& call) {
     static std::once_flag said;
     std::call_once(said, [&] {
@@ -201,7 +202,7 @@ void launch_plain(const Variant& variant, const DeviceFacts& device, Params p, s
            executor.stream, &p);
 }
 
-// The device of a call, whose weight has the indices of the kernels.
+// Returns the current device, or throws if it is too old or the weight too large for 32-bit indices.
 const DeviceFacts& device_for(const Tensor& weight, std::int64_t out_features, std::int64_t in_features) {
     if (out_features >= INT32_MAX || in_features >= 1 << 28)
         refuse("weight: got shape " + weight.shape() + ", beyond the kernels' 32-bit indices");
@@ -212,12 +213,12 @@ const DeviceFacts& device_for(const Tensor& weight, std::int64_t out_features, s
 
 // --- Experts ---------------------------------------------------------------------------------------------------------
 
-// The limits of group_tokens, and the most rows for which blocks find their items, as in group_tokens.py and experts.py
-// of mglu_ops/backends/cuda/kernels.
+// The limits of group_tokens, and up to how many rows blocks find their items themselves (group_tokens.py and
+// experts.py in mglu_ops/backends/cuda/kernels).
 constexpr std::int64_t kMostExperts = 1024, kMostRows = 1 << 20, kMostRowsToFind = 64;
 constexpr std::int64_t kEntryBytes = 16;
 
-// The kernels of a launch; null for those that it does without.
+// The kernels of a call of experts; null for those that the call does not need.
 struct ExpertKernels {
     Function quantize_x, group_tokens, gather, kernel;
 };
@@ -258,11 +259,11 @@ void launch_experts(const TunedLaunch& tuned, const ExpertKernels& kernels, cons
     const std::int64_t item = item_bytes(call.layer.x.dtype), rows = call.rows, columns = tuned.items.columns;
     Params p = parameters(call.layer, out, 0, call.layer.tokens);
     ItemParams items = item_parameters(call, tuned.items);
-    // One allocation for all that the kernel reads, as in launch_tuned.
+    // Make one allocation for all that the kernel reads, as in launch_tuned.
     const std::int64_t rounded = kernels.quantize_x == nullptr ? 0 : round_up(rounded_bytes(p, 0, item), 16);
-    const std::int64_t places = call.is_sorted ? 0 : 4 * rows;
+    const std::int64_t sorted_rows = call.is_sorted ? 0 : 4 * rows;
     const std::int64_t table =
-        kernels.group_tokens == nullptr ? 0 : round_up(kEntryBytes * items.max_items + places, 16);
+        kernels.group_tokens == nullptr ? 0 : round_up(kEntryBytes * items.max_items + sorted_rows, 16);
     const std::int64_t gathered =
         kernels.gather == nullptr ? 0 : round_up(rows * (in_fp8 ? columns + 4 : 2 * columns), 16);
     const std::int64_t bytes = rounded + table + gathered;
@@ -281,13 +282,13 @@ void launch_experts(const TunedLaunch& tuned, const ExpertKernels& kernels, cons
         items.items = group.out;
     }
     if (gathered > 0) {
-        Params given = p;
-        given.out = memory + rounded + table;
-        given.tokens = items.rows;
+        Params gathering = p;
+        gathering.out = memory + rounded + table;
+        gathering.tokens = items.rows;
         const unsigned blocks = in_fp8 ? items.rows : ceil_div(round_up(rows, 8) * columns, 8 * 8 * 64);
-        launch(kernels.gather, {blocks, 1, kCopyThreads, 0, overlap}, executor.stream, &given, &items);
+        launch(kernels.gather, {blocks, 1, kCopyThreads, 0, overlap}, executor.stream, &gathering, &items);
         p.tokens = items.rows;
-        set_x(p, given.out, columns, 1, item);
+        set_x(p, gathering.out, columns, 1, item);
     }
     const std::int64_t count = table > 0 ? items.max_items : rows;
     const Geometry geometry{grid_blocks(tuned, device, count), 1, tuned.threads, reserved_shared_bytes(tuned, device),
@@ -383,17 +384,17 @@ void forward(const LayerCall& call, void* out, const Executor& executor) {
 }
 
 void forward(const ExpertsCall& call, void* out, const Executor& executor) {
-    const LayerCall& one = call.layer;
-    const DeviceFacts& device = device_for(one.weight, one.out_features, one.in_features);
+    const LayerCall& shared = call.layer;
+    const DeviceFacts& device = device_for(shared.weight, shared.out_features, shared.in_features);
     if (call.experts > kMostExperts || call.rows > kMostRows)
         refuse("weight: got " + std::to_string(call.experts) + " experts for " + std::to_string(call.rows) +
                " rows, must be at most " + std::to_string(kMostExperts) + " for at most " + std::to_string(kMostRows) +
                " rows on a GPU");
-    const Variant variant = variant_of(one, device);
-    const Layer layer{variant, one.out_features, one.in_features, call.experts, call.is_sorted ? 0 : call.top_k};
-    const TunedLaunch* tuned = has_tuned_layout(call) ? find_tuned(layer, device, one.tokens) : nullptr;
+    const Variant variant = variant_of(shared, device);
+    const Layer layer{variant, shared.out_features, shared.in_features, call.experts, call.is_sorted ? 0 : call.top_k};
+    const TunedLaunch* tuned = has_tuned_layout(call) ? find_tuned(layer, device, shared.tokens) : nullptr;
     if (tuned == nullptr) {
-        say_that_the_kernel_is_slow(one);
+        say_that_the_kernel_is_slow(shared);
         return launch_plain_experts(variant, device, call, out, executor);
     }
     const auto load_if = [&](int cubin, unsigned shared_bytes) {

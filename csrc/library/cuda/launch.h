@@ -1,4 +1,4 @@
-// Chooses and launches a kernel of csrc/cuda from C++.
+// Chooses and launches kernels of csrc/cuda.
 #pragma once
 
 #include "../executor.h"

@@ -1,10 +1,10 @@
-// Gives hostile input to the code that reads bytes from outside. Build it with sanitizers; it needs no torch.
+// Fuzzes the code that reads files and tensor metadata from outside. Build it with sanitizers; it needs no torch.
 //
 //   fuzz SECONDS PACKAGE
 //
-// A package is truncated and changed, and the check of its seal must find every change. Tensors get every kind of valid
-// and invalid metadata, and calls that the operators accept must run. The order is fixed, so that failures repeat. The
-// exit code is 1 if a check is wrong.
+// It truncates and changes a package, and the check of its seal must find every change. It also calls the operators on
+// tensors with random metadata, valid or not, and accepted calls must run. The random numbers are the same in each run,
+// so that failures repeat. The exit code is 1 if a check is wrong.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -67,7 +67,7 @@ void fuzz_seal(const std::string& package, Random& random, Clock::time_point end
     const char extremes[] = {0x00, 0x01, 0x7f, '\x80', '\xff', ' ', '=', '9'};
     for (; Clock::now() < end; ++runs) {
         std::string changed = package;
-        const std::size_t tail = std::min<std::size_t>(changed.size(), 256);  // where the seal is
+        const std::size_t tail = std::min<std::size_t>(changed.size(), 256);  // contains the seal
         for (std::uint64_t n = 1 + random.below(6); n > 0; --n)
             changed[changed.size() - 1 - random.below(random.chance(70) ? tail : changed.size())] =
                 random.pick(extremes);
@@ -75,7 +75,7 @@ void fuzz_seal(const std::string& package, Random& random, Clock::time_point end
     }
 }
 
-// A tensor of random metadata, and an allocation of exactly the bytes that it spans.
+// A tensor with random metadata, and an allocation of exactly the bytes that it spans.
 struct Owned {
     mglu::Tensor tensor;
     std::vector<std::int64_t> sizes, strides;
@@ -131,7 +131,7 @@ std::unique_ptr<Owned> result(const std::vector<std::int64_t>& sizes, mglu::Scal
     return owned;
 }
 
-// A call of an operator over experts. The ids or offs are any numbers.
+// Calls an operator over experts. Some expert ids or offs are out of range.
 template <std::size_t n_floats, std::size_t n_any>
 void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const mglu::Scalar (&any)[n_any],
                   const char* activation) {
@@ -141,20 +141,20 @@ void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const 
     const mglu::Format& format = random.pick(mglu::kFormats);
     const std::int64_t h = format.packed * below(70);
     const mglu::Scalar dtype = random.pick(floats);
-    const auto of = [&](std::vector<std::int64_t> sizes, mglu::Scalar usual) {
+    const auto draw = [&](std::vector<std::int64_t> sizes, mglu::Scalar usual) {
         return make(random, std::move(sizes), random.chance(3) ? random.pick(any) : usual, false);
     };
     std::vector<std::int64_t> scales = format.scale_sizes(d, h);
     scales.insert(scales.begin(), experts);
-    const auto weight = of({experts, d, h / format.packed}, format.dtype.value_or(dtype));
-    const auto scale = of(scales, format.scale_dtype);
+    const auto weight = draw({experts, d, h / format.packed}, format.dtype.value_or(dtype));
+    const auto scale = draw(scales, format.scale_dtype);
     const std::optional<mglu::Tensor> given_scale = format.dtype ? std::optional(scale->tensor) : std::nullopt;
     const bool is_sorted = random.chance(30), is_down = random.chance(40);
     const auto routing = is_sorted && !is_down
-                             ? of({experts}, mglu::Scalar::int32)
-                             : of({tokens, top_k}, random.chance(50) ? mglu::Scalar::int32 : mglu::Scalar::int64);
+                             ? draw({experts}, mglu::Scalar::int32)
+                             : draw({tokens, top_k}, random.chance(50) ? mglu::Scalar::int32 : mglu::Scalar::int64);
     if (!routing->tensor.is_contiguous()) return;
-    for (std::int64_t i = 0; i < routing->tensor.elements(); ++i) {  // most numbers are those of experts
+    for (std::int64_t i = 0; i < routing->tensor.elements(); ++i) {  // most numbers are in range
         const std::int64_t value = random.chance(80) ? below(6) : below(1 << 30) - (1 << 29);
         if (routing->tensor.dtype == mglu::Scalar::int32)
             static_cast<std::int32_t*>(routing->tensor.data)[i] = static_cast<std::int32_t>(value);
@@ -162,7 +162,7 @@ void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const 
             static_cast<std::int64_t*>(routing->tensor.data)[i] = value;
     }
     if (is_down) {
-        const auto y = of({tokens, top_k, h}, dtype), factors = of({tokens, top_k}, random.pick(floats));
+        const auto y = draw({tokens, top_k, h}, dtype), factors = draw({tokens, top_k}, random.pick(floats));
         const mglu::DownCall call =
             mglu::describe_down(y->tensor, weight->tensor, routing->tensor, factors->tensor, given_scale, format.name);
         const bool has_dense_rows = weight->tensor.last_size() <= 1 || weight->tensor.last_stride() == 1;
@@ -176,9 +176,9 @@ void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const 
         return;
     }
     const std::int64_t rows = is_sorted ? tokens * top_k : tokens;
-    const auto x = of({rows, h}, dtype), masks = of({experts, d, (h + 7) / 8, n}, mglu::Scalar::uint8);
+    const auto x = draw({rows, h}, dtype), masks = draw({experts, d, (h + 7) / 8, n}, mglu::Scalar::uint8);
     const auto mask_weights =
-        is_sorted ? of({rows, n}, random.pick(floats)) : of({tokens, top_k, n}, random.pick(floats));
+        is_sorted ? draw({rows, n}, random.pick(floats)) : draw({tokens, top_k, n}, random.pick(floats));
     const std::optional<mglu::Tensor> given_weights =
         random.chance(40) ? std::optional(mask_weights->tensor) : std::nullopt;
     const mglu::ExpertsCall call =
@@ -200,8 +200,8 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
 #define MGLU_ACTIVATION(name, ...) #name,
 #include "../../cpu/activation.h"
         "", "silu ", "SILU"};
-    // A slow machine still gets some of both. If the checks refused everything, this would never end, and the test
-    // would fail.
+    // Even a slow machine runs some accepted and some refused calls. If the checks refused everything, the loop would
+    // never end, and the test would time out.
     while (Clock::now() < end || accepted <= 50 || refused <= 50) {
         const auto d = static_cast<std::int64_t>(random.below(40)), h = static_cast<std::int64_t>(random.below(200));
         const auto n = static_cast<std::int64_t>(random.below(18)),

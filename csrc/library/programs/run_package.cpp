@@ -1,4 +1,4 @@
-// Runs a package in a process without Python, and compares its results with results of eager PyTorch (kUsage).
+// Runs a package in a process without Python, and compares its results with those of eager PyTorch (see kUsage).
 #include <ATen/Parallel.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -52,14 +52,14 @@ at::Tensor read_tensor(const std::string& path) {
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
 
-// A tensor of a weights file, where 8-bit floats, which pickle_load cannot read, are the name of a dtype and bytes.
+// Reads a tensor of a weights file. pickle_load cannot read 8-bit floats, which are stored as a dtype's name and bytes.
 at::Tensor read_entry(const c10::IValue& entry) {
     if (entry.isTensor()) return entry.toTensor();
     const auto& parts = entry.toTupleRef().elements();
     return parts[1].toTensor().view(kDtypes.at(parts[0].toStringRef()));
 }
 
-// The tensors of a weights file, which Python's torch.save wrote, by name.
+// Reads the tensors of a weights file, which torch.save wrote, by name.
 Tensors read_weights(const std::string& path, at::Device device) {
     std::ifstream file(path, std::ios::binary);
     if (!file) throw std::runtime_error(path + " cannot be read");
@@ -70,7 +70,7 @@ Tensors read_weights(const std::string& path, at::Device device) {
     return tensors;
 }
 
-// Gives a model the tensors that it needs. They must outlive it, and other models may share them.
+// Gives a model the tensors that it needs. They must outlive the model; several models may share them.
 void give_weights(torch::inductor::AOTIModelPackageLoader& model, const Tensors& weights) {
     Tensors needed;
     for (const std::string& name : model.get_constant_fqns()) {
@@ -109,7 +109,7 @@ struct Options {
     std::vector<std::string> files;
 };
 
-// The number in a word, which must be all of it and at least 0.
+// Parses a word as a number of at least 0, and throws if any character is left.
 template <class Number>
 Number read_number(const std::string& name, const std::string& word) {
     std::istringstream stream(word);
@@ -137,7 +137,7 @@ Options read_options(const std::vector<std::string>& words) {
     return options;
 }
 
-// Microseconds per call, the best of five rounds.
+// Returns microseconds per call, the best of five rounds.
 double time_calls(torch::inductor::AOTIModelPackageLoader& model, const at::Tensor& input, int calls) {
     double best = 1e30;
     for (int round = 0; round < 5; ++round) {
@@ -151,7 +151,7 @@ double time_calls(torch::inductor::AOTIModelPackageLoader& model, const at::Tens
 }
 
 int run(const Options& options) {
-#ifndef MGLU_WITHOUT_LIBRARY  // defined in run_package_alone, which shows that a package needs no operator library
+#ifndef MGLU_WITHOUT_LIBRARY  // defined for run_package_alone, which shows that a package needs no operator library
     const char* given = options.weights.empty() ? nullptr : options.weights.c_str();
     if (const char* problem = mglu_check_model(options.package.c_str(), given, TORCH_VERSION, nullptr))
         throw std::runtime_error(problem);
