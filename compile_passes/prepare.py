@@ -1,4 +1,4 @@
-"""Prepares graphs that do not come from Dynamo: records their examples, and inlines the bodies of `torch.no_grad()`."""
+"""Prepares graphs that do not come from Dynamo: records example values, and inlines the bodies of `torch.no_grad()`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _NUMBER = (bool, int, float, *_SYMBOLIC)
 
 
 def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> None:
-    """Record at each node its value on fake tensors, as Dynamo does.
+    """Record the value of each node on fake tensors, as Dynamo does.
 
-    The values that `torch.export` keeps have no gradients, so they do not show which masks are trained, and the graph
-    is run again. Nothing is run if Dynamo recorded the whole graph for inputs like these.
+    The values that `torch.export` records have no gradients and do not show which masks are trained, so the graph is
+    run again. Nothing is run if Dynamo has recorded the whole graph for inputs like these.
 
     Args:
         gm: the graph module, whose nodes receive `meta["example_value"]`.
-        inputs: one real or fake input per placeholder; None for the values that are recorded at the placeholders.
+        inputs: one real or fake input per placeholder; None for the values recorded at the placeholders.
 
     Raises:
         ValueError: `inputs` are missing, too few or too many, or the module rejects them.
@@ -48,11 +48,11 @@ def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Non
     if not all(map(_is_like, inputs, recorded)):
         _run(gm, inputs if any(map(is_fake, inputs)) else list(map(_as_number, inputs)), anew=True)
     elif not _is_recorded(gm.graph):
-        _run(gm, recorded, anew=not _has_current_gradients(gm.graph))  # `recorded` knows the symbolic sizes
+        _run(gm, recorded, anew=not _has_current_gradients(gm.graph))  # unlike `inputs`, these have symbolic sizes
 
 
 def _is_like(given: Any, recorded: Any) -> bool:
-    """Whether an input has the type, dtype, shape, ... of the recorded value; a symbolic size fits any size."""
+    """True if an input has the type, dtype, shape and so on of the recorded value. A symbolic size fits any size."""
     if isinstance(recorded, _SYMBOLIC):
         return isinstance(given, _NUMBER)
     if not isinstance(recorded, torch.Tensor):
@@ -61,13 +61,13 @@ def _is_like(given: Any, recorded: Any) -> bool:
         return False
     is_same = all(getattr(given, name) == getattr(recorded, name) for name in ("dtype", "device", "requires_grad"))
     sizes = zip(given.shape, recorded.shape, strict=True)
-    return is_same and all(isinstance(of, torch.SymInt) or statically_known_true(size == of) for size, of in sizes)
+    return is_same and all(isinstance(b, torch.SymInt) or statically_known_true(a == b) for a, b in sizes)
 
 
 def _is_recorded(graph: Graph) -> bool:
-    """Whether Dynamo recorded the values of all nodes that are read, with the gradients that it would record now.
+    """True if Dynamo recorded a value for every node that is read, under the current grad mode.
 
-    Nodes that switch the grad mode or autocast have no value; only the nodes that switch back read them.
+    Nodes that switch the grad mode or autocast need no value, because only the nodes that switch back read them.
     """
     computed = [node for node in graph.nodes if node.op == "output" or "example_value" in node.meta]
     read = {node for user in computed for node in user.all_input_nodes}
@@ -76,7 +76,7 @@ def _is_recorded(graph: Graph) -> bool:
 
 
 def _has_current_gradients(graph: Graph) -> bool:
-    """Whether the recorded results have gradients exactly if they would have them in the current grad mode."""
+    """True if the recorded results require gradients as they would in the current grad mode."""
     leaves = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     given = (value for node in leaves for value in tensors_in(example(node)))
     wanted = torch.is_grad_enabled() and any(value.requires_grad for value in given)
@@ -86,7 +86,7 @@ def _has_current_gradients(graph: Graph) -> bool:
 
 
 def _recorded_results(graph: Graph) -> list[Node]:
-    """The results of a graph, or their nearest inputs with a recorded value if another pass has added nodes."""
+    """The results of a graph. If another pass added nodes without values, the nearest inputs that have values."""
     found: list[Node] = []
     pending, seen = [graph.output_node()], set()
     while pending:
@@ -100,13 +100,13 @@ def _recorded_results(graph: Graph) -> list[Node]:
 
 
 def _as_number(value: Any) -> Any:
-    """The number that a symbolic number stood for when it was traced, if that is known."""
+    """The value of a symbolic number during tracing, if it is known; any other value unchanged."""
     hint = value.node.hint if isinstance(value, _SYMBOLIC) else None
     return value if hint is None else hint
 
 
 def _run(gm: GraphModule, inputs: Sequence[Any], *, anew: bool) -> None:
-    """Compute the values of all nodes, or without `anew` only of those that have none."""
+    """Compute the values of all nodes; without `anew`, only the missing ones."""
     modes = [mode for mode in map(maybe_get_fake_mode, inputs) if mode is not None]
     mode = modes[0] if modes else FakeTensorMode()
     try:
@@ -120,7 +120,7 @@ def _run(gm: GraphModule, inputs: Sequence[Any], *, anew: bool) -> None:
 
 @contextmanager
 def _without_side_effects(mode: FakeTensorMode) -> Iterator[None]:
-    """Allow a block to run a graph in the fake mode of another tracer: no guards are added, the grad mode is kept."""
+    """Run a graph in the fake mode of another tracer without adding guards or changing the grad mode."""
     allowed = mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True  # parameters of modules that a graph calls
     try:
@@ -135,7 +135,7 @@ def _without_side_effects(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
-    """A tensor as a fake one; the mode gives the same one for the same tensor."""
+    """The fake version of a real tensor (the same one at every call); any other value unchanged."""
     is_real = isinstance(value, torch.Tensor) and not is_fake(value)
     return mode.from_tensor(value, static_shapes=True) if is_real else value
 
@@ -169,23 +169,25 @@ _set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
-    """Move the bodies of `torch.no_grad()` into the graph that calls them, wherever that changes no result or gradient.
+    """Move the bodies of `torch.no_grad()` into the graph that calls them, where this changes no result or gradient.
 
     A program that `torch.export` traced with grad mode on has `wrap_with_set_grad_enabled(False, body, *operands)`
     where the model turned gradients off. The pass reads one graph at a time, so it would not see a mask that such a
-    body makes; the commonest straight-through mask is a hard mask under `no_grad`, plus `logits - logits.detach()`.
+    body computes. The most common straight-through mask is one: a hard mask under `no_grad`, plus
+    `logits - logits.detach()`.
 
     Args:
-        module: a graph module, whose graph and registered bodies are changed in place; the bodies are not changed.
-        trains: whether gradients of the graph's results are needed. If so, an inlined body reads detached operands, so
-            that it records no gradient, as before; and a body that turns gradients on is not inlined, because the graph
-            does not tell whether they are on around it. If not, bodies of both kinds are inlined, and only a body that
-            writes in place reads detached operands, because it may write to a parameter.
+        module: a graph module. Its graph and its registered submodules are changed in place, but not the bodies.
+        trains: True if gradients of the graph's results are needed. Then an inlined body reads detached operands, so
+            that it still records no gradient. A body that turns gradients on is not inlined, because the graph does not
+            tell if they are on around it.
+            False inlines bodies of both kinds. Only a body that writes in place reads detached operands, because it may
+            write to a parameter.
     """
     kept: set[Node] = set()
     without_gradient: set[Node] = set()  # nodes of inlined bodies
     while calls := [call for call in _calls(module.graph) if call not in kept]:
-        call = calls[0]  # calls in its body follow once they are in the graph of `module`
+        call = calls[0]  # calls inside of its body come next, once they are in the graph of `module`
         if _can_inline(call, without_gradient if trains else None):
             _inline(module, call, without_gradient if trains or _writes(call) else None)
         else:
@@ -198,10 +200,10 @@ def _calls(graph: Graph) -> list[Node]:
 
 
 def _can_inline(call: Node, without_gradient: set[Node] | None) -> bool:
-    """Whether a body can be inlined.
+    """True if the body of a call can be inlined.
 
-    If gradients are needed, `without_gradient` holds the nodes of bodies inlined so far; then the body must record no
-    gradient, and all operands that may need to be detached must have examples.
+    If gradients are needed, `without_gradient` holds the nodes of the bodies inlined so far. Then the body must record
+    no gradient, and operands that may have to be detached need example values.
     """
     turns_on, body_node, *operands = call.args
     body = submodule(call.graph, body_node)
@@ -225,13 +227,13 @@ def _writes(call: Node) -> bool:
 
 
 def _takes_a_node(user: Node, results: Any) -> bool:
-    """Whether a user takes one result of a body by its index, and that result is a node."""
+    """True if a user takes one result of a body by its index, and that result is a node."""
     index: Any = user.args[1] if user.target is operator.getitem else None
     return isinstance(index, int) and isinstance(results[index], Node)
 
 
 def _turns_gradients_on(body: GraphModule) -> bool:
-    """Whether a body, or a body that it calls, turns gradients on or sets the grad mode in an unknown way."""
+    """True if a body, or a body that it calls, turns gradients on or sets the grad mode in an unknown way."""
     graphs = [inner.graph for inner in body.modules() if isinstance(inner, GraphModule)]
     if any(call.args[0] is not False for graph in graphs for call in _calls(graph)):
         return True
@@ -241,7 +243,7 @@ def _turns_gradients_on(body: GraphModule) -> bool:
 def _inline(module: GraphModule, call: Node, without_gradient: set[Node] | None) -> None:
     """Replace a call by the nodes of its body.
 
-    With `without_gradient`, the body reads detached operands, and its nodes are added to that set.
+    If `without_gradient` is a set, the body reads detached operands, and its nodes are added to the set.
     """
     graph = module.graph
     _, body_node, *operands = call.args
@@ -278,7 +280,7 @@ def _inline(module: GraphModule, call: Node, without_gradient: set[Node] | None)
 
 
 def _detached(graph: Graph, operand: Any, without_gradient: set[Node]) -> Any:
-    """An operand, detached if it may have a gradient."""
+    """An operand, detached if it may require a gradient."""
     value = tensor_example(operand) if isinstance(operand, Node) else None
     if value is None or operand in without_gradient or not (value.is_floating_point() or value.is_complex()):
         return operand
@@ -288,7 +290,7 @@ def _detached(graph: Graph, operand: Any, without_gradient: set[Node]) -> Any:
 
 
 def _adopt(module: GraphModule, body: GraphModule, name: str) -> str:
-    """Register with the module a body that an inlined body calls; returns the unused name that it received."""
+    """Register with the module a body that an inlined body calls, under an unused name; returns that name."""
     numbered = (f"{name}_{number}" for number in itertools.count())
     free = next(other for other in numbered if not hasattr(module, other))
     module.add_module(free, getattr(body, name))

@@ -1,7 +1,7 @@
-"""The proof that a site is an MGLU layer and may be replaced by the operator; a refusal gives its reason.
+"""Proves that a site is an MGLU layer and may be replaced by the operator. A refusal gives the reason.
 
-README.md, "Why a fused layer is right", lists the conditions and gives the argument for each. `interference.py` checks
-those about what surrounds the layer: writes, modes and other users. The other conditions are checked here.
+README.md, "Why a fused layer is right", lists the conditions and argues for each. `interference.py` checks the
+conditions about the nodes around the layer: writes, modes and other users. The others are checked here.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from .weight_formats import StoredWeight, is_decoded, stored_weight
 
 @dataclass(frozen=True)
 class Layer:
-    """A site that may be fused, with everything that the rewrite needs."""
+    """A site that may be fused, with all that the rewrite needs to know about it."""
 
     site: Site
     x: Node
     weight: Node
     weight_scale: float  # the number by which the program multiplies the masked weight
     transposed: bool
-    masks: tuple[tuple[Mask, bool], ...]  # each mask, and whether the gate uses its complement
+    masks: tuple[tuple[Mask, bool], ...]  # for each term, the mask, and True if the gate uses its complement
     activation: str
     dtype: torch.dtype
     trains_masks: bool
-    mask_weights: tuple[MaskWeight | float, ...]  # one weight per term, or none at all
+    mask_weights: tuple[MaskWeight | float, ...]  # one per term, or none at all
     scale: float  # the number that multiplies the sum
-    interior: tuple[Node, ...]  # the nodes of the spelling, which the operator replaces, in the order of the graph
-    stored: StoredWeight | None = None  # the weight as it is stored, if the program decodes it from a known format
-    why_decoded: str = ""  # why the operator reads the weight that the program has decoded from 8 or 4 bits, if it does
-    takes_views: bool = True  # whether new nodes may be views: in inference mode, torch.compile then raises an error
+    interior: tuple[Node, ...]  # the nodes that the operator replaces, in the order of the graph
+    stored: StoredWeight | None = None  # the stored weight, if the program decodes it from a format of the operator
+    why_decoded: str = ""  # why the operator reads a weight that the program decodes from 8 or 4 bits; else empty
+    takes_views: bool = True  # False in inference mode, where torch.compile rejects new views of outside tensors
     offs: Node | None = None  # the ends of the experts' rows of x `[S, h]`; None without experts, and for x `[E, t, h]`
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether weight and masks belong to experts, and the weight is `[E, out_features, in_features]`."""
+        """True if the layer has experts, and its weight is `[E, out_features, in_features]`."""
         return holds_experts(self.weight)
 
     @property
@@ -65,9 +65,9 @@ class Layer:
 
     @property
     def hides_nan(self) -> bool:
-        """Whether the program may return NaN for a mask logit that is NaN, which the operator takes for 0.
+        """True if the program may return NaN for a mask logit that is NaN, where the operator uses a mask of 0.
 
-        A comparison with NaN gives a mask of 0 or 1. A real mask may be NaN, and a straight-through sum is.
+        A comparison with NaN gives a mask of 0 or 1. But a float mask may be NaN, and a straight-through sum is.
         """
         masks = [mask for mask, _ in self.masks if mask.proof not in (None, "constant")]
         return any(mask.rounding or mask.carrier or dtype_of(mask.bits) in FLOATING for mask in masks)
@@ -77,7 +77,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     """Prove that a site is MGLU and may be replaced, and describe the layer.
 
     Raises:
-        Refusal: a condition does not hold; the reason names all that fail.
+        Refusal: a condition does not hold. The reason names every condition that fails.
     """
     reasons = _Reasons()
     reasons.of(_check_number, site)
@@ -125,13 +125,13 @@ _MOST_REASONS = 4
 
 
 class _Reasons:
-    """All reasons why a site is refused, so that a user need not fix one to learn of the next."""
+    """Collects all reasons why a site is refused, so that a user sees them at once."""
 
     def __init__(self) -> None:
         self._found: dict[str, None] = {}
 
     def of(self, condition: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """The result of a check, or None if it refuses the site; then the reason is kept."""
+        """The result of a check. If the check refuses the site, keep the reason and return None."""
         try:
             return condition(*arguments)
         except Refusal as refusal:
@@ -139,7 +139,11 @@ class _Reasons:
             return None
 
     def end(self) -> None:
-        """Refuse the site if there was a reason."""
+        """Refuse the site if a check did.
+
+        Raises:
+            Refusal: with the first reasons, and the number of further ones.
+        """
         named = list(self._found)[:_MOST_REASONS]
         more = len(self._found) - len(named)
         if named:
@@ -179,7 +183,7 @@ def _check_operands(recogniser: Recogniser, site: Site) -> None:
 
 
 def _check_experts(site: Site) -> None:
-    """Refuse experts that the grouped operators do not take."""
+    """Refuse experts that the grouped operators do not support."""
     first = site.terms[0].gate
     x, weight = tensor_example(first.x), tensor_example(first.weight)
     if not holds_experts(first.weight) or x is None or weight is None:
@@ -195,20 +199,20 @@ def _check_experts(site: Site) -> None:
 
 
 def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
-    """The pair of nodes at which two expressions begin to differ, as text for a message."""
+    """The two nodes at which two expressions begin to differ, as text for a message."""
     while True:
         inputs = [node.all_input_nodes for node in (a, b)]
         alike = a.target == b.target and len(inputs[0]) == len(inputs[1])
         pairs = list(zip(*inputs, strict=True)) if alike else []
         unequal = [pair for pair in pairs if recogniser.key(pair[0]) != recogniser.key(pair[1])]
-        # The name of a slice alone would tell a reader nothing.
+        # Stop at slices, since the name of the sliced tensor alone would tell a reader nothing.
         if len(unequal) != 1 or any(slice_of(node) or shapes.range_of(node) for node in unequal[0]):
             return f"`{line(a)}` and `{line(b)}`{_why_different(recogniser, a, b)}"
         a, b = unequal[0]
 
 
 def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
-    """Why two equal expressions hold different values, if the reason is known."""
+    """Why two expressions that look alike hold different values; empty if the reason is unknown."""
     if any(node.target is overwritten for node in (a, b)):
         return " (the graph writes in place to one of them)"
     if requires_grad(a) != requires_grad(b):
@@ -221,8 +225,8 @@ def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
 
 
 def _check_weight_scale(site: Site) -> float:
-    """The number c by which all masked weights are multiplied, whose mask factors are then 0 and c."""
-    scales = {scale_of(one.factor) for one in site.projections if one.factor is not None}
+    """The number c that multiplies all masked weights: their mask factors are 0 and c instead of 0 and 1."""
+    scales = {scale_of(projection.factor) for projection in site.projections if projection.factor is not None}
     if len(scales) > 1:
         numbers = ", ".join(f"{scale:g}" for scale in scales)
         raise Refusal(f"the masked weights are multiplied by different numbers: {numbers}")
@@ -230,7 +234,7 @@ def _check_weight_scale(site: Site) -> float:
 
 
 def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
-    """The mask of a term, and whether its gate uses the complement."""
+    """The mask of a term, and True if its gate uses the complement."""
     gate, value = term.gate.factor, term.value.factor
     if gate is None or value is None:
         unmasked = "gate" if gate is None else "value"
@@ -261,7 +265,11 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
 
 
 def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
-    """Whether the masks are trained; all of them or none must be."""
+    """True if the masks are trained.
+
+    Raises:
+        Refusal: only some are, or the operator would pass another gradient to them.
+    """
     factors = [projection.factor for projection in site.projections if projection.factor is not None]
     if any(factor.zero_gradient for factor in factors) and requires_grad(site.root):
         raise Refusal(
@@ -285,13 +293,13 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
 
 
 def _trains(site: Site, term: Term) -> bool:
-    """Whether a gradient reaches the mask of a term; under no_grad none does, whatever the parameters require."""
+    """True if a gradient reaches the mask of a term. Under `no_grad` none does, even if parameters require it."""
     slopes = [factor.slope for factor in (term.gate.factor, term.value.factor) if factor is not None]
     return requires_grad(site.root) and any(map(any, slopes))
 
 
 def _check_slopes(term: Term, sign: int) -> None:
-    gate, value = (one.factor and unscaled(one.factor) for one in (term.gate, term.value))
+    gate, value = (projection.factor and unscaled(projection.factor) for projection in (term.gate, term.value))
     assert gate is not None, "the masks are checked first"
     assert value is not None, "the masks are checked first"
     carriers = [factor.mask.carrier and factor.mask.carrier.key for factor in (gate, value)]
@@ -317,12 +325,12 @@ def _check_mask_shape(term: Term, mask: Mask) -> None:
 
 
 def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
-    """Refuse unknown tensors, those that the operators do not take, and those whose class computes its own products."""
-    operands = [node for one in site.projections for node in (one.x, one.weight, one.offs) if node is not None]
+    """Refuse unknown tensors, nested and sparse tensors, and subclasses that may compute products in their own way."""
+    operands = [node for p in site.projections for node in (p.x, p.weight, p.offs) if node is not None]
     operands += [mask.bits for mask in masks]
     operands += [term.mask_weight.node for term in site.terms if term.mask_weight is not None]
     for node in operands:
-        if tensor_example(node) is None:  # such as one that `Memory.misdescribed` names
+        if tensor_example(node) is None:  # for example because of `Memory.misdescribed`
             raise Refusal(
                 f"the shape of `{node}` is unknown, or a call such as t_ or unsqueeze_ changes it in place; "
                 "call the function that returns a new tensor (such as t)"
@@ -336,19 +344,19 @@ def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
 
 
 def named(term: Term) -> Scaled | None:
-    """The activation of a term as one of the operator's, with its coefficient; None if it has no such activation."""
+    """The operator's activation that a term has, with its coefficient; None if the operator lacks it."""
     digits = formulas.EXACT if term.gate.dtype is torch.float64 else formulas.DIGITS
     return formulas.activation(term.formula, digits)
 
 
 def spelled(term: Term) -> str:
-    """The name of a term's activation, or its formula if the operator has no such activation."""
+    """The name of a term's activation, or its formula if the operator lacks it."""
     found = named(term)
     return str(term.formula) if found is None else found.activation
 
 
 def _check_activation(site: Site) -> tuple[str, list[float]]:
-    """The activation that all terms share (`gates.joined` sees to that), and the coefficient of each term."""
+    """The activation, which `gates.joined` has made sure that all terms share, and the coefficient of each term."""
     found = [named(term) for term in site.terms]
     first = found[0]
     if first is None:
@@ -366,7 +374,7 @@ def _check_activation(site: Site) -> tuple[str, list[float]]:
             "the gate goes through a relu written as {}, whose gradient where the gate is 0 is {}, and not 0 as for "
             "relu; write torch.relu".format(*LIKE_RELU[first.kink])
         )
-    return first.activation, [one.scale for one in found if one is not None]
+    return first.activation, [scaled.scale for scaled in found if scaled is not None]
 
 
 def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple[tuple[MaskWeight | float, ...], float]:
@@ -377,7 +385,7 @@ def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple
     mask_weights = tuple(term.mask_weight for term in site.terms if term.mask_weight is not None)
     if mask_weights and len(mask_weights) != len(site.terms):
         raise Refusal("some terms of the sum have mask weights and some do not")
-    if dtype is torch.float16 and (any(abs(one) != 1 for one in scales) or any(term.moved for term in site.terms)):
+    if dtype is torch.float16 and (any(abs(scale) != 1 for scale in scales) or any(term.moved for term in site.terms)):
         raise Refusal(
             "a number or a mask weight multiplies a part of the layer, and in float16 a value that is multiplied later "
             "may overflow or vanish before; multiply the layer's result, or use bfloat16"
@@ -394,7 +402,7 @@ def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple
 
 
 def _with_stored_weight(recogniser: Recogniser, layer: Layer) -> Layer:
-    """The layer with its weight as it is stored, or with the reason why the operator reads the decoded one."""
+    """The layer with its stored weight, or with the reason why the operator reads the decoded weight instead."""
     if not is_decoded(layer.weight):
         return layer
     try:
@@ -413,7 +421,7 @@ def _with_stored_weight(recogniser: Recogniser, layer: Layer) -> Layer:
 
 
 def _check_dtypes(site: Site) -> torch.dtype:
-    """The dtype of the layer, which its projections and its result must share."""
+    """The dtype of the layer; its projections and its result must have this dtype."""
     root = dtype_of(site.root)
     if root is None:
         raise Refusal(f"the dtype of the result `{site.root}` is unknown, or a call such as detach_ changes what it is")

@@ -1,6 +1,6 @@
-"""The recogniser: the keys of the nodes of a graph, their abstract values, and the questions that rules ask about them.
+"""The recogniser: holds a key and an abstract value for each node of a graph, and answers the rules' questions.
 
-The first argument of each rule is a recogniser. `evaluate.py` asks the rules and keeps the values that they return.
+The first argument of each rule is a recogniser. `evaluate.py` calls the rules and stores the values that they return.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Recogniser:
     """The keys and values of the nodes of one graph."""
 
     def __init__(self, view: View) -> None:
-        """Give each node of the graph of a view a key, but no value yet."""
+        """Give a key to each node of the graph of a view. The nodes have no values yet."""
         self._values: MutableMapping[Node, Value] = {}
         self._assumed: dict[Node, Value] = {}
         self._keys: dict[Node, Hashable] = {}
         self._interned: dict[Hashable, int] = {}
-        self.masked_weights: frozenset[Hashable] = frozenset()  # the keys of the weights that some product masks
-        self.has_masks = False  # whether some node is known to hold few values, as every mask does
-        self.looked_through: set[Node] = set()  # the nodes that rules have looked through (`through`) to a value
+        self.masked_weights: frozenset[Hashable] = frozenset()  # the keys of all weights that are masked
+        self.has_masks = False  # True if a node is known to be a mask or a function of one, or to hold few values
+        self.looked_through: set[Node] = set()  # the nodes that rules have looked through (`through`)
         self._looking: list[Node] = []
         self._imagined: dict[Hashable, Node] = {}
         self.view = view
@@ -37,7 +37,7 @@ class Recogniser:
             self._keys[node] = self._intern(node)
 
     def value(self, argument: Any) -> Value:
-        """The value of an argument of a node, which may be another node or a number."""
+        """The abstract value of an argument, which is a node or a number."""
         if isinstance(argument, Node):
             return self._values.get(argument)
         return Scalar(argument) if isinstance(argument, (bool, int, float)) else None
@@ -47,7 +47,7 @@ class Recogniser:
         return self.value(mask)
 
     def key(self, argument: Any) -> Hashable:
-        """A key that is equal for two arguments only if they have the same value and the same gradient."""
+        """A key. Two arguments have equal keys only if they hold equal values and gradients."""
         if isinstance(argument, (tuple, list)):
             return tuple(self.key(item) for item in argument)
         if not isinstance(argument, Node):
@@ -55,10 +55,10 @@ class Recogniser:
         return self._keys[argument]
 
     def _intern(self, node: Node) -> Hashable:
-        """The key of a node: what it calls, with all arguments and defaults, on which values, and under which modes.
+        """The key of a node, from its function, its arguments with defaults, and the modes under which it runs.
 
-        The values of a view never change, so the key of an argument identifies the value that the node has read. Two
-        functions are equal where the table of spellings reads both as one `Call`.
+        The values of a view never change, so the key of an argument identifies the value that the node reads. Different
+        functions have equal keys if the table of spellings reads both as the same `Call`.
         """
         if node.op == "get_attr":
             return ("node", self._interned.setdefault(("get_attr", str(node.target)), len(self._interned)))
@@ -77,9 +77,9 @@ class Recogniser:
         return self._identity(node, identity, requires_grad(node), modes.blocks, modes.transforms)
 
     def _identity(self, node: Node, *structure: Hashable) -> Hashable:
-        """The key of the value of a node; `structure` tells how it is computed. All keys of computed values come here.
+        """The key of a computed value; `structure` tells how it is computed. Only this function makes such keys.
 
-        Equal keys imply equal shapes, dtypes and devices, whatever the structure is.
+        It adds the shape, dtype and device of the node, so that equal keys imply equal ones.
         """
         value = tensor_example(node)
         kind = None if value is None else (value.dtype, str(value.device), *map(_size, value.shape))
@@ -97,16 +97,16 @@ class Recogniser:
         doubt: str = "",
         logits: Node | None = None,
     ) -> Binary:
-        """The value of a node whose elements are a mask, or its complement if `inverted`. All new masks are made here.
+        """The value of a node that holds a new mask. Only this function makes new masks.
 
         Args:
             node: the node.
-            proof: why it is binary; None if nothing proves it.
-            rounding: the machine epsilon of its rounding errors (`Mask.rounding`), with those of what it is made of.
-            same_as: the operation and the keys of its operands, if other calls make the same mask; the shape, dtype and
-                device of the node become part of the key.
-            trained: whether the mask has a gradient, which the node carries.
-            inverted: whether the node holds the complement.
+            proof: why the node is binary; None if nothing proves it.
+            rounding: the machine epsilon of its rounding errors (`Mask.rounding`), including errors of its operands.
+            same_as: the operation and the keys of its operands, if other nodes may hold the same mask. The shape, dtype
+                and device of the node become part of the key.
+            trained: True if the mask has a gradient, which flows through the node.
+            inverted: True if the node holds the complement of the mask.
             doubt: why an unproved mask may not be binary.
             logits: a node such that the mask is `logits > 0`.
         """
@@ -116,14 +116,14 @@ class Recogniser:
         return Binary(mask, at=(1, 0) if inverted else (0, 1), slope=(1, 1) if trained else (0, 0))
 
     def through(self, argument: Any) -> Call | None:
-        """The call behind an argument, for a rule that looks through it; its node then belongs to the site."""
+        """The call that computes an argument, for a rule that looks through it. Its node then belongs to the site."""
         call = as_call(argument)
         if call is not None:
             self._looking.append(argument)
         return call
 
     def straight_through(self, hard: Mask, node: Node, logits: Node | None, rounding: float) -> Binary:
-        """The value of a node that has the values of the mask `hard`, up to rounding errors, and carries a gradient.
+        """The value of a node that equals the mask `hard`, up to rounding errors, and has a gradient.
 
         `logits` is the node that receives the gradient, if the mask is `logits > 0`.
         """
@@ -133,10 +133,11 @@ class Recogniser:
         return Binary(replace(hard, proof=proof, carrier=carrier, rounding=rounding), slope=(1, 1))
 
     def imagine(self, node: Node, function: Callable[..., Any], *args: Any) -> Node:
-        """A node that computes what the program computes only in another place: `W * s` of `(W * M) * s`, or `x.t()`.
+        """A new node for an operand that the program never computes, such as `W * s` when it computes `(W * M) * s`.
 
-        It stands before `node`, under whose modes it would run, until the rewrite copies or erases it. The function
-        returns a tensor like its first argument, or `torch.t` of it. Equal calls are one node.
+        The node is inserted before `node` and has its modes. If an operator reads it, the rewrite makes a copy; the
+        imagined node itself is erased at the end. Equal calls give one node. `function` is `torch.mul` or `torch.div`
+        (with a result like the first argument), or returns a view of its first argument.
         """
         key = ("imagined", function, self.key(args), self.view.modes(node))
         if key not in self._imagined:
@@ -153,18 +154,18 @@ class Recogniser:
 
     @property
     def imagined(self) -> list[Node]:
-        """The nodes that rules have imagined, each after those that it reads."""
+        """The nodes that rules have imagined. Each comes after the nodes that it reads."""
         return list(self._imagined.values())
 
     def unproved(self, node: Node) -> Binary:
-        """The value of a real tensor that is used like a mask although nothing proves that it is binary."""
+        """The value of a tensor that is used like a mask although nothing proves that it is binary."""
         return self.new_mask(node, None, rounding=0, trained=requires_grad(node))
 
     def as_weighted(self, argument: Any) -> Weighted | None:
-        """An argument as a weight, masked or not.
+        """An argument as a weight, masked or not; None if it cannot be a weight.
 
-        Any matrix that is not a mask counts as a weight, and any other tensor of three dimensions as the weights of
-        experts, unless it repeats a matrix.
+        Any matrix that is not a mask counts as a weight. A tensor of three dimensions counts as the weights of experts,
+        unless it repeats a matrix; then the matrix is the weight.
         """
         value = self.value(argument)
         if isinstance(value, Weighted):
@@ -181,12 +182,12 @@ class Recogniser:
 
 
 def _size(size: Any) -> Hashable:
-    """A size of a tensor as a part of a key; a symbolic one adds no guard as text."""
+    """A size of a tensor as a part of a key. A symbolic size becomes text, because comparing it would add a guard."""
     return size if type(size) is int else str(size)
 
 
 def _same_tensor(node: Node) -> Node | None:
-    """The input that a node returns unchanged, as a cast to the same dtype does, or dropout in eval mode."""
+    """The input that a node returns unchanged, such as a cast to the same dtype or a dropout in eval mode; or None."""
     call = as_call(node)
     if call is None or call.symbol not in ("to", "dropout") or not isinstance(call.args[0], Node):
         return None

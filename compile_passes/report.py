@@ -1,4 +1,4 @@
-"""The report of the pass: the layers that it fused, and those that it recognised but did not fuse, with the reason."""
+"""The report of the pass: the layers that it fused, and those that it recognised but refused, with the reasons."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ BEFOREHAND = "beforehand"
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One layer that the pass fused, or recognised but did not fuse.
+    """One layer that the pass fused, or recognised but did not fuse (a miss).
 
     Attributes:
         module_path: the module that computes the layer, e.g. `layers.3.mlp`; empty for a plain function.
-        source: file and line of the user's code that makes the layer's result; empty if tracing recorded none.
-        n_masks: the number of masks in the sum; 0 if it is not known.
-        activation: the gating function.
-        dtype: dtype of the result.
-        operator: the operator, `forward_ste` (trained masks) or `forward` (fixed masks), or for experts
+        source: file and line of the user's code that computes the layer's result; empty if tracing recorded none.
+        n_masks: the number of masks in the sum; 0 if unknown.
+        activation: the activation of the gate.
+        dtype: the dtype of the result.
+        operator: the operator: `forward_ste` (trained masks) or `forward` (fixed masks), or for experts
             `grouped_forward_ste` or `grouped_forward`; empty for a miss.
-        weighted: whether the masks have mask weights.
-        weight_format: how the operator reads the weight (`mglu_ops.formats`), `dense` if it is not stored in 8 bits or
-            less; empty for a miss.
-        activation_format: what the operator rounds x to (`mglu_ops.formats`), `dense` if to nothing.
+        weighted: True if the masks have mask weights.
+        weight_format: the format in which the operator reads the weight (`mglu_ops.formats`), `dense` for a weight in
+            the layer's dtype; empty for a miss.
+        activation_format: the format to which the operator rounds x (`mglu_ops.formats`); `dense` without rounding.
         packed: when the masks are packed: `at each call`, `when compiled` (under freezing), `when exported`, or
-            `beforehand` (the model holds them packed); empty for a miss.
+            `beforehand` (the model holds packed masks); empty for a miss.
         reason: why a miss was not fused, and what to change; None for a fused layer.
         note: what would make a fused layer faster; empty if nothing is known.
-        hides_nan: whether the program may return NaN for a NaN mask logit, which a fused layer takes for 0; False for a
-            miss.
+        hides_nan: True if the program may return NaN for a mask logit that is NaN, where a fused layer uses a mask of
+            0. False for a miss.
         before: the nodes of the layer, one line each.
         after: the nodes that replace them; empty for a miss.
     """
@@ -74,12 +74,12 @@ class SiteReport:
 
     def __str__(self) -> str:
         place = self.module_path or self.source or "(function)"
-        masks = f"n_masks={self.n_masks}" if self.n_masks else ""  # a near miss has no known masks and activation
+        masks = f"n_masks={self.n_masks}" if self.n_masks else ""  # a near miss has neither masks nor an activation
         what = f"{place}: {', '.join(filter(None, (masks, self.activation, self.dtype)))}"
         return f"{what}, fused to mglu::{self.operator}" if self.reason is None else f"{what}, not fused: {self.reason}"
 
     def picture(self) -> str:
-        """The nodes of the layer before and after the rewrite, as text."""
+        """The nodes of the layer before and after fusing, as text."""
         parts = [str(self), "before:", *(f"  {line}" for line in self.before)]
         return "\n".join([*parts, *(["after:"] if self.after else []), *(f"  {line}" for line in self.after)])
 
@@ -89,17 +89,17 @@ _COLUMNS = ("module", "source", "masks", "activation", "dtype", "result", "masks
 
 @dataclass(repr=False)
 class FusionReport:
-    """The layers of all graphs that the pass has read, in order; a layer that is compiled twice is listed twice.
+    """The layers of all graphs that the pass has read, in order. A layer that is compiled twice is listed twice.
 
-    `str(report)` is a table of the layers, followed by the reason of each miss and by notes on packing and on NaN.
+    `str(report)` is a table of the layers, followed by the reason for each miss, and by notes on packing and NaN.
 
     Attributes:
         fused: layers that now run as one operator.
         missed: layers that were recognised but not fused.
-        present: layers that called the operator already, such as `mglu_ops.nn.MGLU`.
+        present: layers that call the operator in the program itself, such as `mglu_ops.nn.MGLU`.
         graphs: the number of graphs that the pass has read.
-        errors: what rules of the pass have raised; the nodes at which they did are left unchanged.
-        is_split: whether DistributedDataParallel split one of the graphs into parts.
+        errors: errors that rules of the pass have raised; each left its node unchanged.
+        is_split: True if DistributedDataParallel split one of the graphs into parts.
     """
 
     fused: list[SiteReport] = field(default_factory=list)
@@ -119,11 +119,11 @@ class FusionReport:
     __repr__ = __str__  # so that a notebook shows the table
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        fused = (*self.present, *self.fused)  # another thread may compile meanwhile
+        fused = (*self.present, *self.fused)  # a copy, because another thread may compile meanwhile
         for number, site in enumerate((*fused, *self.missed), 1 - len(fused)):
             result = f"not fused [{number}]"
             if site.reason is None:
-                formats = [one for one in (site.weight_format, site.activation_format) if one != "dense"]
+                formats = [name for name in (site.weight_format, site.activation_format) if name != "dense"]
                 result = ", ".join([f"mglu::{site.operator}", *(["weighted"] if site.weighted else []), *formats])
             source = re.sub(r"^.*[/\\\\]", "", site.source)
             yield (site.module_path, source, str(site.n_masks or ""), site.activation, site.dtype, result, site.packed)
@@ -149,7 +149,7 @@ class FusionReport:
             )
 
     def to_json(self) -> str:
-        """The report as JSON: the attributes of this object, and of each site."""
+        """The report as JSON: the attributes of this object and of each layer."""
         return json.dumps(asdict(self), indent=2)
 
 
@@ -160,7 +160,7 @@ _LAYERS = tuple(
 
 
 def layers_present(graph: Graph) -> list[SiteReport]:
-    """The layers of a graph that call the operator as the program was written."""
+    """The layers that the program itself computes with the operator."""
     found = []
     for node in graph.nodes:
         op = getattr(node.target, "_overloadpacket", node.target)
@@ -185,12 +185,12 @@ def layers_present(graph: Graph) -> list[SiteReport]:
 
 
 def missed_at(node: Node, reason: str) -> SiteReport:
-    """The report of a miss that is known only by one node, as its masks and activation were not recognised."""
+    """The report of a miss at a node. Its masks and its activation are unknown."""
     return report_at(node, dtype_of(node), n_masks=0, activation="", reason=reason, before=(line(node),))
 
 
 def report_at(node: Node, dtype: torch.dtype | None, **more: Any) -> SiteReport:
-    """The report of a layer of this dtype whose result, or last known part, is a node; `more` are other attributes."""
+    """The report of a layer whose result, or last known part, is at `node`; `more` are further attributes."""
     named = str(dtype).removeprefix("torch.")
     return SiteReport(module_path=module_path(node), source=source_line(node), dtype=named, **more)
 
@@ -202,7 +202,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def line(node: Node) -> str:
-    """A node as text, such as `gate [5, 12] = linear(x, masked)`; an input of the graph is represented by its name."""
+    """A node as text, such as `gate [5, 12] = linear(x, masked)`; for an input or attribute, only its name."""
     if node.op in ("placeholder", "get_attr"):
         return node.name
     call, example = as_call(node), tensor_example(node)
@@ -221,7 +221,7 @@ def _spelled(argument: Any) -> str:
 
 
 def module_path(node: Node) -> str:
-    """The module that a node belongs to, such as `layers.3.mlp`, from the module stack that tracing recorded."""
+    """The module that a node belongs to, such as `layers.3.mlp`, as tracing recorded it; else empty."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -232,10 +232,10 @@ def module_path(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """The line of user code that made a node, such as `file.py:12`; modes of torch may add frames of torch itself."""
+    """The line of user code that made a node, such as `file.py:12`, without frames of torch itself."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    of_user = [line for line in lines if not line[0].startswith(_TORCH)]
-    return "{}:{}".format(*(of_user or lines)[-1]) if lines else ""
+    user_lines = [line for line in lines if not line[0].startswith(_TORCH)]
+    return "{}:{}".format(*(user_lines or lines)[-1]) if lines else ""
 
 
 _TORCH = os.path.dirname(torch.__file__)

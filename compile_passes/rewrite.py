@@ -1,6 +1,7 @@
 """Replaces the nodes of a layer by one call of `mglu::forward_ste` (trained masks) or `mglu::forward` (fixed masks).
 
-Experts become `mglu::grouped_forward_ste` or `mglu::grouped_forward`, which take the rows of all experts as one matrix.
+Layers of experts become `mglu::grouped_forward_ste` or `mglu::grouped_forward`, which take the rows of all experts as
+one matrix.
 """
 
 from __future__ import annotations
@@ -32,24 +33,20 @@ _mglu = torch.ops.mglu
 
 @dataclass(frozen=True)
 class Replacement:
-    """A layer, the nodes that replace it, and when its masks are packed (one of the constants of `report`).
-
-    The last of the nodes holds the layer's result.
-    """
+    """A layer and the nodes that replace it."""
 
     layer: Layer
-    nodes: tuple[Node, ...]
-    packed: str
+    nodes: tuple[Node, ...]  # the last one holds the layer's result
+    packed: str  # when the masks are packed: a constant of `report`
 
 
 def replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
-    """Insert the nodes that compute a layer before its root in the view; nothing reads them yet.
+    """Insert the nodes that compute a layer before its root in the view; no node reads them yet.
 
-    If a stored weight may not be read there, because something writes to it, the operator reads the decoded one.
+    If another node writes to a stored weight, so that it cannot be read there, the operator reads the decoded weight.
 
     Raises:
-        Refusal: what surrounds the layer keeps it from being replaced. This and any other error leaves the view
-            unchanged.
+        Refusal: nodes around the layer prevent fusing. This and any other error leave the view unchanged.
     """
     try:
         return _replacement(recogniser, layer)
@@ -90,7 +87,7 @@ def _nodes_between(before: Node, after: Node) -> list[Node]:
 
 
 def rewrite(view: View, replacements: Sequence[Replacement]) -> None:
-    """Let the users of the layers read their replacements, erase what is then unused, and change the original graph."""
+    """Redirect the users of the layers to the replacements, erase unused nodes, and update the original graph."""
     for made in replacements:
         made.layer.site.root.replace_all_uses_with(made.nodes[-1])
     _erase_dead(view, {node for made in replacements for node in made.layer.interior})
@@ -98,9 +95,9 @@ def rewrite(view: View, replacements: Sequence[Replacement]) -> None:
 
 
 def _erase_dead(view: View, spelling: set[Node]) -> None:
-    """Erase unused nodes of the layers, the assertions about them, and what only they read.
+    """Erase unused nodes of the layers, assertions about them, and nodes that only they read.
 
-    Draws of random numbers stay, because without one of them the later ones would give other numbers.
+    Calls that draw random numbers stay, because without them later calls would draw other numbers.
     """
     dying = set(spelling)
     for node in reversed(view.graph.nodes):
@@ -112,7 +109,7 @@ def _erase_dead(view: View, spelling: set[Node]) -> None:
 
 
 def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
-    """Make the call of the operator; returns the layer's result and when its masks are packed."""
+    """Make the call of the operator. Returns the node with the layer's result, and when its masks are packed."""
     x = _cast(graph, _made(graph, recogniser, layer.x), layer.dtype)
     stored = layer.stored
     weight = stored.weight if stored else _made(graph, recogniser, layer.weight)
@@ -147,14 +144,14 @@ def _fused_call(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Nod
 
 
 def _made(graph: Graph, recogniser: Recogniser, node: Node) -> Node:
-    """A node of the program, or a copy of one that a rule has imagined."""
+    """A node of the program unchanged; for a node that a rule has imagined, a copy."""
     if node not in recogniser.imagined:
         return node
     return graph.node_copy(node, lambda item: _made(graph, recogniser, item))
 
 
 def _ends_of_equal_groups(graph: Graph, layer: Layer) -> Node:
-    """The ends of the rows of each expert in x `[E, t, in_features]` as one matrix: t, 2 t, ..., E t."""
+    """The offsets t, 2 t, ..., E t at which each expert's rows end when x `[E, t, in_features]` is flattened."""
     example = tensor_example(layer.x)
     assert example is not None, "checked by proof.check"
     experts = _number_of(graph, layer.x, 0)
@@ -164,13 +161,13 @@ def _ends_of_equal_groups(graph: Graph, layer: Layer) -> Node:
 
 
 def _number_of(graph: Graph, node: Node, dim: int) -> Node | int:
-    """The size of a tensor along a dimension: a number, or if that is symbolic a node."""
+    """The size of a tensor along a dimension: a number, or a node for a symbolic size."""
     known = size(node, dim)
     return graph.call_method("size", (node, dim)) if known is None else known
 
 
 def _scales(graph: Graph, stored: StoredWeight) -> Node:
-    """The scales of a stored weight in the dtype and the shape that its format has."""
+    """The scales of a stored weight in the dtype and shape of its format."""
     assert stored.format.scale_dtype is not None, "a stored weight has scales"
     scales = _cast(graph, stored.scale, stored.format.scale_dtype)
     if has_shape(stored.scale, stored.scale_shape):
@@ -182,7 +179,7 @@ def _scales(graph: Graph, stored: StoredWeight) -> Node:
 
 
 def _in_weight_order(layer: Layer) -> Layer:
-    """The layer with its masks in the order of their columns of mask weights, if all mask_weights are columns."""
+    """The layer with its masks sorted by their columns in the mask weights, if all mask weights are columns."""
     columns = [column for column in map(_column_of, layer.mask_weights) if column is not None]
     if not columns or len(columns) != len(layer.mask_weights):
         return layer
@@ -193,14 +190,14 @@ def _in_weight_order(layer: Layer) -> Layer:
 
 
 def _column_of(mask_weight: MaskWeight | float) -> tuple[Node, int] | None:
-    """`(tensor, i)` if a mask_weight is column i of a tensor."""
+    """`(tensor, i)` if a mask weight is column i of a tensor."""
     if not isinstance(mask_weight, MaskWeight) or mask_weight.is_number:
         return None
     return shapes.column_of(mask_weight.node) if mask_weight.index is None else (mask_weight.node, mask_weight.index)
 
 
 def _mask_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | None:
-    """The mask weights `[..., n_masks]`: the tensor whose columns they are, or else a concatenation of them."""
+    """The mask weights `[..., n_masks]`: the tensor that has exactly these columns, or else a concatenation."""
     if not layer.mask_weights:
         return None
     columns = [column for column in map(_column_of, layer.mask_weights) if column is not None]
@@ -215,7 +212,7 @@ def _mask_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | 
 
 
 def _masks_last(graph: Graph, layer: Layer, mask_weight: Node, stack_dim: int) -> Node:
-    """The mask weights of a stack as `[..., n_masks]`; they may have a dimension of size 1 for the features."""
+    """The mask weights of a stack as `[..., n_masks]`, without a dimension of size 1 for the features."""
     has_features = dims(mask_weight) > dims(layer.x)
     if stack_dim not in (-1, dims(mask_weight) - 1):
         mask_weight = graph.call_method("movedim", (mask_weight, stack_dim, -1))
@@ -229,7 +226,7 @@ def _as_column(graph: Graph, layer: Layer, mask_weight: MaskWeight | float) -> N
             return mask_weight.node
         whole = _masks_last(graph, layer, mask_weight.node, mask_weight.dim)
         return graph.call_method("narrow", (whole, -1, mask_weight.index, 1))
-    tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # it has the shape of the column
+    tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # any tensor of the column's shape
     if not isinstance(mask_weight, MaskWeight):
         return graph.call_function(torch.full_like, (tokens, mask_weight), {"dtype": layer.dtype})
     number = mask_weight.node
@@ -245,15 +242,15 @@ def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 
 def _transpose(graph: Graph, layer: Layer, node: Node) -> Node:
-    """Transpose a weight that is stored `[in_features, out_features]`, or its masks."""
+    """Transpose a weight `[in_features, out_features]`, or its masks; leave a weight `[out_features, in_features]`."""
     return graph.call_method("transpose", (node, -2, -1)) if layer.transposed else node
 
 
 def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
-    """A tensor `[n_masks, ...]` that is positive where the gate's masks are 1, and that has the masks' gradient.
+    """A tensor `[n_masks, ...]` that is positive where the gate's masks are 1, and that receives their gradient.
 
-    It is made of the user's logits if the graph has them. Otherwise it is the straight-through masks minus 1/2, through
-    which autograd reaches the logits as it did before.
+    These are the user's logits if the graph has them. Otherwise they are the straight-through masks minus 1/2, and
+    autograd reaches the logits through the masks as it did before.
     """
     carriers = [(mask.carrier, complement) for mask, complement in layer.masks]
     logits = [(c.logits, c.index) for c, complement in carriers if c and c.logits and not complement]
@@ -269,7 +266,7 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 
 def _logits_of(recogniser: Recogniser, masks: Node) -> Node | None:
-    """The logits of which a node is the straight-through masks, if the graph has them."""
+    """The logits whose straight-through masks a node holds, if the graph has them."""
     value = recogniser.value(masks)
     carrier = value.mask.carrier if isinstance(value, Binary) else None
     return carrier.logits if carrier is not None and carrier.node is masks else None
@@ -278,7 +275,7 @@ def _logits_of(recogniser: Recogniser, masks: Node) -> Node | None:
 def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[Node, str]:
     """The packed masks of the gate, and when they are packed.
 
-    If the masks are `logits > 0`, one operator reads the logits and packs them.
+    If the masks are `logits > 0`, one operator compares and packs the logits.
     """
     logits = _whole_logits(recogniser, layer)
     if logits is not None:
@@ -294,7 +291,7 @@ def _packed_masks(graph: Graph, recogniser: Recogniser, layer: Layer) -> tuple[N
 
 
 def _pack(graph: Graph, layer: Layer, packing: torch._ops.OpOverload, masks: Node) -> Node:
-    """Pack masks `[n_masks, ...]`, or the masks `[E, n_masks, ...]` of experts as the rows of one layer."""
+    """Pack masks `[n_masks, ...]`. The masks `[E, n_masks, ...]` of experts are packed as rows of one large layer."""
     masks = _transpose(graph, layer, masks)
     if not layer.is_of_experts:
         return graph.call_function(packing, (masks,))
@@ -304,7 +301,7 @@ def _pack(graph: Graph, layer: Layer, packing: torch._ops.OpOverload, masks: Nod
 
 
 def _is_folded(recogniser: Recogniser, node: Node) -> bool:
-    """Whether Inductor's freezing evaluates a node when it compiles, because it depends on module attributes alone."""
+    """True if Inductor's freezing evaluates a node while compiling, because it depends on module attributes alone."""
     if not inductor_config.freezing or torch.is_grad_enabled():
         return False
     given = [item for item in shapes.sources(node) if item.op in ("placeholder", "get_attr")]
@@ -312,7 +309,7 @@ def _is_folded(recogniser: Recogniser, node: Node) -> bool:
 
 
 def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
-    """The tensor `L` `[n_masks, ...]` such that mask i of the gate is `L[i] > 0` for every i; None if there is none."""
+    """The tensor L `[n_masks, ...]` such that mask i of the gate is `L[i] > 0` for every i; None without one."""
     if any(mask.logits is None or complement for mask, complement in layer.masks):
         return None
     sources: list[Slice] = [(mask.logits, mask.index) for mask, _ in layer.masks if mask.logits is not None]
@@ -331,27 +328,30 @@ def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 
 def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
-    """The mask or masks `bits`, which are like `mask`, or their complement; bool if they are proved to be binary."""
+    """The mask, or stack of masks, `bits` as the gate uses it; bool if it is proved to be binary.
+
+    `mask` describes `bits`, or one of the stack. With `complement` the gate uses the complement.
+    """
     complement = complement != mask.inverted
-    if mask.proof is None:  # A comparison would hide values other than 0 and 1 from the check that packing makes.
+    if mask.proof is None:  # no comparison, which would hide values other than 0 and 1 from the check in packing
         return graph.call_function(operator.sub, (1, bits)) if complement else bits
     if complement:
         return graph.call_function(operator.eq, (bits, 0))
     dtype = dtype_of(mask.bits)
     if dtype is torch.bool:
         return bits
-    # `> 0` takes a NaN in a real mask for 0, as `forward_ste` does with a NaN logit; `!= 0` would take it for 1.
+    # In a float mask, `> 0` makes a NaN 0, as `forward_ste` does with a NaN logit; `!= 0` would make it 1.
     is_real = dtype is not None and dtype.is_floating_point
     return graph.call_function(operator.gt if is_real else operator.ne, (bits, 0))
 
 
 def _dim_of_masks(layer: Layer) -> int:
-    """The dimension that counts the masks where they are stacked; with experts, the second."""
+    """The dimension along which the masks of a layer are stacked: the second with experts, else the first."""
     return 1 if layer.is_of_experts else 0
 
 
 def _whole(recogniser: Recogniser, layer: Layer, slices: Sequence[Slice]) -> Node | None:
-    """The stacked tensor that has exactly these slices, in this order if there are mask weights; else None."""
+    """The stacked tensor with exactly these slices (in this order, if there are mask weights); None without one."""
     dim, ordered = _dim_of_masks(layer), bool(layer.mask_weights)
     found = [_resolved(item, dim) for item in slices]
     if any(index is None for _, index in found) or len({recogniser.key(node) for node, _ in found}) != 1:
@@ -362,14 +362,14 @@ def _whole(recogniser: Recogniser, layer: Layer, slices: Sequence[Slice]) -> Nod
 
 
 def _resolved(item: Slice, dim: int) -> Slice:
-    """A slice as `(stack, i)`, if the node itself is slice i of `stack` along `dim`."""
+    """A slice as `(stack, i)`, if its node is slice i of `stack` along `dim`; otherwise unchanged."""
     node, index = item
     found = slice_of(node) if index is None else None
     return (found[0], found[2]) if found is not None and found[1] == dim else item
 
 
 def _joined(graph: Graph, recogniser: Recogniser, layer: Layer, slices: Sequence[Slice]) -> Node:
-    """Slices as one tensor `[n_masks, ...]`: the tensor that has exactly these slices, or else a stack of them."""
+    """Slices as one tensor `[n_masks, ...]`: the tensor with exactly these slices, or else a new stack."""
     whole = _whole(recogniser, layer, slices)
     return whole if whole is not None else _stack(graph, layer, [_slice(graph, node, index) for node, index in slices])
 
