@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     value = getattr(importlib.import_module(f".{_DEFINED_IN[name]}", __name__), name)
-    globals()[name] = value  # later uses do not come here
+    globals()[name] = value  # so later uses do not call this function
     return value
 
 
@@ -78,9 +78,9 @@ def __dir__() -> list[str]:
 
 
 def _runs_as_a_command() -> bool:
-    """Whether `python -m mglu_ops` is importing this package.
+    """True if this import comes from `python -m mglu_ops`.
 
-    `__main__` imports `nn` and `ops` once it has parsed the options, so that `--help` does not wait for torch.
+    `__main__` imports `nn` and `ops` after it has parsed the options, so `--help` does not wait for torch.
     """
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__
 

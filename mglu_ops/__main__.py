@@ -1,7 +1,7 @@
 """`python -m mglu_ops COMMAND`.
 
-The modules of the commands do not import torch, so that `--help` and a wrong option are answered at once. A command
-imports what it needs when it runs.
+The modules of the commands do not import torch, so `--help` and errors about options appear at once. A command imports
+torch when it runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .tuning import command as tuning
 PROG = "python -m mglu_ops"
 
 COMMANDS = (passes, packaging, build, tuning, bench, params)
-"""Modules with `add_parser(subparsers)`, which sets the default `run`: `(argparse.Namespace) -> exit code`."""
+"""Each module has `add_parser(subparsers)`, whose parser sets `run`: `(argparse.Namespace) -> exit code`."""
 
 OWN_PACKAGES = ("benchmarks", "compile_passes", "mglu_ops")
 DISTRIBUTIONS = {"cuda": "cuda-core"}
-"""Modules whose name differs from the name that pip installs them by."""
+"""Modules that pip installs under another name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        from . import nn, ops  # noqa: F401 (the part of `import mglu_ops` that was put off; registers torch.ops.mglu)
+        from . import nn, ops  # noqa: F401 (registers torch.ops.mglu, which `import mglu_ops` has put off)
 
         return int(options.run(options))
     except (UserError, ModuleNotFoundError) as error:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _problem(error: UserError | ModuleNotFoundError) -> str | None:
-    """The line to print for an error, or None if the error is a fault of this package."""
+    """The line to print for an error; None for a bug of this package, which deserves a traceback."""
     if isinstance(error, UserError):
         return str(error)
     missing = (error.name or "").partition(".")[0]

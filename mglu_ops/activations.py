@@ -1,7 +1,7 @@
 """The activation functions of MGLU: their names, their codes in compiled code, and their derivatives.
 
-This table is the only list of them in Python. A test compares it with the enumerations of `csrc`, which hold the
-formulas of the CPU and CUDA kernels, and runs each one through every backend.
+This table is the only list of them in Python. `csrc` has the same list with the formulas of the CPU and CUDA kernels. A
+test compares the lists, and runs each activation on every backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Activation:
     """A pointwise function and its vector-Jacobian product."""
 
     code: int
-    """The number by which compiled code knows it (`csrc/cuda/activation.cuh`, `csrc/cpu/activation.h`)."""
+    """Its value in the enumerations of compiled code (`csrc/cuda/activation.cuh`, `csrc/cpu/activation.h`)."""
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
     """`(grad_output, x) -> grad_x`."""

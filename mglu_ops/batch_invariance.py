@@ -1,24 +1,22 @@
-"""A switch for the whole process that gives a row's result the same bits in every batch.
+"""A process-wide switch: with it, the result of a row has the same bits in every batch.
 
-Every kernel gives the same bits to the same call, but which kernel runs depends on the number of tokens, and kernels
-differ in the order of their sums. With the switch on, `mglu::forward` runs kernels that sum in the same order for every
-number of tokens, and refuses calls for which there are none: on a CPU, in float64, and in training, which uses library
-GEMMs.
+Every kernel is deterministic. But the number of tokens decides which kernel runs, and kernels sum in different orders.
+With the switch on, `mglu::forward` runs only kernels whose order of summation does not depend on the number of tokens.
+It refuses calls without such a kernel: on a CPU, in float64, and in training, which uses library GEMMs.
 """
 
 from __future__ import annotations
 
 enabled = False
-"""Read by every call; written by `set_batch_invariant_mode`."""
+"""The state of the switch. Every call reads it; only `set_batch_invariant_mode` writes it."""
 
 
-class set_batch_invariant_mode:  # noqa: N801 (a function that can be a block, like torch.set_grad_enabled)
+class set_batch_invariant_mode:  # noqa: N801 (a function and a context manager, like torch.set_grad_enabled)
     """Turn batch-invariant results on or off: from now on, or inside a `with` block.
 
-    The mode applies to all threads, and to every call made (eagerly, by compiled code or by a package in this process)
-    or captured into a CUDA graph while it is on; it does not affect the C++ library. It costs speed: on compute
-    capability 9.0, calls with few tokens run the kernel for many; elsewhere, calls with many tokens run the kernel for
-    few.
+    The mode applies to all threads. It covers every call that runs or is captured into a CUDA graph while it is on:
+    eager calls, compiled code and packages, but not the C++ library. It costs speed: all calls then run the kernel for
+    many tokens on compute capability 9.0, and the kernel for few tokens on other GPUs.
 
     Raises:
         TypeError: `mode` is not a bool.
@@ -40,5 +38,5 @@ class set_batch_invariant_mode:  # noqa: N801 (a function that can be a block, l
 
 
 def is_batch_invariant_mode_enabled() -> bool:
-    """Whether `set_batch_invariant_mode` has turned the mode on."""
+    """True while `set_batch_invariant_mode` has the mode turned on."""
     return enabled

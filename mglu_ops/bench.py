@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the suites.
 
     Returns:
-        The exit code, 1 if a result is wrong.
+        The exit code: 1 if a result is wrong, else 0.
 
     Raises:
         UserError: the benchmarks are not installed, or a suite cannot run on this machine.

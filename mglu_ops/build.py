@@ -14,9 +14,9 @@ from .notices import say
 from .tuning.command import shape
 
 DESCRIPTION = (
-    "Builds the CPU kernels, and with --arch the CUDA kernels of layers, which the first calls would build otherwise. "
-    "With --out, they go to a folder that can be copied into an image: where MGLU_CACHE_DIR names that folder, no "
-    "compiler is needed."
+    "Builds the CPU kernels, and with --arch the CUDA kernels of layers. Otherwise the first calls build them. With "
+    "--out, they go to a folder that can be copied into an image. Where MGLU_CACHE_DIR names that folder, no compiler "
+    "is needed."
 )
 
 
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Build; the exit code. Raises UserError for problems that the user can fix."""
+    """Build the kernels and return the exit code. Raises UserError for problems that the user can fix."""
     from .backends import cpu
     from .backends.cache import cache_directory
     from .backends.cuda.compiler import CompileError, compile_cubin
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _share(folder: Path, is_new: bool) -> None:
-    """Let all users read the kernels in a folder, as for an image. A folder that existed before keeps its mode."""
+    """Let all users read the kernels in a folder, which may go into an image. An existing folder keeps its mode."""
     if is_new:
         folder.chmod(0o755)
     for path in folder.iterdir():
@@ -102,7 +102,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """The kernels to compile, for packing masks and for contiguous layers, as `(kernel, target, macros)`."""
+    """Yield `(kernel, target, macros)` of the kernels that pack masks and that run contiguous layers."""
     import torch
 
     from .backends.cuda.choice import choose

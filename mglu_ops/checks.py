@@ -1,6 +1,6 @@
-"""Argument checks shared by eager and fake kernels. Each error names the argument, what it was and what it must be.
+"""Argument checks shared by eager and fake kernels. An error names the argument, its value and what it must be.
 
-The checks read metadata and no values, so that they never synchronise and work under FakeTensor.
+The checks read metadata but no values, so they never synchronise and work under FakeTensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_layer(given: LayerArguments) -> None:
 
 
 def check_inputs(x: Tensor, weight: Tensor, weight_format: WeightFormat = FORMATS["dense"], name: str = "x") -> None:
-    """Check that x `[..., in_features]`, the argument called `name`, and a weight of this format fit together."""
+    """Check that x `[..., in_features]` and a weight in this format fit together. Errors call x `name`."""
     check_dense(name, x)
     check_dense("weight", weight)
     if x.dtype not in FLOATING:
@@ -63,7 +63,7 @@ def check_inputs(x: Tensor, weight: Tensor, weight_format: WeightFormat = FORMAT
 
 
 def check_scale(weight: Tensor, scale: Tensor | None, weight_format: WeightFormat) -> None:
-    """Check that a weight of this format has such scales, on its device."""
+    """Check the dtype, shape and device of the scales of a weight in this format."""
     where = f"for weight_format={weight_format.name!r}"
     if weight_format.is_dense:
         if scale is not None:
@@ -82,20 +82,20 @@ def check_scale(weight: Tensor, scale: Tensor | None, weight_format: WeightForma
 
 
 def check_floating(name: str, dtype: torch.dtype | None) -> None:
-    """Check that the dtype argument called `name` is floating or None."""
+    """Check that a dtype is floating or None. Errors call it `name`."""
     if dtype is not None and dtype not in FLOATING:
         raise TypeError(f"{name}: got {dtype}, must be {FLOATING_NAMES}, or None")
 
 
 def check_packed(weight: Tensor, packed_masks: Tensor, weight_format: WeightFormat = FORMATS["dense"]) -> None:
-    """Check that packed_masks are the packed masks of a weight of this shape and format, on its device."""
+    """Check that packed_masks fit the weight: its shape, its format and its device."""
     check_layout(packed_masks, weight_format.packed * weight.shape[1], weight.shape[0])
     if packed_masks.device != weight.device:
         raise ValueError(f"packed_masks: got device {packed_masks.device}, must be x's device {weight.device}")
 
 
 def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> None:
-    """Check that mask_logits are floating `[n_masks, out_features, in_features]`, and fit `weight` if it is given."""
+    """Check that mask_logits are floating `[n_masks, out_features, in_features]` and fit `weight`, if it is given."""
     check_dense("mask_logits", mask_logits)
     if mask_logits.dtype not in FLOATING:
         raise TypeError(f"mask_logits: got dtype {mask_logits.dtype}, must be {FLOATING_NAMES}")
@@ -110,7 +110,7 @@ def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> 
 
 
 def check_needs(needs: Sequence[bool], *names: str) -> None:
-    """Check that needs are one bool for each of these arguments, whose gradients they ask for."""
+    """Check that `needs` has one bool for each argument in `names`: True asks for its gradient."""
     if len(needs) != len(names):
         wanted = f"{len(names)} bools, for the gradients of {', '.join(names)}"
         raise ValueError(f"needs: got {list(needs)}, must be {wanted}")

@@ -1,8 +1,8 @@
 """Chooses the backend for a call of an operator, prepares the call and runs it.
 
-A `LayerCall` describes a call of `mglu::forward`. `choose`, a pure function of the description, decides which backend
-runs the call. The backend prepares it, and the prepared call is kept for all later calls with the same description.
-Nothing is tuned or timed at run time. `backend=` overrides the choice, for tests and for tuning.
+A `LayerCall` describes a call of `mglu::forward`. `choose` is a pure function of the description and names the backend.
+The backend prepares the call: it decides everything except the tensors. Later calls with the same description reuse the
+prepared call. Nothing is tuned or timed at run time. `backend=` overrides the choice, for tests and for tuning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .masks import pack
 from .words import counted
 
 CALLS_KEPT = 4096
-"""The most prepared calls that are kept. Once there are this many, all are dropped and prepared again when needed."""
+"""The capacity of each cache of prepared calls. A full cache is cleared, and calls are prepared again."""
 
 _prepared: dict[Key, PreparedCall] = {}
 """The prepared calls by the metadata of their tensors."""
@@ -43,11 +43,11 @@ class Choice:
     Attributes:
         backend: its name.
         reason: why it was chosen.
-        is_fallback: whether `reason` kept a faster backend or kernel from running the call.
-        launch: how the CUDA backend launches the call.
-        launch_origin: where `launch` comes from: a table of measured launches, or the cost model.
+        is_fallback: True if `reason` prevents a faster backend or kernel from running the call.
+        launch: the launch configuration of the CUDA backend.
+        launch_origin: the source of `launch`: a table of measured launches, or the cost model.
         weight_format: the format of the weight (`mglu_ops.formats`).
-        activation_format: the format of x in products, to which the kernel or torch rounds x.
+        activation_format: the format to which the kernel or torch rounds x before it is multiplied.
     """
 
     backend: str
@@ -73,7 +73,7 @@ class Choice:
 
 
 NOTICEABLE_WEIGHTS = 1 << 18
-"""Smaller layers take at most a millisecond on any backend, too little to warn users who have no compiler."""
+"""The size from which a slow backend is worth a warning. Smaller layers take at most 1 ms on any backend."""
 
 REFUSED = (
     "mglu: set_batch_invariant_mode(True) asks for results that do not depend on the batch, "
@@ -91,13 +91,13 @@ def explain_dispatch(
     weight_format: str = "dense",
     activation_format: str = "dense",
 ) -> Choice:
-    """The backend and the kernel for a call of `mglu::forward` with these arguments; reads no value of the tensors.
+    """The backend and the kernel for a call of `mglu::forward` with these arguments. Reads no tensor values.
 
     Raises:
         TypeError: an argument is not a dense tensor, or has a wrong dtype.
         ValueError: the shape or the device of an argument is wrong, or there is no such activation.
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
-        RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
+        RuntimeError: the batch-invariant mode is on, and no kernel can run the call in it.
     """
     given = LayerArguments(
         x, weight, packed_masks, activation, mask_weights, weight_scale, weight_format, activation_format
@@ -122,11 +122,10 @@ def _choose(call: LayerCall) -> Choice:
 
 
 def _most_tokens_on_chip(call: LayerCall) -> int:
-    """The most tokens for which kernels that reread W for every 8 or 16 tokens beat GEMMs on masked copies of W.
+    """Above this many tokens `composite` beats `decode_mma` and Triton, which reread W for every 8 or 16 tokens.
 
-    Measured in 16 bits on an H200 without `tile_wgmma`: at 512 tokens the kernel wins by 1.7x to 2x for 4 to 16 masks
-    and loses by 1.1x to 1.4x for one; at 128 it wins by at least 2x for any number. float32 was not measured.
-    `tile_wgmma` beats both (benchmarks/results/tokens.csv, routes.csv).
+    `tile_wgmma` beats all of them, so the limit does not apply to it. Measured in 16 bits on an H200
+    (benchmarks/results/tokens.csv, routes.csv); float32 was not measured.
     """
     if call.dtype in (torch.float16, torch.bfloat16):
         return 256 if call.n_masks == 1 else 512
@@ -185,7 +184,7 @@ def cuda_backend() -> Cuda:
 
 @cache
 def warn_of_fallback(backend: str, reason: str, op: str = "forward", stacklevel: int = 5) -> None:
-    """Warn once of a call of an operator that runs slowly; `stacklevel` counts the frames up to the user's call."""
+    """Warn once that an operator runs on a slow backend. `stacklevel` is the number of frames up to the user's call."""
     notices.warn(f"mglu::{op} runs on the backend {backend}: {reason}", stacklevel=stacklevel)
 
 
@@ -193,13 +192,13 @@ def warn_of_fallback(backend: str, reason: str, op: str = "forward", stacklevel:
 
 
 def repeat(given: LayerArguments) -> Tensor | None:
-    """The result of a call with the same `metadata_key` as an earlier one, whose checks and preparation it reuses.
+    """Run a call whose `metadata_key` equals an earlier call's, without checking or preparing it again.
 
-    None for any other call, which must be checked and passed to `forward`.
+    Returns None for any other call, which must be checked and passed to `forward`.
     """
     try:
         prepared = _prepared.get(metadata_key(given))
-    except (RuntimeError, AttributeError):  # a tensor that is not dense, or None, which torch lets through
+    except (RuntimeError, AttributeError):  # an argument is not a dense tensor, or None; the checks will refuse it
         return None
     return None if prepared is None else prepared(given)
 
@@ -209,12 +208,12 @@ def forward(given: LayerArguments, *, backend: str | None = None, launch: Any = 
 
     Args:
         given: the arguments.
-        backend: a name of `BACKENDS` that overrides the choice, for tests and tuning. Such a call is not kept.
-        launch: how that backend is to run the call; see its `prepare`.
+        backend: a name of `BACKENDS` that overrides the choice, for tests and tuning. Such a call is not cached.
+        launch: a launch configuration for that backend; see its `prepare`.
 
     Raises:
         ValueError: there is no such backend, or it cannot run the call.
-        RuntimeError: the batch-invariant mode is on, and nothing can run the call in it.
+        RuntimeError: the batch-invariant mode is on, and no kernel can run the call in it.
     """
     if backend is not None:
         return _prepare_on(backend, given, launch)(given)
@@ -234,9 +233,9 @@ def forward(given: LayerArguments, *, backend: str | None = None, launch: Any = 
 
 
 def is_kept(call: LayerCall, backend: str) -> bool:
-    """Whether later calls reuse what was prepared for this one.
+    """True if the prepared call is cached for later calls.
 
-    They do not if the CPU kernels could not be built, so that they use the kernels once `CXX` is fixed.
+    It is not if the CPU kernels could not be built, so that later calls use the kernels once `CXX` is fixed.
     """
     if call.device.type == "cpu":
         return not (backend == "composite" and call.dtype is not torch.float64 and cpu.is_missing())
@@ -244,7 +243,7 @@ def is_kept(call: LayerCall, backend: str) -> bool:
 
 
 def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
-    """A call prepared by the backend of that name."""
+    """Prepare a call on the backend called `name`. Raises the errors of `forward`."""
     if batch_invariance.enabled and name != "cuda":
         raise RuntimeError(REFUSED.format(f"the backend {name!r} was asked for"))
     if name not in BACKENDS:
@@ -257,7 +256,7 @@ def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
 
 
 def _prepare(backend: Backend, call: LayerCall, given: LayerArguments, launch: Any) -> PreparedCall:
-    """A prepared call, which first rounds x if it must, and copies what is not `in_rows` and cannot be viewed so."""
+    """Prepare a call. The prepared call rounds x and copies arguments that are not `in_rows` first, where necessary."""
     if call.activation_format != "dense" and not backend.rounds_x:
         return OfRoundedX(backend.prepare(call.with_rounded_x(), launch))
     prepared = backend.prepare(call, launch)
@@ -272,7 +271,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 class InRows:
-    """A prepared call, of a layer or of experts, that first brings its arguments `in_rows`."""
+    """A prepared call, of a layer or of experts, that first converts its arguments with `in_rows`."""
 
     def __init__(self, prepared: Callable[[Any], Tensor]) -> None:
         self._prepared = prepared
@@ -308,7 +307,7 @@ def pack_logits(mask_logits: Tensor) -> Tensor:
 
 
 def _packing_backend(masks: Tensor) -> Backend | None:
-    """The backend that packs in one pass, or None for torch, also if the masks are too few to build CPU kernels for."""
+    """The backend that packs in one pass. None if torch packs, as it does small masks before CPU kernels are built."""
     if masks.is_cuda:
         backend = BACKENDS["cuda"]
     elif masks.is_cpu and (masks.numel() >= NOTICEABLE_WEIGHTS or cpu.is_loaded()):
@@ -323,14 +322,14 @@ _training_calls: dict[Key, PreparedForwardTrain | PreparedBackward] = {}
 
 
 def is_known(key: Key | None) -> bool:
-    """Whether an earlier training call had this key, so that its arguments need no checks."""
+    """True if an earlier training call with this key has passed the checks."""
     return key in _training_calls
 
 
 def _forward_backend(call: LayerCall) -> Backend:
-    """The first backend that can run the forward pass of a training call. The last one can run every call.
+    """The first backend that can run the forward pass of a training call. `composite`, the last, can run every call.
 
-    The backward pass may run on another backend: every backend reads the partials of every other.
+    The backward pass may run on another backend, as all backends store the partials in the same layout.
     """
     backend = next(backend for backend in BACKENDS.values() if backend.can_train_forward(call))
     is_on_cpu = call.device.type == "cpu" and call.dtype is not torch.float64

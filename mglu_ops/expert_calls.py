@@ -1,8 +1,8 @@
 """The arguments and the description of one call of the operators over experts (`mglu_ops.expert_ops`).
 
-An expert is a layer like any other, so the description of a call holds the `LayerCall` of one expert, which answers all
-questions about bytes, and what is the same for all experts: how many there are, the rows that they share, and the
-distances between neighbouring experts in memory. How many rows each expert has is a value, and no description knows it.
+The description of a call, `ExpertCall`, holds the `LayerCall` of one expert, the number of experts, the number of rows
+of all experts together, and the strides between experts. It does not hold the number of rows of each expert, which only
+the values of ids or offs tell.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .words import counted
 
 
 class ExpertArguments(NamedTuple):
-    """The arguments of `experts_forward`, whose rows have `expert_ids`, or of `grouped_forward`, which has `offs`."""
+    """The arguments of `experts_forward`, with `expert_ids`, or of `grouped_forward`, with `offs`."""
 
     x: Tensor
     """`[T, in_features]`, or `[S, in_features]` sorted by expert with `offs`."""
@@ -37,7 +37,7 @@ class ExpertArguments(NamedTuple):
     mask_weights: Tensor | None = None
     """`[T, K, n_masks]`, or `[S, n_masks]` with `offs`."""
     weight_scale: Tensor | None = None
-    """The scales of a layer with a leading dimension of experts."""
+    """`[E, ...]`: the scales of each expert's weight."""
     weight_format: str = "dense"
     activation_format: str = "dense"
     expert_ids: Tensor | None = None
@@ -47,17 +47,17 @@ class ExpertArguments(NamedTuple):
 
     @staticmethod
     def of_ids(x: Tensor, weight: Tensor, packed_masks: Tensor, expert_ids: Tensor, *rest: Any) -> ExpertArguments:
-        """The arguments of `mglu::experts_forward`, in the order of its schema. Refuses expert_ids of None."""
-        if expert_ids is None:  # torch lets it through, and here it would mean offs
+        """The arguments of `mglu::experts_forward`, in its schema's order. Raises TypeError if expert_ids is None."""
+        if expert_ids is None:  # torch accepts None for a tensor, and here None would mean `grouped_forward`
             check_dense("expert_ids", expert_ids)
-        return ExpertArguments(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest ends before it
+        return ExpertArguments(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # `rest` is shorter
 
     @staticmethod
     def of_offs(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any) -> ExpertArguments:
-        """The arguments of `mglu::grouped_forward`, in the order of its schema. Refuses offs of None."""
-        if offs is None:  # torch lets it through, and here it would mean expert ids
+        """The arguments of `mglu::grouped_forward`, in its schema's order. Raises TypeError if offs is None."""
+        if offs is None:  # torch accepts None for a tensor, and here None would mean `experts_forward`
             check_dense("offs", offs)
-        return ExpertArguments(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+        return ExpertArguments(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # `rest` is shorter
 
     @property
     def out_features(self) -> int:
@@ -69,7 +69,7 @@ class ExpertArguments(NamedTuple):
 
     @property
     def routing(self) -> Tensor:
-        """What assigns rows to experts: `expert_ids` or `offs`."""
+        """The tensor that assigns rows to experts: `expert_ids` or `offs`."""
         index = self.offs if self.expert_ids is None else self.expert_ids
         assert index is not None
         return index
@@ -84,7 +84,7 @@ class ExpertArguments(NamedTuple):
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def in_rows(self) -> ExpertArguments:
-        """The same with mask weights `[S, n_masks]`, and contiguous ids, offs and scales. Copies what must be."""
+        """Return the arguments with mask weights `[S, n_masks]` and contiguous ids, offs and scales; copy if needed."""
         ids, offs, scale, weights = self.expert_ids, self.offs, self.weight_scale, self.mask_weights
         return self._replace(
             mask_weights=None if weights is None else as_rows(weights),
@@ -107,7 +107,7 @@ class ExpertArguments(NamedTuple):
         )
 
     def key(self) -> Key:
-        """All that the checks of a call and its `ExpertCall` depend on. Raises what `metadata_key` raises."""
+        """The metadata on which the checks and the `ExpertCall` depend. Raises what `metadata_key` raises."""
         return (*metadata_key(LayerArguments(*self[:8])), self.offs is None, tensor_key(self.routing))
 
 
@@ -115,7 +115,7 @@ class DownArguments(NamedTuple):
     """The arguments of `mglu::experts_down`, in the order of its schema."""
 
     y: Tensor
-    """`[T, K, in_features]`; its in_features are the layer's out_features."""
+    """`[T, K, in_features]`: the result of `experts_forward`, whose out_features are the in_features here."""
     weight: Tensor
     """`[E, out_features, in_features]` in y's dtype, or as `weight_format` stores it."""
     expert_ids: Tensor
@@ -130,7 +130,7 @@ class DownArguments(NamedTuple):
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def in_rows(self) -> DownArguments:
-        """The same with contiguous y, ids, expert weights and scales. Copies what must be."""
+        """Return the arguments with contiguous y, ids, expert weights and scales; copy if needed."""
         y, weight, ids, expert_weights, scale, weight_format = self
         scale = None if scale is None else scale.contiguous()
         return DownArguments(
@@ -139,14 +139,15 @@ class DownArguments(NamedTuple):
 
 
 def sort_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the pairs of a token and one of its experts by expert, stably, without reading a value on the host.
+    """Sort the (token, expert) pairs by expert, stably, without reading a value on the host.
 
     Args:
-        expert_ids: int32 or int64 `[T, K]`; pair `t K + k` is `[t, k]`.
+        expert_ids: int32 or int64 `[T, K]`. The number of pair `[t, k]` is `t K + k`.
         experts: E.
 
     Returns:
-        The pairs, int64 `[T K]`, those without an expert last, and offs, int32 `[E]`: the end of each expert's pairs.
+        The sorted numbers of the pairs, int64 `[T K]`, and offs, int32 `[E]`: the end of each expert's pairs. Pairs
+        whose id is not an expert come last.
     """
     ids = expert_ids.flatten()
     ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
@@ -156,27 +157,27 @@ def sort_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _sorted_dtype(experts: int, dtype: torch.dtype) -> torch.dtype:
-    """The narrowest dtype of ids, since a radix sort passes over memory once for each of their bytes."""
+    """The narrowest dtype for the ids. A radix sort passes over memory once for each byte of an id."""
     return torch.int16 if experts <= torch.iinfo(torch.int16).max else dtype
 
 
 def inverse_of(pairs: Tensor) -> Tensor:
-    """The place of each pair in `pairs`, a permutation."""
+    """The inverse of the permutation `pairs`: the position of each pair in it."""
     return torch.empty_like(pairs).scatter(0, pairs, torch.arange(pairs.shape[0], device=pairs.device))
 
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """A call of `experts_forward` or `grouped_forward`, or with `layer.n_masks` 0 of `experts_down`.
+    """A call of `experts_forward`, `grouped_forward` or, if `layer.n_masks` is 0, `experts_down`.
 
     The tensors of a prepared call are `in_rows`: ids, offs, expert weights and scales are contiguous.
 
     Attributes:
-        layer: one expert's call with the number of rows that an expert has if all have as many. Its alignments hold for
-            every expert. For `experts_down` it has no masks, x is y, and out_features is the last size of the result.
+        layer: the call of one expert with balanced routing, where all experts have the same number of rows. Its
+            alignments hold for every expert. For `experts_down` it has no masks, and its x is y.
         experts: E.
-        rows: S, the rows of all experts together, with those that belong to none.
-        top_k: K, the rows of a token. None if the rows are sorted, and `offs` tells where each expert's end.
+        rows: S, the rows of all experts together, and rows without an expert.
+        top_k: K, the rows of a token. None if the rows are sorted by expert, with `offs`.
         index_dtype: the dtype of the ids or offs.
         weight_stride: elements of the stored weight from one expert to the next.
         masks_stride: likewise for the packed masks.
@@ -196,7 +197,7 @@ class ExpertCall:
 
     @staticmethod
     def of(given: ExpertArguments) -> ExpertCall:
-        """Describe a call whose arguments have been checked. Reads no value."""
+        """Describe a call whose arguments have been checked. Reads no tensor values."""
         ids, weights = given.expert_ids, given.mask_weights
         rows, experts = math.prod(given.leading), given.weight.shape[0]
         first = given.of_expert(0, given.x, None)
@@ -223,7 +224,7 @@ class ExpertCall:
 
     @staticmethod
     def of_down(given: DownArguments) -> ExpertCall:
-        """Describe a call of `experts_down` whose arguments have been checked. Reads no value."""
+        """Describe a call of `experts_down` whose arguments have been checked. Reads no tensor values."""
         y, weight, ids, expert_weights, scale, weight_format = given
         rows, (experts, out_features, _) = ids.numel(), weight.shape
         stored = StoredWeight(FORMATS[weight_format], weight.dtype, _of_every_expert(weight))
@@ -244,9 +245,13 @@ class ExpertCall:
 
     @staticmethod
     def contiguous(layer: LayerCall, experts: int, tokens: int, top_k: int | None) -> ExpertCall:
-        """Describe a call of contiguous tensors; `layer` is a contiguous call of one expert with any tokens.
+        """Describe a call of contiguous tensors.
 
-        `tokens` are T, or S if `top_k` is None.
+        Args:
+            layer: the contiguous call of one expert, for any number of tokens.
+            experts: E.
+            tokens: T, or S if `top_k` is None.
+            top_k: K, or None for rows that are sorted by expert.
         """
         rows = tokens * (top_k or 1)
         stored, d, h = layer.weight.format, layer.out_features, layer.in_features
@@ -263,7 +268,7 @@ class ExpertCall:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the rows are sorted by expert, and `offs` tells where each expert's end."""
+        """True if the rows are sorted by expert and `offs` holds the end of each expert's rows."""
         return self.top_k is None
 
     @property
@@ -277,12 +282,12 @@ class ExpertCall:
 
 
 def _rows_of_one(rows: int, experts: int) -> int:
-    """The rows of an expert if they are balanced: no expert is without rows before each has one."""
+    """`ceil(rows / min(rows, experts))`: the rows of an expert with balanced routing."""
     return ceil_div(rows, max(1, min(rows, experts)))
 
 
 def _of_every_expert(tensor: Tensor) -> Layout:
-    """The layout of one expert's part of a tensor, with the alignment of all of them."""
+    """The layout of one expert's slice of a tensor, with an alignment that every expert's slice has."""
     first = Layout.of(tensor[0])
     if tensor.shape[0] == 1:
         return first

@@ -1,4 +1,4 @@
-"""Checks of the operators over experts: what experts add to the checks of one layer (`checks`)."""
+"""Argument checks of the operators over experts. One expert's tensors are checked as a layer's (`checks`)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_packable_logits(mask_logits: Tensor) -> None:
 
 
 def check_rows_and_experts(x: Tensor, offs: Tensor, **tensors: Tensor) -> None:
-    """Check the ranks and the sizes of x `[S, in_features]`, offs `[E]`, and tensors with a dimension of E experts."""
+    """Check the shapes of x `[S, in_features]` and offs `[E]`, and that `tensors` are `[E, ...]`."""
     _check_rank("x", x, "[S, in_features]")
     _check_offs(offs, _check_experts_of(**tensors), x.device)
 
@@ -89,7 +89,7 @@ def check_down(given: DownArguments) -> None:
 
 
 def check_like(name: str, tensor: Tensor, shape: Sequence[int], like: str, other: Tensor) -> None:
-    """Check that a tensor has this shape, and the dtype and the device of another argument, called `like`."""
+    """Check that a tensor has this shape, and the dtype and device of `other`, which errors call `like`."""
     check_dense(name, tensor)
     if not same_sizes(tensor.shape, shape):
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
@@ -130,7 +130,7 @@ def _check_rank(name: str, tensor: Tensor, shape: str) -> None:
 
 
 def _check_experts_of(**tensors: Tensor | None) -> int:
-    """Check that tensors have a leading dimension of as many experts as the weight, and return how many there are."""
+    """Check that all tensors are `[E, ...]` as the weight is, and return E."""
     weight = tensors["weight"]
     check_dense("weight", weight)
     assert weight is not None
@@ -150,7 +150,7 @@ def _check_experts_of(**tensors: Tensor | None) -> int:
 
 @contextmanager
 def of_each_expert() -> Iterator[None]:
-    """Say in the errors of one layer's checks that they see the tensors of one expert."""
+    """Append "(of each expert)" to the errors of a layer's checks, which show the shapes of one expert."""
     try:
         yield
     except (TypeError, ValueError) as error:

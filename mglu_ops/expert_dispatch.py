@@ -1,6 +1,7 @@
 """Chooses the backend for a call of an operator over experts, prepares the call and runs it: `dispatch` for experts.
 
-The choice follows from an `ExpertCall` alone and never from the ids or offs. Prepared calls are kept as in `dispatch`.
+The choice depends on the `ExpertCall` only, never on the values of ids or offs. Prepared calls are cached as in
+`dispatch`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def explain_experts_dispatch(
     weight_format: str = "dense",
     activation_format: str = "dense",
 ) -> Choice:
-    """The backend for a call of `mglu::experts_forward` with these arguments; reads no value of the tensors.
+    """The backend for a call of `mglu::experts_forward` with these arguments. Reads no tensor values.
 
     Raises the errors of `explain_dispatch`.
     """
@@ -91,10 +92,10 @@ def _chosen(call: ExpertCall, op: str) -> Backend:
 
 
 def repeat(given: ExpertArguments) -> Tensor | None:
-    """The result of a call with the metadata of an earlier one; None for any other call, which must be checked."""
+    """Run a call whose key equals an earlier call's; None for any other call, which must be checked."""
     try:
         prepared = _prepared.get(given.key())
-    except (RuntimeError, AttributeError):  # a tensor that is not dense, or None, which torch lets through
+    except (RuntimeError, AttributeError):  # an argument is not a dense tensor, or None; the checks will refuse it
         return None
     return None if prepared is None else prepared(given)
 
@@ -128,7 +129,7 @@ def _asked_for(name: str, call: ExpertCall) -> Backend:
 
 
 def _prepare(backend: Backend, call: ExpertCall, given: ExpertArguments, launch: Any) -> PreparedExperts:
-    """A prepared call, which first rounds x if it must, and copies what is not `in_rows`."""
+    """Prepare a call. The prepared call rounds x and copies arguments that are not `in_rows` first, where necessary."""
     if call.layer.activation_format != "dense" and not backend.rounds_x:
         rounded = replace(call, layer=call.layer.with_rounded_x())
         return OfRoundedX(backend.prepare_experts(rounded, launch))
@@ -141,14 +142,14 @@ def _prepare(backend: Backend, call: ExpertCall, given: ExpertArguments, launch:
 
 
 def pack_logits(mask_logits: Tensor) -> Tensor:
-    """The packed masks `[E, ...]` of logits `[E, n_masks, out_features, in_features]`, without a copy of the logits."""
+    """The packed masks `[E, ...]` of logits `[E, n_masks, out_features, in_features]`. Does not copy the logits."""
     if mask_logits.is_cuda and cuda_backend().can_pack_experts(mask_logits):
         return cuda_backend().pack(mask_logits)
     return torch.stack([dispatch.pack_logits(one) for one in mask_logits])
 
 
 def is_known(key: Key | None) -> bool:
-    """Whether an earlier call had this key, so that its arguments need no checks."""
+    """True if an earlier call with this key has passed the checks."""
     return key in _other_calls
 
 
@@ -178,7 +179,7 @@ def down_backward(grad_output: Tensor, given: DownArguments, needs: Sequence[boo
 
 
 def forward_train(key: Key | None, given: ExpertArguments) -> tuple[Tensor, Tensor]:
-    """The result `[S, out_features]`, and the partials `[S, ..., out_features]` that backward needs."""
+    """The result `[S, out_features]`, and the partials `[S, entries, out_features]` that backward needs."""
     if batch_invariance.enabled:
         raise RuntimeError(REFUSED.format("training"))
     given = given.in_rows()
@@ -210,7 +211,7 @@ def backward(key: Key | None, arguments: GroupedBackwardArguments) -> tuple[Tens
 
 
 def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why experts of a dtype cannot be trained on a device, or None if they can."""
+    """The reason why experts in this dtype cannot be trained on this device; None if they can."""
     return composite_experts.untrainable_reason(device, dtype) if device.type == "cuda" else None
 
 

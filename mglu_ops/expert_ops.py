@@ -6,12 +6,12 @@
 | `mglu::experts_down(y, weight, expert_ids, expert_weights, ...)` | the weighted sum of a linear layer of each expert |
 | `mglu::grouped_forward(x, weight, packed_masks, offs, ...)` | the layers of experts, for rows sorted by expert |
 | `mglu::grouped_forward_ste(x, weight, mask_logits, offs, ...)` | the same with learned masks; packs them |
-| `mglu::grouped_forward_train(...)`, `mglu::grouped_backward(...)` | what autograd calls, as in `ops` |
+| `mglu::grouped_forward_train(...)`, `mglu::grouped_backward(...)` | forward and backward in training; see `ops` |
 | `mglu::experts_down_backward(...)` | all gradients of `experts_down` |
 | `mglu::pack_expert_logits(mask_logits)` | the masks `logits > 0` of all experts in the packed format |
 
-An expert is a layer as in `mglu_ops.ops`. Every tensor of a layer has a leading dimension of E experts. There are T
-tokens, K experts a token, S = T K rows of the result, d = out_features and h = in_features:
+An expert is a layer as in `mglu_ops.ops`, so the tensors of a layer get a leading dimension of E experts. There are T
+tokens, K experts per token and S = T K rows of the result; d = out_features and h = in_features:
 
     experts_forward: y[t, k] = layer(expert_ids[t, k])(x[t]),  x [T, h], mask_weights [T, K, n_masks], y [T, K, d]
     grouped_forward: y[s] = layer(e)(x[s]) for offs[e - 1] <= s < offs[e], x [S, h], mask_weights [S, n_masks], y [S, d]
@@ -20,18 +20,22 @@ tokens, K experts a token, S = T K rows of the result, d = out_features and h = 
 weight `[E, d, h]`, packed_masks `[E, d, ceil(h / 8), n_masks]`, mask_logits `[E, n_masks, d, h]`. `experts_down` adds
 its products in float32, or float64 for float64, in the order of k.
 
-**Rows without an expert.** An id outside 0 .. E-1, as expert parallelism has for experts of other ranks, gives a row of
-zeros and contributes nothing to a sum, whatever x, y, grad_output and the weights of masks and experts hold there. The
-same holds for rows past `offs[-1]`, where `torch.nn.functional.grouped_mm` leaves the result undefined. Their gradients
-are zeros, and so are the gradients of an expert without rows. offs must ascend; if they do not, the results are
-unspecified.
+**Rows without an expert.** A row has no expert if its id is outside 0 .. E-1, as expert parallelism sets it for experts
+of other ranks, or if it lies past `offs[-1]`, where `torch.nn.functional.grouped_mm` leaves the result undefined. Its
+result and its gradients are zeros, and it contributes nothing to a sum, even if its inputs are NaN. The gradients of an
+expert without rows are zeros too. offs must ascend; otherwise the results are unspecified.
 
-**Values are not read on the host of a GPU.** Neither ids nor offs decide a shape or a launch, so that CUDA graphs
-replay with others.
+**No value is read on the host of a GPU.** Shapes and launches do not depend on ids or offs, so a captured CUDA graph
+replays with new ids or offs.
 
-Gradients: `grouped_forward_ste` of x, weight, mask_logits and mask_weights; `grouped_forward` of x, of a dense weight
-and of mask_weights; `experts_forward`, which is for inference, of x and mask_weights; `experts_down` of y, of a dense
-weight and of expert_weights. Partial derivatives and backward are as in `mglu_ops.ops`, for each expert's rows.
+**Gradients.** Partial derivatives and backward are as in `mglu_ops.ops`, for each expert's rows.
+
+| op | arguments with a gradient |
+|---|---|
+| `grouped_forward_ste` | x, weight, mask_logits, mask_weights |
+| `grouped_forward` | x, a dense weight, mask_weights |
+| `experts_forward`, for inference | x, mask_weights |
+| `experts_down` | y, a dense weight, expert_weights |
 """
 
 from __future__ import annotations
@@ -99,7 +103,7 @@ SCHEMAS = (
 
 
 def _check_real(tensors: dict[str, Tensor]) -> None:
-    """Check that the arguments of a kernel have memory, before checks take the part of one expert."""
+    """Check that the arguments of a kernel have memory. Later checks index them by expert."""
     for name, tensor in tensors.items():
         check_dense(name, tensor)
     check_memory(**tensors)
@@ -273,7 +277,7 @@ def _experts_down_backward_fake(grad_output: Tensor, *args: Any) -> tuple[Tensor
 
 
 class _Grouped(torch.autograd.Function):
-    """The gradient of the grouped operators; exactly one of `mask_logits` and `packed_masks` is given."""
+    """Autograd of the grouped operators. Exactly one of `mask_logits` and `packed_masks` is not None."""
 
     @staticmethod
     def forward(
@@ -327,7 +331,7 @@ class _Grouped(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """The gradient of `mglu::experts_down`."""
+    """Autograd of `mglu::experts_down`."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -365,7 +369,7 @@ def _experts_forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
 
 
 def _by_sorted_rows(given: ExpertArguments) -> Tensor:
-    """`experts_forward` in differentiable steps: gather, `grouped_forward`, and rows back to their places."""
+    """`experts_forward` in differentiable steps: sort the rows by expert, `grouped_forward`, undo the sort."""
     x, weight, packed_masks, activation, mask_weights, *stored, expert_ids, _ = given
     assert expert_ids is not None
     pairs, offs = sort_pairs(expert_ids, weight.shape[0])
@@ -402,7 +406,7 @@ def _grouped_forward_ste_autograd(
     mask_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if needs_gradient(x, weight, mask_logits, mask_weights):
-        check_dense("mask_logits", mask_logits)  # to `_Grouped`, None would mean packed masks
+        check_dense("mask_logits", mask_logits)  # `_Grouped` would take None for a call with packed masks
         return apply_function(_Grouped, x, weight, mask_logits, None, offs, activation, mask_weights)[:2]
     with torch._C._AutoDispatchBelowAutograd():
         return grouped_forward_ste(x, weight, mask_logits, offs, activation, mask_weights)
@@ -410,7 +414,7 @@ def _grouped_forward_ste_autograd(
 
 @kernel("grouped_forward_train", "Autograd")
 def _grouped_forward_train_autograd(*args: Any) -> tuple[Tensor, Tensor]:
-    """The result is differentiable, for functorch levels above this one; the partials are constants."""
+    """Return a result that outer functorch levels can differentiate. The partials are constants."""
     if needs_gradient(*args):
         result, _, partials = _apply_grouped(*args)
         return result, partials
@@ -454,25 +458,28 @@ for _op in (experts_forward, experts_down, grouped_forward, grouped_forward_ste)
 
 # --- vmap: a batch of tokens becomes more tokens of one call; any other batch becomes a loop of calls ----------------
 
-# The tensors of a token. The rows of a grouped operator are sorted, so that a batch of them is not a sorted call.
-_OF_TOKENS = {
+# The arguments with a dimension of tokens. Grouped operators are missing: a batch of sorted rows is not sorted.
+_TOKEN_ARGUMENTS = {
     experts_forward: {"x", "expert_ids", "mask_weights"},
     experts_down: {"y", "expert_ids", "expert_weights"},
 }
 
 
 def _vmap_tokens(op: Any) -> Callable[..., Any]:
-    names, of_tokens = names_of(op), _OF_TOKENS[op]
+    names, token_arguments = names_of(op), _TOKEN_ARGUMENTS[op]
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         given, dims = dict(zip(names, args, strict=False)), dict(zip(names, in_dims, strict=False))
-        if any(dim is not None for name, dim in dims.items() if name not in of_tokens):
+        if any(dim is not None for name, dim in dims.items() if name not in token_arguments):
             return vmap_loop(op)(info, in_dims, *args)
         given |= {
-            name: batched(given[name], dims[name], info.batch_size) for name in of_tokens if given.get(name) is not None
+            name: batched(given[name], dims[name], info.batch_size)
+            for name in token_arguments
+            if given.get(name) is not None
         }
         leading = given["expert_ids"].shape[:2]
-        result = op(**given | {name: given[name].flatten(0, 1) for name in of_tokens if given.get(name) is not None})
+        flat = {name: given[name].flatten(0, 1) for name in token_arguments if given.get(name) is not None}
+        result = op(**given | flat)
         return result.view(*leading, *result.shape[1:]), 0
 
     return rule
@@ -487,4 +494,4 @@ for _op in (
     torch.library.register_vmap(_op, vmap_loop(_op), lib=library)
 
 
-from . import flops  # noqa: E402, F401 (it registers formulas for the operators of this module and of `ops`)
+from . import flops  # noqa: E402, F401 (registers the FLOP formulas of all operators)

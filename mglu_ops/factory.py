@@ -1,4 +1,4 @@
-"""A user's model on the command line: a function, in a file or a module, that returns the model and example inputs."""
+"""Loads the model that a user names on the command line by a function that returns it with example inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELP = "function that returns the model and a tuple of example inputs; or MODULE
 
 
 class FactoryError(UserError, ValueError):
-    """A function that should return a model and inputs does not exist, failed, or returned something else."""
+    """The function that should return a model and inputs does not exist, failed, or returned something else."""
 
 
 def load_model(name: str) -> tuple[Any, tuple[Any, ...]]:
@@ -64,7 +64,7 @@ def load_factory(name: str) -> Callable[[], Any]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception of the user's code in one line: its type, the first line of its message, and where it was raised."""
+    """An exception of the user's code in one line: its type, its message's first line, and the file and line."""
     words = str(error).strip().partition("\n")[0]
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
@@ -73,7 +73,7 @@ def describe(error: BaseException) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as `python FILE.py` would: it may import the files beside it, and replaces no other module."""
+    """Import a file as `python FILE.py` would: it can import the files beside it. Replaces no other module."""
     name = _free_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "the name ends in .py"
@@ -90,7 +90,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _free_name(path: Path) -> str:
-    """A module name for a file: its stem, with underscores after it if another module has that name, as in `types_`."""
+    """A module name for a file: its stem, or `types_` with an underscore for `types.py` if another module has it."""
     name = path.stem
     while name in sys.stdlib_module_names or not _is_of(sys.modules.get(name), path):
         name += "_"
@@ -98,7 +98,7 @@ def _free_name(path: Path) -> str:
 
 
 def _is_of(module: ModuleType | None, path: Path) -> bool:
-    """Whether `module` is None or was imported from `path`."""
+    """True if `module` is None or was imported from `path`."""
     file = getattr(module, "__file__", None)
     return module is None or (file is not None and Path(file).resolve() == path.resolve())
 

@@ -1,4 +1,4 @@
-"""Checks of output paths, made before expensive work."""
+"""Checks of output paths, for use before expensive work."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class FileError(UserError, ValueError):
 
 
 def as_path(name: str, path: Any) -> Path:
-    """An argument as a path.
+    """Return an argument as a path. Errors call it `name`.
 
     Raises:
-        TypeError: it is neither text nor a path.
+        TypeError: it is neither a str nor a path.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{name}: got {type(path).__name__}, must be a path (str or os.PathLike)")
@@ -29,7 +29,7 @@ def check_writable(name: str, path: Path) -> None:
     """Check that a file can be created or overwritten. Leaves nothing behind.
 
     Raises:
-        FileError: it is a folder, its folder does not exist, or the system allows no writing.
+        FileError: the path is a folder, its folder does not exist, or the system refuses to write.
     """
     try:
         if path.exists():

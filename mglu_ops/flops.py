@@ -1,7 +1,7 @@
 """The operators' formulas for `torch.utils.flop_counter`.
 
-Forward is n_masks + 1 GEMMs of 2 * tokens * out_features * in_features each, and backward twice as many. For experts,
-the tokens are the rows of the result; how many of them have an expert is not known here, so that all count.
+Forward counts n_masks + 1 GEMMs of 2 * tokens * out_features * in_features FLOPs each, and backward twice as many. For
+experts, each row of the result counts as a token, also a row without an expert.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 def _gemm_flops(x_shape: Sequence[int], weight_shape: Sequence[int], n_masks: int) -> int:
-    """`weight_shape` may have a leading dimension of experts."""
+    """The FLOPs of n_masks + 1 GEMMs. `weight_shape` may have a leading dimension of experts."""
     return (n_masks + 1) * 2 * math.prod(x_shape) * weight_shape[-2]
 
 

@@ -1,4 +1,4 @@
-"""The formats in which the weight of a layer is stored; `csrc/cuda/weight_formats.cuh` lists the same for C++.
+"""The formats in which the weight of a layer is stored. `csrc/cuda/weight_formats.cuh` lists the same for C++.
 
 With d = out_features and h = in_features:
 
@@ -10,17 +10,17 @@ With d = out_features and h = in_features:
 | `int8_row` | int8 `[d, h]` | float32 `[d]` | 8 |
 | `int4_group` | uint8 `[d, h / 2]` | bfloat16 `[d, ceil(h / 128)]` | 4.125 |
 
-A weight is its stored number times the scale of its row, of its block of 128 x 128, or of its group of 128 columns. A
-byte of `int4_group` holds the weights of an even column, in its low four bits, and of the next column, each plus 8.
+A weight is its stored number times the scale of its row, of its 128 x 128 block, or of its group of 128 columns. A byte
+of `int4_group` holds two neighbouring weights, each plus 8: the even column in its low four bits, the odd one above.
 
 A mask selects whole elements of W, so it is the same in every format. The kernels decode W once for all masks.
 
-In inference, x too may be rounded to 8 bits, to the format that the operator calls `activation_format`:
+In inference, `activation_format` rounds x to 8 bits as well:
 
-| format | x in products | scale | weight formats |
+| format | x that is multiplied | scale | weight formats |
 |---|---|---|---|
 | `dense` | x itself | None | every format |
-| `fp8_token` | float8_e4m3fn `[..., h]` | float32, one a token, a power of two | `fp8_row`, `fp8_block` |
+| `fp8_token` | float8_e4m3fn `[..., h]` | float32, one per token, a power of two | `fp8_row`, `fp8_block` |
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format.
+    """A format of stored weights.
 
     Attributes:
-        name: as the operators take it.
-        code: its number in `csrc/cuda/weight_formats.cuh`.
-        dtype: of the stored weight; None for x's dtype.
-        scale_dtype: of the scales; None without scales.
-        rows: the rows that share a scale.
-        columns: the columns that share a scale; None for whole rows.
-        largest: the largest stored number, to which the largest weight of a scale is mapped.
-        packed: how many neighbouring columns one element of the stored weight holds.
+        name: the value of the operators' argument `weight_format`.
+        code: its value in `csrc/cuda/weight_formats.cuh`.
+        dtype: the dtype of the stored weight; None for x's dtype.
+        scale_dtype: the dtype of the scales; None without scales.
+        rows: the number of rows that share a scale.
+        columns: the number of columns that share a scale; None for a whole row.
+        largest: the largest stored number. `quantize` maps the largest weight that shares a scale to it.
+        packed: the number of neighbouring weights in one element of the stored weight.
     """
 
     name: str
@@ -65,19 +65,22 @@ class WeightFormat:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the weight is stored in x's dtype, without scales."""
+        """True if the weight is stored in x's dtype, without scales."""
         return self.dtype is None
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """The shape of the scales of a weight."""
+        """The shape of the scales of a weight `[out_features, in_features]`."""
         rows = ceil_div(out_features, self.rows)
         return (rows,) if self.columns is None else (rows, ceil_div(in_features, self.columns))
 
     def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The stored weight and its scales (None for `dense`) of a floating weight, rounded to the nearest.
+        """Round a weight to the nearest stored numbers.
 
         Args:
-            weight: `[out_features, in_features]`; `int4_group` needs an even in_features.
+            weight: floating `[out_features, in_features]`; `int4_group` needs an even in_features.
+
+        Returns:
+            The stored weight, and its scales; None for `dense`.
         """
         if self.dtype is None or self.scale_dtype is None:
             return weight, None
@@ -90,24 +93,24 @@ class WeightFormat:
         return self.pack(stored), scale
 
     def pack(self, numbers: Tensor) -> Tensor:
-        """The stored weight of numbers `[out_features, in_features]` that the format can hold, without scales."""
+        """Store numbers `[out_features, in_features]` that the format can represent, without scales."""
         if self.packed == 2:
             numbers = numbers + 8
             numbers = numbers[:, ::2] + 16 * numbers[:, 1::2]
         return numbers if self.dtype is None else numbers.to(self.dtype)
 
     def dequantize(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The weight `[..., out_features, in_features]` of a stored weight and its scales, rounded to `dtype`."""
+        """Decode a stored weight and its scales to `[..., out_features, in_features]`, rounded to `dtype`."""
         if scale is None:
             return weight.to(dtype)
         if self.packed == 2:
-            # Not `>> 4`, which returns its argument for a DTensor in torch 2.13 (masks.py).
+            # `// 16`, because `>> 4` returns its argument unchanged for a DTensor in torch 2.13.
             weight = torch.stack((weight & 15, weight // 16), -1).flatten(-2).to(torch.int8) - 8
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         return (weight.to(wide) * self.of_weights(scale.to(wide), *weight.shape[-2:])).to(dtype)
 
     def _largest_weights(self, weight: Tensor) -> Tensor:
-        """The largest absolute weight of each scale, in the shape of the scales."""
+        """The largest absolute value of the weights that share each scale, in the shape of the scales."""
         if self.columns is None:
             return weight.abs().amax(1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
         (rows, columns), shape = weight.shape, self.scale_shape(*weight.shape)
@@ -115,7 +118,7 @@ class WeightFormat:
         return F.pad(weight.abs(), padding).view(shape[0], self.rows, shape[1], self.columns).amax((1, 3))
 
     def of_weights(self, scale: Tensor, out_features: int, in_features: int) -> Tensor:
-        """The scale of each weight, for a product with the weights."""
+        """Expand the scales so that they broadcast to the weights."""
         if self.columns is None:
             return scale[..., None]
         repeated = scale.repeat_interleave(self.rows, -2)[..., :out_features, :]
@@ -151,11 +154,12 @@ def get_format(name: str) -> WeightFormat:
 def check_scale(scale: Tensor, name: str) -> None:
     """Check that the scales of a stored weight are finite and above 0, as `WeightFormat.quantize` writes them.
 
-    This synchronises with a GPU, so call it where weights are loaded. Scales whose values cannot be read pass.
+    This synchronises with a GPU, so call it where weights are loaded. Scales whose values cannot be read, such as meta
+    tensors, pass.
 
     Args:
-        scale: the scales; of a DTensor, a rank checks its own part.
-        name: what the message calls them.
+        scale: the scales. Each rank checks its own shard of a DTensor.
+        name: the name of the scales in the message.
 
     Raises:
         ValueError: a scale is NaN, infinite, negative or 0.
@@ -177,14 +181,14 @@ ACTIVATION_FORMATS: Mapping[str, tuple[str, ...]] = {
     "dense": tuple(FORMATS),
     "fp8_token": ("fp8_row", "fp8_block"),
 }
-"""The formats of x in products by their names, each with the weight formats that it goes with."""
+"""The activation formats by name, each with the weight formats that allow it."""
 
 
 def check_activation_format(name: str, weight_format: str) -> None:
-    """Check that there is an activation format of that name, for weights in `weight_format`.
+    """Check that `name` is an activation format that weights in `weight_format` allow.
 
     Raises:
-        ValueError: there is none, or not for such weights.
+        ValueError: it is not.
     """
     if not isinstance(name, str) or name not in ACTIVATION_FORMATS:
         raise ValueError(f"activation_format: got {name!r}, must be one of {', '.join(ACTIVATION_FORMATS)}")
@@ -196,9 +200,9 @@ def check_activation_format(name: str, weight_format: str) -> None:
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round x to the activation format `fp8_token`.
 
-    The scale of a token is the smallest power of two s, not below 2^-126, for which the largest absolute value of the
-    token is at most 448 s; it is 1 for a token of zeros. Each x / s is rounded to the nearest number of float8_e4m3fn,
-    to an even one between two. If a token holds NaN or an infinity, its scale and all its numbers are NaN.
+    The scale s of a token is the smallest power of two with `max |x| <= 448 s`, but at least 2^-126. It is 1 for a
+    token of zeros. Each x / s is rounded to the nearest float8_e4m3fn number, ties to even. If a token holds NaN or an
+    infinity, its scale and all its numbers are NaN.
 
     Args:
         x: float16, bfloat16 or float32 `[..., in_features]`.
@@ -209,8 +213,8 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     if not x.shape[-1]:
         return x.to(_FP8), torch.ones((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     amax = torch.linalg.vector_norm(x, math.inf, -1, keepdim=True, dtype=torch.float32)
-    # 448 s is 1.75 * 256 s. Adding the bits of a fraction of 0.75, less one, carries into the exponent of amax / 256 if
-    # its own fraction is above 0.75.
+    # 448 s = 1.75 * 256 s. So s is 2^e or 2^(e + 1), where amax / 256 = 2^e (1 + f): 2^(e + 1) if f > 0.75. Adding
+    # 0.25 minus one ulp to the fraction carries into the exponent exactly then.
     least = (amax.masked_fill(amax == 0, 256) / 256).clamp_min(torch.finfo(torch.float32).tiny)
     scale = ((least.view(torch.int32) + 0x1FFFFF) & ~0x7FFFFF).view(torch.float32)
     scale = scale.masked_fill(~(amax < math.inf), math.nan)
@@ -220,8 +224,8 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
 def round_activation(x: Tensor) -> Tensor:
     """Round x to `fp8_token` (`quantize_activation`), and return it in its own dtype.
 
-    The rounded values are exact in x's dtype, except those beyond its largest finite number, which become that number:
-    rounding to 4 digits may exceed it.
+    The rounded values are exact in x's dtype. Only values that rounding lifts above its largest finite number are not:
+    they become that number.
     """
     stored, scale = quantize_activation(x)
     largest = torch.finfo(x.dtype).max

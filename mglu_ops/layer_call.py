@@ -1,8 +1,7 @@
-"""The description of one call of `mglu::forward`: shapes, dtypes, memory layout and device, without any values.
+"""The description of one call of `mglu::forward`: shapes, dtypes, memory layouts and device, but no values.
 
-A call is described once, when it is seen for the first time. Which backend runs it, which kernel, with which launch
-configuration and which constants, all follow from the `LayerCall` alone. Calls with the same `metadata_key` have the
-same description, so that later calls find what was prepared for the first.
+The `LayerCall` alone decides which backend runs a call, with which kernel, launch configuration and constants. Calls
+with the same `metadata_key` have the same `LayerCall`, so only the first of them is described and prepared.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .words import counted
 Key = tuple[object, ...]
 
 _MOST_ALIGNED = 16
-"""Bytes. No kernel loads more at once, so a larger alignment makes no difference."""
+"""The largest alignment in bytes that makes a difference: no load of a kernel is wider."""
 
 
 class LayerArguments(NamedTuple):
-    """The arguments of `mglu::forward`, from the operator to the launch of its kernels."""
+    """The arguments of `mglu::forward`, in the order of its schema."""
 
     x: Tensor
     """`[..., in_features]`."""
@@ -39,11 +38,11 @@ class LayerArguments(NamedTuple):
     mask_weights: Tensor | None = None
     """`[..., n_masks]`."""
     weight_scale: Tensor | None = None
-    """The scales of the weight, in the shape that `weight_format` has; contiguous `in_rows`."""
+    """The scales of the weight (`WeightFormat.scale_shape`)."""
     weight_format: str = "dense"
     """A name of `mglu_ops.formats.FORMATS`."""
     activation_format: str = "dense"
-    """A name of `mglu_ops.formats.ACTIVATION_FORMATS`: what x is rounded to."""
+    """The format to which x is rounded, a name of `mglu_ops.formats.ACTIVATION_FORMATS`."""
 
     @property
     def out_features(self) -> int:
@@ -62,9 +61,9 @@ class LayerArguments(NamedTuple):
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def addresses(self, out: Tensor) -> dict[str, int]:
-        """The addresses of the tensors and of the result by the names that kernels have for them, 0 for None.
+        """The addresses of the tensors and of the result, by the names of the kernels' parameters; 0 for None.
 
-        This runs in every call, so it spells the names out.
+        This runs in every call. A dict display is faster than a loop over the fields.
         """
         mask_weights, scale = self.mask_weights, self.weight_scale
         return {
@@ -77,9 +76,9 @@ class LayerArguments(NamedTuple):
         }
 
     def in_rows(self) -> LayerArguments:
-        """The same with x `[tokens, in_features]`, mask weights `[tokens, n_masks]` and contiguous scales.
+        """Return the arguments with x `[tokens, in_features]`, mask weights `[tokens, n_masks]` and contiguous scales.
 
-        Copies what cannot be viewed so.
+        Copies tensors that cannot be viewed like that.
         """
         scale = self.weight_scale
         if self.x.dim() == 2 and (scale is None or scale.is_contiguous()):  # mask weights have x's dimensions
@@ -95,8 +94,8 @@ class Layout:
     """The memory layout of a tensor.
 
     Attributes:
-        strides: in elements.
-        alignment: the largest power of two up to 16 that divides the address, in bytes.
+        strides: strides in elements.
+        alignment: the largest power of two, up to 16, that divides the address in bytes.
     """
 
     strides: tuple[int, ...]
@@ -109,11 +108,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """How the weight of a call is stored.
+    """The format and the memory layout of a call's weight.
 
     Attributes:
         format: the format.
-        dtype: of its elements.
+        dtype: the dtype of the tensor.
         layout: the layout of the tensor.
     """
 
@@ -123,29 +122,29 @@ class StoredWeight:
 
     @property
     def bits(self) -> int:
-        """The bits of one weight."""
+        """The bits of one weight, without its scale."""
         return 8 * self.dtype.itemsize // self.format.packed
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A call of the operator with fixed masks.
+    """The description of a call of `mglu::forward`.
 
     Attributes:
-        device: where all its tensors are.
+        device: the device of all tensors.
         dtype: the dtype of x and the result.
         leading: the sizes of x before `in_features`.
-        out_features: rows of the weight.
-        in_features: columns of the weight.
-        n_masks: 1 to 16.
+        out_features: the rows of the weight.
+        in_features: the columns of the weight.
+        n_masks: the number of masks, 1 to 16.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights_dtype: the dtype of the mask weights; None without them.
         x: the layout of x as `[tokens, in_features]`.
-        weight: how the weight `[out_features, in_features]` is stored.
+        weight: the format and the layout of the weight.
         masks: the layout of the packed masks, `[out_features, ceil(in_features / 8), n_masks]`.
         mask_weights: the layout of the mask weights as `[tokens, n_masks]`.
-        batch_invariant: whether a row of the result must not depend on the number of tokens.
-        activation_format: what a kernel rounds x to, a name of `mglu_ops.formats.ACTIVATION_FORMATS`.
+        batch_invariant: True if the bits of a row of the result must not depend on the number of tokens.
+        activation_format: the format to which x is rounded, a name of `mglu_ops.formats.ACTIVATION_FORMATS`.
     """
 
     device: torch.device
@@ -165,9 +164,9 @@ class LayerCall:
 
     @staticmethod
     def of(given: LayerArguments) -> LayerCall:
-        """Describe a call whose arguments have been checked. Reads no value.
+        """Describe a call whose arguments have been checked. Reads no tensor values.
 
-        x and the mask weights are taken as their rows (`in_rows`), which may be copies.
+        The layouts of x and the mask weights are those after `in_rows`.
         """
         weights = given.mask_weights
         return LayerCall(
@@ -200,7 +199,7 @@ class LayerCall:
         weight_format: str = "dense",
         activation_format: str = "dense",
     ) -> LayerCall:
-        """Describe a call of contiguous tensors at aligned addresses, for which launches are measured and compiled."""
+        """Describe a call of contiguous, aligned tensors, for measuring and compiling launches ahead of time."""
         width, stored = packed_width(in_features), FORMATS[weight_format]
         return LayerCall(
             device=device,
@@ -219,11 +218,11 @@ class LayerCall:
         )
 
     def with_dense_weight(self) -> LayerCall:
-        """The same call with a contiguous weight in x's dtype."""
+        """Return the same call with a contiguous weight in x's dtype."""
         return replace(self, weight=StoredWeight(FORMATS["dense"], self.dtype, Layout((self.in_features, 1))))
 
     def with_rounded_x(self) -> LayerCall:
-        """The same call with x contiguous, and rounded to the activation format already."""
+        """Return the same call after x has been rounded to the activation format, into a contiguous tensor."""
         return replace(self, x=Layout((self.in_features, 1)), activation_format="dense")
 
     @property
@@ -235,7 +234,7 @@ class LayerCall:
         return (*self.leading, self.out_features)
 
     def bytes_of_columns(self, columns: int) -> int:
-        """The bytes of a multiple of 8 columns of one row of the weight and all its masks."""
+        """The bytes that one row of the weight and of all masks takes in `columns` columns, a multiple of 8."""
         return columns // 8 * (self.weight.bits + self.n_masks)
 
     def __str__(self) -> str:
@@ -244,7 +243,7 @@ class LayerCall:
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """View `[..., n]` as `[tokens, n]`, also if a size is 0. Copies if the strides allow no view."""
+    """View `[..., n]` as `[tokens, n]`, or copy if the strides allow no view. Sizes may be 0."""
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
@@ -253,11 +252,11 @@ def _alignment(address: int) -> int:
 
 
 def metadata_key(given: LayerArguments) -> Key:
-    """All that the checks of a call and its `LayerCall` depend on, for tensors of any rank.
+    """The metadata on which the checks of a call and its `LayerCall` depend, for tensors of any rank.
 
-    This runs in every eager call and takes most of a microsecond, so it spells `arguments_key` out instead of calling a
-    function for each tensor (mask weights and scales are rare). A contiguous x may be another part of a large tensor in
-    each call: its offset does not count, only whether its storage holds all of it.
+    This runs in every eager call, in just under 1 us. It is `arguments_key` without a function call for each tensor,
+    except for mask weights and scales, which are rare. The key does not hold the storage offset of a contiguous x, only
+    whether its storage is large enough. So calls with different slices of one large tensor share a key.
 
     Raises:
         RuntimeError: a tensor is not dense, and so has no strides or no address.
@@ -277,9 +276,9 @@ def metadata_key(given: LayerArguments) -> Key:
 
 
 def arguments_key(*args: object) -> Key | None:
-    """Like `metadata_key`, for the arguments of any operator: the metadata of tensors, and other values unchanged.
+    """`metadata_key` for any operator: the metadata of each tensor, and other arguments unchanged.
 
-    None if a tensor is not dense, and so has no strides or no address.
+    Returns None if a tensor is not dense, and so has no strides or no address.
     """
     try:
         return (
@@ -295,6 +294,6 @@ def tensor_key(tensor: Tensor) -> Key:
     """The metadata of a tensor. Raises RuntimeError if it is not dense."""
     return (
         tensor.dtype, tensor.device, tensor.shape, tensor.is_contiguous() or tensor.stride(),
-        # A storage may be resized under its tensors, so its size is part of what was checked.
+        # Storages can be resized under their tensors, so a check of their size holds only for this size.
         tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.data_ptr() & 15,
     )  # fmt: skip

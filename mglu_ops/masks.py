@@ -1,15 +1,14 @@
 """The packed mask format, version 1: one bit per weight and mask.
 
 `packed_masks` is `uint8 [out_features, ceil(in_features / 8), n_masks]`. Bit `k % 8` (least significant first) of byte
-`[r, k // 8, i]` is `M_i[r, k]`. The bits past `in_features` in the last byte of a row, the padding, are 0. `n_masks` is
-the innermost dimension, so that the masks of eight neighbouring weights are `n_masks` contiguous bytes. Kernels and
-checkpoints use the same format.
+`[r, k // 8, i]` is `M_i[r, k]`. The bits past `in_features` in the last byte of a row are padding and must be 0.
+`n_masks` is the innermost dimension, so the masks of eight neighbouring weights are `n_masks` contiguous bytes. Kernels
+and checkpoints use the same format.
 
-Only the padding is redundant. Any uint8 tensor of the right shape whose padding is 0 is a valid set of masks, so no
-check can find wrong bits elsewhere (`check_packed_masks`).
+Any uint8 tensor of the right shape whose padding is 0 is a valid set of masks. So a check can find wrong bits only in
+the padding (`check_packed_masks`).
 
-Code that needs a size of a packed tensor asks this module (`n_masks_of`, `packed_shape`, `unpacked_shape`) and does not
-index shapes itself.
+Take the sizes of a packed tensor from this module (`n_masks_of`, `packed_shape`, `unpacked_shape`), not from its shape.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def pack(masks: Tensor) -> Tensor:
     packed = torch.zeros(n_masks, out_features, width, dtype=torch.uint8, device=masks.device)
     octets = masks.view(torch.uint8)
     for bit in range(min(8, in_features)):
-        # A bool tensor that is a view of a uint8 one may hold any byte; all but 0 are True.
+        # A bool tensor that views a uint8 tensor may hold bytes above 1, which are True.
         column = octets[:, :, bit::8].clamp(max=1)
         packed[:, :, : column.shape[2]] |= column << bit
     return packed.permute(1, 2, 0).contiguous()
@@ -68,10 +67,10 @@ _ALL_BUT_TOP_BITS = 0x7F7F7F7F7F7F7F7F
 def unpack_one(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
     """Unpack mask `index` of a packed tensor to bool `[out_features, in_features]`.
 
-    Each byte of bits becomes an int64 of eight bool bytes. Multiplying by `0x0101...` copies the byte eight times, and
-    an `and` keeps bit k in copy k only. Adding 127 to every copy sets its top bit exactly if the copy is not 0, without
-    a carry into the next one; the top bit, shifted down, is the bool. A lookup table would be shorter, but would have
-    to be kept for each device and out of traces and CUDA graph captures.
+    Each packed byte becomes an int64, whose eight bytes are the bools. Multiplying by `0x0101...` copies the byte eight
+    times, and an `and` keeps bit k in copy k only. Adding 127 to every copy sets its top bit exactly if the copy is not
+    0, and never carries into the next copy. The top bit, shifted down, is the bool. A lookup table would be shorter,
+    but each device would need one, and traces and CUDA graph captures would have to avoid creating it.
     """
     octets = packed_masks[:, :, index].to(torch.int64, memory_format=torch.contiguous_format)
     octets.mul_(_EACH_BYTE).bitwise_and_(_BIT_K_OF_BYTE_K).add_(_ALL_BUT_TOP_BITS)
@@ -85,22 +84,21 @@ def unpack(packed_masks: Tensor, in_features: int) -> Tensor:
 
 
 def clear_padding_(packed_masks: Tensor, in_features: int) -> None:
-    """Set the padding bits of a packed tensor, or of a stack of them, to 0, in place."""
+    """Set the padding bits of packed masks `[..., ceil(in_features / 8), n_masks]` to 0, in place."""
     if used := in_features % 8:
         packed_masks[..., -1, :] &= (1 << used) - 1
 
 
-# Bytes of masks that are counted at once. The intermediate tensors of 1 MiB stay in the cache of a CPU core, where the
-# count is then several times faster than over a whole tensor; on a GPU, few launches matter more.
+# Bytes of masks that are counted at once. On a CPU, intermediate tensors of 1 MiB stay in a core's cache, which makes
+# the count several times faster. On a GPU, the number of launches matters more.
 _COUNTED_AT_ONCE = {"cpu": 2**20}
 _COUNTED_AT_ONCE_ELSEWHERE = 2**24
 
 
 def count_ones(packed_masks: Tensor) -> Tensor:
-    """The number of ones in each mask of a packed tensor: int64 `[n_masks]`, on its device, without synchronising.
+    """Count the ones of each mask of a packed tensor: int64 `[n_masks]` on its device, without synchronising.
 
-    The padding is 0 and so does not count. In every byte, neighbouring groups of 1, 2 and 4 bits are added, which
-    leaves the number of its ones.
+    The padding must be 0. Within every byte, neighbouring groups of 1, then 2, then 4 bits are added.
     """
     most = _COUNTED_AT_ONCE.get(packed_masks.device.type, _COUNTED_AT_ONCE_ELSEWHERE)
     total = packed_masks.new_zeros(n_masks_of(packed_masks), dtype=torch.int64)
@@ -112,7 +110,7 @@ def count_ones(packed_masks: Tensor) -> Tensor:
 
 
 def check_masks(masks: Tensor) -> None:
-    """Check that a tensor has a dtype and a shape that `pack_masks` accepts. Reads no values.
+    """Check the dtype and the shape of an argument of `pack_masks`. Reads no values.
 
     Raises:
         TypeError: a complex dtype, or not a dense tensor.
@@ -137,7 +135,7 @@ def check_masks(masks: Tensor) -> None:
 
 
 def binary_masks(masks: Tensor) -> Tensor:
-    """Convert masks in any form that `pack_masks` accepts to bool `[n_masks, out_features, in_features]`.
+    """Convert an argument of `pack_masks` to bool `[n_masks, out_features, in_features]`. Synchronises with a GPU.
 
     Raises:
         TypeError: a complex dtype, or not a dense tensor.
@@ -160,7 +158,7 @@ def binary_masks(masks: Tensor) -> Tensor:
 
 
 def check_layout(packed_masks: Tensor, in_features: int, out_features: int | None = None) -> None:
-    """Check that a tensor has the dtype and a shape of packed masks for `in_features` columns. Reads no values.
+    """Check that a tensor has the dtype and the shape of packed masks for `in_features` columns. Reads no values.
 
     Raises:
         TypeError: the dtype is not uint8, or it is not a dense tensor.
@@ -186,18 +184,18 @@ def check_layout(packed_masks: Tensor, in_features: int, out_features: int | Non
 
 
 def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int | None = None) -> None:
-    """Check that a tensor can be packed masks for `in_features` columns: its dtype, its shape, and its padding.
+    """Check that a tensor can be packed masks for `in_features` columns: its dtype, its shape and its padding.
 
-    No other check is possible: wrong bits outside the padding are not found. If `in_features` is a multiple of 8, there
-    is nothing to check, and any bytes of the right shape pass, among them masks that were packed for up to 7 columns
-    fewer. Keep a checksum of files that may be damaged.
+    Wrong bits outside the padding cannot be found. If `in_features` is a multiple of 8, there is no padding, so any
+    bytes of the right shape pass, even masks that were packed for up to 7 columns fewer. Keep checksums of files that
+    may get damaged.
 
     Reading the padding synchronises with a GPU. Call this where masks are made or loaded, not at each call.
 
     Args:
         packed_masks: the tensor to check; the padding of a meta tensor is not read.
-        in_features: the number of columns of the masks.
-        out_features: the number of their rows; None for any.
+        in_features: the number of columns of each mask.
+        out_features: the number of rows of each mask; None for any.
 
     Raises:
         TypeError: the dtype is not uint8, or it is not a dense tensor.
@@ -208,13 +206,13 @@ def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int
 
 
 def check_padding(packed_masks: Tensor, in_features: int) -> None:
-    """Check that the padding of packed masks `[..., ceil(in_features / 8), n_masks]` is 0, unless they are meta.
+    """Check that the padding of packed masks `[..., ceil(in_features / 8), n_masks]` is 0. Meta tensors pass.
 
     Raises:
         ValueError: a padding bit is set.
     """
     used = in_features % 8
-    padding = 0xFF & ~((1 << used) - 1)  # `&`, not a shift: DTensor's `>>` returns its argument unchanged in torch 2.13
+    padding = 0xFF & ~((1 << used) - 1)  # no `>>`, which returns a DTensor unchanged in torch 2.13
     if used and not packed_masks.is_meta and bool(whole((packed_masks[..., -1, :] & padding).ne(0).sum())):
         raise ValueError(
             f"packed_masks: padding bits past in_features={in_features} are set, must be 0; the tensor is damaged or "

@@ -1,4 +1,4 @@
-"""Notices to the user. Writing one never fails, even if standard error is closed, full, or a pipe that nobody reads."""
+"""Notices to the user. Writing a notice never fails, even if standard error is closed, full or a broken pipe."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import cache
 
 @cache
 def say(message: str) -> None:
-    """Tell the user on standard error, the same message once a process."""
+    """Write a message to standard error, once per process."""
     write(f"mglu_ops: {message}")
 
 
 def write(line: str) -> None:
-    """Write a line to standard error, if it takes one."""
+    """Write a line to standard error, or do nothing if that fails."""
     with contextlib.suppress(OSError, ValueError):  # a closed file raises a ValueError
-        if sys.stderr is not None:  # for None, print would write to standard output
+        if sys.stderr is not None:  # otherwise print would write to standard output
             print(line, file=sys.stderr)
 
 

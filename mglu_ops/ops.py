@@ -15,12 +15,13 @@
 x `[..., in_features]`, weight W `[out_features, in_features]`, y `[..., out_features]`, mask_weights r
 `[..., n_masks]` (1 without them), mask_logits `[n_masks, out_features, in_features]` with M = logits > 0.
 
-`forward` also takes W in 8 or 4 bits, as `weight_scale` and `weight_format` say (`mglu_ops.formats`). Such a weight has
-no gradient. For the gradients of x and of the mask weights it is decoded to x's dtype, in backward once more.
+`forward` also takes W in 8 or 4 bits, with `weight_scale` and `weight_format` (`mglu_ops.formats`). Such a weight has
+no gradient. The gradients of x and of the mask weights need W in x's dtype, so forward and backward each decode it.
 
-With `activation_format="fp8_token"`, `forward` first rounds each token of x to float8_e4m3fn with a scale of its own
-(`mglu_ops.formats.quantize_activation`), for weights in fp8 and for inference only. The rounded values are exact in x's
-dtype, so that only kernels for which it is faster multiply in fp8. A token with NaN or an infinity becomes NaN.
+With `activation_format="fp8_token"`, `forward` first rounds each token of x to float8_e4m3fn with its own scale
+(`mglu_ops.formats.quantize_activation`). This is for inference with weights in fp8. The rounded values are exact in x's
+dtype, so a kernel multiplies them in fp8 or in x's dtype, whichever is faster. A token with NaN or an infinity becomes
+NaN.
 
 With F_i = -1 where M_i = 1 and +1 elsewhere, t = x W^T and f_i = x (F_i * W)^T, the gate g_i is (t - f_i) / 2 and the
 value v_i is (t + f_i) / 2. `forward_train` keeps the derivatives of y, elementwise:
@@ -29,29 +30,29 @@ value v_i is (t + f_i) / 2. `forward_train` keeps the derivatives of y, elementw
     Q_i = dy/df_i = r_i (act(g_i) - act'(g_i) v_i) / 2
     R_i = dy/dr_i = act(g_i) v_i                          (with mask_weights only)
 
-as `partials` `[..., n_masks + 1, out_features]` in x's dtype: P, then each Q_i; with mask_weights
-`[..., 2 n_masks + 1, out_features]`, where each R_i follows. `backward` is then linear in G = grad_output and evaluates
-no activation. With dt = G * P, b_i = G * Q_i and D_i = b_i^T x:
+in one tensor `partials` in x's dtype: P, each Q_i and, with mask_weights, each R_i. Its shape is
+`[..., n_masks + 1, out_features]`, or `[..., 2 n_masks + 1, out_features]` with mask_weights. So `backward` is linear
+in G = grad_output and evaluates no activation. With dt = G * P, b_i = G * Q_i and D_i = b_i^T x:
 
     dx = dt W + sum_i b_i (F_i * W),   dW = dt^T x + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum_d G * R_i
 
-where sum_d is the sum over out_features, and the gradient of the logits is the straight-through one.
+where sum_d is the sum over out_features, and the gradient of the logits is the straight-through gradient.
 
-**Rounding.** Products of 16-bit types and their sums are float32, and the result is rounded once. A gate or a value may
-be a difference of sums over a whole row, as above. Its error is then the naive layer's plus float32 roundings of
-`s = sum_k |x_k W_k|`: at most 2^-17 s for 1024 in_features. In 16 bits this matters where the smaller of the two is
-below about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU gives such small values a sum of their own.
+**Rounding.** Products of 16-bit types are summed in float32, and the result is rounded once. As above, a gate or a
+value may be a difference of two sums over a whole row. Its error is then the naive layer's plus the float32 rounding of
+`s = sum_k |x_k W_k|`: at most 2^-17 s for 1024 in_features. In 16 bits this matters if the gate or the value is smaller
+than about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU sums such small values separately.
 
 **Values that are not finite.** In all backends:
 
-- A NaN logit is a 0 of its mask, as `NaN > 0` is False. It does not show in y.
+- A NaN logit gives a mask bit of 0, as `NaN > 0` is False. It does not show in y.
 - If a token of x, a row of W or the mask weights of a token hold NaN, the elements of y of that token or row are NaN.
-- If they hold an infinity, these elements are NaN, infinite, or what the formula gives if a gate and a value have no
-  terms for weights that their mask excludes, as in `relu(-inf) * 2 = 0`. Backends may differ in this.
+- If they hold an infinity, these elements are NaN, infinite, or finite as in `relu(-inf) * 2 = 0`, where a mask keeps
+  the infinity out of the value. Backends may differ in this.
 
-The operators are registered with `torch.library.Library`, because a call then costs a third of what it costs with
-`@custom_op`. No backend and no kernel is named here: `dispatch` chooses them. DTensor's sharding rules are in
-`sharding`, and FLOPs in `flops`.
+The operators are registered with `torch.library.Library`, because a call costs three times as much with `@custom_op`.
+This module names no backend and no kernel: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, FLOPs
+in `flops`.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, 
 
 
 def _check(given: LayerArguments) -> None:
-    """Check the arguments of a kernel, whose tensors are real."""
+    """Check the arguments of a kernel, also that the storages hold the tensors."""
     checks.check_layer(given)
     check_memory(**given.tensors())
 
@@ -224,7 +225,7 @@ def _forward_train_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
-    """The size of partials before out_features."""
+    """The number of partial derivatives of an element of y: the last but one size of `partials`."""
     return 2 * n_masks + 1 if has_mask_weights else n_masks + 1
 
 
@@ -238,7 +239,7 @@ def check_backward(call: BackwardArguments) -> None:
     for name in ("logits_dtype", "mask_weights_dtype"):
         checks.check_floating(name, getattr(call, name))
     leading, out_features, n_masks = call.x.shape[:-1], call.weight.shape[0], n_masks_of(call.packed_masks)
-    # Partials of a layer with mask weights are valid even if the gradient of the mask weights is not needed.
+    # Without `mask_weights_dtype`, only the size of the partials shows that the layer had mask weights.
     with_mask_weights = rows_of_partials(n_masks, has_mask_weights=True)
     has_mask_weights = call.mask_weights_dtype is not None or same_sizes(
         call.partials.shape[-2:-1], (with_mask_weights,)
@@ -286,7 +287,7 @@ def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class _Layer(torch.autograd.Function):
-    """The gradient of forward and forward_ste; exactly one of `mask_logits` and `packed_masks` is given."""
+    """Autograd of forward and forward_ste. Exactly one of `mask_logits` and `packed_masks` is not None."""
 
     @staticmethod
     def forward(
@@ -338,12 +339,12 @@ class _Layer(torch.autograd.Function):
 
 
 def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str) -> Tensor:
-    """The weight, or the weights of several experts, in x's dtype."""
+    """Decode a weight, or the weights of several experts, to x's dtype."""
     return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
 
 
 def refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_format: str = "dense") -> None:
-    """Refuse a gradient of a stored weight or its scales, or any with an activation format."""
+    """Raise ValueError if a stored weight, its scales or, with an activation format, any tensor needs a gradient."""
     if activation_format != "dense":
         name = next(name for name, tensor in tensors.items() if tensor.requires_grad)
         raise ValueError(
@@ -387,7 +388,7 @@ def _forward_ste_autograd(
     x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if needs_gradient(x, weight, mask_logits, mask_weights):
-        check_dense("mask_logits", mask_logits)  # to `_Layer`, None would mean packed masks
+        check_dense("mask_logits", mask_logits)  # `_Layer` would take None for a call with packed masks
         return apply_function(_Layer, x, weight, mask_logits, None, activation, mask_weights)[:2]
     with torch._C._AutoDispatchBelowAutograd():
         return forward_ste(x, weight, mask_logits, activation, mask_weights)
@@ -395,7 +396,7 @@ def _forward_ste_autograd(
 
 @kernel("forward_train", "Autograd", with_keyset=True)
 def _forward_train_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
-    """The result is differentiable, for functorch levels above this one; the partials are constants."""
+    """Return a result that outer functorch levels can differentiate. The partials are constants."""
     if needs_gradient(*args):
         result, _, partials = _apply_layer(*args)
         return result, partials
@@ -419,7 +420,7 @@ kernel("pack_logits", "Autograd")(without_autograd(pack_logits))
 kernel("unpack_masks", "Autograd")(without_autograd(unpack_masks))
 
 
-# --- Autocast: x and weight are cast as by F.linear; logits are only compared with 0, and keep their dtype ------------
+# --- Autocast: x and weight are cast as by F.linear; logits keep their dtype, as they are only compared with 0 --------
 
 for _op in (forward, forward_ste):
     register_autocast(_op)
@@ -456,11 +457,11 @@ for _op, _rule in (
     torch.library.register_vmap(_op, _rule, lib=library)
 
 
-# --- The name that mask_weights had ----------------------------------------------------------------------------------
+# --- `route_weights`, the former name of mask_weights ----------------------------------------------------------------
 
 
 def _renamed(op: Any) -> Callable[..., Any]:
-    """The kernel of an overload that takes `route_weights`."""
+    """Return the kernel of an overload that takes `route_weights`."""
 
     def kernel(x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", *, route_weights: Any) -> Any:
         notices.warn(f"{op.name()}: route_weights is now called mask_weights", stacklevel=3)
@@ -482,7 +483,7 @@ for _op, _masks in ((forward, "packed_masks"), (forward_ste, "mask_logits")):
 def register_dtensor_rules() -> None:
     """Register the sharding rules of `mglu_ops.sharding` with DTensor.
 
-    There is no need to call this, because the rules are registered when an operator first gets a DTensor. Calling it at
-    any time, and more than once, is harmless. It imports `torch.distributed.tensor`, which `import mglu_ops` does not.
+    The rules are registered anyway when an operator first gets a DTensor, so this call is optional. It may be repeated.
+    It imports `torch.distributed.tensor`, which `import mglu_ops` does not.
     """
     from . import sharding  # noqa: F401 (importing it registers the rules)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from .formats import WeightFormat
 
 DESCRIPTION = (
-    "Prints, for a decoder like Llama with each kind of feed-forward layer, the number of weights and of mask bits, "
-    "the size of a checkpoint with packed masks, and what decoding one token reads. Norms and embeddings count, "
-    "biases do not. Of a mixture of experts, a token reads its own experts only. The models 'small' and 'large' are "
-    "those of the paper (arXiv 2506.23225, Tables 5 and 6)."
+    "Compares feed-forward layers in a decoder like Llama. Prints the number of weights and of mask bits, the size of "
+    "a checkpoint with packed masks, and the bytes that decoding one token reads. Norms and embeddings count, biases "
+    "do not. In a mixture of experts, a token reads its own experts only. The models 'small' and 'large' come from "
+    "the paper (arXiv 2506.23225, Tables 5 and 6)."
 )
 MEGABYTE = 1 << 20
 
@@ -31,14 +31,14 @@ MEGABYTE = 1 << 20
 class ModelSizes:
     """The sizes of a decoder like Llama."""
 
-    hidden: int  # features between the layers, h
-    intermediate: int  # features inside a feed-forward layer, d
+    hidden: int  # h, the features of the residual stream
+    intermediate: int  # d, the features inside a feed-forward layer
     layers: int  # number of decoder blocks
     heads: int  # number of query heads
     kv_heads: int  # number of key and value heads
     head_width: int  # features of a head
     vocabulary: int  # number of tokens
-    tied: bool = True  # whether embedding and head are one matrix
+    tied: bool = True  # True if the embedding and the head are one matrix
     experts: int | None = None  # experts of a feed-forward layer; None for a layer without a router
     top_k: int = 1  # experts that compute a token
 
@@ -61,7 +61,7 @@ class ModelSizes:
         return self.layers * (self.experts or 1) * self.hidden * self.intermediate
 
 
-# The paper gives h, d, heads and layers. Its numbers of weights imply a quarter as many key and value heads, and a tied
+# The paper gives h, d, heads and layers. Its numbers of weights imply heads / 4 key and value heads, and a tied
 # embedding of GPT-2's 50257 tokens.
 PAPER = {
     "small": ModelSizes(768, 3072, layers=12, heads=24, kv_heads=6, head_width=32, vocabulary=50257),
@@ -75,11 +75,10 @@ KEYS = {
     "heads": "num_attention_heads",
     "vocabulary": "vocab_size",
 }
-"""The names of sizes that a `config.json` of Transformers must have."""
-
+"""The keys of sizes that a `config.json` of Transformers must have."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""The names of the number of experts."""
+"""Keys of the number of experts; a config has at most one of them."""
 _UNLIKE_EXPERTS = {
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
@@ -87,14 +86,15 @@ _UNLIKE_EXPERTS = {
     "n_shared_experts": 0,
     "shared_expert_intermediate_size": 0,
 }
-"""Names of other feed-forward layers beside the experts, each with its value where there are none."""
+"""Keys that describe other feed-forward layers beside the experts, with the value that means that there are none."""
 
 
 @dataclass(frozen=True)
 class Count:
     """The parameters, storage and reads of a model with one kind of feed-forward layer.
 
-    `projection_load` is the paper's Table 2: `(16 + n_masks) h d` bits for an MGLU in 16 bits.
+    `load` counts all weights once, but only top_k experts, and one row of an untied embedding. `projection_load` is the
+    paper's Table 2: `(16 + n_masks) h d` bits for an MGLU in 16 bits.
     """
 
     name: str  # the kind of feed-forward layer
@@ -102,17 +102,17 @@ class Count:
     weights: int  # number of weights
     mask_bits: int  # number of mask bits
     storage: int  # bytes of a checkpoint with packed masks
-    load: int  # bytes that decoding one token reads: each weight once, of an untied embedding one row, of experts top_k
-    projection_load: int  # bytes that it reads of the first projection of one feed-forward layer
+    load: int  # bytes that decoding one token reads
+    projection_load: int  # the part of `load` for the first projection of one feed-forward layer
 
 
 def counts(
     sizes: ModelSizes, masks: Sequence[int], bits: int = 16, weight_format: WeightFormat | None = None
 ) -> list[Count]:
-    """Count a model with GELU, with SwiGLU, and with SwiMGLU of each number of masks, `bits` a weight.
+    """Count a model with GELU, with SwiGLU, and with SwiMGLU for each number of masks.
 
-    With a `weight_format` (`mglu_ops.formats`), the first projection of each feed-forward layer, and nothing else, is
-    stored in it, with its scales.
+    A weight has `bits` bits. `weight_format` (`mglu_ops.formats`) applies only to the first projection of each
+    feed-forward layer.
     """
     matrix = _matrix_bits(sizes, bits, weight_format)
     others = sizes.shared_weights + sizes.projection
@@ -153,7 +153,7 @@ def sizes_of_config(config: Mapping[str, Any]) -> ModelSizes:
     """The sizes in a `config.json` of Transformers.
 
     Raises:
-        ValueError: a size is missing, or is not a positive int; or layers with experts have other layers beside them.
+        ValueError: a size is missing or not a positive int, or there are feed-forward layers beside the experts.
     """
     found = {name: _size(config, key) for name, key in KEYS.items()}
     if (key := next((key for key in _EXPERTS if config.get(key) is not None), None)) is not None:
@@ -205,7 +205,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables; the exit code. Raises UserError for a wrong option or file."""
+    """Print the tables and return the exit code. Raises UserError for a wrong option or file."""
     from .formats import get_format
     from .masks import MAX_MASKS
 

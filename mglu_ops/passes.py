@@ -1,6 +1,6 @@
-"""The one module of `mglu_ops` that names `compile_passes`, which depends on `mglu_ops`.
+"""The only module of `mglu_ops` that imports `compile_passes`, which itself depends on `mglu_ops`.
 
-Its names are imported when they are first used, since some of them import Inductor.
+Its names are imported on first use, since some of them import Inductor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class HiddenPackageError(UserError, ImportError):
-    """Python finds another `compile_passes` than the one that is installed with this package."""
+    """Python imports another package called `compile_passes` than the one installed with `mglu_ops`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"compile_passes.{_DEFINED_IN[name]}")
     except ImportError as error:
-        found = _place_of("compile_passes")
+        found = _path_of("compile_passes")
         if found is None or found.parent == Path(__file__).resolve().parents[1]:
             raise
         raise HiddenPackageError(
@@ -63,10 +63,10 @@ def __getattr__(name: str) -> Any:
     return getattr(module, name)
 
 
-def _place_of(package: str) -> Path | None:
-    """The folder of a package, or the file of a module."""
+def _path_of(package: str) -> Path | None:
+    """The folder of a package or the file of a module; None if Python finds neither."""
     spec = importlib.util.find_spec(package)
     if spec is None:
         return None
-    places = spec.submodule_search_locations or [spec.origin or ""]
-    return Path(next(iter(places))).resolve()
+    paths = spec.submodule_search_locations or [spec.origin or ""]
+    return Path(next(iter(paths))).resolve()

@@ -1,4 +1,4 @@
-"""Registering operators with torch: what the modules of operators (`ops`, `expert_ops`) share."""
+"""Helpers that register operators with torch, for `ops` and `expert_ops`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from . import notices
 from .tensors import check_dense
 
 # `libmglu_ops.so` (csrc/library) defines the same schemas for processes without Python. If it is loaded after this
-# module, it registers nothing. If it is loaded before, its schemas stay; its kernels are registered for
-# CompositeExplicitAutograd, so that kernels registered here for the keys of the devices take precedence.
+# module, it registers nothing. If it is loaded before, its schemas stay. Its kernels have the dispatch key
+# CompositeExplicitAutograd, so kernels registered here for CPU and CUDA take precedence.
 _library_came_first = torch._C._dispatch_has_kernel("mglu::forward")
 _KERNEL_KEYS = (
     *(("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)),
@@ -37,14 +37,15 @@ library = torch.library.Library("mglu", "FRAGMENT")
 
 
 def define(schemas: Sequence[str]) -> tuple[Any, ...]:
-    """Define operators, and refuse jagged tensors by name: torch calls their class before any kernel could check them.
+    """Define operators and return them in the order of their schemas.
 
-    Returns the operators in the order of their schemas.
+    Also registers a function that refuses jagged tensors with a clear error, because torch calls the class of a jagged
+    tensor before any kernel could check it.
     """
     ops = []
     for schema in schemas:
         name = schema[: schema.index("(")]
-        # Even if the library came first, some schemas may be missing: it may be of an older version.
+        # A library that came first may be an older version, without some of the schemas.
         if not _library_came_first or not torch._C._jit_get_schemas_for_operator(f"mglu::{name}"):
             library.define(schema)
         ops.append(getattr(torch.ops.mglu, name).default)
@@ -53,7 +54,7 @@ def define(schemas: Sequence[str]) -> tuple[Any, ...]:
 
 
 def kernel(name: str, *keys: str, with_keyset: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a kernel of an operator, for the devices or for the given dispatch keys."""
+    """Register a kernel of an operator for the given dispatch keys; without keys, for all devices."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for key in keys or _KERNEL_KEYS:
@@ -69,7 +70,7 @@ def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            # DTensor calls the fake kernel for the shapes of the results, and then looks for a sharding rule.
+            # DTensor calls the fake kernel for the shapes of the results before it looks for a sharding rule.
             if "torch.distributed.tensor" in sys.modules:
                 _register_dtensor_rules_once()
             return function(*args, **kwargs)
@@ -82,7 +83,7 @@ def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @cache
 def _register_dtensor_rules_once() -> None:
-    """Register the sharding rules. A failure is a notice only, because the caller may not use DTensor at all."""
+    """Register the sharding rules. A failure is only a notice, because the caller may not use DTensor at all."""
     try:
         from . import sharding  # noqa: F401 (importing it registers the rules)
     except (ImportError, AttributeError, TypeError) as error:
@@ -104,7 +105,7 @@ def _refuse_jagged(cls: type, op: Any, types: Any, args: Sequence[Any], kwargs: 
 
 
 def outer_gradients() -> torch.set_grad_enabled:
-    """Enable gradients inside `Function.forward`, which disables them, for the functorch levels below this one."""
+    """Enable gradients inside `Function.forward`, where autograd disables them, for the functorch levels below."""
     return torch.set_grad_enabled(torch._C._are_functorch_transforms_active())
 
 
@@ -114,16 +115,16 @@ _VIEW_TRACKING = DispatchKeySet(DispatchKey.ADInplaceOrView)
 def no_view_tracking() -> torch._C._ExcludeDispatchKeyGuard:
     """Disable view tracking inside `Function.forward`, where a backend reshapes its result.
 
-    Autograd forbids writing in place to a view that a `Function` returns, and `y = mglu(x); y += residual` is common.
+    Autograd forbids in-place writes to a view that a `Function` returns, but `y = mglu(x); y += residual` is common.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VIEW_TRACKING)
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call `function.apply`, also under the transforms of functorch.
+    """Call `function.apply`, also under functorch transforms.
 
-    The transforms call the Autograd kernel of an operator once for each level, as for the operators of ATen.
-    `Function.apply` does not support that and raises; its base class is what functorch itself calls for one level.
+    The transforms call an operator's Autograd kernel once for each level, as for ATen operators. `Function.apply`
+    raises in that case, so this calls the `apply` of its base class, as functorch does for one level.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -132,7 +133,7 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def needs_gradient(*args: Any) -> bool:
-    """Return whether autograd must record this call.
+    """Return True if autograd must record this call.
 
     Raises:
         NotImplementedError: an argument has a tangent of forward-mode AD, which would be lost.
@@ -147,7 +148,8 @@ def needs_gradient(*args: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
-# The keys of a call whose next stop in the dispatcher is `_forward`: no mode, tensor subclass or transform is active.
+# The keysets of plain calls, without an active mode, tensor subclass or transform. Below Autograd, the dispatcher would
+# only look up the device's kernel.
 PLAIN_KEYSETS = tuple(
     (DispatchKeySet(device) | DispatchKeySet(autograd)).raw_repr()
     for device, autograd in (
@@ -158,7 +160,7 @@ PLAIN_KEYSETS = tuple(
 
 
 def without_autograd(op: Any) -> Callable[..., Any]:
-    """Return the Autograd kernel of an operator whose result has an integer dtype and so no gradient."""
+    """Return the Autograd kernel of an operator whose result has an integer dtype, and therefore no gradient."""
 
     def kernel(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -168,7 +170,7 @@ def without_autograd(op: Any) -> Callable[..., Any]:
 
 
 def below_autograd(op: Any, function: Callable[..., Any], keys: DispatchKeySet, *args: Any) -> Any:
-    """Call what is below the Autograd kernel of an operator: its kernel, `function`, at once if that comes next."""
+    """Call an operator below its Autograd kernel. A plain call runs `function`, the kernel, without the dispatcher."""
     if keys.raw_repr() in PLAIN_KEYSETS:
         return function(*args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -176,7 +178,11 @@ def below_autograd(op: Any, function: Callable[..., Any], keys: DispatchKeySet, 
 
 
 def last_derivative(op: Any) -> type[torch.autograd.Function]:
-    """`op` with a derivative that raises: under `create_graph=True`, the results of a backward depend on its inputs."""
+    """Make a Function that calls `op`, a backward operator, and whose own derivative raises RuntimeError.
+
+    Under `create_graph=True` autograd records backward operators, so the error appears only if someone differentiates
+    them.
+    """
 
     class LastDerivative(torch.autograd.Function):
         @staticmethod
@@ -216,7 +222,7 @@ def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     check_dense(name, tensor)
-    # float64 stays, as in F.linear. So does a quantised weight, whose values mean nothing without their scales.
+    # float64 stays as it is, as in F.linear. So does a stored weight, which is meaningless without its scales.
     return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor
 
 
@@ -224,12 +230,12 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def batched(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
-    """Return a tensor with its batch first; without a batch, the same tensor for each entry."""
+    """Move the batch dimension of a tensor to the front, or expand a tensor without one."""
     return tensor.unsqueeze(0).expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def _entry(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
-    """Return one entry of a batch. For an empty batch, return zeros, which give the results their shapes."""
+    """Return one entry of a batch. For an empty batch, return zeros, so that the results get their shapes."""
     return tensor.select(dim, index) if size else tensor.new_zeros(tensor.movedim(dim, 0).shape[1:])
 
 

@@ -1,4 +1,4 @@
-"""DTensor's sharding rules: along out_features (column parallel) or along the tokens of x (token parallel).
+"""DTensor's sharding rules: out_features are sharded (column parallel), or the tokens of x (token parallel).
 
 | sharding | x | weight, scales | packed masks | mask logits | mask weights | result | gradients summed over the ranks |
 |---|---|---|---|---|---|---|---|
@@ -6,11 +6,11 @@
 | column parallel | replicated | `Shard(0)` | `Shard(0)` | `Shard(1)` | replicated | `Shard(-1)` | x, mask weights |
 | token parallel | `Shard(i)` | replicated | replicated | replicated | `Shard(i)` | `Shard(i)` | weight, mask logits |
 
-No row shards x along in_features, so that each rank has the whole tokens that an `activation_format` rounds. For each
-dimension of the mesh, DTensor takes the row that moves the least data. A shard of a weight whose rows share
-scales (`fp8_block`) must have whole blocks of them.
+No sharding divides x along in_features, because an `activation_format` rounds whole tokens. For each dimension of the
+mesh, DTensor takes the sharding that moves the least data. If rows of the weight share scales (`fp8_block`), each shard
+must have whole blocks of such rows.
 
-The operators over experts have these shardings too, where a weight has a dimension of experts before its rows:
+The operators over experts have these shardings; their weights have a dimension of experts before the rows:
 
 | sharding | operators | x or y, ids, other weights | weight, scales, packed masks | result | gradients summed |
 |---|---|---|---|---|---|
@@ -18,12 +18,12 @@ The operators over experts have these shardings too, where a weight has a dimens
 | row parallel | `experts_down` | y `Shard(2)`, others replicated | `Shard(2)` | a sum over the ranks | expert weights |
 | token parallel | those with `expert_ids` | `Shard(0)` | replicated | `Shard(0)` | weight |
 
-Logits have the masks before the rows, so that theirs is `Shard(2)` in column parallel. No rule divides a weight along
-the experts, because ids and offs count the experts of all ranks: such a weight is gathered.
-`mglu_ops.parallel.ParallelExperts` divides it, and gives each rank ids that count its own experts.
+The mask logits have a dimension of masks before the rows, so they are `Shard(2)` in column parallel. No rule divides a
+weight along the experts, because ids and offs number the experts of all ranks: DTensor gathers such a weight.
+`mglu_ops.parallel.ParallelExperts` divides it, and gives each rank ids that number its own experts.
 
-Importing this module registers the rules. `ops` imports it when DTensor first asks for the shapes of an operator's
-results (`registering.fake`), so that a program without DTensors does not import `torch.distributed.tensor`.
+Importing this module registers the rules. `registering.fake` imports it when DTensor first asks for the shapes of an
+operator's results, so a program without DTensors does not import `torch.distributed.tensor`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _replicate, _partial = Replicate(), Partial()
 
 
 def _behind_masks(placement: Placement) -> Placement:
-    """Return the placement of the same dimension in a tensor that has a leading dimension of masks."""
+    """Return the placement of the same dimension in a tensor with one more dimension in front, the masks."""
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
@@ -65,7 +65,7 @@ def _pack(masks: Any) -> list[Option]:
 
 
 def _pack_expert_logits(mask_logits: Any) -> list[Option]:
-    """Along the experts, or along the rows of each."""
+    """Shards the experts, or the rows of each expert."""
     return [([_replicate], [_replicate]), ([Shard(0)], [Shard(0)]), ([Shard(1)], [Shard(2)])]
 
 
@@ -85,13 +85,22 @@ def _forward(
 ) -> list[Option]:
     _check_blocks(weight, weight_format, 0)
     return [
-        ([of_result], [of_x, of_rows, of_rows, *_if_given(mask_weights, of_x), *_if_given(weight_scale, of_rows)])
-        for of_x, of_rows, of_result in _placements(x)
+        (
+            [y_placement],
+            [
+                x_placement,
+                rows_placement,
+                rows_placement,
+                *_if_given(mask_weights, x_placement),
+                *_if_given(weight_scale, rows_placement),
+            ],
+        )
+        for x_placement, rows_placement, y_placement in _placements(x)
     ]
 
 
 def _check_blocks(weight: Any, weight_format: str, dim_of_rows: int) -> None:
-    """Check that each shard of a weight has the rows of whole scales."""
+    """Check that no two shards of a weight have rows that share a scale."""
     shards = math.prod(
         weight.mesh.size(dim) for dim, placement in enumerate(weight.placements) if placement == Shard(dim_of_rows)
     )
@@ -107,8 +116,11 @@ def _forward_ste(
     x: Any, weight: Any, mask_logits: Any, activation: Any = None, mask_weights: Any = None
 ) -> list[Option]:
     return [
-        ([of_result, of_rows], [of_x, of_rows, _behind_masks(of_rows), *_if_given(mask_weights, of_x)])
-        for of_x, of_rows, of_result in _placements(x)
+        (
+            [y_placement, rows_placement],
+            [x_placement, rows_placement, _behind_masks(rows_placement), *_if_given(mask_weights, x_placement)],
+        )
+        for x_placement, rows_placement, y_placement in _placements(x)
     ]
 
 
@@ -116,15 +128,18 @@ def _forward_train(
     x: Any, weight: Any, packed_masks: Any, activation: Any = None, mask_weights: Any = None
 ) -> list[Option]:
     return [
-        ([of_result, _of_partials(of_result, x)], [of_x, of_rows, of_rows, *_if_given(mask_weights, of_x)])
-        for of_x, of_rows, of_result in _placements(x)
+        (
+            [y_placement, _partials_placement(y_placement, x)],
+            [x_placement, rows_placement, rows_placement, *_if_given(mask_weights, x_placement)],
+        )
+        for x_placement, rows_placement, y_placement in _placements(x)
     ]
 
 
-def _of_partials(of_result: Placement, x: Any) -> Placement:
-    """Return the placement of the partials, which have one more dimension than the result, the last but one."""
-    is_of_columns = isinstance(of_result, Shard) and of_result.dim == x.ndim - 1
-    return Shard(x.ndim) if is_of_columns else of_result
+def _partials_placement(y_placement: Placement, x: Any) -> Placement:
+    """Return the placement of the partials. They have one more dimension than the result, before the last."""
+    is_column_parallel = isinstance(y_placement, Shard) and y_placement.dim == x.ndim - 1
+    return Shard(x.ndim) if is_column_parallel else y_placement
 
 
 def _backward(
@@ -139,14 +154,16 @@ def _backward(
 ) -> list[Option]:
     needed = (*needs, logits_dtype is not None, mask_weights_dtype is not None)
     options = []
-    for of_x, of_rows, of_result in _placements(x):
-        # Each rank computes the gradient of its own shards, and one term of the gradient of a replicated tensor.
-        of_grad_x = _partial if isinstance(of_rows, Shard) else of_x
-        of_grad_weight = _partial if isinstance(of_x, Shard) else of_rows
-        grads = (of_grad_x, of_grad_weight, _behind_masks(of_grad_weight), of_grad_x)
+    for x_placement, rows_placement, y_placement in _placements(x):
+        # A rank computes the gradients of its shards, and one term of the gradient of a replicated tensor.
+        grad_x = _partial if isinstance(rows_placement, Shard) else x_placement
+        grad_weight = _partial if isinstance(x_placement, Shard) else rows_placement
+        grads = (grad_x, grad_weight, _behind_masks(grad_weight), grad_x)
         # A gradient that is not needed is an empty tensor on every rank.
         results = [grad if is_needed else _replicate for grad, is_needed in zip(grads, needed, strict=True)]
-        options.append((results, [of_result, of_x, of_rows, of_rows, _of_partials(of_result, x)]))
+        options.append(
+            (results, [y_placement, x_placement, rows_placement, rows_placement, _partials_placement(y_placement, x)])
+        )
     return options
 
 
@@ -157,12 +174,14 @@ def _if_given(mask_weights: Any, placement: Placement) -> list[Placement]:
 # --- Experts --------------------------------------------------------------------------------------------------------
 
 
-def _of_experts(weight: Any, mask_weights: Any, weight_scale: Any, weight_format: str, of_result: Placement) -> Option:
-    """The column-parallel option of a layer of experts, whose fourth argument is `expert_ids` or `offs`."""
+def _column_parallel_experts(
+    weight: Any, mask_weights: Any, weight_scale: Any, weight_format: str, y_placement: Placement
+) -> Option:
+    """Return the column-parallel option of a layer of experts, whose fourth argument is `expert_ids` or `offs`."""
     _check_blocks(weight, weight_format, 1)
-    of_rows = Shard(1)
-    given = [*_if_given(mask_weights, _replicate), *_if_given(weight_scale, of_rows)]
-    return [of_result], [_replicate, of_rows, of_rows, _replicate, *given]
+    rows_placement = Shard(1)
+    given = [*_if_given(mask_weights, _replicate), *_if_given(weight_scale, rows_placement)]
+    return [y_placement], [_replicate, rows_placement, rows_placement, _replicate, *given]
 
 
 def _replicated(arguments: int, results: int = 1) -> Option:
@@ -180,12 +199,12 @@ def _experts_forward(
     weight_format: str = "dense",
     activation_format: str = "dense",
 ) -> list[Option]:
-    of_tokens = Shard(0)
-    given = [*_if_given(mask_weights, of_tokens), *_if_given(weight_scale, _replicate)]
+    tokens_placement = Shard(0)
+    given = [*_if_given(mask_weights, tokens_placement), *_if_given(weight_scale, _replicate)]
     return [
         _replicated(4 + len(given)),
-        _of_experts(weight, mask_weights, weight_scale, weight_format, Shard(2)),
-        ([of_tokens], [of_tokens, _replicate, _replicate, of_tokens, *given]),
+        _column_parallel_experts(weight, mask_weights, weight_scale, weight_format, Shard(2)),
+        ([tokens_placement], [tokens_placement, _replicate, _replicate, tokens_placement, *given]),
     ]
 
 
@@ -200,32 +219,32 @@ def _grouped_forward(
     weight_format: str = "dense",
     activation_format: str = "dense",
 ) -> list[Option]:
-    option = _of_experts(weight, mask_weights, weight_scale, weight_format, Shard(1))
+    option = _column_parallel_experts(weight, mask_weights, weight_scale, weight_format, Shard(1))
     return [_replicated(len(option[1])), option]
 
 
 def _grouped_forward_ste(
     x: Any, weight: Any, mask_logits: Any, offs: Any, activation: Any = None, mask_weights: Any = None
 ) -> list[Option]:
-    of_weights = _if_given(mask_weights, _replicate)
+    mask_weights_placement = _if_given(mask_weights, _replicate)
     return [
-        _replicated(4 + len(of_weights), 2),
-        ([Shard(1), Shard(1)], [_replicate, Shard(1), Shard(2), _replicate, *of_weights]),
+        _replicated(4 + len(mask_weights_placement), 2),
+        ([Shard(1), Shard(1)], [_replicate, Shard(1), Shard(2), _replicate, *mask_weights_placement]),
     ]
 
 
 def _grouped_forward_train(
     x: Any, weight: Any, packed_masks: Any, offs: Any, activation: Any = None, mask_weights: Any = None
 ) -> list[Option]:
-    of_weights = _if_given(mask_weights, _replicate)
+    mask_weights_placement = _if_given(mask_weights, _replicate)
     return [
-        _replicated(4 + len(of_weights), 2),
-        ([Shard(1), Shard(2)], [_replicate, Shard(1), Shard(1), _replicate, *of_weights]),
+        _replicated(4 + len(mask_weights_placement), 2),
+        ([Shard(1), Shard(2)], [_replicate, Shard(1), Shard(1), _replicate, *mask_weights_placement]),
     ]
 
 
 def _needed(grads: Sequence[Placement], needs: Sequence[bool]) -> list[Placement]:
-    """The placements of gradients; one that is not needed is an empty tensor on every rank."""
+    """Return the placements of gradients. A gradient that is not needed is an empty tensor on every rank."""
     return [grad if is_needed else _replicate for grad, is_needed in zip(grads, needs, strict=True)]
 
 
@@ -255,7 +274,7 @@ def _experts_down(
         ([Shard(1)], [_replicate, Shard(1), _replicate, _replicate, *_if_given(weight_scale, Shard(1))]),
         ([Shard(0)], [Shard(0), _replicate, Shard(0), Shard(0), *_if_given(weight_scale, _replicate)]),
     ]
-    if weight_scale is None:  # a stored weight's columns may share scales or bytes
+    if weight_scale is None:  # columns of a stored weight may share scales or bytes, so they are not divided
         options.append(([_partial], [Shard(2), Shard(2), _replicate, _replicate]))
     return options
 
@@ -274,8 +293,8 @@ def _experts_down_backward(
 def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | None = None) -> None:
     """Register a rule, unless the user has registered one.
 
-    `first_option` is the position of the first argument other than a tensor on which the rule or a result's shape
-    depends.
+    `first_option` is the position of the first non-tensor argument on which the placements or shapes of the results
+    depend.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     if op in propagator.op_strategy_funcs:

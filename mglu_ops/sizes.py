@@ -1,4 +1,4 @@
-"""Comparison of sizes, cheap in eager mode and without a guard that a compiler cannot decide; and division."""
+"""Arithmetic and comparison of sizes. Comparisons are cheap in eager mode and accept unbacked SymInts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import torch
 
 
 def ceil_div(size: int, step: int) -> int:
-    """The quotient, rounded up."""
+    """`size / step`, rounded up."""
     return -(-size // step)
 
 
 def round_up(size: int, step: int) -> int:
-    """The smallest multiple of `step` that is not below a size."""
+    """The smallest multiple of `step` that is at least `size`."""
     return ceil_div(size, step) * step
 
 
 def same_sizes(got: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Return whether two shapes are equal.
+    """Return True if two shapes are equal.
 
-    A size that is known only at run time (an unbacked SymInt) counts as equal, and torch asserts that it is when the
-    compiled code runs.
+    A size that is known only at run time (an unbacked SymInt) counts as equal. The compiled code then asserts it.
     """
     if len(got) != len(expected):
         return False
@@ -38,9 +37,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def is_negative(size: Any) -> bool:
-    """Return whether a size is below 0.
+    """Return True if a size is below 0.
 
-    A size that is known only at run time counts as 0 or more, and torch asserts that it is when the compiled code runs.
+    A size that is known only at run time counts as 0 or more. The compiled code then asserts it.
     """
     if isinstance(size, torch.SymInt):
         from torch.fx.experimental.symbolic_shapes import expect_true

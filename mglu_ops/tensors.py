@@ -1,4 +1,4 @@
-"""Checks that every tensor argument of an operator must pass before its shape and dtype are checked; conversions."""
+"""Checks that every tensor argument must pass before checks of its shape and dtype, and conversions of tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ def check_dense(name: str, tensor: Tensor | None) -> None:
     """Check that an argument is a dense tensor. Reads no values.
 
     Raises:
-        TypeError: it is None (which torch accepts for a tensor) or another object, or a sparse, mkldnn or nested
-            tensor.
+        TypeError: it is not a tensor (torch accepts None for one), or it is a sparse, mkldnn or nested tensor.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {'None' if tensor is None else type(tensor).__name__}, must be a tensor")
@@ -26,14 +25,14 @@ def check_dense(name: str, tensor: Tensor | None) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor; any other tensor unchanged. All ranks must call this."""
+    """Gather a DTensor to a plain tensor; return any other tensor unchanged. All ranks must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether Python may read values now: no tracing, no transform, no capture of a GPU, and no tensor subclass.
+    """True if Python may read the values: no tracing, functorch transform, graph capture or tensor subclass is active.
 
-    A DTensor may be read: its ranks use the layer together, so all of them read it and raise the same error.
+    DTensor is the one subclass that may be read: all ranks use the layer together, so all of them raise the same error.
     """
     dtensor = sys.modules.get("torch.distributed.tensor")
     return (
@@ -46,15 +45,15 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The elements of a dense tensor on any device, row by row, as they are in memory. NumPy need not be installed."""
+    """The elements of a dense tensor on any device as raw bytes, row by row. Does not need NumPy."""
     tensor = tensor.detach().cpu().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
 def check_memory(**tensors: Tensor | None) -> None:
-    """Check that each tensor's storage holds all its elements. A storage may have been resized, as FSDP does.
+    """Check that each tensor's storage holds all its elements. Storages can be resized, as FSDP does.
 
-    Call this in a kernel, whose tensors are real. The tensors of a fake kernel have no memory.
+    Call this in kernels only, because the tensors of a fake kernel have no memory.
 
     Raises:
         ValueError: a storage is too small.

@@ -1,6 +1,6 @@
-"""Timing: the wall clock for the time that a user waits, and CUDA graph replay for the time that the GPU works.
+"""Timing: by the wall clock for the time that a user waits, by CUDA graph replay for the time that the GPU works.
 
-Both measure the variants in turns, so that a busy moment of the machine does not hit only one of them.
+Both measure the variants in turns, so that a busy moment of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 PROTOCOL = "CUDA graph replay, rotating layers > 1 GB, candidates interleaved, median over rounds, us per layer"
 
 BYTES_OF_LAYERS = 1_300_000_000
-"""Bytes of distinct layers that a graph runs over: far more than any L2 holds, so that each is read from memory."""
+"""The total bytes of a graph's distinct layers: far more than any L2 cache, so each layer is read from memory."""
 
 WARM_UP_ROUNDS = 2
 
@@ -28,9 +28,9 @@ def milliseconds(
     """Measure the median time of a call of each variant by the wall clock, in milliseconds.
 
     Args:
-        variants: what to time, by name.
+        variants: the functions to time, by name.
         device: the device to wait for before and after each measurement.
-        rounds: measurements of each variant; one more round before them is not counted.
+        rounds: measurements of each variant, after one more for warm-up.
         calls: calls in one measurement.
     """
     samples: dict[str, list[float]] = {name: [] for name in variants}
@@ -57,7 +57,7 @@ def layers_for(bytes_per_layer: int, total: int = BYTES_OF_LAYERS) -> int:
 
 
 class Replay:
-    """A CUDA graph of `run(i)` for layers 0 to `layers` - 1, one after another; `outputs` holds their results."""
+    """A CUDA graph that calls `run(i)` for i from 0 to `layers` - 1. `outputs` holds the results."""
 
     warmup_replays = 1
     timed_replays = 2
@@ -76,7 +76,7 @@ class Replay:
 
 
 class Replayed(Protocol):
-    """A CUDA graph of `layers` layers, and how often it is replayed before the clock starts and while it runs."""
+    """A CUDA graph of `layers` layers, and its numbers of replays before and during a measurement."""
 
     graph: torch.cuda.CUDAGraph
     layers: int
@@ -89,8 +89,8 @@ class Replayed(Protocol):
 def replay(graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
     """Measure each graph `rounds` times, in turns, in microseconds per layer.
 
-    Timed replays follow untimed ones of the same graph, and nothing waits for the GPU before the last replay, so that
-    the GPU never waits for the CPU.
+    Untimed replays of the same graph precede the timed ones. All replays are queued before the CPU waits, so the GPU
+    never waits for the CPU.
     """
     events = [
         [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
@@ -99,7 +99,7 @@ def replay(graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
     order = list(zip(graphs, events, strict=True))
     shuffle = random.Random(0).shuffle
     for i in range(rounds):
-        shuffle(order)  # a graph heats the GPU, so the same graph must not always follow it
+        shuffle(order)  # a graph heats the GPU, so the graph after it must vary
         for one, pairs in order:
             start, end = pairs[i]
             for _ in range(one.warmup_replays):
@@ -116,5 +116,5 @@ def replay(graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
 
 
 def times(replays: Sequence[Replay], rounds: int) -> list[list[float]]:
-    """Measure graphs as `replay` does, after two rounds that are not counted."""
+    """Measure graphs with `replay`, after `WARM_UP_ROUNDS` rounds that are not counted."""
     return [one[WARM_UP_ROUNDS:] for one in replay(replays, rounds + WARM_UP_ROUNDS)]

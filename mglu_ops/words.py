@@ -1,4 +1,4 @@
-"""Words that messages have in common. Importing this module does not import torch."""
+"""Wording shared by messages. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number with its noun in the right form, such as `1 layer` or `2 layers`. The plural ends in s if not given."""
+    """A number and its noun, such as `1 layer` or `2 layers`. `plural` is for nouns that do not add an s."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def described(inputs: Iterable[Any]) -> str:
-    """The inputs of a model, such as `float32 [3, 64] on cuda:0, dict`."""
+    """A description of a model's inputs, such as `float32 [3, 64] on cuda:0, dict`."""
     return ", ".join(map(_describe, inputs)) or "no inputs"
 
 
