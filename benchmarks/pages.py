@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks import frames, summary, tables, tables_train  # noqa: F401 (the last two enter their tables in frames)
-from benchmarks.learning import claims, formats
+from benchmarks.learning import comparisons, formats
 from benchmarks.learning import tables as learning
 
 ROOT = Path(__file__).parents[1]
+EVERY_TABLE = ROOT / "benchmarks" / "results" / "tables.md"
+"""The page of the tables that stand on no other page."""
 FOLDERS = ("benchmarks", "compile_passes", "csrc", "mglu_ops")
 """Folders that are searched for pages, besides the root itself."""
 TABLES: dict[str, Callable[[Path], str]] = {
-    "summary": summary.summary,
+    **summary.TABLES,
     **frames.TABLES,
     **learning.TABLES,
     "learning_formats": formats.table,
-    **claims.TABLES,
+    **comparisons.TABLES,
 }
 """Name of a table to the function that makes it from the folder of the results."""
 MARKED = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
@@ -58,19 +61,23 @@ def fill_pages(results: Path) -> list[Path]:
 
 
 def write_tables(out: Path) -> Path:
-    """Write `tables.md` with every table whose results are in a folder, for results that no page shows.
+    """Write `tables.md` for results in another folder: the committed page, with the tables whose results are there.
+
+    Tables that stand on other pages follow under their names.
 
     Raises:
         FileNotFoundError: the folder has no result of any table.
     """
+    page = EVERY_TABLE.read_text()
+    sections = re.findall(r"^## .*?(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    shown = MARKED.findall(page)
+    sections += [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in TABLES if name not in shown]
     parts = []
-    for name, table in TABLES.items():
-        try:
-            parts.append(f"## {name}\n\n{table(out)}\n")
-        except FileNotFoundError:
-            continue
+    for section in sections:
+        with suppress(FileNotFoundError):
+            parts.append(fill(section, out))
     if not parts:
         raise FileNotFoundError(f"{out}: no results are here to make tables from; measure some first")
-    path = out / "tables.md"
-    path.write_text("\n".join(parts))
+    path = out / EVERY_TABLE.name
+    path.write_text("".join(parts))
     return path

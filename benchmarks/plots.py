@@ -102,22 +102,6 @@ def latency_by_masks(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def fraction_of_ceiling(rows: pd.DataFrame) -> Figure:
-    """The time to read the bytes divided by the time of each backend, by number of masks."""
-    figure, (axes,) = figure_of(1, 3.2)
-    right = rows[rows.microseconds.notna()]
-    for backend, style in (("CUDA", CUDA), ("Triton", TRITON)):
-        for layer, linestyle in zip(rows.layer.unique(), ("-", ":"), strict=False):
-            found = right[(right.layer == layer) & (right.variant == f"mglu {backend.lower()}")]
-            points = zip(found.n_masks, found.fraction_of_ceiling, strict=True)
-            draw_line(axes, f"{backend}, {layer}", style._replace(linestyle=linestyle), points)
-    axes.axhline(1, **THIN)
-    axes.set(ylim=(0, 1.05), ylabel="of the read ceiling", title="one token")
-    powers_of_two(axes, "masks", rows.n_masks)
-    draw_legend(figure, axes)
-    return figure
-
-
 def speedup_over_swiglu(rows: pd.DataFrame) -> Figure:
     """The time of the fastest SwiGLU divided by ours, by number of tokens, with a panel for each shape."""
     ours = chosen(rows, swiglu=("SwiGLU", ["layer", "tokens"]))
@@ -205,7 +189,6 @@ def layer_and_model(layers: pd.DataFrame, models: pd.DataFrame) -> Figure:
 PLOTS: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
     "layer_and_model": (("models", "decode_model"), layer_and_model),
     "latency_by_masks": (("one_token",), latency_by_masks),
-    "fraction_of_ceiling": (("one_token",), fraction_of_ceiling),
     "speedup_over_swiglu": (("routes",), speedup_over_swiglu),
     "roofline": (("tokens",), roofline),
 }

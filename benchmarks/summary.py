@@ -1,35 +1,72 @@
-"""The table of README.md: what mglu_ops gives on a GPU and on CPUs, against SwiGLU and the naive layer."""
+"""The tables of this folder's page: what mglu_ops gives on a GPU against SwiGLU and the naive layer, in short."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
 from benchmarks.frames import duration, fastest, load, markdown
-from benchmarks.train_layers import CASE, FUSED, NAIVE
+from benchmarks.train_layers import FUSED, NAIVE, OPERATOR
 
 MASKS = (1, 4, 8, 16)
-STEP = f"case == '{CASE}' and layer == '8192 x 2048' and tokens == 8192"
-AUTOCAST = "case == 'Llama-3.2 1B, autocast'"
-EXPERTS = "case == 'Qwen3-30B-A3B, balanced'"
-_MODEL = {"ours": "SwiMGLU"}
-ON_GPU: list[tuple[str, str, str, dict[str, str]]] = [
-    ("14336 x 4096, 1 token", "one_token", "layer == '14336 x 4096'", {}),
-    ("8192 x 2048, 64 tokens", "routes", "layer == '8192 x 2048' and tokens == 64", {}),
-    ("8192 x 2048, 8192 tokens", "routes", "layer == '8192 x 2048' and tokens == 8192", {}),
-    ("1B-parameter model, 1 token", "decode_model", "layer == '8192 x 2048' and tokens == 1", _MODEL),
-    ("14336 x 4096 in fp8, 1 token", "formats", "case == 'fp8_row' and layer == '14336 x 4096' and tokens == 1", {}),
-    ("8B-parameter model in fp8, 1 token", "decode_model_fp8", "layer == '14336 x 4096' and tokens == 1", _MODEL),
-    ("experts of Qwen3-30B-A3B, whole layer, 32 tokens", "experts_layer", f"{EXPERTS} and tokens == 32", {}),
-    ("the same, 256 tokens", "experts_layer", f"{EXPERTS} and tokens == 256", {}),
-    ("8192 x 2048, training step, 8192 tokens", "train", STEP, {"ours": FUSED}),
-    ("the same, peak memory over the inputs", "train", STEP, {"ours": FUSED, "column": "peak_mb"}),
-    ("1B-parameter model, training step, 8192 tokens", "train_model", AUTOCAST, {"ours": "fused", "naive": "naive"}),
-]
-"""Work on a GPU, the result that has it, the rows of the result, and further arguments of `gpu_line`."""
+LARGE, SMALL = "14336 x 4096", "8192 x 2048"
+
+
+def at(layer: str, tokens: int) -> str:
+    """The query for the rows of a layer and a number of tokens."""
+    return f"layer == '{layer}' and tokens == {tokens}"
+
+
+def of(case: str, tokens: int | None = None) -> str:
+    """The query for the rows of a case, and of a number of tokens if it is given."""
+    return f"case == '{case}'" + (f" and tokens == {tokens}" if tokens else "")
+
+
+def many(count: int, thing: str) -> str:
+    """A number of things in words."""
+    return f"{count} {thing}{'s' * (count > 1)}"
+
+
+_MODEL, _TRAINED = {"ours": "SwiMGLU"}, {"ours": "fused", "naive": "naive"}
+_STEP, _MEMORY = {"ours": FUSED}, {"ours": FUSED, "column": "peak_mb"}
+WORK: dict[str, list[tuple[str, str, str, dict[str, str]]]] = {
+    "summary_tokens": [
+        (many(tokens, "token"), "routes", at(SMALL, tokens), {}) for tokens in (1, 8, 32, 64, 256, 1024, 8192)
+    ],
+    "summary_experts": [
+        (f"{model}, {many(tokens, 'token')}", "experts_layer", of(f"{model}, balanced", tokens), {})
+        for model in ("Qwen3-30B-A3B", "Mixtral 8x7B", "gpt-oss-20b")
+        for tokens in (1, 32, 256, 1024)
+    ],
+    "summary_models": [
+        (f"{name}, {many(sequences, 'sequence')}", result, at(layer, sequences), _MODEL)
+        for layer, model in ((SMALL, "1B parameters"), (LARGE, "8B parameters"))
+        for result, name in (("decode_model", model), ("decode_model_fp8", f"{model} in fp8"))
+        for sequences in (1, 8, 32)
+    ],
+    "summary_training": [
+        *(
+            (f"{layer}, 8192 tokens{what}", "train", at(layer, 8192), how)
+            for layer, what, how in ((SMALL, "", _STEP), (SMALL, ", peak memory", _MEMORY), (LARGE, "", _STEP))
+        ),
+        *(
+            (f"experts of {model}, 8192 tokens", "train_experts", of(f"{model}, balanced"), {"ours": OPERATOR})
+            for model in ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss")
+        ),
+        *(
+            (f"whole model, {model}, {dtype}", "train_model", of(f"{model}, {dtype}"), _TRAINED)
+            for model in ("Llama-3.2 1B", "350M")
+            for dtype in ("autocast", "bfloat16")
+        ),
+    ],
+}
+"""Name of a table to its lines: the work, its result, a query for its rows, and further arguments of `line`.
+Work that the result lacks is left out.
+"""
 
 
 def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] = duration) -> str:
@@ -43,37 +80,36 @@ def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] 
     return f"{form(ours)} ({', '.join(ratios)})"
 
 
-def gpu_line(
+def line(
     label: str, rows: pd.DataFrame, ours: str = "mglu", naive: str = NAIVE, column: str = "microseconds"
 ) -> list[str]:
     """A line for one problem at several numbers of masks.
 
     `ours` and `naive` are how the names of our variants and of the naive layer's begin; where the dispatch chose one of
-    ours, only that one counts. The column, "microseconds" or "peak_mb", is shown of the fastest variants.
+    ours, only that one counts. The column, "microseconds" or "peak_mb", is shown of the fastest variants. Some results
+    have SwiGLU beside each number of masks, others once for all.
     """
     form = duration if column == "microseconds" else "{:.0f} MB".format
-    mine = fastest(rows[rows.chosen] if rows.chosen.any() else rows, ours, "n_masks")[column].reindex(MASKS)
-    theirs = fastest(rows, naive, "n_masks")[column].reindex(MASKS)
-    swiglu = fastest(rows, "SwiGLU", "layer")[column].min()
-    return [label, form(swiglu), *(cell(one, swiglu, other, form) for one, other in zip(mine, theirs, strict=True))]
+    chosen = rows[rows.chosen] if rows.chosen.any() else rows
+    mine, theirs = (fastest(of, name, "n_masks")[column].reindex(MASKS) for of, name in ((chosen, ours), (rows, naive)))
+    swiglu = fastest(rows, "SwiGLU", "n_masks")[column]
+    beside = swiglu.reindex(MASKS).fillna(swiglu.min())
+    range_of_swiglu = " to ".join(dict.fromkeys(map(form, (swiglu.min(), swiglu.max()))))
+    return [label, range_of_swiglu, *(cell(*figures, form) for figures in zip(mine, beside, theirs, strict=True))]
 
 
-def cpu_line(label: str, results: Path, name: str) -> list[str]:
-    """A line for one token in bfloat16 on a CPU, where SwiGLU is measured again beside each number of masks."""
-    rows = load(results, name)
-    rows = rows[(rows["dtype"] == "bfloat16") & (rows.tokens == 1)]
-    prefixes = ("mglu cpu", "SwiGLU", "naive compiled")
-    ours, swiglu, naive = (fastest(rows, prefix, "n_masks").microseconds.loc[[*MASKS]] for prefix in prefixes)
-    return [label, f"{swiglu.min() / 1000:.2f} to {swiglu.max() / 1000:.2f} ms", *map(cell, ours, swiglu, naive)]
-
-
-def summary(results: Path) -> str:
-    """One line for each kind of work; bold where mglu_ops is slower."""
+def summary(name: str, results: Path) -> str:
+    """One line for each work of a table; bold where mglu_ops is slower."""
     lines = []
-    for work, name, query, how in ON_GPU:
-        rows = load(results, name)
+    for work, result, query, how in WORK[name]:
+        rows = load(results, result)
         gpu = rows.attrs["device"].split()[1]  # such as H200
-        lines.append(gpu_line(f"{gpu}: {work}", rows.query(query), **how))
-    lines.append(cpu_line("2 CPU cores, AVX2: 8192 x 2048, 1 token", results, "cpu_one_token"))
-    lines.append(cpu_line("16 CPU cores, AVX-512: 8192 x 2048, 1 token", results, "cpu_one_token_xeon"))
-    return markdown(("work", "fastest SwiGLU", *(f"n_m = {n_masks}" for n_masks in MASKS)), lines)
+        if len(found := rows.query(query)):
+            lines.append(line(f"{gpu}: {work}", found, **how))
+    head = ("work", "fastest SwiGLU", *(f"n_m = {n_masks}" for n_masks in MASKS))
+    columns = [column for column in zip(head, *lines, strict=True) if any(column[1:])]
+    return markdown([column[0] for column in columns], zip(*(column[1:] for column in columns), strict=True))
+
+
+TABLES: dict[str, Callable[[Path], str]] = {name: partial(summary, name) for name in WORK}
+"""Name of a table to the function that makes it from the folder of the results."""

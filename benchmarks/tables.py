@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,15 +142,16 @@ def experts(rows: pd.DataFrame) -> Iterator[str]:
     """Layers of experts, with a line for each number of tokens: us, launches if they were counted, how many times the
     read ceiling that is, and how many times as fast as the fastest SwiGLU.
     """
-    rows["launches"] = rows.get("launches", pd.Series(math.nan, rows.index))
-    rows["cell"] = shown(rows) + rows.launches.map(form(", {:.0f} launches"))
+    rows["cell"] = shown(rows)
+    if "launches" in rows:
+        rows["cell"] += rows.launches.map(form(", {:.0f} launches"))
     for case, here in rows.groupby("case", sort=False):
         swiglu = fastest(here, "SwiGLU", "tokens")
         ours = here[here.variant == "mglu"].join(swiglu.microseconds.rename("swiglu"), on="tokens")
         ours["cell"] += ", " + (1 / ours.fraction_of_ceiling).map(ratio)
         ours["cell"] += ", " + (ours.swiglu / ours.microseconds).map(speedup)
         cells = in_order(ours, "tokens", "n_masks", ours.cell)
-        cells.insert(0, "fastest SwiGLU", swiglu.variant.str.removeprefix("SwiGLU ") + ": " + swiglu.cell)
+        cells.insert(0, "fastest SwiGLU", swiglu.variant.str.extract("SwiGLU ([^,]*)")[0] + ": " + swiglu.cell)
         cells.insert(0, "experts in use", ours.groupby("tokens").experts_in_use.first().map(form("{:.0f}")))
         yield grid(f"tokens, {case}", cells)
 
@@ -182,7 +182,7 @@ def decode_model(rows: pd.DataFrame) -> Iterator[str]:
             "MB of weights": best.weight_mb,
             "ms a step": (best.microseconds / 1000).map(form("{:.3f}")),
             "tokens a second": best.rate.map(whole),
-            "over SwiGLU": (swiglu_time(here) / best.microseconds).map(ratio),
+            "over SwiGLU": (swiglu_time(here) / best.microseconds).map(speedup),
             "of reading": best.fraction_of_ceiling.map(form("{:.2f}")),
         }
         yield f"{title(layer, batch)}:\n\n{grid('feed-forward layer', cells)}"
@@ -256,7 +256,7 @@ def cpu(rows: pd.DataFrame) -> Iterator[str]:
         "fastest SwiGLU": swiglu.map(us),
         "speed-up over SwiGLU": (swiglu / ours.microseconds).map(speedup),
     }
-    yield grid("dtype", cells)
+    yield grid("dtype", pd.DataFrame(cells).replace("", None).dropna(axis="columns", how="all"))
 
 
 @table("cpu_formats")

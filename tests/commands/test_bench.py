@@ -196,8 +196,31 @@ def test_marked_tables_are_replaced_and_the_rest_of_a_page_stays(tmp_path: Path)
 
 def test_results_in_another_folder_get_tables_of_their_own(tmp_path: Path) -> None:
     write([row("mglu cuda", 10.0), row("SwiGLU eager", 20.0)], tmp_path, "sustained", "by the clock")
+    write(
+        [row("mglu cuda", 10.0, extra={"chosen": True}), row("SwiGLU eager", 20.0)], tmp_path, "models", "by the clock"
+    )
     assert main(["bench", "tables", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "tables.md").read_text()
-    assert text.startswith("## sustained\n")
+    assert text.startswith("## One token under sustained load\n")
     assert "| SwiGLU, fastest | 20.0 |" in text
-    assert "## one_token" not in text
+    assert "\n## models\n" in text, "tables of other pages follow"
+    assert text.count("<!-- table: ") == 2
+
+
+def test_a_short_table_compares_with_swiglu_beside_the_same_number_of_masks(tmp_path: Path) -> None:
+    case = {"case": "350M, autocast"}
+    rows = [
+        *(row("SwiGLU", time, n_masks, **case) for n_masks, time in ((1, 30.0), (4, 20.0))),
+        *(row("naive", time, n_masks, **case) for n_masks, time in ((1, 20.0), (4, 100.0))),
+        *(row("fused", time, n_masks, **case) for n_masks, time in ((1, 25.0), (4, 40.0))),
+        row("SwiGLU", 1.0, case="another"),
+    ]
+    for name in ("train", "train_experts", "train_model"):
+        facts = {"device": "NVIDIA H200", "torch": "2.11", "commit": "1234567"}
+        write(rows, tmp_path, name, facts)
+    assert pages.TABLES["summary_training"](tmp_path).splitlines() == [
+        "| work | fastest SwiGLU | n_m = 1 | n_m = 4 |",
+        "| --- | --- | --- | --- |",
+        "| H200: whole model, 350M, autocast | 20.0 us to 30.0 us | 25.0 us (1.20x, **0.80x**) "
+        "| 40.0 us (**0.50x**, 2.50x) |",
+    ]
