@@ -1,0 +1,173 @@
+"""What the CUDA backend asks of the driver, for many calls, is what `recorded_launches.txt` says.
+
+Code that describes, chooses or prepares calls may change; the launches of a call must not, unless that is meant. Then
+`MGLU_RECORD_LAUNCHES=1 python -m pytest tests/cuda/test_recorded_launches.py` writes the file again. A line of it is
+the digest of all that the driver sees for one layer on one GPU: kernels, targets, macros, grids, threads, shared
+memory, attributes, structs, tensor maps, their order, and the workspace, for each number of tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import quick_only_for
+from launch_records import RecordingDriver, recording
+
+from mglu_ops.backends.cuda.choice import choose, choose_experts
+from mglu_ops.backends.cuda.device import KNOWN_GPUS, Gpu
+from mglu_ops.backends.cuda.kernels import experts_down, quantize_x
+from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice, training_items
+from mglu_ops.expert_calls import ExpertCall
+from mglu_ops.formats import FORMATS
+from mglu_ops.layer_call import LayerCall
+
+RECORD = Path(__file__).parent / "recorded_launches.txt"
+GPUS = {f"sm_{arch[0]}{arch[1]}": KNOWN_GPUS[arch] for arch in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))}
+GPUS["sm_90, 78 SMs"] = replace(KNOWN_GPUS[9, 0], multiprocessors=78)
+TOKENS = (1, 2, 5, 8, 9, 16, 17, 64, 65, 256, 300, 513, 4096)
+NAMES = (
+    *("x", "weight", "packed_masks", "mask_weights", "weight_scale", "expert_ids", "items", "out", "partials"),
+    *("y", "expert_weights", "products", "places"),
+)
+ADDRESSES = {name: 0x10000 * number for number, name in enumerate(NAMES, 1)}
+WORKSPACE = 0x1000000
+
+
+def layers() -> Iterator[tuple[str, LayerCall]]:
+    """Layers without experts, with one token, and their names."""
+    shapes = ((14336, 4096), (8192, 2048), (4096, 14336), (100, 72), (41, 45))
+    kinds: list[dict[str, Any]] = [
+        *({"n_masks": n_masks} for n_masks in (1, 2, 3, 4, 8, 16)),
+        {"n_masks": 4, "dtype": torch.float32},
+        {"n_masks": 4, "mask_weights_dtype": torch.float32, "activation": "relu"},
+        *({"n_masks": n, "weight_format": name} for n in (1, 4, 8) for name in FORMATS if name != "dense"),
+        *(
+            {"n_masks": n, "weight_format": name, "activation_format": "fp8_token"}
+            for n in (1, 4)
+            for name in ("fp8_row", "fp8_block")
+        ),
+    ]
+    for shape, kind in product(shapes, kinds):
+        options = {"dtype": torch.bfloat16} | kind
+        dtype, n_masks = options.pop("dtype"), options.pop("n_masks")
+        call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, 1, *shape, **options)
+        name = f"{shape[0]} x {shape[1]}, " + ", ".join(f"{key} {value}" for key, value in kind.items())
+        yield name, call
+        if shape == (8192, 2048) and options == {}:
+            yield f"{name}, batch invariant", replace(call, batch_invariant=True)
+            yield f"{name}, unaligned x", replace(call, x=replace(call.x, alignment=8))
+
+
+def mixtures() -> Iterator[tuple[str, LayerCall, int, int | None]]:
+    """One expert's layer with its name, the number of experts and K, None for rows that are sorted by expert."""
+    shapes = ((768, 2048, 128, 8), (14336, 4096, 8, 2), (2880, 2880, 32, 4), (40, 72, 5, 2))
+    kinds: list[dict[str, Any]] = [
+        *({"n_masks": n_masks} for n_masks in (1, 4)),
+        {"n_masks": 3, "dtype": torch.float16, "mask_weights_dtype": torch.float32},
+        {"n_masks": 2, "dtype": torch.float32},
+        *({"n_masks": 2, "weight_format": name} for name in FORMATS if name != "dense"),
+        {"n_masks": 2, "weight_format": "fp8_block", "activation_format": "fp8_token"},
+    ]
+    for (d, h, experts, top_k), kind, is_sorted in product(shapes, kinds, (False, True)):
+        options = {"dtype": torch.bfloat16} | kind
+        dtype, n_masks = options.pop("dtype"), options.pop("n_masks")
+        layer = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, 1, d, h, **options)
+        name = f"{experts} experts {d} x {h}, {'sorted' if is_sorted else f'K {top_k}'}, "
+        name += ", ".join(f"{key} {value}" for key, value in kind.items())
+        yield name, layer, experts, None if is_sorted else top_k
+        if kind == {"n_masks": 4}:
+            yield (
+                f"{name}, batch invariant",
+                replace(layer, batch_invariant=True),
+                experts,
+                None if is_sorted else top_k,
+            )
+
+
+def of_layer(recorder: RecordingDriver, call: LayerCall, gpu: Gpu) -> str:
+    """All that the driver sees for one call of `mglu::forward`."""
+    sequence = quantize_x.sequence(choose(call, gpu).config, call, gpu, 0)
+    return _of_sequence(recorder, sequence)
+
+
+def of_training(recorder: RecordingDriver, call: LayerCall, gpu: Gpu) -> str:
+    """The same for `tile_wgmma` in `mglu::forward_train`, where it runs a call."""
+    config = training_choice(call, gpu)
+    return "" if config is None else _of_sequence(recorder, config.sequence(call, gpu, 0))
+
+
+def of_experts(recorder: RecordingDriver, call: ExpertCall, gpu: Gpu) -> str:
+    """The same for `mglu::experts_forward` and `mglu::grouped_forward`."""
+    launch = choose_experts(call, gpu)
+    return launch.violation(call, gpu) or _of_sequence(recorder, launch.sequence(call, gpu, 0))
+
+
+def of_experts_training(recorder: RecordingDriver, call: ExpertCall, gpu: Gpu) -> str:
+    """The same for `mglu::grouped_forward_train`."""
+    launch = training_items(call, gpu)
+    return "" if launch is None else _of_sequence(recorder, launch.sequence(call, gpu, 0))
+
+
+def of_down(recorder: RecordingDriver, call: ExpertCall, gpu: Gpu) -> str:
+    """The same for `mglu::experts_down`."""
+    if (problem := experts_down.unsupported_reason(call, gpu)) is not None:
+        return problem
+    config = experts_down.launch_for(call, gpu)
+    products, combine, pair_bytes, decode, order = experts_down.launches(config, call, gpu, 0)
+    recorder.begin(f"{config} {pair_bytes}")
+    for launch in (decode, order, products, combine):
+        if launch is not None:
+            launch(0, ADDRESSES)
+    return "\n".join(recorder.lines)
+
+
+def _of_sequence(recorder: RecordingDriver, sequence: Any) -> str:
+    recorder.begin(f"workspace {sequence.workspace_bytes}")
+    sequence(0, ADDRESSES, WORKSPACE)
+    return "\n".join(recorder.lines)
+
+
+def records(gpu_name: str) -> dict[str, str]:
+    """The digests of all layers on a GPU, by name."""
+    gpu, texts = GPUS[gpu_name], {}
+    with recording() as recorder:
+
+        def digest(name: str, parts: Iterable[str]) -> None:
+            texts[f"{gpu_name}: {name}"] = hashlib.sha256("\n\n".join(parts).encode()).hexdigest()[:16]
+
+        for name, layer in layers():
+            calls = [replace(layer, leading=(tokens,)) for tokens in TOKENS]
+            digest(name, (of_layer(recorder, call, gpu) for call in calls))
+            if gpu.arch == (9, 0) and layer.weight.format.is_dense and layer.dtype is not torch.float32:
+                digest(f"{name}, training", (of_training(recorder, call, gpu) for call in calls))
+        for name, layer, experts, top_k in mixtures():
+            mixed = [ExpertCall.contiguous(layer, experts, tokens, top_k) for tokens in TOKENS]
+            digest(name, (of_experts(recorder, call, gpu) for call in mixed))
+            is_dense = layer.weight.format.is_dense and layer.activation_format == "dense"
+            if top_k is None and is_dense and layer.dtype is not torch.float32:
+                digest(f"{name}, training", (of_experts_training(recorder, call, gpu) for call in mixed))
+            elif top_k is not None and layer.activation_format == "dense":
+                down = replace(layer, n_masks=0, activation="identity", mask_weights_dtype=None)
+                downs = [ExpertCall.contiguous(down, experts, tokens, top_k) for tokens in TOKENS]
+                downs = [replace(call, masks_stride=0, expert_weights_dtype=torch.float32) for call in downs]
+                digest(f"{name}, down", (of_down(recorder, call, gpu) for call in downs))
+    return texts
+
+
+@pytest.mark.parametrize("gpu", quick_only_for(["sm_90"], list(GPUS)))
+def test_launches_are_the_recorded_ones(gpu: str) -> None:
+    found = records(gpu)
+    lines = dict(line.rsplit("  ", 1) for line in RECORD.read_text().splitlines()) if RECORD.is_file() else {}
+    if os.environ.get("MGLU_RECORD_LAUNCHES") == "1":
+        lines |= found
+        RECORD.write_text("".join(f"{name}  {digest}\n" for name, digest in sorted(lines.items())))
+    expected = {name: digest for name, digest in lines.items() if name.startswith(f"{gpu}: ")}
+    assert found == expected
