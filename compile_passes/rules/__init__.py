@@ -1,8 +1,8 @@
-"""All rules of the recogniser, in the order in which they are asked: by module, and as they are written in a module.
+"""All rules of the recogniser. They are tried in this order: by module, and within a module from top to bottom.
 
-The first rule that knows a value of a node decides it. Most rules exclude one another by the types of the values that
-they read, so their order does not matter. Where two rules may know different values of one node, `PRECEDENCE` names the
-pair and the reason why the earlier one is right; `tests/support/conflicts.py` finds pairs that are not listed.
+The first rule that returns a value for a node decides it. Most rules exclude one another by the types of the values
+that they read, so their order does not matter. Where two rules may return different values for one node, `PRECEDENCE`
+lists the pair and why the earlier one is right. `tests/support/conflicts.py` finds pairs that are not listed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from . import activations, base, gates, masks, projections, weights
 from .base import Rule, by_symbol, rules_of
 
 WEIGHT_RULES = rules_of(base, weights, masks)
-"""The rules that find masks and (masked) weights. They are asked about every node of a graph."""
+"""The rules that find masks and (masked) weights. They are tried at every node of a graph."""
 
 LAYER_RULES = rules_of(base, projections, activations, gates)
-"""The rules that find what is made of masked weights. They are asked only in graphs that have a masked weight."""
+"""The rules that find products, activations, terms and sums. They are tried only in graphs with a masked weight."""
 
 _KNOWN_MASK = "the operand is a known mask or a tensor of few values, and a function of that says more than a new mask"
 
@@ -32,7 +32,7 @@ PRECEDENCE: Mapping[tuple[Rule, Rule], str] = {
         "`g * sigmoid(g)` is one function of one projection, not a gate times a value"
     ),
 }
-"""`(earlier rule, later rule)` -> why the earlier one is right where both know different values of a node."""
+"""For `(earlier rule, later rule)`: why the earlier one is right where they return different values for a node."""
 
 WEIGHT_RULES_BY_SYMBOL = by_symbol(WEIGHT_RULES)
 LAYER_RULES_BY_SYMBOL = by_symbol(LAYER_RULES)

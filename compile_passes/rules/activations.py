@@ -1,4 +1,4 @@
-"""Rules for activations: named ones, ones that the program writes out, and the dropout around them."""
+"""Rules for activations: named ones, written-out ones, and the dropout around them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITH_OPTIONS = ("neg", "reciprocal", "square", "pow", "clamp", "clamp_min", "ma
 
 @rule(*_FUNCTIONS, *_WITH_OPTIONS, *OTHER_ACTIVATIONS)
 def function_of_one(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """An activation, or one step of an activation that the program writes out."""
+    """An activation, or one step of a written-out activation."""
     source, *options = call.args
     if call.symbol == "maximum" and function_of(first_of(recogniser.value(source))) is None:
         (source,), options = options, [source]
@@ -47,7 +47,7 @@ def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, optio
         return formulas.power(formula, 2)
     if symbol == "pow":
         return formulas.power(formula, numbers[0].value) if isinstance(numbers[0], Scalar) else None
-    if symbol == "threshold":  # with threshold and value 0 it equals relu, also in its derivative at 0
+    if symbol == "threshold":  # with threshold 0 and value 0 it equals relu, also in its derivative at 0
         return formulas.apply("relu", formula) if numbers == [Scalar(0), Scalar(0)] else None
     if numbers[0] != Scalar(0) or any(option is not None for option in options[1:]):
         return None
@@ -62,13 +62,13 @@ def function_of_two(recogniser: Recogniser, node: Node, call: Call) -> Value:
     left, right = reversed(call.args) if call.symbol == "rsub" else call.args
     first, second = (_number(argument, recogniser.value(argument)) for argument in (left, right))
     if first is None and second is None:
-        one, other = ((argument, recogniser.value(argument)) for argument in (left, right))
-        return pairwise(node, one, other, lambda a, b: _of_two(recogniser, node, call.symbol, a, b))
+        operands = [(argument, recogniser.value(argument)) for argument in (left, right)]
+        return pairwise(node, operands[0], operands[1], lambda a, b: _combined(recogniser, node, call.symbol, a, b))
     source = left if first is None else right
     return _mapped(recogniser, node, source, lambda a: _arithmetic(call.symbol, first or a, second or a))
 
 
-def _of_two(recogniser: Recogniser, node: Node, symbol: str, a: Value, b: Value) -> Value:
+def _combined(recogniser: Recogniser, node: Node, symbol: str, a: Value, b: Value) -> Value:
     f, g = function_of(a), function_of(b)
     if f is None or g is None or not same_projection(recogniser, f.projection, g.projection):
         return None
@@ -87,35 +87,35 @@ def _arithmetic(symbol: str, a: Formula | None, b: Formula | None) -> Formula | 
 
 
 def _number(argument: Any, value: Value) -> Formula | None:
-    """A number as a formula; a symbolic one (a float under `dynamic=True`) is represented by its name."""
+    """A number as a formula. The name stands for a symbolic number, such as a float under `dynamic=True`."""
     if isinstance(value, Scalar):
         return formulas.constant(value.value)
     return formulas.number(argument.name) if isinstance(example(argument), torch.SymFloat) else None
 
 
 def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:
-    """Whether `act(p) * p` of one projection p is meant as gate and value, whose masks are then wrong.
+    """True if `act(p) * p` of one projection p is a gate times a value, not a function of p.
 
-    It is, unless the product is an activation: the report should then name the masks and not the function.
+    It is unless the product is an activation. The site is then refused because of its masks, which the report names.
     """
     found = [formulas.activation(formula) for formula in (a, b)]
-    names = {one.activation for one in found if one is not None}
+    names = {known.activation for known in found if known is not None}
     is_pair = "identity" in names and len(names) == 2
     return is_pair and (product is None or formulas.activation(product) is None)
 
 
 def _mapped(recogniser: Recogniser, node: Node, source: Any, function: Callable[[Formula], Formula | None]) -> Value:
-    """A function of each function of a projection that `source` holds."""
+    """Apply a function to the value of `source`, which is a function of a projection, or to each item of a bundle."""
 
-    def of(value: Value) -> Value:
-        one = function_of(value)
-        return one and _activated(node, source, function(one.formula), one.projection)
+    def apply(value: Value) -> Value:
+        before = function_of(value)
+        return before and _activated(node, source, function(before.formula), before.projection)
 
-    return each(recogniser.value(source), of)
+    return each(recogniser.value(source), apply)
 
 
 def _activated(node: Node, source: Any, formula: Formula | None, projection: Projection) -> Activated | None:
-    """A function of a projection, if the node does not broadcast and its dtype is at least the projection's."""
+    """A function of a projection; None if the node broadcasts, or has a narrower dtype than the projection."""
     dtype = dtype_of(node)
     if formula is None or dtype is None or not holds(dtype, projection.dtype):
         return None
@@ -124,7 +124,7 @@ def _activated(node: Node, source: Any, formula: Formula | None, projection: Pro
 
 @rule("dropout")
 def dropout(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """Dropout, which is the identity in eval mode or with p = 0; otherwise a reason to refuse the site."""
+    """Dropout, which is the identity in eval mode and for p = 0; in other cases the site is refused."""
     source = call.args[0]
     value = recogniser.value(source)
     if is_identity_dropout(call):

@@ -1,4 +1,4 @@
-"""What the other modules of rules build on: the class `Rule`, and bundles (making, slicing, mapping their items)."""
+"""What the other modules of rules share: the class `Rule`, and functions that make, slice and map bundles."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..symbols import Call, symbol_of
 from ..values import MOST_ITEMS, Bundle, Gated, Value
 
 RuleFunction = Callable[[Recogniser, Node, Call], Value]
-"""Maps a node and its `Call` to the value of the node, or to None if the rule does not know it.
+"""A function that returns the value of a node, given its `Call`, or None if the rule does not know the node.
 
-A rule reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
+It reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
 """
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A function and the symbols (`symbols.py`) of the calls that it understands."""
+    """A rule function, and the symbols (`symbols.py`) of the calls that it understands."""
 
     function: RuleFunction
     symbols: tuple[str, ...]
@@ -34,24 +34,24 @@ class Rule:
 
 
 def rule(*symbols: str) -> Callable[[RuleFunction], Rule]:
-    """Make a rule of a function."""
+    """Decorate a function as the rule for calls with these symbols."""
     return lambda function: Rule(function, symbols)
 
 
 def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
-    """The rules of some modules, in the order in which they are written there."""
-    return tuple(one for module in modules for one in vars(module).values() if isinstance(one, Rule))
+    """The rules of the modules, in the order of their definitions."""
+    return tuple(attribute for module in modules for attribute in vars(module).values() if isinstance(attribute, Rule))
 
 
 RulesBySymbol = Mapping[str, tuple[Rule, ...]]
 
 
 def by_symbol(rules: Iterable[Rule]) -> RulesBySymbol:
-    """The rules of each symbol, in the order given, so that a node is shown only to rules that may know it."""
+    """The rules for each symbol, in the same order, so that a node is shown only to rules that may know it."""
     table: dict[str, tuple[Rule, ...]] = {}
-    for one in rules:
-        for symbol in one.symbols:
-            table[symbol] = (*table.get(symbol, ()), one)
+    for entry in rules:
+        for symbol in entry.symbols:
+            table[symbol] = (*table.get(symbol, ()), entry)
     return table
 
 
@@ -59,13 +59,13 @@ def by_symbol(rules: Iterable[Rule]) -> RulesBySymbol:
 
 
 def bundle(items: Sequence[Any], dim: int, size: int | None = None) -> Bundle | None:
-    """A bundle of the items, or None if one of them is None or there are too many."""
+    """A bundle of the items; None if an item is None, or if there are too many."""
     known = tuple(item for item in items if item is not None)
     return Bundle(known, dim, size) if len(known) == len(items) <= MOST_ITEMS else None
 
 
 def each(value: Value, function: Callable[[Value], Value]) -> Value:
-    """Apply an elementwise function to a value, or to every item of a bundle."""
+    """Apply an elementwise function to a value, or for a bundle to each of its items."""
     if isinstance(value, Bundle):
         return bundle([function(item) for item in value.items], value.dim, value.size)
     return function(value)
@@ -73,7 +73,7 @@ def each(value: Value, function: Callable[[Value], Value]) -> Value:
 
 @rule("getitem", "select", "narrow", "slice")
 def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """One item of a bundle, or adjacent ones, taken by an index, a slice, `unbind`, `chunk` or `split`."""
+    """One item or several adjacent items of a bundle, taken by an index, a slice, `unbind`, `chunk` or `split`."""
     found = slice_of(node)
     if found is not None:
         base, dim, index = found
@@ -81,7 +81,7 @@ def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
         if not isinstance(value, Bundle) or value.size is not None or value.dim != dim:
             return None
         item = value.items[index]
-        # A single term that is taken out of a stack of terms again is a layer of its own.
+        # A term that is taken out of a stack again ends its sum: the term itself is then a site.
         return None if isinstance(item, Gated) and symbol_of(base) == "stack" else item
     part = range_of(node)
     if part is None:
@@ -102,29 +102,32 @@ def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def pairwise(
     node: Node, left: tuple[Any, Value], right: tuple[Any, Value], function: Callable[[Value, Value], Value]
 ) -> Value:
-    """Apply an elementwise function of two values to each pair of items of two bundles, or to one value and each item.
-
-    The operands `left` and `right` of `node` are pairs of an argument and its value.
-
-    Values of one x and one weight have the same shape, and a site whose parts have different ones is refused.
+    """Apply an elementwise function of two values to the items of two bundles, or of a bundle and a single value.
 
     A value that is broadcast to a stack either lacks the stack's dimension, which must then be the first, or is a
-    bundle of one item.
+    bundle of one item. Shapes of items need no check: values of one x and one weight have the same shape, and a site
+    with several inputs or weights is refused.
+
+    Args:
+        node: the node that computes the function.
+        left: the first operand of the node, as an argument and its value.
+        right: the second operand.
+        function: the function of two values.
     """
     (_, a), (_, b) = left, right
     if not isinstance(a, Bundle) and not isinstance(b, Bundle):
         return function(a, b)
     bundles = [value for value in (a, b) if isinstance(value, Bundle)]
     longest = max(bundles, key=lambda value: len(value.items))
-    sides = [_beside(value, longest, argument, node) for argument, value in (left, right)]
+    sides = [_broadcast_items(value, longest, argument, node) for argument, value in (left, right)]
     if sides[0] is None or sides[1] is None:
         return None
     results = [function(x, y) for x, y in zip(sides[0], sides[1], strict=True)]
     return bundle(results, longest.dim, longest.size)
 
 
-def _beside(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Value] | None:
-    """The operand as a list with one value per item of the longest bundle; None if it does not broadcast to that."""
+def _broadcast_items(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Value] | None:
+    """An operand as a list with one value per item of the longest bundle; None if it does not broadcast to it."""
     count = len(longest.items)
     if isinstance(value, Bundle):
         same_layout = (value.dim, value.size) == (longest.dim, longest.size) and dims(argument) == dims(node)

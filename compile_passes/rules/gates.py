@@ -1,4 +1,4 @@
-"""Rules for gated products, `act(gate) * value`, their numbers and mask weights, and their sums."""
+"""Rules for gated products `act(gate) * value`, for numbers and mask weights that multiply them, and for their sums."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PARTS = (Projection, Activated, Gated, Bundle)
 
 @rule("mul", "div")
 def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`act(gate) * value`, and the product of either of them, or of both, with a mask weight or a number."""
+    """`act(gate) * value`, and the product of a gate, a value or a term with a mask weight or a number."""
     left, right = call.args
     a, b = recogniser.value(left), recogniser.value(right)
     if isinstance(a, _PARTS) and isinstance(b, _PARTS):
 
-        def product(x: Value, y: Value) -> Value:  # or a quotient, as in `value * g / (1 + exp(-g))`
+        def product(x: Value, y: Value) -> Value:  # a quotient for `div`, as in `value * g / (1 + exp(-g))`
             return times(recogniser, x, _applied(formulas.inverse, y) if call.symbol == "div" else y)
 
         return pairwise(node, (left, a), (right, b), product)
@@ -56,13 +56,13 @@ def gated_linear_unit(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _applied(function: Callable[[Formula], Formula | None], value: Value) -> Activated | None:
-    one = function_of(value)
-    formula = None if one is None else function(one.formula)
-    return None if one is None or formula is None else replace(one, formula=formula)
+    before = function_of(value)
+    formula = None if before is None else function(before.formula)
+    return None if before is None or formula is None else replace(before, formula=formula)
 
 
 def times(recogniser: Recogniser, a: Value, b: Value) -> Value:
-    """The product of two parts of a layer."""
+    """The product of two values of a layer; None if it is not a term."""
     if isinstance(b, Gated):
         a, b = b, a
     if isinstance(a, Gated):
@@ -73,7 +73,7 @@ def times(recogniser: Recogniser, a: Value, b: Value) -> Value:
 
 
 def _gated_times(recogniser: Recogniser, gated: Gated, other: Value) -> Gated | None:
-    """`(g * v) * sigmoid(g)`, where the last factor completes a hand-written activation of g."""
+    """`(g * v) * sigmoid(g)`: a term times the last factor of a hand-written activation of its gate."""
     function = function_of(other)
     if function is None or len(gated.terms) != 1 or gated.rest is not None:
         return None
@@ -87,7 +87,7 @@ def _gated_times(recogniser: Recogniser, gated: Gated, other: Value) -> Gated | 
 
 
 def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Projection | Activated) -> Gated | None:
-    """The term of a gate and a value, in either order; the one that is linear in its projection is the value."""
+    """The term of a gate and a value, in either order. The factor that is linear in its projection is the value."""
     parts = [part if isinstance(part, Activated) else Activated(formulas.VARIABLE, part) for part in (a, b)]
     parts.sort(key=lambda part: formulas.unscaled(part.formula)[0] == formulas.VARIABLE)
     first, second = parts
@@ -106,9 +106,10 @@ def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Proj
 
 
 def _have_a_common_part(recogniser: Recogniser, gate: Projection, value: Projection) -> bool:
-    """Whether gate and value share a weight, or multiply two weights by different functions of one mask.
+    """True if gate and value share a weight, or mask two weights by different functions of one mask.
 
-    A SwiGLU with two pruned weights is not meant to be MGLU, even if one mask prunes both.
+    Other products are not meant as MGLU and should not be reported as refused. An example is a SwiGLU with two pruned
+    weights, even if one mask prunes both.
     """
     if _weights(recogniser, gate) & _weights(recogniser, value):
         return True
@@ -126,7 +127,7 @@ def _weights(recogniser: Recogniser, projection: Projection) -> set[Hashable]:
 
 
 def scaled(value: Value, factor: float | None) -> Value:
-    """`0.5 * term`, also for a part of a term and for every item of a bundle."""
+    """A number times a term, a factor of a term, or every item of a bundle."""
     if factor is None or factor == 0:
         return None
     if isinstance(value, Bundle):
@@ -134,7 +135,7 @@ def scaled(value: Value, factor: float | None) -> Value:
     if isinstance(value, Gated) and value.rest is None:
         terms = [term for term in (_scaled(term, factor) for term in value.terms) if term is not None]
         return Gated(tuple(terms)) if len(terms) == len(value.terms) else None
-    # One with a mask weight; without one, `function_of_two` has scaled its formula.
+    # This has a mask weight. For values without one, `function_of_two` comes first and scales the formula.
     return _scaled(value, factor) if isinstance(value, Activated) else None
 
 
@@ -147,7 +148,7 @@ def _scaled(part: _Part, factor: float) -> _Part | None:
 
 
 def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
-    """`r * act(gate) * value`, where r is one number, one number per token, or for a stack also one per mask."""
+    """A mask weight times a value of the layer: one number, one per token, or for a stack also one per mask."""
     projection = values.projection_of(value)
     if not isinstance(weight, Node) or projection is None or not same_shape(node, part):
         return None
@@ -166,7 +167,7 @@ def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
 
 
 def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: Node) -> Value:
-    """A stack of terms times a tensor with the stack's dimension: one weight per token and mask, or one per mask."""
+    """A stack times one weight, one weight per mask, or one weight per token and mask."""
     tokens, count, dim = tensor_example(projection.x), len(value.items), value.dim
     if tokens is None or dims(node) != tokens.dim() + 1:
         return None
@@ -186,7 +187,7 @@ def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: N
 
 
 def with_mask_weight(value: Value, mask_weight: MaskWeight) -> Value:
-    """A term, or a part of one, times a mask weight; None if it has one already."""
+    """A term, or a factor of a term, times a mask weight; None if it already has one."""
     if isinstance(value, Gated):
         if len(value.terms) != 1 or value.terms[0].mask_weight is not None or value.rest is not None:
             return None
@@ -216,9 +217,9 @@ def sum_of_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def _longer_sum(
     recogniser: Recogniser, node: Node, left: tuple[Node, Gated], right: tuple[Node | None, Gated]
 ) -> Gated | None:
-    """The sum of two sums of terms; None if one of them has other users, for it is then a layer of its own.
+    """The sum of two sums of terms; None if one of them has other users, because it is then a layer of its own.
 
-    The right one need not have a node.
+    Operands are pairs of a node and its value. The right one may have no node.
     """
     (_, a), (_, b) = left, right
     held = [part for part, _ in (left, right) if part is not None]
@@ -245,7 +246,7 @@ def sum_with_a_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("matmul")
 def product_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`stack(terms, -1) @ weights` with one weight per mask."""
+    """`stack(terms, -1) @ weights`, with one weight per mask."""
     source, weights = call.args
     value = recogniser.value(source)
     if not isinstance(value, Bundle) or value.size is not None or value.dim != dims(source) - 1 or dims(weights) != 1:
@@ -255,7 +256,7 @@ def product_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
-    """One sum of the terms of several sums, if all terms belong to one layer: one x, one weight, one activation."""
+    """The sum of several sums, if all terms have one x, one weight and one activation; else None."""
     sums = [part for part in parts if isinstance(part, Gated)]
     terms = tuple(term for part in sums for term in part.terms)
     if len(sums) < len(parts):
@@ -267,9 +268,9 @@ def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
 
 
 def _with_rest(node: Node, gated: Gated, gated_node: Node, rest: Any, *, rest_first: bool) -> Gated | None:
-    """A sum of terms plus a residual, to which more terms may be added: `y = x; y = y + term; y = y + term`.
+    """A sum of terms plus a residual. Further terms may follow, as in `y = x; y = y + term; y = y + term`.
 
-    The residual is a tensor that may broadcast to the shape of the sum, as a bias does, and may have a narrower dtype.
+    The residual is a tensor. It may broadcast to the shape of the sum, as a bias does, and may have a narrower dtype.
     """
     if gated.rest is not None or dtype_of(node) != dtype_of(gated_node) or not same_shape(node, gated_node):
         return None
@@ -296,7 +297,7 @@ def negated_term(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("stack")
 def stacked_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`stack(terms)`, `stack(gates)` and `stack(values)`."""
+    """`stack(terms)`, `stack(gates)` and `stack(values)`, if nothing else reads the stacked tensors."""
     items, position = call.args
     dim = dimension(position, node)
     if not isinstance(items, (list, tuple)) or dim is None:
@@ -312,7 +313,7 @@ def stacked_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("sum", "mean")
 def sum_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`terms.sum(0)` and `terms.mean(0)` along the dimension of the masks."""
+    """`terms.sum(0)` and `terms.mean(0)`, along the dimension of the masks."""
     source, dim, keepdim = call.args
     value = recogniser.value(source)
     if not isinstance(value, Bundle) or value.size is not None or dimension(dim, source) != value.dim:

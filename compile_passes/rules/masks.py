@@ -1,4 +1,4 @@
-"""Rules for masks: elementwise functions of masks and numbers, and tensors that are masks by how they are made."""
+"""Rules for masks: tensors that are binary by how they are computed, and elementwise functions of masks and numbers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .base import bundle, rule
 
 # --- The straight-through form ---------------------------------------------------------------------------------------
 
-_LONGEST_SUM = 16  # nodes: a straight-through mask is a short sum, but a residual stream may have any length
+_LONGEST_SUM = 16  # nodes; a straight-through mask is a short sum, and a residual stream, which is long, is not one
 
 
 def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float, Node]] | None:
-    """The terms of a sum as `(coefficient of the value, coefficient of the gradient, node)`; None for a long sum."""
+    """The terms of a sum as `(coefficient in the value, coefficient in the gradient, node)`; None for a long sum."""
     terms: dict[Hashable, tuple[float, float, Node]] = {}
     pending: list[tuple[Any, float, bool]] = [(node, 1.0, True)]
     for _ in range(_LONGEST_SUM):
@@ -53,8 +53,8 @@ def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float
 def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`(hard - soft).detach() + soft` in any order, which has the value of `hard` and the gradient of `soft`.
 
-    Where `soft` is not finite, or |soft| is above 256 in bfloat16, 2048 in float16 or 2^24 in float32, the program's
-    own sum is not binary at all, not even up to rounding errors. The operator takes the mask that was meant.
+    The program's own sum is not binary where `soft` is not finite, or where |soft| is so large that rounding swallows
+    the 1: above 256 in bfloat16, 2048 in float16 and 2^24 in float32. The operator uses `hard` there, too.
     """
     terms = _linear_terms(recogniser, node) if recogniser.has_masks else None
     if terms is None:
@@ -66,7 +66,7 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     ((factor, source),) = present
     hard = recogniser.value(source)
     if isinstance(hard, Levels) and factor == 1 and same_shape(node, source):
-        return hard  # not binary, which the report says of what is made of it
+        return hard  # not binary; a site that uses it as a mask is refused with that reason
     if factor != 1 or not isinstance(hard, Binary) or not hard.is_mask or hard.mask.carrier is not None:
         return None
     if not same_shape(node, source):
@@ -78,14 +78,14 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     (slope, soft), *others = differentiable
     if others or slope != 1:
         return None
-    # A complement, such as `logits >= 0` of `0 > logits`, is a mask of its own here.
+    # If `hard` is a complement, as `logits >= 0` is of `0 > logits`, make it a mask of its own.
     mask = opposite(hard.mask) if hard.is_gate(-1) else hard.mask
     logits = soft if _is_positive(recogniser, mask, soft) else None
     return recogniser.straight_through(mask, node, logits, rounding)
 
 
 def _is_positive(recogniser: Recogniser, mask: Mask, soft: Node) -> bool:
-    """Whether a mask is `soft > 0`."""
+    """True if a mask is `soft > 0`."""
     if mask.logits is None:
         return False
     key = recogniser.key(mask.logits)
@@ -109,15 +109,15 @@ _POINTWISE = (
 def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """An elementwise function of numbers and one mask, such as `1 - M`, `~M`, `M == 0` or `where(M, 0, 1)`.
 
-    Torch computes it at M = 0 and M = 1 (`pointwise.evaluate`). A tensor of few values, as in `(sign(x) + 1) / 2`, is
-    treated in the same way.
+    Torch computes it at M = 0 and M = 1 (`pointwise.evaluate`). A function of a tensor of few values, such as
+    `(sign(x) + 1) / 2`, is computed at all of these values.
     """
     inputs = node.all_input_nodes
     values = [recogniser.value(item) for item in inputs]
     if not inputs or None in values:
         return None
     if call.symbol in COMPARISONS and any(isinstance(value, Levels) for value in values):
-        return None  # `masks.comparison` gives a comparison and its complement the same key
+        return None  # left to `masks.comparison`, which gives a comparison and its complement the same key
     dtype, operands = dtype_of(node), _operands(inputs, values)
     if not operands or dtype is None or dtype.is_complex:
         return None
@@ -138,7 +138,7 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Operand]:
-    """The values of each input at M = 0 and M = 1, or at each of its levels; empty if an input is unknown."""
+    """The values of each input: at M = 0 and M = 1, or all of its levels. Empty if an input is unknown."""
     operands: dict[Node, Operand] = {}
     varying = [value for value in values if not isinstance(value, Scalar)]
     several_levels = any(isinstance(value, Levels) for value in varying) and len(varying) > 1
@@ -161,7 +161,10 @@ def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Ope
 def _function_of_a_mask(
     node: Node, functions: Mapping[Node, Binary], operands: Mapping[Node, Operand], result: Result
 ) -> Binary | None:
-    """The function that a node computes from functions of one mask, by the chain rule; None for several masks."""
+    """The function that a node computes from functions of one mask; None for several masks.
+
+    The chain rule gives the slope.
+    """
     first, *others = functions.values()
     mask: Mask | None = first.mask
     for function in others:
@@ -177,7 +180,7 @@ def _function_of_a_mask(
 
 
 def of_levels(recogniser: Recogniser, node: Node, values: Sequence[Number]) -> Value:
-    """A tensor that holds no other values than these, which is a mask if they are 0 and 1."""
+    """A tensor that holds only these values: a mask for 0 and 1, an unproved mask if some lie between, else levels."""
     levels = tuple(sorted(set(values)))
     if not all(0 <= level <= 1 for level in levels):
         return Levels(levels)
@@ -190,7 +193,7 @@ def of_levels(recogniser: Recogniser, node: Node, values: Sequence[Number]) -> V
 
 
 def _rounding_errors(rounding: float) -> tuple[float, ...]:
-    """The errors to try where the mask is 1, if the program computes it with this machine epsilon."""
+    """The errors to try where the mask is 1, for a mask that is computed with this machine epsilon."""
     return (2 * rounding, -2 * rounding) if rounding else ()
 
 
@@ -210,7 +213,7 @@ def _with_error(value: Number, dtype: torch.dtype, error: float) -> Number:
 
 
 def _is_close(perturbed: Sequence[float], exact: Sequence[float], rounding: float) -> bool:
-    """Whether rounding errors of the mask stay small; `m == 1` and `m.to(torch.int32)` turn them into jumps."""
+    """True if rounding errors of the mask stay small. (`m == 1` and `m.to(torch.int32)` turn them into jumps.)"""
     return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(perturbed, exact, strict=True))
 
 
@@ -243,7 +246,10 @@ def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _narrows_the_gradient(mask: Mask, source: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether the gradient is rounded on its way to the carrier: `source` is narrower than the carrier and `dtype`."""
+    """True if a cast rounds the gradient on its way back to the carrier.
+
+    The mask was cast from the carrier's dtype to the narrower `source`, and is cast again to `dtype`, which is wider.
+    """
     carrier = None if mask.carrier is None else dtype_of(mask.carrier.node)
     return carrier is not None and carrier != source and holds(carrier, source) and not holds(source, dtype)
 
@@ -263,7 +269,7 @@ def alias(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("zeros", "ones", "full", "tensor")
 def filled(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`zeros_like(m)`, `full_like(m, 0.5)` and `torch.tensor(0.5)`: a number, rounded to the dtype of the tensor."""
+    """`zeros_like(m)`, `full_like(m, 0.5)` and `torch.tensor(0.5)`: a number, rounded to the tensor's dtype."""
     number = {"zeros": 0, "ones": 1}[call.symbol] if call.symbol in ("zeros", "ones") else call.args[0]
     value, dtype = recogniser.value(number), dtype_of(node)
     if not isinstance(value, Scalar) or dtype is None or dtype.is_complex:
@@ -290,7 +296,7 @@ def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("stack", "cat")
 def joined_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`stack([M, 1 - M])`, and `cat([S, 1 - S])` of stacks of masks."""
+    """`stack([M, 1 - M])` of masks M, and `cat([S, 1 - S])` of stacks S of masks."""
     items, dim = call.args
     values = [recogniser.value(item) for item in items] if isinstance(items, (list, tuple)) else []
     masks = [value for value in values if isinstance(value, Binary)]
@@ -302,7 +308,7 @@ def joined_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
         masks = [binary_at(value, i) for value in masks for i in range(value.mask.shape[0])]
     elif any(len(value.mask.shape) != 2 for value in masks):
         return None
-    # The masks keep their gradients if the joint tensor has one.
+    # Autograd may have recorded no gradient for the joint tensor, as under `no_grad`.
     return bundle(masks if requires_grad(node) else [replace(mask, slope=(0, 0)) for mask in masks], 0)
 
 
@@ -311,15 +317,15 @@ def joined_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule(*COMPARISONS)
 def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`logits > 0`, which is a mask, and `logits <= 0`, which is its complement.
+    """`logits > 0`, which is a mask, and `logits <= 0`, which counts as its complement.
 
-    With NaN both comparisons are False. The rule assumes that logits are numbers, so NaN counts as not positive.
+    For NaN both comparisons are False. The rule assumes that there is none: a NaN logit counts as not positive.
     """
     if dtype_of(node) is not torch.bool:
         return None
     left, right = call.args
     kind = "eq" if call.symbol in ("eq", "ne") else "gt"
-    if call.symbol in ("lt", "ge"):  # a < b is b > a, and a >= b is not b > a
+    if call.symbol in ("lt", "ge"):  # `a < b` is `b > a`, and `a >= b` is the complement of `b > a`
         left, right = right, left
     operands = [_compared(recogniser, left, right), _compared(recogniser, right, left)]
     if kind == "eq":
@@ -331,9 +337,9 @@ def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _compared(recogniser: Recogniser, argument: Any, other: Any) -> Hashable:
-    """The key of an operand of a comparison; all zeros (`0`, `0.0`, `zeros_like(x)`) have the same key.
+    """The key of an operand of a comparison. All zeros (`0`, `0.0`, `zeros_like(x)`) have the same key.
 
-    A number is compared in the dtype that torch computes with.
+    A number is rounded to the dtype in which torch compares it.
     """
     if recogniser.value(argument) == Scalar(0):
         return "zero"
@@ -346,7 +352,7 @@ def _compared(recogniser: Recogniser, argument: Any, other: Any) -> Hashable:
 
 @rule("to")
 def cast_to_bool(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`m.bool()` of an unknown tensor, which is `m != 0`."""
+    """`m.bool()` of an unknown tensor m, which is `m != 0`."""
     (source,) = call.args
     is_known = recogniser.value(source) is not None
     return None if is_known else comparison.function(recogniser, node, Call("ne", (source, 0)))
@@ -372,7 +378,7 @@ def heaviside(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("round", "floor", "ceil")
 def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`round(sigmoid(logits))`, `round(clamp(logits, 0, 1))` and `floor(p + 0.5)`: whole numbers from 0 to 1."""
+    """`round(sigmoid(logits))`, `round(clamp(logits, 0, 1))` and `floor(p + 0.5)`, which hold 0 and 1."""
     (source,), dtype = call.args, dtype_of(node)
     bounds = _bounds(recogniser, source)
     ends = bounds and dtype and evaluate(node, {source: Operand(bounds, dtype)}, dtype)
@@ -382,7 +388,7 @@ def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _bounds(recogniser: Recogniser, argument: Any) -> tuple[Number, Number] | None:
-    """The least and the largest value of a sigmoid, of a clamped tensor, or of one of these in a sum or product."""
+    """Bounds of a sigmoid or a clamped tensor, or of a sum or product of one with a number; None if unknown."""
     call, dtype = recogniser.through(argument), dtype_of(argument)
     if call is None or dtype is None:
         return None
@@ -407,7 +413,7 @@ def zeros_and_ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("gumbel_softmax")
 def one_hot_with_a_gradient(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.gumbel_softmax(logits, hard=True)`, which adds and subtracts the soft values."""
+    """`F.gumbel_softmax(logits, hard=True)`, which has rounding errors: it adds and subtracts the soft values."""
     dtype = dtype_of(node)
     if dtype is None:
         return None
@@ -427,7 +433,7 @@ def scattered(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("and", "remainder")
 def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`(packed >> i) & 1` and `packed % 2`, which hold 0 and 1, and `packed & 8`, which holds 0 and 8."""
+    """A bit of an integer: `(packed >> i) & 1` and `packed % 2` hold 0 and 1, and `packed & 8` holds 0 and 8."""
     dtype, (left, right) = dtype_of(node), map(recogniser.value, call.args)
     if dtype is None or dtype.is_floating_point or dtype is torch.bool:
         return None
@@ -445,10 +451,10 @@ def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("getitem")
 def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """The result of a custom `autograd.Function` whose forward makes a mask.
+    """The result of a custom `autograd.Function` whose forward computes a mask.
 
-    Its backward is the user's own and stays: the operator returns the gradient of the mask, and autograd passes it
-    through the user's function as before.
+    The call stays in the program. The operator returns the gradient of the mask, and autograd passes it through the
+    user's backward as before.
     """
     source, index = call.args
     if not isinstance(source, Node) or "autograd_function_apply" not in str(source.target):
@@ -458,7 +464,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
         return None
     view = View(body.graph)
     returned: Any = view.graph.output_node().args
-    ((results, *_),) = returned  # the results, and what is saved for backward
+    ((results, *_),) = returned  # the results, followed by the tensors that are saved for backward
     result = results[index] if isinstance(results, (tuple, list)) else results
     hard = None if view.memory.writes_inputs else type(recogniser)(view).value(result)
     view.discard()
@@ -467,7 +473,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     return recogniser.new_mask(node, "autograd.Function", rounding=hard.mask.rounding, trained=requires_grad(node))
 
 
-# --- The elements of a mask in another order ------------------------------------------------------------------------
+# --- Rearranged masks ------------------------------------------------------------------------------------------------
 
 
 @rule(
@@ -475,10 +481,10 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     *("getitem", "select", "slice", "narrow"),
 )
 def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`bits.reshape(d, h)` and `m.t()`: a function of M, rearranged, is that function of the rearranged M."""
+    """`bits.reshape(d, h)` and `m.t()`: a mask, or its complement, whose elements are in another order."""
     source, *how = call.args
     symbol, found = call.symbol, slice_of(node)
-    if found is not None:  # one slice in any spelling, also of `unbind`
+    if found is not None:  # all spellings of a slice, including `unbind`, are one symbol
         source, *how = found
         symbol = "select"
     value = recogniser.value(source)
@@ -486,7 +492,7 @@ def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     inverted = value.is_gate(-1)
     carries = requires_grad(node) and any(value.slope)
-    # `view(dtype)` reads the bits anew.
+    # A changed dtype means `view(dtype)`, which reinterprets the bytes.
     if not call.is_whole or (carries and inverted) or dtype_of(node) != dtype_of(source):
         return None
     moved = (symbol, recogniser.key(how), value.mask.key)

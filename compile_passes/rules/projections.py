@@ -1,4 +1,4 @@
-"""Rules for products of x and a masked weight, `x (M * W)^T`, also by `einsum`, and for their differences."""
+"""Rules for products of x and a masked weight, `x (M * W)^T`, and for differences of such products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BIAS = "the projection adds a bias, which MGLU does not have; add it after the p
 
 @rule("linear", "inner", "matmul", "addmm", "grouped_mm")
 def project(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.linear(x, W)`, `x @ W.T`, and `addmm` with a bias of 0; `bmm` and `grouped_mm` with the weights of experts."""
+    """`F.linear(x, W)`, `x @ W.T`, `addmm` with a bias of 0, and `bmm` or `grouped_mm` with the weights of experts."""
     has_bias, offs = False, None
     if call.symbol == "addmm":
         bias, x, weight, beta = call.args
@@ -46,7 +46,7 @@ def project(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _is_masked(recogniser: Recogniser, argument: Node) -> bool:
-    """Whether an argument is a weight that some product masks."""
+    """True if an argument is a weight that is masked somewhere in the graph."""
     weighted = recogniser.as_weighted(argument)
     return weighted is not None and recogniser.key(weighted.weight) in recogniser.masked_weights
 
@@ -63,37 +63,37 @@ def _swapped(recogniser: Recogniser, node: Node, weight: Node, x: Node) -> Proje
 def projection_at(
     recogniser: Recogniser, node: Node, x: Node, weight: Node, offs: Node | None = None, *, upright: bool
 ) -> Value:
-    """The product at `node` of x and a weight, whose layout is `[out, in]` if `upright`, else `[in, out]`.
+    """The product at `node` of x and a weight. The weight is `[out, in]` if `upright`, else `[in, out]`.
 
-    A weight of three dimensions is one weight of each expert.
+    A weight of three dimensions holds one weight per expert.
     """
     value = recogniser.value(weight)
     if offs is not None and isinstance(value, (Bundle, Product, Interleaved)):
         return None
 
-    def of(weighted: Value) -> Projection | None:
+    def project_by(weighted: Value) -> Projection | None:
         return projection_by(recogniser, node, x, weight, weighted, upright=upright)
 
     if isinstance(value, Interleaved):
-        products = [product for item in value.items if upright and (product := of(item)) is not None]
+        products = [product for item in value.items if upright and (product := project_by(item)) is not None]
         return Interleaved(tuple(products), dims(node) - 1) if len(products) == len(value.items) else None
     if isinstance(value, Bundle):
-        return _projections(node, x, weight, value, of, upright=upright)
+        return _projections(node, x, weight, value, project_by, upright=upright)
     if isinstance(value, Product):
         if recogniser.key(value.node) in recogniser.masked_weights:  # the elementwise product itself is the weight
-            return of(Weighted(value.node, None, value.transposed))
+            return project_by(Weighted(value.node, None, value.transposed))
         dtype = dtype_of(node)
         return None if dtype is None else Projection(x, value, None, dtype, value.transposed == upright)
     weighted = recogniser.as_weighted(weight)
     if is_matrix(weight) and offs is None:
-        return of(weighted)
-    projection = of(weighted) if _multiplies_by_experts(node, x, weight, offs, upright=upright) else None
+        return project_by(weighted)
+    projection = project_by(weighted) if _multiplies_by_experts(node, x, weight, offs, upright=upright) else None
     is_of_experts = projection is not None and shapes.holds_experts(projection.weight)
     return replace(projection, offs=offs) if projection is not None and is_of_experts else None
 
 
 def _multiplies_by_experts(node: Node, x: Node, weight: Node, offs: Node | None, *, upright: bool) -> bool:
-    """Whether each expert multiplies its own rows of x, so that nothing is broadcast: see `Projection`."""
+    """True if each expert multiplies its own rows of x (`Projection`), and nothing is broadcast."""
     held, rows = tensor_example(weight), tensor_example(x)
     if held is None or rows is None or held.dim() != 3:
         return False
@@ -109,7 +109,7 @@ def _multiplies_by_experts(node: Node, x: Node, weight: Node, offs: Node | None,
 def projection_by(
     recogniser: Recogniser, node: Node, x: Node, weight: Node, weighted: Value, *, upright: bool
 ) -> Projection | None:
-    """The product at `node` of x and `weighted` (a value at node `weight`), if that is a weight masked anywhere."""
+    """The product at `node` of x and `weighted`, the value of node `weight`; None for weights that are never masked."""
     dtype = dtype_of(node)
     if not isinstance(weighted, Weighted) or dtype is None:
         return None
@@ -119,15 +119,15 @@ def projection_by(
 
 
 def _projections(
-    node: Node, x: Node, weight: Node, value: Bundle, of: Callable[[Value], Projection | None], *, upright: bool
+    node: Node, x: Node, weight: Node, value: Bundle, project_by: Callable[[Value], Projection | None], *, upright: bool
 ) -> Bundle | None:
-    """The products of x and each weight of a bundle.
+    """The products of x and each weight of a bundle; `project_by` makes one product.
 
-    Concatenated weights must be concatenated along their output features. Stacked weights `[n, ..., in, out]` are
-    multiplied by broadcasting: either x lacks the dimension of the masks, which then comes first in the result, or x is
-    repeated along it.
+    Weights may be concatenated along their output features only. A stack of weights `[n, ..., in, out]` is multiplied
+    by broadcasting. Either x lacks the dimension of the stack, which then comes first in the result, or x is repeated
+    along that dimension.
     """
-    items = list(map(of, value.items))
+    items = list(map(project_by, value.items))
     if value.size is not None:
         is_along_outputs = value.dim == (0 if upright else 1)
         return bundle(items, dims(node) - 1, value.size) if is_along_outputs else None
@@ -135,14 +135,14 @@ def _projections(
     if dim is None:
         broadcast = dims(x) + 1 == dims(node) == dims(weight)
         return bundle(items, 0) if broadcast and not upright else None
-    # A stack of one weight may be broadcast to an x that is repeated more often.
+    # The last condition excludes a stack of one weight that is broadcast to several copies of x.
     if dim != dims(node) - dims(weight) or dims(x) != dims(node) or size(node, dim) != len(value.items):
         return None
     return bundle([item and replace(item, x=base) for item in items], dim)
 
 
 def same_operands(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
-    """Whether two projections multiply the same x and the same weight."""
+    """True if two projections multiply the same x and the same weight."""
     return (
         recogniser.key(a.x) == recogniser.key(b.x)
         and recogniser.key(a.offs) == recogniser.key(b.offs)
@@ -152,7 +152,7 @@ def same_operands(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
 
 
 def same_projection(recogniser: Recogniser, a: Projection, b: Projection) -> bool:
-    """Whether two projections hold the same values."""
+    """True if two projections hold the same values."""
     same_product = same_operands(recogniser, a, b) and values.same_function(a.factor, b.factor)
     return same_product and (a.problem, a.dtype) == (b.problem, b.dtype)
 
@@ -162,7 +162,7 @@ def same_projection(recogniser: Recogniser, a: Projection, b: Projection) -> boo
 
 @rule("getitem", "slice")
 def interleaved_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.linear(x, W)[..., ::2]` of a weight that interleaves the rows of two."""
+    """`F.linear(x, W)[..., ::2]`, where W interleaves the rows of two weights."""
     source, found = call.args[0], shapes.strided_slice_of(node)
     value = recogniser.value(source)
     if not isinstance(value, Interleaved) or found is None or not isinstance(value.items[0], Projection):
@@ -173,12 +173,14 @@ def interleaved_product(recogniser: Recogniser, node: Node, call: Call) -> Value
 
 @rule("unflatten", "reshape")
 def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """Concatenated products `[..., n * d]` as a stack `[..., n, d]`; and a product of `x.view(-1, h)` viewed back."""
+    """Concatenated products viewed as a stack `[..., n, d]`, or a product of `x.view(-1, h)` viewed as `[..., d]`."""
     source, *_ = call.args
     value, before = recogniser.value(source), tensor_example(source)
-    if (one := values.function_of(value)) is not None:
-        projection = _viewed_back(recogniser, node, one.projection)
-        return projection and (projection if isinstance(value, Projection) else replace(one, projection=projection))
+    if (function := values.function_of(value)) is not None:
+        projection = _viewed_back(recogniser, node, function.projection)
+        return projection and (
+            projection if isinstance(value, Projection) else replace(function, projection=projection)
+        )
     if not isinstance(value, Bundle) or values.projection_of(value) is None or before is None:
         return None
     is_stack = has_shape(node, (*before.shape[:-1], len(value.items), value.size))
@@ -186,11 +188,11 @@ def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _viewed_back(recogniser: Recogniser, node: Node, projection: Projection) -> Projection | None:
-    """The product with x, at a node that views the product with the rows of x as a tensor of the shape of x."""
+    """The product with x, at a node that views the product with `x.view(-1, h)` in the leading dimensions of x."""
     inner = recogniser.through(projection.x)
     if inner is None or inner.symbol not in ("reshape", "flatten") or not is_matrix(projection.weight):
         return None
-    x, rows, made = (tensor_example(one) for one in (inner.args[0], projection.x, node))
+    x, rows, made = (tensor_example(tensor) for tensor in (inner.args[0], projection.x, node))
     if x is None or rows is None or made is None or projection.swapped:
         return None
     same_sizes = equal_sizes(x.shape[-1:], rows.shape[-1:]) and equal_sizes(x.shape[:-1], made.shape[:-1])
@@ -199,7 +201,7 @@ def _viewed_back(recogniser: Recogniser, node: Node, projection: Projection) -> 
 
 @rule("unsqueeze")
 def unsqueezed(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.linear(x, W).unsqueeze(1)`, from which a stack is subtracted."""
+    """`F.linear(x, W).unsqueeze(1)`, from which a stack of products may be subtracted."""
     source, position = call.args
     value, dim = recogniser.value(source), dimension(position, node)
     return Bundle((value,), dim) if isinstance(value, Projection) and dim is not None else None
@@ -207,7 +209,7 @@ def unsqueezed(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("to", "alias", "assert_metadata")
 def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A part of the layer in a wider dtype. The check of the site compares the projections' dtype with the result's."""
+    """A value of the layer, copied or in a wider dtype. The proof compares this dtype with that of the projections."""
     (source,) = call.args
     value, dtype = recogniser.value(source), dtype_of(node)
     projection = values.projection_of(value)
@@ -216,12 +218,12 @@ def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     return None if isinstance(value, Gated) and value.rest is not None else value
 
 
-# --- Differences, and masks of output features -----------------------------------------------------------------------
+# --- Differences, masks of output features, scales and biases --------------------------------------------------------
 
 
 @rule("add", "sub")
 def difference_of_projections(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.linear(x, W) - gate`, for one gate or a stack of them."""
+    """`F.linear(x, W) - gate`, for one gate or a stack of gates."""
     sign = 1 if call.symbol == "add" else -1
 
     def difference(a: Value, b: Value) -> Value:
@@ -236,7 +238,7 @@ def difference_of_projections(recogniser: Recogniser, node: Node, call: Call) ->
 
 @rule("mul")
 def channels_masked(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.linear(x, W) * m` with one mask bit per output feature: not MGLU, and the check of the site says so."""
+    """`F.linear(x, W) * m` with one mask bit per output feature. This is not MGLU, as the refusal will say."""
     for mask, other in (call.args, tuple(reversed(call.args))):
         factor, projection = recogniser.value(mask), recogniser.value(other)
         is_row = dims(mask) == 1 or (dims(mask) == 2 and size(mask, -2) == 1)
@@ -249,7 +251,7 @@ def channels_masked(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("mul")
 def rows_scaled(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.linear(x, q * M) * scale` of a weight in 8 bits, with one scale for each output feature."""
+    """`F.linear(x, q * M) * scale`, where q is a weight in 8 bits, with one scale per output feature."""
     for scale, other in (call.args, tuple(reversed(call.args))):
         projection = recogniser.value(other)
         if not isinstance(projection, Projection) or projection.swapped or not isinstance(projection.weight, Node):
@@ -266,7 +268,7 @@ def rows_scaled(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("add")
 def biased(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.linear(x, W * M) + b`, a reason to refuse the site."""
+    """`F.linear(x, W * M) + b`, for which the site is refused."""
     for bias, other in (call.args, tuple(reversed(call.args))):
         value = recogniser.value(other)
         is_product = isinstance(values.first_of(value), Projection) and same_shape(node, other)
@@ -276,19 +278,19 @@ def biased(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def with_problem(value: Value, problem: str) -> Value:
-    """Projections, or functions of them, with a reason why their site is not fused, unless they have one already."""
+    """Projections, or functions of them, with a reason why their site is refused. An earlier reason stays."""
 
-    def with_it(one: Projection) -> Projection:
-        return replace(one, problem=one.problem or problem)
+    def mark(projection: Projection) -> Projection:
+        return replace(projection, problem=projection.problem or problem)
 
-    def of(one: Value) -> Value:
-        if isinstance(one, Projection):
-            return with_it(one)
-        return replace(one, projection=with_it(one.projection)) if isinstance(one, Activated) else None
+    def mark_value(item: Value) -> Value:
+        if isinstance(item, Projection):
+            return mark(item)
+        return replace(item, projection=mark(item.projection)) if isinstance(item, Activated) else None
 
     if isinstance(value, Interleaved):
-        return replace(value, items=tuple(with_it(item) for item in value.items if isinstance(item, Projection)))
-    return each(value, of)
+        return replace(value, items=tuple(mark(item) for item in value.items if isinstance(item, Projection)))
+    return each(value, mark_value)
 
 
 # --- einsum ----------------------------------------------------------------------------------------------------------
@@ -296,15 +298,15 @@ def with_problem(value: Value, problem: str) -> Value:
 
 @rule("einsum")
 def einsum_projection(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`einsum("bh,dh->bd", x, W * M)`, also `"bh,ndh->nbd"` for a stack of weights and `"eth,edh->etd"` for experts.
+    """`einsum("bh,dh->bd", x, W * M)`, `"bh,ndh->nbd"` for a stack of weights, and `"eth,edh->etd"` for experts.
 
-    Letters and order may be any, and `...` stands for dimensions of x.
+    The letters and their order may differ, and `...` may stand for dimensions of x.
     """
     equation, operands = call.args
     if not isinstance(equation, str) or len(operands) != 2:
         return None
     inputs, arrow, output = equation.replace(" ", "").partition("->")
-    if not arrow:  # the dimensions of `...`, then the letters that occur once
+    if not arrow:  # the default output: the dimensions of `...`, then the letters that occur once, sorted
         output = "..." * ("..." in inputs) + "".join(n for n in sorted({*inputs} - {*".,"}) if inputs.count(n) == 1)
     axes = inputs.split(",")
     named = list(zip(axes, operands, strict=True))
@@ -323,13 +325,13 @@ def einsum_projection(recogniser: Recogniser, node: Node, call: Call) -> Value:
         if upright is not None and len(stacks) == output.count(stacks) == 1 and value.size is None and value.dim == 0:
             after = len(output) - output.index(stacks)
             dim = output.index(stacks) if "..." not in output[: -after or None] else dims(node) - after
-            items = [projection_by(recogniser, node, x, weight, one, upright=upright) for one in value.items]
+            items = [projection_by(recogniser, node, x, weight, item, upright=upright) for item in value.items]
             return bundle(items, dim)
     return None
 
 
 def _layout(x: str, weight: str, output: str) -> bool | None:
-    """Whether a weight is laid out `[out, in]`; None if the axes are not those of x, a weight and their product."""
+    """True for a weight `[out, in]`, False for `[in, out]`; None if the axes do not describe `x W^T`."""
     experts, first, second = weight[:-2], weight[-2], weight[-1]
     leading = x[:-1]
     letters = leading.replace("...", "") + first + second
@@ -340,7 +342,7 @@ def _layout(x: str, weight: str, output: str) -> bool | None:
 
 
 def _same_sizes(*operands: tuple[str, Node]) -> bool:
-    """Whether no operand is repeated along a letter that both have, as one of size 1 is."""
+    """True if the operands have equal sizes along shared letters, so that none is broadcast."""
     sizes: dict[str, object] = {}
     for axes, operand in operands:
         found = zip(reversed(axes.replace("...", "")), reversed(shapes.example(operand).shape), strict=False)

@@ -1,4 +1,4 @@
-"""Rules for weights: masked; and cast, copied, transposed, stacked and concatenated."""
+"""Rules for weights that are masked, cast, copied, transposed, stacked and concatenated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .base import bundle, each, pairwise, rule
 
 @rule("mul")
 def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W * M`; and `W * m` as a `Product` where nothing tells which of the factors is the mask."""
+    """`W * M`, or a `Product` if nothing tells which of the factors is the mask."""
     for mask, weight in (call.args, tuple(reversed(call.args))):
         factor = recogniser.factor(mask, weight)
         if isinstance(factor, Binary):
@@ -38,7 +38,7 @@ def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _may_be_either(recogniser: Recogniser, argument: Any) -> bool:
-    """Whether a factor could be a weight as well as a mask, because no value of it is known."""
+    """True if a factor may be a weight or a mask, because its value is unknown."""
     value = recogniser.value(argument)
     is_copy = isinstance(value, Weighted) and value.factor is None and holds_experts(argument)
     is_unknown = value is None or isinstance(value, Product) or is_copy
@@ -46,9 +46,9 @@ def _may_be_either(recogniser: Recogniser, argument: Any) -> bool:
 
 
 def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
-    """The weight in the layout that it has at its node, which is the layout of its masks.
+    """The weight in the layout that it has at its node `argument`, because its masks have this layout.
 
-    A weight that was transposed before it is masked counts as a weight of its own.
+    A weight that is transposed before it is masked counts as a weight of its own.
     """
     if weighted is None or not weighted.transposed:
         return weighted
@@ -57,18 +57,21 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
 
 
 def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
-    """The weight times a mask, or times each mask of a stack; the weights of experts have one mask of their shape."""
+    """The weight times a mask, or a bundle of the weight times each mask of a stack.
+
+    A mask `[E, d, h]` of experts' weights is one mask, not a stack.
+    """
     count = mask.mask.stack
-    if holds_experts(weighted.weight) or count is None:  # also a symbolic number of masks, so that the report names it
+    if holds_experts(weighted.weight) or count is None:  # None also for a symbolic number, which the proof refuses
         return _masked(weighted, mask)
     return bundle([_masked(weighted, binary_at(mask, i)) for i in range(count)], 0) if count else None
 
 
 def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
-    """Whether `node` has the shape of the masked weight: the shape of `argument`, or of the stack of masks.
+    """True if `node` has the shape of the masked weight: the shape of `argument`, or of the stack of masks.
 
-    A mask that is broadcast to the weight passes here, so that the check of the site can refuse it with its reason. A
-    mask of three dimensions that is broadcast along the last two does not, as it may mark the tokens of a batch.
+    A mask that is broadcast to the weight passes here, so that the proof can refuse it with a reason. A mask of three
+    dimensions that is broadcast along the last two does not pass, because it may mark the tokens of a batch.
     """
     masks = mask.mask.shape
     if holds_experts(weighted.weight):
@@ -81,7 +84,7 @@ def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
 
 def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any) -> Weighted | Bundle | None:
     held = recogniser.value(argument)
-    if isinstance(held, Bundle):  # its items are weights that are masked already
+    if isinstance(held, Bundle):  # a stack of masked weights, which are masked again
         if mask.mask.stack != len(held.items) or not has_shape(node, mask.mask.shape):
             return None
         return bundle([_masked(item, binary_at(mask, i)) for i, item in enumerate(held.items)], 0)
@@ -99,17 +102,17 @@ def _masked(weighted: Value, mask: Value) -> Weighted | None:
 
 
 def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: Any) -> Bundle | None:
-    """One weight times a bundle of masks."""
+    """A weight times each mask of a bundle."""
     weighted = _upright(recogniser.as_weighted(argument), argument)
     weight = None if weighted is None else tensor_example(weighted.weight)
     if weight is None or not has_shape(node, (len(masks.items), *weight.shape)):
         return None
-    return bundle([_masked(weighted, one) for one in masks.items], 0)
+    return bundle([_masked(weighted, item) for item in masks.items], 0)
 
 
 @rule("add", "sub")
 def difference_of_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W - W * M`, also for all masks of a stack at once; W may be one weight, which is broadcast."""
+    """`W - W * M`, also for all masks of a stack at once, to which W may be broadcast."""
     left, right = call.args
     sign = 1 if call.symbol == "add" else -1
 
@@ -120,7 +123,7 @@ def difference_of_weights(recogniser: Recogniser, node: Node, call: Call) -> Val
     a, b = weighted(left), weighted(right)
     stacks = [value for value in (a, b) if isinstance(value, Bundle)]
     if stacks:
-        # The size tells a stack of one weight that is broadcast to a weight that is repeated.
+        # A stack must have as many items as the result. A stack of one weight that is broadcast has fewer.
         count = size(node, 0) if dims(node) == 3 else None
         if any((stack.dim, stack.size, len(stack.items)) != (0, None, count) for stack in stacks):
             return None
@@ -141,7 +144,7 @@ def _difference(recogniser: Recogniser, sign: float, a: Value, b: Value) -> Weig
 
 @rule("neg", "mul", "div")
 def scaled_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`-(W * M)`, `W * M * 0.5`, `W * M / p`, and `W * M * scale` of a tensor, of which `W * scale` is the weight."""
+    """`-(W * M)`, `W * M * 0.5`, `W * M / p`, and `W * M * scale` with a tensor, where `W * scale` is the weight."""
     if call.symbol == "neg":
         return _times_number(recogniser.value(call.args[0]), -1.0)
     for masked, scale in (call.args, call.args[::-1])[: 1 if call.symbol == "div" else 2]:
@@ -170,7 +173,7 @@ def _times_number(value: Value, number: Number) -> Weighted | None:
 def chosen_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`where(M, W, 0)`, `where(M, 0, W)`, `W.masked_fill(M, 0)`, and `W[~M] = 0`, which export records as `index_put`.
 
-    The value is the weight where the mask has one value, and 0 where it has the other.
+    The result is the weight at one value of the mask, and 0 at the other.
     """
     if call.symbol == "where":
         mask, if_true, if_false = call.args
@@ -196,21 +199,23 @@ def chosen_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("to", "alias")
 def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A masked weight in another dtype, if the operator's own cast gives the same; a copy of a weight."""
+    """A masked weight in another dtype, if the operator's own cast gives the same result; or a copy of a weight."""
     (source,), dtype = call.args, dtype_of(node)
     value = recogniser.value(source)
     if isinstance(value, Weighted) and value.factor is None and call.symbol == "to":
         return None  # a weight in another dtype is another weight
     if isinstance(value, (Weighted, Bundle)) and dtype is not None:
-        return each(value, lambda one: one if isinstance(one, Weighted) and rounds_once(one, source, dtype) else None)
+        return each(
+            value, lambda item: item if isinstance(item, Weighted) and rounds_once(item, source, dtype) else None
+        )
     is_copy = call.symbol == "alias" and shapes.requires_grad(source) == shapes.requires_grad(node)
     return recogniser.as_weighted(source) if is_copy else None
 
 
 def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
-    """Whether casting the masked weight at `node` to `dtype` equals casting the weight first and masking it then.
+    """True if casting the masked weight at `node` to `dtype` equals casting the weight before masking it.
 
-    That fails where an earlier cast has already rounded the weight.
+    An earlier cast that has rounded the weight makes it False.
     """
     source = dtype_of(node)
     return source is not None and (source == dtype_of(weighted.weight) or shapes.holds(source, dtype))
@@ -218,13 +223,13 @@ def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
 
 @rule("getattr", "t", "mT", "transpose", "permute")
 def transpose(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """The transpose of a weight, or of each weight in a stack or a concatenation."""
+    """The transpose of a weight, or of each weight in a bundle."""
     source = call.args[0]
     value = recogniser.value(source)
     if not swaps_last_two(call):
         return None
     if isinstance(value, Bundle):
-        flipped = each(value, lambda one: _flipped(one) if isinstance(one, Weighted) else None)
+        flipped = each(value, lambda item: _flipped(item) if isinstance(item, Weighted) else None)
         if not isinstance(flipped, Bundle) or flipped.size is None:
             return flipped
         return replace(flipped, dim=1 - flipped.dim)
@@ -237,7 +242,7 @@ def _flipped(weighted: Weighted | Product) -> Weighted | Product:
 
 
 def swaps_last_two(call: Call) -> bool:
-    """Whether a call swaps the last two dimensions of its argument and leaves the others in place."""
+    """True if a call swaps the last two dimensions of its argument and leaves the others in place."""
     symbol, (source, *how) = call.symbol, call.args or (None,)
     if symbol not in ("getattr", "t", "mT", "transpose", "permute"):
         return False
@@ -256,7 +261,7 @@ def swaps_last_two(call: Call) -> bool:
 
 @rule("unsqueeze")
 def stack_to_be_broadcast(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A stack of weights `[n_masks, h, d]` as `[n_masks, 1, h, d]`, for a product with x of three dimensions."""
+    """A stack of weights `[n_masks, h, d]` viewed as `[n_masks, 1, h, d]`, to multiply an x of three dimensions."""
     source, position = call.args
     value, dim = recogniser.value(source), dimension(position, node)
     if not isinstance(value, Bundle) or dim is None:
@@ -273,7 +278,7 @@ def stacked_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _masked_items(recogniser: Recogniser, items: Any) -> list[Weighted]:
-    """The items as weights, if all of them are weights and at least one is masked; otherwise an empty list."""
+    """The items as weights, if all are weights and at least one is masked; otherwise an empty list."""
     values = [recogniser.as_weighted(item) for item in items] if isinstance(items, (list, tuple)) else []
     weights = [value for value in values if value is not None]
     is_masked = any(value.factor is not None for value in weights)
@@ -289,7 +294,7 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
         return None
     values = [recogniser.value(part) for part in parts]
     bundles = [value for value in values if isinstance(value, Bundle)]
-    if len(bundles) == len(values):  # along their own dimension
+    if len(bundles) == len(values):  # concatenations that are concatenated again, in the same dimension
         each_size = bundles[0].size
         alike = all((part.dim, part.size) == (dim, each_size) for part in bundles)
         return bundle([item for part in bundles for item in part.items], dim, each_size) if alike else None
@@ -302,7 +307,7 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
 
 @rule("flatten", "reshape")
 def interleaved_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`stack([W * M, W * (1 - M)], 1)` as one tensor `[d * 2, h]`, which interleaves their rows."""
+    """`stack([W * M, W * (1 - M)], 1)` flattened to `[d * 2, h]`, which interleaves the rows of the weights."""
     stack = recogniser.through(call.args[0])
     if stack is None or stack.symbol != "stack" or dimension(stack.args[1], call.args[0]) != 1:
         return None
@@ -315,7 +320,7 @@ def interleaved_weights(recogniser: Recogniser, node: Node, call: Call) -> Value
 
 @rule("flatten", "reshape")
 def flattened_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A stack of weights `[n, d, h]` as one tensor `[n * d, h]`."""
+    """A stack of weights `[n, d, h]` flattened to `[n * d, h]`."""
     source, *_ = call.args
     value, before = recogniser.value(source), tensor_example(source)
     if not isinstance(value, Bundle) or value.dim != 0 or before is None:
