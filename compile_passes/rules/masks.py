@@ -213,7 +213,7 @@ def _with_error(value: Number, dtype: torch.dtype, error: float) -> Number:
 
 
 def _is_close(perturbed: Sequence[float], exact: Sequence[float], rounding: float) -> bool:
-    """True if rounding errors of the mask stay small. (`m == 1` and `m.to(torch.int32)` turn them into jumps.)"""
+    """True if rounding errors of the mask stay small; `m == 1`, for example, turns them into jumps."""
     return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(perturbed, exact, strict=True))
 
 
