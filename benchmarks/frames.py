@@ -89,6 +89,11 @@ def share(ours_over_theirs: float) -> str:
     return form("**{:.0%}, more**" if ours_over_theirs > 1 else "{:.0%}")(ours_over_theirs)
 
 
+def many(count: int, thing: str) -> str:
+    """A number of things, such as "1 token" or "8 tokens"."""
+    return f"{count} {thing}{'s' * (count > 1)}"
+
+
 def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "microseconds") -> pd.Series:
     """A figure of each row as text; for a row without a time, the reason (`left_out`), or "wrong"."""
     cells = rows[column].map(form).astype(object)

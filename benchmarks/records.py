@@ -92,12 +92,12 @@ class Row:
 
     @property
     def has_time(self) -> bool:
-        """Whether the row was measured and its result was right."""
+        """True if the row was measured and its result was right."""
         return not math.isnan(self.microseconds)
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the row has no time because its result disagreed with the oracle."""
+        """True if the row has no time because its result disagreed with the oracle."""
         return not self.has_time and "left_out" not in self.extra
 
     def __str__(self) -> str:

@@ -172,7 +172,7 @@ SUITES = {
         overheads.run,
         partial(overheads.run, rounds=QUICK_ROUNDS, processes=1, at_once=1),
     ),
-    "tables": Suite("the tables of README.md and benchmarks/README.md, from the CSV files", _tables, _tables, PANDAS),
+    "tables": Suite("the tables of all pages, from the CSV files", _tables, _tables, PANDAS),
     "plots": Suite("plots, from the CSV files", _plots, _plots, ("matplotlib", *PANDAS)),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.frames import duration, fastest, load, markdown
+from benchmarks.frames import duration, fastest, load, many, markdown
 from benchmarks.train_layers import FUSED, NAIVE, OPERATOR
 
 MASKS = (1, 4, 8, 16)
@@ -24,11 +24,6 @@ def at(layer: str, tokens: int) -> str:
 def of(case: str, tokens: int | None = None) -> str:
     """The query for the rows of a case, and of a number of tokens if it is given."""
     return f"case == '{case}'" + (f" and tokens == {tokens}" if tokens else "")
-
-
-def many(count: int, thing: str) -> str:
-    """A number of things in words."""
-    return f"{count} {thing}{'s' * (count > 1)}"
 
 
 _MODEL, _TRAINED = {"ours": "SwiMGLU"}, {"ours": "fused", "naive": "naive"}

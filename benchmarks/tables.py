@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.decode_model import MODELS
-from benchmarks.frames import fastest, form, grid, in_order, ratio, shown, speedup, swiglu_time, table, us, whole
+from benchmarks.frames import fastest, form, grid, in_order, many, ratio, shown, speedup, swiglu_time, table, us, whole
 
 PROBLEM = ["layer", "n_masks", "tokens"]
 ONE_TOKEN = {
@@ -114,7 +114,7 @@ def formats(rows: pd.DataFrame) -> Iterator[str]:
     for (layer, tokens), here in ours.groupby(["layer", "tokens"], sort=False):
         cells = in_order(here, "case", "n_masks", here.cell)
         cells.insert(0, "SwiGLU", here.drop_duplicates("case").set_index("case").swiglu.map(us))
-        yield grid(f"{layer}, {tokens} token{'s' if tokens > 1 else ''}", cells)
+        yield grid(f"{layer}, {many(tokens, 'token')}", cells)
 
 
 @table("activations")
@@ -169,7 +169,7 @@ def models(rows: pd.DataFrame) -> Iterator[str]:
 
 def title(layer: str, sequences: int) -> str:
     """The name of the model that decodes with such layers, and its number of sequences."""
-    return f"{MODEL_OF.get(layer, layer)}, {'one sequence' if sequences == 1 else f'{sequences} sequences'}"
+    return f"{MODEL_OF.get(layer, layer)}, {many(sequences, 'sequence')}"
 
 
 @table("decode_model", "decode_model_fp8")
@@ -212,17 +212,20 @@ def overheads(rows: pd.DataFrame) -> Iterator[str]:
         yield grid(case, {"us": shown(here), "spread, us": here.spread.map(us)})
 
 
+def with_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with `is_one`, true if one rank ran, and `one`, the microseconds of one rank for the same work."""
+    problem = ["layer", "case", "tokens", "n_masks"]
+    rows = rows.assign(is_one=rows.variant == rows.variant.iloc[0])
+    return rows.join(rows[rows.is_one].set_index(problem).microseconds.rename("one"), on=problem)
+
+
 @table("tensor_parallel")
 def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
     """Microseconds per layer on one rank and on several, and how many times as fast several are."""
-    problem = ["layer", "case", "tokens", "n_masks"]
-    rows = rows.sort_values("tokens", kind="stable")
-    rows["cell"], alone = shown(rows), rows.variant == rows.variant.iloc[0]
-    one = rows[alone].set_index(problem)[["cell", "microseconds"]].set_axis(["one", "time"], axis="columns")
-    several = rows[~alone].join(one, on=problem)
-    gain = (several.time / several.microseconds).map(speedup).where(several.microseconds.notna(), "")
-    several["cell"] = several.one + ", " + several.cell + ": " + gain
-    lines = in_order(several, ["layer", "case", "tokens", "variant"], "n_masks", several.cell)
+    several = with_one_rank(rows).query("not is_one").sort_values("tokens", kind="stable")
+    gain = (several.one / several.microseconds).map(speedup).where(several.microseconds.notna(), "")
+    cell = several.one.map(us) + ", " + shown(several) + ": " + gain
+    lines = in_order(several, ["layer", "case", "tokens", "variant"], "n_masks", cell)
     lines = lines.rename_axis(index={"case": "work", "variant": "on"})
     yield grid("out x in", lines.rename(columns="one rank, several, us: n_m = {}".format))
 
@@ -231,10 +234,8 @@ def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
 def parallelism(rows: pd.DataFrame) -> Iterator[str]:
     """The fastest of one rank and several for each layer and number of tokens, and its gain over one rank."""
     problem = ["layer", "case", "n_masks", "tokens"]
-    is_one = rows.variant == rows.variant.iloc[0]
-    one = rows[is_one].set_index(problem).microseconds.rename("one")
-    best = rows.join(one, on=problem).sort_values("microseconds", kind="stable").drop_duplicates(problem).sort_index()
-    cell = best.variant.where(is_one[best.index], best.variant + ": " + (best.one / best.microseconds).map(ratio))
+    best = with_one_rank(rows).sort_values("microseconds", kind="stable").drop_duplicates(problem).sort_index()
+    cell = best.variant.where(best.is_one, best.variant + ": " + (best.one / best.microseconds).map(ratio))
     lines = in_order(best, problem[:3], "tokens", cell).sort_index(axis="columns").rename(columns="T = {}".format)
     yield grid("out x in", lines.rename_axis(index={"case": "work"}))
 
