@@ -1,14 +1,23 @@
-"""An MGLU layer from the two matrices of a gated linear unit, as a start for training."""
+"""MGLU layers from gated linear units, such as SwiGLU, as a start for training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..activations import ACTIVATIONS
+from ..checks import FLOATING
+from .arguments import check_masks
+from .feed_forward import MGLUFeedForward
 from .masked_linear import LOGITS_STD
 from .mglu import MGLU
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "magnitude": lambda gate, up: torch.where(gate.abs() >= up.abs(), gate, up),
@@ -18,13 +27,267 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 """Ways to make one matrix of the gate matrix and the up matrix, by name."""
 
+PROJECTIONS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("gate", "up", "down"),
+    ("gate_up_proj", "down_proj"),
+)
+"""The names that are found without being given: of the gate, up and down projections, or with the first two joined."""
+
+
+class GatedUnit(NamedTuple):
+    """What a module computes as `down(act(gate(x)) * up(x))`: its three matrices, and the name of `act`.
+
+    The matrices have the shapes `[intermediate, hidden]` twice and `[hidden, intermediate]`, for experts with their
+    number in front.
+    """
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    activation: str
+
+
+@torch.no_grad()
+def from_swiglu(
+    model: nn.Module,
+    n_masks: int,
+    *,
+    init: str = "magnitude",
+    top_k: int | None = None,
+    projections: Sequence[str] | None = None,
+) -> Any:
+    """Copy a model, with an `MGLUFeedForward` in place of each feed-forward layer that is a gated linear unit.
+
+    **The copy is a start for training, not an equivalent model**: one matrix and masks cannot hold what two matrices
+    hold, so that it predicts badly at first. Train it further, or distil it from `model`, which is not changed and
+    shares no tensor with the copy.
+
+    A layer is converted if it has linear layers of these names as children, and computes `down(act(gate(x)) * up(x))`.
+    That is checked by calling it once with known values in place of the results of its linear layers.
+
+    Each layer's gate and up matrices, `W_g` and `W_u`, become one weight W:
+
+    | `init` | W | masks at first |
+    |---|---|---|
+    | `magnitude` | elementwise, the one of `W_g` and `W_u` whose magnitude is larger | 1 where that is `W_g` |
+    | `average` | `(W_g + W_u) / 2` | random |
+    | `gate` | `W_g` | random |
+    | `up` | `W_u` | random |
+
+    With one mask, `magnitude` is the choice of W and M with the least `|W_g - M * W|^2 + |W_u - (1 - M) * W|^2`.
+    Further masks differ from the first where the two magnitudes are close, because equal masks would stay equal in
+    training. The result of MGLU is a sum over the masks; without a router, the down projection is therefore divided by
+    `n_masks`. Masks are learned. Their logits are in float32 also where the weights have 16 bits.
+
+    Args:
+        model: a module on one device: a model, a part of one, or a feed-forward layer alone.
+        n_masks: number of masks, 1 to 16.
+        init: how the weight is made, as in the table.
+        top_k: number of masks that a token keeps, as in `MGLU`; None for no router. A router starts at random.
+        projections: the names of the gate, up and down projections in a feed-forward layer, or of the joined gate and
+            up projection and of the down projection; None for any row of `PROJECTIONS`.
+
+    Returns:
+        The copy. Its class is that of `model`, unless `model` is itself a feed-forward layer. To load a `state_dict` of
+        the copy, convert a model of the same kind in the same way, and load it into the result.
+
+    Raises:
+        TypeError: a layer with projections of these names is not what this function takes: a projection is not a plain
+            `nn.Linear`, as with adapters or quantized weights, or the layer computes something else, with another
+            activation, a limit, a factor, dropout or a norm; or `model` is not a module.
+        ValueError: there is no such layer; a projection has a bias; the model is compiled, on several devices or on
+            meta; or another argument is out of range.
+    """
+    check_masks(n_masks, True, top_k)
+    check_init(init)
+    check_model(model)
+    units = gated_units(model, projections)
+    check_found(model, units, projections)
+    return replaced(model, {m: feed_forward_of(unit, n_masks, init, top_k) for m, unit in units.items()})
+
+
+def check_init(init: object) -> None:
+    if init not in WEIGHTS:
+        raise ValueError(f"init: got {init!r}, must be one of {', '.join(WEIGHTS)}")
+
+
+def check_model(model: object) -> None:
+    """Check that a model can be copied: it is a module on one device, with data, and not compiled."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, must be a torch.nn.Module")
+    if any(name.split(".")[-1] == "_orig_mod" for name, _ in model.named_modules()):
+        raise ValueError("model: got a compiled module, must not be compiled; call torch.compile on the result")
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1 or torch.device("meta") in devices:
+        names = ", ".join(sorted(map(str, devices))) or "no device"
+        raise ValueError(f"model: got parameters on {names}, must be on one device, and not on meta")
+
+
+def check_found(model: nn.Module, found: object, projections: Sequence[str] | None) -> None:
+    if not found:
+        names = PROJECTIONS if projections is None else (projections,)
+        raise ValueError(
+            f"model: got {type(model).__name__}, must have a module with linear layers named "
+            f"{' or '.join(', '.join(row) for row in names)}; projections takes the names that your modules have"
+        )
+
+
+def replaced(model: ModelT, layers: Mapping[nn.Module, nn.Module]) -> ModelT:
+    """Copy a model, with other modules in place of some of its own, whose tensors are not copied."""
+    for old, new in layers.items():
+        new.train(old.training)
+    return copy.deepcopy(model, {id(old): new for old, new in layers.items()})
+
+
+def gated_units(model: nn.Module, projections: Sequence[str] | None = None) -> dict[nn.Module, GatedUnit]:
+    """Find the feed-forward layers of a model; `from_swiglu` describes the argument and the errors."""
+    if projections is not None and (
+        not isinstance(projections, (list, tuple))
+        or len(projections) not in (2, 3)
+        or not all(isinstance(name, str) for name in projections)
+    ):
+        raise ValueError(f"projections: got {projections!r}, must be None or a list of two or three names, each a str")
+    found = {}
+    for path, module in model.named_modules():
+        for names in PROJECTIONS if projections is None else (projections,):
+            if all(isinstance(module._modules.get(name), nn.Module) for name in names):
+                found[module] = _unit(module, names, f"model: {path}" if path else "model")
+                break
+    return found
+
+
+def _unit(module: nn.Module, names: Sequence[str], where: str) -> GatedUnit:
+    """Read a feed-forward layer whose projections have these names; messages call it `where`."""
+    linears = {name: _linear(module._modules[name], f"{where}.{name}") for name in names}
+    *joined, down = (linear.weight for linear in linears.values())
+    gate, up = joined if len(joined) == 2 else joined[0].chunk(2)
+    if not gate.shape == up.shape == down.mT.shape:
+        shapes = ", ".join(f"{name} {[*linear.weight.shape]}" for name, linear in linears.items())
+        raise ValueError(
+            f"{where}: got {shapes}, must be [intermediate, hidden], and [hidden, intermediate] for the last"
+        )
+    activation, is_up_first = _activation(module, linears, where)
+    if is_up_first:
+        gate, up = up, gate
+    return GatedUnit(gate, up, down, activation)
+
+
+def _linear(module: Any, where: str) -> nn.Linear:
+    weight = getattr(module, "weight", None)
+    if type(module) is not nn.Linear or type(weight) is not nn.Parameter or weight.dtype not in FLOATING:
+        kind = "" if weight is None else f" with a weight of {type(weight).__name__} in {weight.dtype}"
+        raise TypeError(
+            f"{where}: got {type(module).__name__}{kind}, must be a torch.nn.Linear with a dense weight in a floating "
+            "dtype; merge adapters and undo quantization before"
+        )
+    if module.bias is not None:
+        raise ValueError(f"{where}: got a bias, must have none; an MGLU layer has no bias")
+    return module
+
+
+class _StandIn(nn.Module):
+    """Returns a given tensor in place of a projection, and keeps what it was called with."""
+
+    def __init__(self, linear: nn.Linear, result: Tensor) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, None
+        self.weight = result.new_zeros(()).expand(linear.weight.shape)  # some layers ask for its dtype
+        self.result = result
+        self.x: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        return self.result
+
+
+def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) -> tuple[str, bool]:
+    """The activation of a feed-forward layer, and True if the rows of up come before those of gate in a joined matrix.
+
+    Raises:
+        TypeError: it does not compute `down(act(gate(x)) * up(x))`.
+    """
+    *_, (down_name, down) = linears.items()
+    gate, up = known_values(down.in_features, down.weight.device)
+    size = 1, gate.shape[1], down.out_features
+    x = torch.linspace(-1, 1, math.prod(size), dtype=gate.dtype, device=gate.device).view(size)
+    results = (gate, up, x) if len(linears) == 3 else (torch.cat((gate, up), -1), x)
+    stand_ins = {name: _StandIn(linear, y) for (name, linear), y in zip(linears.items(), results, strict=True)}
+    others = {name: child for name, child in module._modules.items() if name not in linears}
+    trial = copy.copy(module)
+    trial.__dict__["_modules"] = {**module._modules, **copy.deepcopy(others), **stand_ins}
+    trial.train()  # with dropout
+    try:
+        result = trial.forward(x)
+    except Exception as error:
+        raise TypeError(
+            f"{where}: got {type(module).__name__}, must take x alone, but raised {type(error).__name__}: {error}"
+        ) from error
+    *inputs, hidden = (stand_in.x for stand_in in stand_ins.values())
+    if all(isinstance(one, Tensor) and torch.equal(one, x) for one in (*inputs, result)):
+        if (name := activation_between(gate, up, hidden)) is not None:
+            return name, False
+        if len(linears) == 2 and (name := activation_between(up, gate, hidden)) is not None:
+            return name, True
+    inside = "".join(f", {name} {child}" for name, child in others.items())
+    raise TypeError(
+        f"{where}: got {type(module).__name__}{inside}, must compute {down_name}(act(gate) * up) with act one of "
+        f"{', '.join(ACTIVATIONS)}, without a limit, a factor, dropout, a norm or another order of rows"
+    )
+
+
+def known_values(features: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values of gate and up, float64 `[1, tokens, features]`, that tell activations apart and exceed usual limits."""
+    tokens = -(-512 // features)
+    gate = torch.linspace(-10, 10, tokens * features, dtype=torch.float64, device=device).sinh()  # within 11013
+    return gate.view(1, tokens, features), gate.roll(gate.numel() // 3).view(1, tokens, features)
+
+
+def activation_between(gate: Tensor, up: Tensor, hidden: object) -> str | None:
+    """The name of the activation with `hidden = act(gate) * up` up to rounding in float32; None if there is none."""
+    if not isinstance(hidden, Tensor) or hidden.shape != gate.shape:
+        return None
+    for name, activation in ACTIVATIONS.items():
+        error = (hidden - activation.forward(gate) * up).abs()
+        if (error <= 1e-5 * (1 + activation.forward(gate).abs()) * up.abs() + 1e-9).all():
+            return name
+    return None
+
+
+def feed_forward_of(unit: GatedUnit, n_masks: int, init: str, top_k: int | None) -> MGLUFeedForward:
+    """Make the layer that `from_swiglu` puts in place of a gated linear unit."""
+    intermediate, hidden = unit.gate.shape
+    options: dict[str, Any] = {"n_masks": n_masks, "activation": unit.activation, "top_k": top_k}
+    layer = MGLUFeedForward(hidden, intermediate, device="meta", dtype=unit.gate.dtype, **options)
+    start(layer.mglu, unit, init)
+    layer.down_proj.weight = nn.Parameter(down_of(unit, layer.mglu))
+    return layer
+
+
+def start(layer: MGLU, unit: GatedUnit, init: str) -> None:
+    """Give a layer on the meta device, or the experts, its weight, masks and router."""
+    assert layer.mask_logits is not None
+    # Training steps are too small for logits of 16 bits, and in float16 tiny ones would become 0.
+    kind: dict[str, Any] = {"device": unit.gate.device, "dtype": torch.promote_types(unit.gate.dtype, torch.float32)}
+    layer.mask_logits = nn.Parameter(torch.empty(layer.mask_logits.shape, **kind).normal_(std=LOGITS_STD))
+    if layer.router is not None:
+        kind["dtype"] = unit.gate.dtype
+        layer.router = nn.Linear(layer.in_features, layer.n_masks, bias=False, **kind)
+    take_over_glu(layer, unit.gate, unit.up, init)
+
+
+def down_of(unit: GatedUnit, layer: MGLU) -> Tensor:
+    """The weight of the down projection, which reads a sum over the masks, unless a router weighs them."""
+    return unit.down.detach().clone() if layer.top_k is not None else unit.down.detach() / layer.n_masks
+
 
 @torch.no_grad()
 def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
     """Make the weight of a layer with learned masks, and for `magnitude` also its masks, from the matrices of a GLU.
 
-    `mglu_ops.transformers.from_swiglu` says what each `init` does. Only `magnitude` changes the masks. The layer's
-    result is a sum over its masks, so the caller must divide the weights that read it by their number.
+    `from_swiglu` says what each `init` does. Only `magnitude` changes the masks. The layer's result is a sum over its
+    masks, so the caller must divide the weights that read it by their number.
 
     Args:
         layer: the layer, or the experts, whose weight is replaced.

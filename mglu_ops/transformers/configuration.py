@@ -21,7 +21,7 @@ ACTIVATIONS = {
     "linear": "identity",
     "relu2": "relu_squared",
 }
-"""The activations of Transformers (`hidden_act`), each with its name in `mglu_ops`."""
+"""The activations of Transformers, each with its name in `mglu_ops`."""
 
 
 @dataclass(kw_only=True, repr=False)
@@ -90,14 +90,20 @@ def check_mask_keys(n_masks: int, mask_top_k: object, router_aux_loss_coef: obje
         raise ValueError(f"router_aux_loss_coef: got {coefficient} without mask_top_k, must be 0 without a router")
 
 
+def activation_key(config: Any) -> str:
+    """Return the name of the key that holds the activation of the feed-forward layers, which Gemma calls otherwise."""
+    return "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
+
+
 def check_feed_forward(config: Any) -> None:
     """Check that the feed-forward layers of a configuration can be MGLU layers.
 
     Raises:
         ValueError: they have biases, an activation that `mglu_ops` does not know, or differ from layer to layer.
     """
-    if config.hidden_act not in ACTIVATIONS:
-        raise ValueError(f"hidden_act: got {config.hidden_act!r}, must be one of {', '.join(ACTIVATIONS)}")
+    key = activation_key(config)
+    if getattr(config, key) not in ACTIVATIONS:
+        raise ValueError(f"{key}: got {getattr(config, key)!r}, must be one of {', '.join(ACTIVATIONS)}")
     if getattr(config, "mlp_bias", False):
         raise ValueError("mlp_bias: got True, must be False; an MGLU layer has no bias")
     if getattr(config, "is_heterogeneous", False):

@@ -3,154 +3,167 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ..nn.conversion import WEIGHTS, take_over_glu
-from .architectures import ARCHITECTURES
+from .. import notices
+from ..activations import ACTIVATIONS
+from ..checks import FLOATING
+from ..nn import conversion
+from ..nn.conversion import GatedUnit
+from .architectures import ARCHITECTURES, Architecture
 from .configuration import MGLUBalanceConfigMixin, check_feed_forward, check_mask_keys
+from .feed_forward import MGLUMoeExperts
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+"""What the experts of Transformers must say of their weights `gate_up_proj` and `down_proj`."""
 
 
 @torch.no_grad()
 def from_swiglu(
-    model: PreTrainedModel,
+    model: nn.Module,
     n_masks: int,
     *,
     init: str = "magnitude",
     mask_top_k: int | None = None,
     router_aux_loss_coef: float = 0.0,
+    projections: Sequence[str] | None = None,
 ) -> Any:
-    """Make an MGLU model from a SwiGLU model: **a start for training, not an equivalent model**.
+    """Make an MGLU model from a model of Transformers, or any other module, with gated feed-forward layers.
 
-    One matrix and masks cannot hold what two matrices hold, so that the result predicts badly at first. Train it
-    further, or distil it from `model`, which is not changed and shares no tensor with the result
-    (`examples/distill_from_swiglu.py`).
+    **The result is a start for training, not an equivalent model.** `model` is not changed, and shares no tensor with
+    the result (`examples/distill_from_swiglu.py` trains one on the predictions of the other).
 
-    Each layer's gate and up matrices, `W_g` and `W_u`, become one weight W:
+    `mglu_ops.nn.conversion.from_swiglu`, which this function extends, says how weights and masks are made from the gate
+    and up matrices, and which feed-forward layers it takes. The experts of a mixture, which Transformers keeps in
+    stacked matrices, are converted in the same way. Everything else is copied, with its settings: embeddings (tied ones
+    stay tied), attention, norms, routers of experts, the generation configuration, device, dtype and training mode.
 
-    | `init` | W | masks at first |
-    |---|---|---|
-    | `magnitude` | elementwise, the one of `W_g` and `W_u` whose magnitude is larger | 1 where that is `W_g` |
-    | `average` | `(W_g + W_u) / 2` | random |
-    | `gate` | `W_g` | random |
-    | `up` | `W_u` | random |
-
-    With one mask, `magnitude` is the choice of W and M with the least `|W_g - M * W|^2 + |W_u - (1 - M) * W|^2`.
-    Further masks differ from the first where the two magnitudes are close, because equal masks would stay equal in
-    training. The result of MGLU is a sum over the masks; without a router, the down projection is therefore divided by
-    `n_masks`. In a mixture, this is done in each expert.
-
-    Everything else is copied: embeddings (tied ones stay tied), attention, norms, the routers of experts, the
-    configuration, the generation configuration, device, dtype, and whether the model is in training mode. Masks are
-    learned, and in float32.
+    - If this package has an MGLU class for the class of `model`, the result is of that class. Its `save_pretrained` and
+      `from_pretrained` know the masks.
+    - Otherwise, the result has the class of `model`, with other modules in it. It trains, freezes, quantizes and
+      generates, but `from_pretrained` of that class draws new SwiGLU layers in place of those that were saved. To load
+      one, convert a model of the same configuration in the same way, and load the saved `state_dict` into it.
 
     Args:
-        model: a `LlamaForCausalLM`, `Qwen3ForCausalLM`, `MistralForCausalLM`, `Qwen3MoeForCausalLM` or
-            `MixtralForCausalLM`, or the decoder of one, on one device.
+        model: a model or a part of one, on one device.
         n_masks: number of masks, 1 to 16.
-        init: how the weight is made, as in the table.
+        init: how the weight is made: `magnitude`, `average`, `gate` or `up`.
         mask_top_k: number of masks that a token keeps; None for no router. A router starts at random.
-        router_aux_loss_coef: factor of the load-balancing loss; 0 for a mixture, whose configuration has the factor of
-            its experts' routers under this name.
+        router_aux_loss_coef: factor of the load-balancing loss of routers of masks; 0 unless the result has an MGLU
+            class without experts.
+        projections: the names of the gate, up and down projections in a feed-forward layer, or of the joined gate and
+            up projection and of the down projection; None to look for usual names.
 
     Returns:
-        A model of the MGLU class that corresponds to the class of `model`.
+        The MGLU model.
 
     Raises:
-        TypeError: `model` is of another class, or its feed-forward layers have other projections or experts than
-            Transformers makes, such as an adapter's.
-        ValueError: the layers have biases or an activation that MGLU does not know, the model is on several devices or
-            has no data, or another argument is out of range.
+        TypeError: a feed-forward layer computes something else than a gated linear unit of plain linear layers, or the
+            model has adapters; a layer of a class that has an MGLU class is not as Transformers makes it.
+        ValueError: there is no such layer; one has biases; the model is compiled, on several devices or has no data; or
+            another argument is out of range.
     """
-    architecture = next((one for one in ARCHITECTURES if type(model) in one.swiglu), None)
-    if architecture is None:
-        known = ", ".join(cls.__name__ for one in ARCHITECTURES for cls in one.swiglu)
-        raise TypeError(f"model: got {type(model).__name__}, must be one of {known}")
-    source = model.config
-    if init not in WEIGHTS:
-        raise ValueError(f"init: got {init!r}, must be one of {', '.join(WEIGHTS)}")
+    if getattr(model, "peft_config", None):
+        raise TypeError(f"model: got {type(model).__name__} with adapters of PEFT, must have none; merge them before")
+    conversion.check_init(init)
     check_mask_keys(n_masks, mask_top_k, router_aux_loss_coef)
-    check_feed_forward(source)
-    has_balance = issubclass(architecture.config, MGLUBalanceConfigMixin)
-    if router_aux_loss_coef and not has_balance:
+    architecture = next((row for row in ARCHITECTURES if type(model) in row.swiglu), None)
+    if router_aux_loss_coef and (architecture is None or not issubclass(architecture.config, MGLUBalanceConfigMixin)):
         raise ValueError(
-            f"router_aux_loss_coef: got {router_aux_loss_coef} for a {type(model).__name__}, must be 0: its "
-            "configuration has the factor of the experts' routers under this name, which is copied"
+            f"router_aux_loss_coef: got {router_aux_loss_coef} for a {type(model).__name__}, must be 0: only an MGLU "
+            "class without experts adds this loss"
         )
-    layers = model.base_model.layers
-    matrices = [_matrices(layer.mlp, f"model: layers.{index}.mlp") for index, layer in enumerate(layers)]
-    device = _device_of(model)
-
-    left_out = ("model_type", "architectures", "transformers_version")
-    kept = {key: value for key, value in source.to_dict().items() if key not in left_out}
-    balance = {"router_aux_loss_coef": router_aux_loss_coef} if has_balance else {}
-    config = architecture.config(**kept, **balance, n_masks=n_masks, mask_top_k=mask_top_k)
-    factory = AutoModelForCausalLM if type(model) is architecture.swiglu[1] else AutoModel
-    with torch.device(device):
-        result = factory.from_config(config, dtype=model.dtype, attn_implementation=source._attn_implementation)
-    _take_over(model, result)
-    for (gate, up, down), layer in zip(matrices, result.base_model.layers, strict=True):
-        new = getattr(layer.mlp, "experts", layer.mlp)
-        take_over_glu(new.mglu, gate, up, init)
-        new.down_proj.weight = nn.Parameter(down.clone() if mask_top_k is not None else down / n_masks)
+    conversion.check_model(model)
+    if architecture is not None:
+        check_feed_forward(model.config)
+    units = conversion.gated_units(model, projections)
+    layers: dict[nn.Module, nn.Module] = {
+        module: conversion.feed_forward_of(unit, n_masks, init, mask_top_k) for module, unit in units.items()
+    }
+    layers |= {module: _experts_of(unit, n_masks, init, mask_top_k) for module, unit in _experts(model)}
+    conversion.check_found(model, layers, projections)
+    result: Any = conversion.replaced(model, layers)
+    if architecture is not None:
+        keys = {"n_masks": n_masks, "mask_top_k": mask_top_k, "router_aux_loss_coef": router_aux_loss_coef}
+        return _in_own_class(result, architecture, keys)
+    if isinstance(model, PreTrainedModel):
+        result._weight_conversions = []  # save_pretrained of a mixture would give its experts the names of SwiGLU's
+        notices.warn(
+            f"from_swiglu: mglu_ops.transformers has no MGLU class for {type(model).__name__}, whose from_pretrained "
+            "would draw new layers; to load the result later, convert a model again, and use load_state_dict",
+            stacklevel=3,  # one for the decorator
+        )
     return result
 
 
-def _matrices(mlp: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights of the gate, up and down projections of a feed-forward layer, stacked if it has experts."""
-    if hasattr(mlp, "experts"):
-        experts: Any = mlp.experts
-        if type(experts) not in (Qwen3MoeExperts, MixtralExperts) or not experts.gate_up_proj.is_floating_point():
+def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, GatedUnit]]:
+    """Find the experts of Transformers in a model.
+
+    Raises:
+        TypeError: they do not compute gated linear units of one gate and one up matrix each.
+    """
+    for name, module in model.named_modules():
+        experts: Any = module
+        if not {"gate_up_proj", "down_proj"} <= module._parameters.keys() or experts.gate_up_proj.dim() != 3:
+            continue
+        where = f"model: {name}: got {type(module).__name__}"
+        for flag, expected in _EXPERTS.items():
+            if (value := getattr(module, flag, None)) is not expected:
+                raise TypeError(f"{where} with {flag}={value}, must be {expected}")
+        weights = {experts.gate_up_proj, experts.down_proj}
+        if any(type(weight) is not nn.Parameter or weight.dtype not in FLOATING for weight in weights):
+            raise TypeError(f"{where}, must have dense weights in a floating dtype; undo quantization before")
+        gate, up = conversion.known_values(experts.down_proj.shape[-1], experts.down_proj.device)
+        hidden = experts._apply_gate(torch.cat((gate, up), -1))
+        if (activation := conversion.activation_between(gate, up, hidden)) is None:
             raise TypeError(
-                f"{name}.experts: got {type(experts).__name__}, must be the experts of Transformers in a floating "
-                "dtype; merge adapters and undo quantization before"
+                f"{where}, must compute act(gate) * up with act one of {', '.join(ACTIVATIONS)}, without a limit or a "
+                "factor"
             )
-        return *experts.gate_up_proj.chunk(2, dim=1), experts.down_proj
-    weights: list[Tensor] = []
-    for projection in _PROJECTIONS:
-        linear = getattr(mlp, projection, None)
-        if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
-            raise TypeError(
-                f"{name}.{projection}: got {type(linear).__name__}, must be a torch.nn.Linear; merge adapters and "
-                "undo quantization before"
-            )
-        if linear.bias is not None:
-            raise ValueError(f"{name}.{projection}: got a bias, must have none; an MGLU layer has no bias")
-        weights.append(linear.weight)
-    gate, up, down = weights
-    return gate, up, down
+        gate, up = experts.gate_up_proj.chunk(2, dim=1)
+        yield module, GatedUnit(gate, up, experts.down_proj, activation)
 
 
-def _device_of(model: PreTrainedModel) -> torch.device:
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or torch.device("meta") in devices:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"model: got parameters on {names}, must be on one device, and not on meta")
-    return devices.pop()
+def _experts_of(unit: GatedUnit, n_masks: int, init: str, top_k: int | None) -> MGLUMoeExperts:
+    experts, intermediate, hidden = unit.gate.shape
+    options: dict[str, Any] = {"n_masks": n_masks, "activation": unit.activation, "top_k": top_k}
+    layer = MGLUMoeExperts(experts, hidden, intermediate, device="meta", dtype=unit.gate.dtype, **options)
+    conversion.start(layer.mglu, unit, init)
+    layer.down_proj.weight = nn.Parameter(conversion.down_of(unit, layer.mglu))
+    return layer
 
 
-def _take_over(model: PreTrainedModel, result: Any) -> None:
-    """Copy the settings of `model` to `result`, and all its tensors but gate, up and down projections."""
-    state = {key: value.clone() for key, value in model.state_dict().items() if _is_copied(key)}
-    missing, unexpected = result.load_state_dict(state, strict=False, assign=True)
-    assert not unexpected, unexpected
-    assert not any(map(_is_copied, missing)), missing
+def _in_own_class(converted: Any, architecture: Architecture, keys: dict[str, Any]) -> Any:
+    """Move the tensors and settings of a converted copy into a model of its MGLU class."""
+    source = converted.config
+    left_out = ("model_type", "architectures", "transformers_version")
+    kept = {key: value for key, value in source.to_dict().items() if key not in left_out}
+    if not issubclass(architecture.config, MGLUBalanceConfigMixin):
+        del keys["router_aux_loss_coef"]  # the factor of the experts' routers has this name, and is copied
+    factory = AutoModelForCausalLM if type(converted) is architecture.swiglu[1] else AutoModel
+    with torch.device("meta"):
+        result = factory.from_config(
+            architecture.config(**{**kept, **keys}),
+            dtype=converted.dtype,
+            attn_implementation=source._attn_implementation,
+        )
+    missing, unexpected = result.load_state_dict(converted.state_dict(), strict=False, assign=True)
+    if missing or unexpected:
+        raise TypeError(
+            f"model: got a {type(converted).__name__} whose layers are not those of Transformers' class, must be "
+            f"unchanged: it would lack {', '.join(missing[:3])}, and have {', '.join(unexpected[:3])} in addition"
+        )
+    for name, buffer in converted.named_buffers():  # those that are not in the state_dict are on meta
+        owner, _, leaf = name.rpartition(".")
+        setattr(result.get_submodule(owner), leaf, buffer)
     result.tie_weights()
     for name, parameter in result.named_parameters():
-        if _is_copied(name):
-            parameter.requires_grad_(model.get_parameter(name).requires_grad)
-    if model.can_generate():
-        result.generation_config = copy.deepcopy(model.generation_config)
-    result.train(model.training)
-
-
-def _is_copied(key: str) -> bool:
-    """Whether a tensor of this name is the same in both models; of a feed-forward layer, the router of its experts."""
-    return ".mlp." not in key or ".mlp.gate." in key
+        parameter.requires_grad_(converted.get_parameter(name).requires_grad)
+    if converted.can_generate():
+        result.generation_config = copy.deepcopy(converted.generation_config)
+    return result.train(converted.training)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import MGLU, ExpertsDown, MGLUExperts, MGLUFeedForward
-from .configuration import ACTIVATIONS
+from .configuration import ACTIVATIONS, activation_key
 from .quantization import MGLUQuantizationConfig
 
 
@@ -18,22 +18,24 @@ class MGLUMoeExperts(nn.Module):
     """The experts of a mixture, called as Transformers calls them.
 
     Args:
-        config: the configuration of a mixture.
+        num_experts: number of experts.
+        hidden: size of a token.
+        intermediate: size of the hidden layer of an expert.
         down_format: the format of the weight of `down_proj`, a name in `mglu_ops.formats`.
         options: the keyword arguments of `MGLUExperts`.
 
     Attributes:
-        mglu: `MGLUExperts(num_experts, hidden_size, intermediate size of an expert, ...)`.
-        down_proj: `ExpertsDown(num_experts, intermediate size of an expert, hidden_size)`.
+        mglu: `MGLUExperts(num_experts, hidden, intermediate, ...)`.
+        down_proj: `ExpertsDown(num_experts, intermediate, hidden)`.
     """
 
-    def __init__(self, config: Any, down_format: str = "dense", **options: Any) -> None:
+    def __init__(
+        self, num_experts: int, hidden: int, intermediate: int, down_format: str = "dense", **options: Any
+    ) -> None:
         super().__init__()
-        # Where a mixture has both sizes, intermediate_size is that of layers without experts.
-        intermediate = getattr(config, "moe_intermediate_size", config.intermediate_size)
-        self.mglu = MGLUExperts(config.num_experts, config.hidden_size, intermediate, **options)
-        sizes = config.num_experts, intermediate, config.hidden_size
-        self.down_proj = ExpertsDown(*sizes, weight_format=down_format)
+        self.mglu = MGLUExperts(num_experts, hidden, intermediate, **options)
+        kind: dict[str, Any] = {"device": self.mglu.weight.device, "dtype": options.get("dtype")}
+        self.down_proj = ExpertsDown(num_experts, intermediate, hidden, weight_format=down_format, **kind)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sums `[tokens, hidden_size]` of the results of each token's experts.
@@ -80,7 +82,7 @@ def feed_forward(mlp: nn.Module, name: str, config: Any, stored: MGLUQuantizatio
     weight_format, activation_format = stored.formats_of(f"{name}.experts.mglu" if has_experts else f"{name}.mglu")
     options: dict[str, Any] = {
         "n_masks": config.n_masks,
-        "activation": ACTIVATIONS[config.hidden_act],
+        "activation": ACTIVATIONS[getattr(config, activation_key(config))],
         "learnable_masks": config.learnable_masks,
         "top_k": config.mask_top_k,
         "weight_init": config.weight_init,
@@ -89,7 +91,11 @@ def feed_forward(mlp: nn.Module, name: str, config: Any, stored: MGLUQuantizatio
     }
     if has_experts:
         down_format, _ = stored.formats_of(f"{name}.experts.down_proj")
-        mlp.experts = experts = MGLUMoeExperts(config, down_format, **options)
+        # Where a mixture has both sizes, intermediate_size is that of layers without experts.
+        has_both = "moe_intermediate_size" in type(config).__dataclass_fields__
+        intermediate = config.moe_intermediate_size if has_both else config.intermediate_size
+        experts = MGLUMoeExperts(config.num_experts, config.hidden_size, intermediate, down_format, **options)
+        mlp.experts = experts
         _widen_logits(experts.mglu)
         return mlp
     layer = MGLUFeedForward(config.hidden_size, config.intermediate_size, **options)

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{folder}")
 ```
 
-vLLM finds the model automatically where `mglu_ops` is installed too.
+vLLM finds the model automatically where `mglu_ops` is installed too, if its plugin has the architecture.
 """
 
 

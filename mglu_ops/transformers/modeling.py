@@ -235,6 +235,9 @@ class MGLUForCausalLMMixin(MGLULanguageModelMixin):
         outputs = self.model(**inputs, output_router_logits=True, return_dict=True)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        limit = getattr(config, "final_logit_softcapping", None)  # a key of Gemma
+        if limit is not None:
+            logits = torch.tanh(logits / limit) * limit
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
         balance = load_balancing_loss(outputs.router_logits, config.n_masks, config.mask_top_k, attention_mask)
         # Trainer divides the loss by the number of tokens in all batches that it accumulates, so this loss is scaled in

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
-from hf_models import BY_NAME, MIXTURES, TOKENS, logits, mglus, tiny, tiny_swiglu
+import transformers
+from hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, logits, mglus, tiny, tiny_swiglu
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
+import mglu_ops
 from mglu_ops.nn.conversion import WEIGHTS
-from mglu_ops.transformers import from_swiglu
+from mglu_ops.transformers import MGLUTrainer, from_swiglu
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
 
@@ -155,6 +158,118 @@ def test_decoders_and_activations() -> None:
     assert torch.equal(result.embed_tokens.weight, model.embed_tokens.weight)
 
 
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 20}
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention"],
+    **{f"linear_num_{kind}_heads": 2 for kind in ("key", "value")},
+    **{f"linear_{kind}_head_dim": 8 for kind in ("key", "value")},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Gemma2": {},
+    "Granite": {},
+    "GraniteMoe": EXPERTS,
+    "Olmo2": {},
+    "Phi3": {},
+    "Qwen2Moe": SHARED,
+    "Qwen3_5": LINEAR_ATTENTION,
+    "Qwen3_5Moe": {**LINEAR_ATTENTION, **SHARED},
+    "SmolLM3": {},
+}
+"""Models without an MGLU class, by the name of their class, with the sizes that differ from `SIZES`."""
+
+
+def other(name: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    return cls(cls.config_class(**{**SIZES, **OTHERS.get(name, {}), "initializer_range": 0.2, **changes})).eval()
+
+
+def pairs(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The gate and up matrices of all layers and experts of a model, which may be parts of joined ones."""
+    found = []
+    for module in model.modules():
+        tensors = {name: getattr(one, "weight", one) for name, one in {**module._modules, **module._parameters}.items()}
+        if "up_proj" in tensors:
+            found.append((tensors["gate_proj"], tensors["up_proj"]))
+        elif "gate_up_proj" in tensors:
+            gate, up = tensors["gate_up_proj"].chunk(2, dim=-2)
+            found.append((gate, up))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:from_swiglu. mglu_ops.transformers has no MGLU class")
+@pytest.mark.parametrize("name", [*BY_NAME, *OTHERS])
+def test_a_model_whose_matrices_share_no_element_is_converted_exactly(name: str) -> None:
+    """One mask says for each weight to which of the two matrices it belongs, so that nothing is lost."""
+    model = tiny_swiglu(name, initializer_range=0.2) if name in BY_NAME else other(name)
+    found = pairs(model)
+    assert len(found) >= 2
+    with torch.no_grad():
+        for gate, up in found:
+            kept = gate.abs() >= up.abs()
+            gate *= kept
+            up *= ~kept
+    result = from_swiglu(model, 1)
+    assert len(mglus(result)) == len(found)
+    torch.testing.assert_close(logits(result), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_without_an_mglu_class_trains_generates_and_is_loaded_into_another(name: str, tmp_path: Path) -> None:
+    words = f"no MGLU class for {name}ForCausalLM, whose from_pretrained would draw new layers"
+    model = other(name)
+    with pytest.warns(UserWarning, match=words):
+        result = from_swiglu(model, 2, mask_top_k=1)
+    assert type(result) is type(model)
+    assert result.config.to_dict() == model.config.to_dict()
+    examples = [{"input_ids": row, "labels": row} for row in TOKENS]
+    kind = {"save_strategy": "no", "report_to": [], "use_cpu": True, "learning_rate": 1e-2, "max_grad_norm": 1e3}
+    before = [mglu.mask_logits.clone() for mglu in mglus(result)]
+    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=2, **kind)
+    MGLUTrainer(model=result, args=arguments, train_dataset=examples).train()
+    assert all(not torch.equal(a, mglu.mask_logits) for a, mglu in zip(before, mglus(result), strict=True))
+
+    expected = logits(mglu_ops.freeze(result.eval()))
+    tokens = result.generate(TOKENS, max_new_tokens=3, do_sample=False)
+    assert tokens.shape == (2, TOKENS.shape[1] + 3)
+    result.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=words):
+        again = mglu_ops.freeze(from_swiglu(model, 2, mask_top_k=1))
+    safetensors.torch.load_model(again, tmp_path / "model.safetensors")
+    assert torch.equal(logits(again), expected)
+
+
+def test_a_head_of_another_kind_is_converted_in_its_class() -> None:
+    config = LlamaConfig(**{**tiny_swiglu().config.to_dict(), "num_labels": 2})
+    model = LlamaForSequenceClassification(config).eval()
+    with pytest.warns(UserWarning, match="no MGLU class for LlamaForSequenceClassification"):
+        result = from_swiglu(model, 2)
+    assert type(result) is LlamaForSequenceClassification
+    assert result(TOKENS).logits.shape == (2, 2)
+    assert len(mglus(result)) == 2
+
+
+def test_a_part_of_a_model_is_converted_in_place() -> None:
+    model = tiny_swiglu()
+    layer = model.model.layers[1]
+    layer.mlp = from_swiglu(layer.mlp, 2)
+    assert len(mglus(model)) == 1
+    assert logits(model).isfinite().all()
+
+
+def with_experts_that(**changes: Any) -> Any:
+    model = other("GraniteMoe")
+    for name, value in changes.items():
+        setattr(model.model.layers[1].block_sparse_moe.experts, name, value)
+    return model
+
+
+def limited(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up.clamp(-7, 7)
+
+
 def without_linear(model: Any) -> Any:
     model.model.layers[1].mlp.up_proj = nn.Sequential(model.model.layers[1].mlp.up_proj)
     return model
@@ -172,14 +287,50 @@ def with_bias(model: Any) -> Any:
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "bias": (lambda: tiny_swiglu(mlp_bias=True), {}, ValueError, "mlp_bias: got True, must be False"),
-    "own bias": (lambda: with_bias(tiny_swiglu()), {}, ValueError, r"model: layers\.1\.mlp\.up_proj: got a bias"),
+    "own bias": (
+        lambda: with_bias(tiny_swiglu()),
+        {},
+        ValueError,
+        r"model: model\.layers\.1\.mlp\.up_proj: got a bias",
+    ),
     "activation": (lambda: tiny_swiglu(hidden_act="mish"), {}, ValueError, "hidden_act: got 'mish', must be one of"),
     "module": (lambda: without_linear(tiny_swiglu()), {}, TypeError, r"layers\.1\.mlp\.up_proj: got Sequential, must"),
     "experts": (
         lambda: with_other_experts(tiny_swiglu("mixtral")),
         {},
         TypeError,
-        r"model: layers\.1\.mlp\.experts: got Identity, must be the experts of Transformers",
+        r"got a MixtralForCausalLM whose layers .* would lack model\.layers\.1\.mlp\.experts\.mglu\.weight",
+    ),
+    "flags of experts": (
+        lambda: with_experts_that(is_transposed=True),
+        {},
+        TypeError,
+        r"layers\.1\.block_sparse_moe\.experts: got GraniteMoeExperts with is_transposed=True, must be False",
+    ),
+    "limit of experts": (
+        lambda: with_experts_that(_apply_gate=limited),
+        {},
+        TypeError,
+        r"layers\.1\.block_sparse_moe\.experts: got GraniteMoeExperts, must compute act\(gate\) \* up",
+    ),
+    "quantized experts": (
+        lambda: with_experts_that(down_proj=nn.Parameter(torch.zeros(4, 36, 44).to(torch.int8), requires_grad=False)),
+        {},
+        TypeError,
+        r"layers\.1\.block_sparse_moe\.experts: got GraniteMoeExperts, must have dense weights in a floating dtype",
+    ),
+    "GPT-OSS": (
+        lambda: other("GptOss", **EXPERTS),
+        {},
+        TypeError,
+        "got GptOssExperts with has_bias=True, must be False",
+    ),
+    "Seed-OSS": (lambda: other("SeedOss"), {}, TypeError, r"got SeedOssMLP, act_fn SiLU.* must compute .* dropout"),
+    "no gate": (
+        lambda: other("Starcoder2"),
+        {},
+        ValueError,
+        "got Starcoder2ForCausalLM, must have a module with linear",
     ),
     "balance of experts": (
         lambda: tiny_swiglu("qwen3_moe"),
@@ -187,18 +338,18 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         "router_aux_loss_coef: got 0.1 for a Qwen3MoeForCausalLM, must be 0",
     ),
-    "mglu": (tiny, {}, TypeError, "model: got MGLULlamaForCausalLM, must be one of LlamaModel, LlamaForCausalLM"),
-    "class": (
-        lambda: LlamaForSequenceClassification(LlamaConfig(**{**tiny_swiglu().config.to_dict(), "num_labels": 2})),
-        {},
-        TypeError,
-        "model: got LlamaForSequenceClassification, must be one of LlamaModel",
+    "balance of others": (
+        lambda: other("Olmo2"),
+        {"mask_top_k": 1, "router_aux_loss_coef": 0.1},
+        ValueError,
+        "router_aux_loss_coef: got 0.1 for a Olmo2ForCausalLM, must be 0",
     ),
+    "mglu": (tiny, {}, ValueError, "model: got MGLULlamaForCausalLM, must have a module with linear layers named gate"),
     "adapter": (
-        lambda: get_peft_model(tiny_swiglu(), LoraConfig(target_modules=["up_proj"])),
+        lambda: get_peft_model(tiny_swiglu(), LoraConfig(target_modules=["q_proj"])),
         {},
         TypeError,
-        "model: got PeftModel, must be one of LlamaModel",
+        "model: got PeftModel with adapters of PEFT, must have none",
     ),
     "meta": (lambda: tiny_swiglu().to("meta"), {}, ValueError, "model: got parameters on meta, must be on one device"),
     "init": (tiny_swiglu, {"init": "best"}, ValueError, "init: got 'best', must be one of magnitude, average"),
