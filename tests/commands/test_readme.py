@@ -66,7 +66,17 @@ def test_snippets_of_the_readme_run_in_order_and_print_what_it_shows(tmp_path: P
     assert (tmp_path / "model.pt2").is_file()
 
 
-@pytest.mark.parametrize("page", ["mglu_ops/weight_formats.md", pytest.param("FAQ.md", marks=pytest.mark.long)])
+WITH_SNIPPETS = [
+    "mglu_ops/weight_formats.md",
+    "mglu_ops/nn/README.md",
+    "mglu_ops/experts.md",
+    "compile_passes/README.md",
+    "FAQ.md",
+]
+
+
+@pytest.mark.parametrize("page", quick_only_for(WITH_SNIPPETS[:1], WITH_SNIPPETS))
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, as torch.compile does")
 def test_snippets_of_a_page_run(page: str, tmp_path: Path) -> None:
     found = snippets((ROOT / page).read_text(), "python")
     assert found
