@@ -1,7 +1,7 @@
-"""Shapes, dtypes, slices and repetitions, as the examples that tracing recorded at the nodes show them.
+"""Reads shapes, dtypes, slices and repetitions of nodes from the example values that tracing recorded.
 
-No function here adds a guard on a symbolic size: sizes are compared by `statically_known_true`, and where a size is
-needed as a number, a symbolic one counts as unknown.
+No function here adds a guard on a symbolic size. Sizes are compared by `statically_known_true`. Where a number is
+needed, a symbolic size counts as unknown.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ from .symbols import as_call
 
 
 def example(node: Any) -> Any:
-    """The fake value that tracing recorded at a node: Dynamo's `example_value`, or export's `val`."""
+    """The example value of a node: the fake value that tracing recorded. Other arguments are returned unchanged.
+
+    Dynamo records it as `example_value`, and export as `val`.
+    """
     if not isinstance(node, Node):
         return node
     return node.meta["example_value"] if "example_value" in node.meta else node.meta.get("val")
 
 
 def tensor_example(node: Any) -> torch.Tensor | None:
-    """The example of a node, if it is a tensor."""
+    """The example value of a node, if it is a tensor."""
     value = example(node)
     return value if isinstance(value, torch.Tensor) else None
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
-    """The dtype of a node's example, if it is a tensor."""
+    """The dtype of a node, if it is a tensor."""
     value = tensor_example(node)
     return None if value is None else value.dtype
 
 
 def is_distributed(node: Any) -> bool:
-    """Whether a node holds a tensor of `torch.distributed`, such as a DTensor."""
+    """True if a node holds a tensor of `torch.distributed`, such as a DTensor."""
     return type(tensor_example(node)).__module__.startswith("torch.distributed")
 
 
 def unusual_kind(node: Any) -> str | None:
-    """What kind of tensor a node holds, if it is neither a plain tensor nor one of `torch.distributed`."""
+    """The kind of a node's tensor: nested, sparse or a subclass. None for plain tensors and DTensors."""
     value = tensor_example(node)
     if value is None or is_distributed(node):
         return None
@@ -56,12 +59,12 @@ def unusual_kind(node: Any) -> str | None:
 
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether dtype `wide` represents every value of dtype `narrow`."""
+    """True if dtype `wide` represents every value of dtype `narrow`."""
     return torch.promote_types(wide, narrow) == wide
 
 
 def requires_grad(argument: Any) -> bool:
-    """Whether a gradient was recorded at a node when it was traced."""
+    """True if a node's tensor required a gradient during tracing."""
     value = tensor_example(argument)
     while value is not None and functorch.is_functorch_wrapped_tensor(value):  # inside of `vmap`
         value = functorch.get_unwrapped(value)
@@ -69,24 +72,24 @@ def requires_grad(argument: Any) -> bool:
 
 
 def equal_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are known to be equal."""
+    """True if two shapes are known to be equal."""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
 def has_shape(node: Any, sizes: Sequence[Any]) -> bool:
-    """Whether a node is a tensor that is known to have this shape."""
+    """True if a node is a tensor with this shape, and no symbolic size leaves a doubt."""
     value = tensor_example(node)
     return value is not None and equal_sizes(value.shape, sizes)
 
 
 def same_shape(first: Any, *others: Any) -> bool:
-    """Whether all nodes are tensors of the same known shape."""
+    """True if all nodes are tensors of the same known shape."""
     value = tensor_example(first)
     return value is not None and all(has_shape(node, value.shape) for node in others)
 
 
 def is_like(node: Node, weight: Node) -> bool:
-    """Whether a node has the shape of a weight, or of a stack of them."""
+    """True if a node has the shape of a weight, or of a stack of such weights."""
     made, held = tensor_example(node), tensor_example(weight)
     if made is None or held is None or made.dim() not in (2, 3):
         return False
@@ -94,7 +97,7 @@ def is_like(node: Node, weight: Node) -> bool:
 
 
 def broadcasts_to(node: Any, result: Any) -> bool:
-    """Whether a tensor broadcasts to the shape of `result`."""
+    """True if a tensor broadcasts to the shape of `result`."""
     small, large = tensor_example(node), tensor_example(result)
     if small is None or large is None or small.dim() > large.dim():
         return False
@@ -109,12 +112,12 @@ def dims(argument: Any) -> int:
 
 
 def is_matrix(argument: Any) -> bool:
-    """Whether an argument is a node with a tensor of two dimensions."""
+    """True if an argument is a node whose tensor has two dimensions."""
     return dims(argument) == 2
 
 
 def holds_experts(argument: Any) -> bool:
-    """Whether an argument is a node with a tensor of three dimensions, as the weights of experts `[E, d, h]` are."""
+    """True if an argument is a node whose tensor has three dimensions, like the weights `[E, d, h]` of experts."""
     return dims(argument) == 3
 
 
@@ -128,22 +131,22 @@ def size(node: Any, dim: int) -> int | None:
 
 
 def has_one_element(node: Any) -> bool:
-    """Whether a node is a tensor that is known to have a single element, as a learned scale has."""
+    """True if a node is a tensor with a single element, such as a learned scale."""
     value = tensor_example(node)
     return value is not None and all(isinstance(n, int) and n == 1 for n in value.shape)
 
 
-def dimension(argument: Any, of: Any) -> int | None:
-    """A `dim` argument as a non-negative number; None if it is not a single dimension of the tensor `of`."""
+def dimension(argument: Any, tensor: Any) -> int | None:
+    """A `dim` argument of a call on `tensor`, as a non-negative number; None if it is not a single dimension."""
     (single,) = argument if isinstance(argument, (list, tuple)) and len(argument) == 1 else (argument,)
-    count = dims(of)
+    count = dims(tensor)
     if isinstance(single, bool) or not isinstance(single, int) or not -count <= single < count:
         return None
     return single % count
 
 
 def slice_of(node: Any) -> tuple[Node, int, int] | None:
-    """`(tensor, dim, index)` if `node` is one slice of a tensor along a dimension, in any spelling."""
+    """`(tensor, dim, index)` if `node` selects one index of a dimension, in any spelling; else None."""
     call = as_call(node)
     if call is None or call.symbol not in ("select", "getitem"):
         return None
@@ -158,13 +161,13 @@ def slice_of(node: Any) -> tuple[Node, int, int] | None:
 
 
 def is_given(node: Node) -> bool:
-    """Whether a node is an input or an attribute of the graph, or a slice of one."""
+    """True if a node is an input or an attribute of the graph, or a slice of one."""
     found = slice_of(node)
     return node.op in ("placeholder", "get_attr") if found is None else is_given(found[0])
 
 
 def _slice(base: Any, dim: Any, index: Any) -> tuple[Node, int, int] | None:
-    """`(base, dim, index)` with numbers that are not negative; None if `index` is not a number."""
+    """`(base, dim, index)` with `dim` and `index` made non-negative; None if `index` is not a number."""
     dim = dimension(dim, base)
     if dim is None or isinstance(index, bool) or not isinstance(index, int):
         return None
@@ -177,22 +180,22 @@ def _slice(base: Any, dim: Any, index: Any) -> tuple[Node, int, int] | None:
 
 
 def _single_item(base: Any, index: Any) -> tuple[Any, Any]:
-    """`(dim, item)` of an index that is `:` in all other dimensions; `(None, None)` of any other index."""
+    """`(dim, item)` for an index that is `:` in all other dimensions; `(None, None)` for any other index."""
     items = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in items:
         position = items.index(Ellipsis)
         items[position : position + 1] = [slice(None)] * (dims(base) - len(items) + 1)
-    given = [(dim, item) for dim, item in enumerate(items) if not is_whole(item)]
-    return given[0] if len(given) == 1 else (None, None)
+    partial = [(dim, item) for dim, item in enumerate(items) if not is_whole(item)]
+    return partial[0] if len(partial) == 1 else (None, None)
 
 
 def is_whole(item: Any) -> bool:
-    """Whether an item of an index is `:`."""
+    """True if an item of an index is `:`."""
     return isinstance(item, slice) and item.start is None and item.stop is None and item.step in (None, 1)
 
 
 def range_of(node: Any) -> tuple[Node, int, int, int] | None:
-    """`(tensor, dim, start, stop)` if `node` is `tensor[..., start:stop, ...]` or an entry of a split."""
+    """`(tensor, dim, start, stop)` if `node` is `tensor[..., start:stop, ...]` or an entry of a split; else None."""
     call = as_call(node)
     if call is None or call.symbol not in ("getitem", "narrow", "slice"):
         return None
@@ -217,7 +220,7 @@ def range_of(node: Any) -> tuple[Node, int, int, int] | None:
 
 
 def strided_slice_of(node: Any) -> tuple[int, int, int] | None:
-    """`(dim, start, step)` if `node` is `tensor[..., start::step, ...]` up to the end of a dimension."""
+    """`(dim, start, step)` if `node` is `tensor[..., start::step, ...]`, up to the end of the dimension; else None."""
     call = as_call(node)
     if call is None or call.symbol not in ("getitem", "slice"):
         return None
@@ -234,7 +237,7 @@ def strided_slice_of(node: Any) -> tuple[int, int, int] | None:
 
 
 def _bounds(part: slice, length: int | None) -> tuple[int, int] | None:
-    """`(start, stop)` of a slice of a dimension; None for a step, an empty slice or a symbolic bound."""
+    """`(start, stop)` of a slice; None for a step other than 1, an empty slice or a symbolic bound."""
     numbers = [item for item in (part.start, part.stop) if item is not None]
     if length is None or part.step not in (None, 1) or not all(isinstance(item, int) for item in numbers):
         return None
@@ -255,7 +258,7 @@ def _bounds_of_a_part(parts: Node, dim: int, index: int) -> tuple[int, int] | No
 
 
 def column_of(node: Any) -> tuple[Node, int] | None:
-    """`(tensor, i)` if `node` is `tensor[..., i : i + 1]`, in any spelling."""
+    """`(tensor, i)` if `node` is `tensor[..., i : i + 1]`, in any spelling; else None."""
     call, found = as_call(node), None
     if call is None:
         return None
@@ -301,7 +304,7 @@ def sources(node: Node) -> set[Node]:
 
 
 def submodule(graph: Graph, node: Any) -> GraphModule | None:
-    """The graph module that a node calls, or that it names as the body of a higher-order operator."""
+    """The graph module that a node calls, or that it passes as the body of a higher-order operator; else None."""
     if graph.owning_module is None or not isinstance(node, Node) or node.op not in ("get_attr", "call_module"):
         return None
     module = getattr(graph.owning_module, str(node.target), None)

@@ -1,4 +1,4 @@
-"""Sites: the candidates for fusing, which are maximal sums of gated terms, and the nodes that spell them."""
+"""Finds sites: the candidates for fusing. A site is a maximal sum of gated terms, with the nodes that compute it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .values import Bundle, Gated, Projection, Term
 
 
 class Refusal(Exception):  # noqa: N818 (a result, not an error)
-    """The reason why a site is not fused, written for the user."""
+    """Raised when a site cannot be fused, with the reason as the user reads it."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A candidate: a node whose value is a sum of gated terms, perhaps plus a residual."""
+    """A candidate for fusing: the node `root`, whose value is a sum of gated terms, perhaps plus a residual."""
 
     root: Node
     value: Gated
@@ -48,7 +48,7 @@ def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
 
 
 def parts_of(recogniser: Recogniser, site: Site) -> list[Site]:
-    """The smaller sums that a site adds, which may be fused if the whole is refused; none if it has too many terms."""
+    """The smaller sums that a site adds. They may be fused if the whole is refused; none if it has too many terms."""
     if len(site.terms) > MAX_MASKS:
         return []
     operands = [site.root]
@@ -59,9 +59,9 @@ def parts_of(recogniser: Recogniser, site: Site) -> list[Site]:
 
 
 def _sites(recogniser: Recogniser, sums: list[Node]) -> list[Site]:
-    """Sums as sites: the nodes that first hold all of the terms, before the program scales, casts or copies the sum.
+    """The site of each sum: the first node that holds all of its terms, before the program scales or copies the sum.
 
-    If the sum is computed in another dtype than the layer and cast at the end, the site is the cast.
+    If the program computes the sum in a dtype other than the layer's and then casts it, the site is at the cast.
     """
     sites: dict[Node, Site] = {}
     for node in sums:
@@ -69,11 +69,11 @@ def _sites(recogniser: Recogniser, sums: list[Node]) -> list[Site]:
         while len(inner := [i for i in chain[-1].all_input_nodes if _has_the_terms(recogniser, i, chain[-1])]) == 1:
             chain += inner
         dtype = _sum_at(recogniser, node).terms[0].gate.dtype
-        root = next((one for one in reversed(chain) if dtype_of(one) == dtype), chain[-1])
-        for one in chain[: chain.index(root)][::-1]:  # `0 + y`
-            if symbol_of(one) != "add" or recogniser.value(one) != recogniser.value(root) or dtype_of(one) != dtype:
+        root = next((part for part in reversed(chain) if dtype_of(part) == dtype), chain[-1])
+        for part in chain[: chain.index(root)][::-1]:  # the site includes `0 + y`, which adds nothing
+            if symbol_of(part) != "add" or recogniser.value(part) != recogniser.value(root) or dtype_of(part) != dtype:
                 break
-            root = one
+            root = part
         sites.setdefault(root, Site(root, _sum_at(recogniser, root)))
     return list(sites.values())
 
@@ -85,16 +85,16 @@ def _sum_at(recogniser: Recogniser, node: Node) -> Gated:
 
 
 def _has_the_terms(recogniser: Recogniser, node: Node, longer: Node) -> bool:
-    """Whether a node holds the terms of `longer`, each up to a number, and no residual that `longer` lacks."""
-    one, other = recogniser.value(node), recogniser.value(longer)
-    if not isinstance(one, Gated) or not isinstance(other, Gated) or one.rest not in (None, other.rest):
+    """True if a node holds the terms of `longer`, each up to a factor, and no residual that `longer` lacks."""
+    a, b = recogniser.value(node), recogniser.value(longer)
+    if not isinstance(a, Gated) or not isinstance(b, Gated) or a.rest not in (None, b.rest):
         return False
-    unscaled = [[replace(t, formula=formulas.unscaled(t.formula)[0]) for t in value.terms] for value in (one, other)]
+    unscaled = [[replace(t, formula=formulas.unscaled(t.formula)[0]) for t in value.terms] for value in (a, b)]
     return unscaled[0] == unscaled[1]
 
 
 def _continues(recogniser: Recogniser, node: Node, part: Node) -> bool:
-    """Whether `node` makes the sum `part` longer, or is a stack of terms that is summed later."""
+    """True if `node` adds to the sum `part`, or is a stack of terms that is summed later."""
     value = recogniser.value(node)
     if isinstance(value, Bundle):
         return bool(node.users) and all(_continues(recogniser, user, node) for user in node.users)
@@ -105,14 +105,17 @@ def _continues(recogniser: Recogniser, node: Node, part: Node) -> bool:
 
 
 def _adds_terms(recogniser: Recogniser, node: Node, part: Node) -> bool:
-    """Whether `node` adds more terms to `part`, which is a sum of terms and a residual."""
+    """True if `node` adds more terms to `part`, which is a sum of terms and a residual."""
     value = recogniser.value(node)
     return isinstance(value, Gated) and value.rest is not part and value.whole is None
 
 
 def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
-    """The nodes from the leaves of a site (x, weight, mask_weights) to its root, included, in the graph's order."""
-    leaves: set[Any] = {node for one in site.projections for node in (one.x, one.weight, one.offs)}
+    """The nodes between the operands of a site (x, weight, mask weights) and its root, in the order of the graph.
+
+    The root is included, and the operands are not.
+    """
+    leaves: set[Any] = {node for p in site.projections for node in (p.x, p.weight, p.offs)}
     leaves |= {term.mask_weight.node for term in site.terms if term.mask_weight is not None} | {site.value.rest}
     keys = {recogniser.key(node) for node in leaves if isinstance(node, Node)}
     seen: set[Node] = set()
@@ -121,7 +124,7 @@ def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
         node = stack.pop()
         if node in seen or as_call(node) is None or recogniser.key(node) in keys:
             continue
-        # A rule knows the node or has looked through it, or it is a tuple or the like.
+        # A node belongs to the site if a rule knows it or has looked through it, or if it is a tuple or the like.
         is_known = recogniser.value(node) is not None or node in recogniser.looked_through
         if not is_known and symbol_of(node) not in _IN_BETWEEN:
             continue
@@ -131,4 +134,4 @@ def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
 
 
 _IN_BETWEEN = frozenset({"unbind", "split", "expand", "repeat", "unsqueeze", "getitem", "select", "empty", "size"})
-"""Symbols of nodes that may belong to a spelling although they have no value."""
+"""Symbols of nodes that may belong to a site although they have no value."""

@@ -1,10 +1,10 @@
-"""The table of spellings maps all ways to write an operation in torch to one symbol and one list of arguments.
+"""The table of spellings: maps all ways to write an operation in torch to one symbol and one list of arguments.
 
-A spelling is a torch function, a method, a Python operator or an ATen overload. It stands in the table with its
-signature (`Signature`), and `as_call` binds the arguments of a node to that signature. The rules of the recogniser
-see only the result, a `Call`: positional, keyword and default arguments read alike, and so do the graphs of Dynamo and
-of `torch.export`. A node whose arguments do not all fit the signature is not a `Call`, so no rule can overlook an
-argument such as `rounding_mode="floor"`.
+A *spelling* is a torch function, a method, a Python operator or an ATen overload. The table gives its symbol and its
+signature (`Signature`), and `as_call` binds the arguments of a node to that signature. The rules of the recogniser see
+only the result, a `Call`. So positional, keyword and default arguments look the same to them, and so do the graphs of
+Dynamo and `torch.export`. A node whose arguments do not all fit the signature is not a `Call`. So no rule can overlook
+an argument such as `rounding_mode="floor"`.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ _REQUIRED = object()
 @dataclass(frozen=True)
 class _Parameter:
     names: tuple[str, ...]
-    kind: str  # its mark in the text: `*`, `-`, `==`, or nothing for any other argument that the rules receive
+    kind: str  # the mark in the signature's text: `*`, `-`, `==`, or empty
     default: Any
 
 
 @dataclass(frozen=True)
 class Signature:
-    r"""Which arguments a spelling of an operation has, and which of them the rules receive.
+    r"""The arguments of a spelling, and which of them the rules receive.
 
     A signature is text, such as `"input, other, alpha==1"`:
 
-    | item | meaning |
+    | text | meaning |
     |---|---|
     | `name` | a required argument, which the rules receive |
-    | `name=value` | an optional argument, which the rules receive, with its default |
+    | `name=value` | an optional argument with its default, which the rules receive |
     | `a\|b` | an argument with two names |
-    | `name==value` | understood only if the argument is absent or has this value; the rules do not receive it |
-    | `-name` | an argument that cannot change what the rules conclude (they read shape and dtype of the result) |
-    | `-inplace` | whether the call may overwrite its input, which the view (`view.py`) has dealt with; a bool |
-    | `*name` | all further positional arguments, or one sequence: the rules receive a tuple |
-    | `...` | any further arguments, none of which can change what the rules conclude |
+    | `name==value` | must be absent or have this value; the rules do not receive it |
+    | `-name` | ignored: cannot change what the rules conclude, as they read shape and dtype from the result |
+    | `-inplace` | ignored, because the view (`view.py`) has replaced writes; must be a bool |
+    | `*name` | all further positional arguments, or one sequence; the rules receive a tuple |
+    | `...` | any further arguments; ignored like `-name` |
     """
 
     parameters: tuple[_Parameter, ...]
-    is_open: bool  # whether further arguments are accepted
+    is_open: bool  # True if further arguments are accepted
 
     @staticmethod
     def parse(text: str) -> Signature:
@@ -70,17 +70,17 @@ class Signature:
 
     @cached_property
     def read(self) -> tuple[str, ...]:
-        """The names of the arguments that the rules receive."""
+        """The names of the arguments that the rules receive, in order."""
         return tuple(p.names[0] for p in self.parameters if p.kind in ("", "*"))
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether the arguments that the rules receive determine the value of the call."""
+        """True if the arguments that the rules receive determine the value of the call."""
         unread = [p for p in self.parameters if p.kind == "-" and p.names[0] != "inplace"]
         return not unread and not self.is_open
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The arguments that the rules receive, by name; None if the given ones do not fit the signature."""
+        """The arguments that the rules receive, by name; None if `args` and `kwargs` do not fit the signature."""
         bound: dict[str, Any] = {}
         given, position = dict(kwargs), 0
         for parameter in self.parameters:
@@ -115,7 +115,7 @@ def _as_one_sequence(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _is_same(value: Any, default: Any) -> bool:
-    """Equality that adds no guard on a symbolic number and does not compare tensors."""
+    """True if two arguments are equal. Adds no guard on a symbolic number, and compares no tensors."""
     return value is default or (isinstance(value, (bool, int, float, str)) and bool(value == default))
 
 
@@ -123,9 +123,9 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def _aten(*names: str) -> tuple[Any, ...]:
-    """The ATen operators of these names and their overloads, except those with an `out` argument.
+    """The ATen operators with these names and their overloads, without overloads that have an `out` argument.
 
-    Graphs of `torch.export` have overloads; since torch 2.15 Dynamo's graphs have the operators themselves.
+    Graphs of `torch.export` contain overloads. Since torch 2.15 Dynamo's graphs contain the operators themselves.
     """
     packets = [getattr(torch.ops.aten, name) for name in names]
     overloads = [
@@ -145,8 +145,8 @@ _TWO = "input, other"
 def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     """`(symbol, signature, spellings)` for every symbol.
 
-    A string is the name of a method. In-place forms are not listed: they are found by their trailing underscore. All
-    signatures of one symbol pass the same arguments to the rules.
+    A string is the name of a method. In-place forms are not listed, because they are found by their trailing
+    underscore. All signatures of one symbol must pass the same arguments to the rules.
     """
     # Arithmetic
     scaled = f"{_TWO}, alpha==1"
@@ -157,7 +157,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "mul", _TWO, _elementwise("mul", *products)
     quotients = (operator.truediv, operator.itruediv, torch.true_divide, "true_divide", "__truediv__")
     yield "div", f"{_TWO}, rounding_mode==None", _elementwise("div", *quotients)
-    # Forms with a factor or a rounding, only for functions of masks, which torch itself evaluates with all arguments.
+    # Forms with a factor or a rounding mode. Only the rule for functions of a mask knows them, which runs the call.
     yield "scaled_add", f"{_TWO}, alpha", _elementwise("add")
     yield "scaled_sub", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
     yield "rounded_div", f"{_TWO}, rounding_mode", _elementwise("div")
@@ -210,7 +210,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "bernoulli", "input, ...", _elementwise("bernoulli")
     yield "index_put", "input, indices, values, accumulate==False", _elementwise("index_put")
     yield "setitem", "input, index, value", (operator.setitem, "__setitem__")
-    # The same values in another dtype, memory or tensor
+    # Casts and copies
     casts = ("to", "type", "float", "half", "bfloat16", "double", "char", "int", "long", "bool", "type_as")
     yield "to", "input, ...", (*casts, *_aten("to", "_to_copy"))
     yield "detach", "input", _elementwise("detach", getattr(torch._C._autograd, "_get_data_attr"))  # noqa: B009
@@ -293,11 +293,11 @@ OTHER_ACTIVATIONS: Mapping[str, str] = {
     "hardtanh": "min_val=-1.0, max_val=1.0, ",
     "softplus": "beta=1, threshold=20, ",
 }
-"""Activations that the operator does not have, and their options, so that the report can name them."""
+"""Activations that the operator lacks, and their options. They are listed so that the report can name them."""
 
-_TABLE: dict[Any, list[tuple[str, Signature]]] = {}  # by spelling; the first signature that fits the arguments counts
+_TABLE: dict[Any, list[tuple[str, Signature]]] = {}  # for each spelling; the first signature that fits a call counts
 
-_ORDER: dict[str, tuple[str, ...]] = {}  # the arguments of each symbol as the rules receive them (its first signature)
+_ORDER: dict[str, tuple[str, ...]] = {}  # for each symbol, the order of its arguments, from its first signature
 
 for _symbol, _text, _targets in _spellings():
     _signature = Signature.parse(_text)
@@ -311,20 +311,20 @@ READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "random_like", "s
 
 @dataclass(frozen=True)
 class Call:
-    """A node, read through the table."""
+    """A call of a graph as the rules see it."""
 
     symbol: str
-    args: tuple[Any, ...]  # the arguments that the symbol's signature passes to the rules, with defaults filled in
-    is_whole: bool = False  # whether symbol and arguments determine the value, so that calls which agree are equal
+    args: tuple[Any, ...]  # the arguments that the rules receive, with defaults filled in
+    is_whole: bool = False  # True if symbol and arguments determine the value, so that equal calls have equal results
 
 
 _calls_read: ContextVar[dict[Node, Call | None] | None] = ContextVar("calls_read", default=None)
-"""Inside `calls_read_once`: what each node was read as."""
+"""Inside `calls_read_once`, the `Call` of each node that was read."""
 
 
 @contextmanager
 def calls_read_once() -> Iterator[None]:
-    """Let `as_call` bind the arguments of a node once in the block, in which they must not change after that."""
+    """Cache the results of `as_call` inside the block, in which the arguments of nodes must not change."""
     token = _calls_read.set({})
     try:
         yield
@@ -333,7 +333,7 @@ def calls_read_once() -> Iterator[None]:
 
 
 def as_call(node: Any) -> Call | None:
-    """`node` as a `Call`; None if the table lacks its target, or if the arguments do not fit."""
+    """`node` as a `Call`; None if its target is not in the table, or if its arguments do not fit."""
     if not isinstance(node, Node):
         return None
     calls = _calls_read.get()
@@ -361,13 +361,13 @@ def symbol_of(node: Any) -> str:
 
 
 def value_users(node: Node) -> list[Node]:
-    """The users of a node that read its values, and not only its shape, dtype or device."""
+    """The users of a node that read more than its shape, dtype or device."""
     calls = {user: as_call(user) for user in node.users}
     return [user for user, call in calls.items() if call is None or call.symbol not in READS_NO_VALUES]
 
 
 def is_identity_dropout(call: Call) -> bool:
-    """Whether a dropout is the identity: in eval mode, or with p = 0."""
+    """True if a dropout is the identity: in eval mode, or with p = 0."""
     _, probability, training = call.args
     return training is False or (isinstance(probability, (int, float)) and probability == 0)
 
@@ -386,7 +386,7 @@ _MODULES: Mapping[type[nn.Module], str] = {
     nn.Identity: "alias",
     nn.Dropout: "dropout",
 }
-"""Modules that `torch.fx.symbolic_trace` does not trace into, and their symbols."""
+"""The symbols of modules into which `torch.fx.symbolic_trace` does not trace."""
 
 
 def _call_of_module(node: Node) -> Call | None:
@@ -402,7 +402,7 @@ def _call_of_module(node: Node) -> Call | None:
 
 
 def _out_of_place(target: Any) -> Any:
-    """The spelling without the trailing underscore of an in-place operation."""
+    """The out-of-place spelling of an in-place operation; any other target unchanged."""
     if isinstance(target, str):
         return target[:-1] if is_inplace_name(target) else target
     if isinstance(target, torch._ops.OpOverload):
@@ -414,5 +414,5 @@ def _out_of_place(target: Any) -> Any:
 
 
 def is_inplace_name(name: str) -> bool:
-    """Whether a name names an in-place operation: `relu_`, but not `relu` or `__add__`."""
+    """True for the name of an in-place operation: `relu_`, but not `relu` or `__add__`."""
     return name.endswith("_") and not name.endswith("__")

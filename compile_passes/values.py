@@ -1,13 +1,13 @@
 """The abstract values of nodes: what the recogniser can know about a node.
 
-A factor of a weight is a function of one binary variable, the mask M. Its values at M = 0 and M = 1 determine such a
-function, so `1 - M`, `~M`, `M == 0`, `M < 0.5` and `-(M - 1)` are all proved to be the complement in the same way: by
-evaluating them at both points, `at == (1, 0)`. `slope` is the derivative with respect to M at both points; it decides
-whether a straight-through gradient passes as the operator passes it.
+A factor of a weight is a function of one binary variable, the mask M. Such a function is determined by its values at
+M = 0 and M = 1. So `1 - M`, `~M`, `M == 0`, `M < 0.5` and `-(M - 1)` are proved to be the complement in the same way:
+they are evaluated at both points, and `at == (1, 0)`. `slope` is the derivative with respect to M at both points. It
+tells if a straight-through gradient passes as the operator passes it.
 
-One tensor may hold several values: all masks of a layer stacked along a new dimension, and the weights, products and
-terms that are made of them; or masked weights concatenated along their rows. `Binary` describes a stack of masks as
-one value, because all of them are computed in the same way. All other tensors of several values are a `Bundle`.
+One tensor may hold several values. Examples are the masks of a layer, stacked along a new dimension, and the products
+that are computed from such a stack; or masked weights that are concatenated along their rows. A stack of masks that are
+all computed in the same way is one `Binary`. All other tensors with several values are a `Bundle`.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from torch.fx import Node
 from .formulas import VARIABLE, Formula
 from .shapes import requires_grad, tensor_example
 
-Number = bool | int | float  # as the program computes with it: an integer stays one, since a float holds only 53 bits
+Number = bool | int | float  # integers are not converted to float, which would round above 53 bits
 
 Pair = tuple[Number, Number]
-Slice = tuple[Node, "int | None"]  # a node, or with an index its slice along the first dimension
+Slice = tuple[Node, "int | None"]  # a node, or with an index one slice of it
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """The real node through which a mask's gradient flows; equal keys mean equal values and gradients."""
+    """The float tensor through which a mask's gradient flows. Equal keys mean equal values and gradients."""
 
     node: Node  # the straight-through mask
     key: Hashable  # the key of the node, or of its slice
     logits: Node | None = None  # the node that receives the gradient, if the mask is `logits > 0`
-    index: int | None = None  # if given, the mask is this slice of `node` and of `logits`
+    index: int | None = None  # if not None, the mask is this slice of `node` and of `logits`
 
 
 @dataclass(frozen=True)
 class Mask:
     """A binary tensor `[out_features, in_features]`, or a stack `[n_masks, out_features, in_features]` of them.
 
-    `rounding` is the machine epsilon of the rounding errors with which the program computes the mask, or 0:
-    `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
+    `rounding` is the machine epsilon of the rounding errors with which the program computes the mask, or 0 without
+    them. A straight-through sum `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
     """
 
-    bits: Node  # a bool or real node with the values of the mask, or of its complement if `inverted`
+    bits: Node  # the node, of any dtype, with the values of the mask, or of its complement if `inverted`
     key: Hashable  # equal for masks with equal values
     proof: str | None  # why the mask is binary; None if nothing proves it
-    carrier: Carrier | None = None  # the node through which its gradient flows, if it has one
-    index: int | None = None  # if given, the mask is this slice of `bits` and of `logits`
+    carrier: Carrier | None = None  # the tensor through which its gradient flows, if it has one
+    index: int | None = None  # if not None, the mask is this slice of `bits` and of `logits`
     doubt: str = ""  # why an unproved mask may not be binary, for the report
-    inverted: bool = False  # whether `bits` holds the complement
+    inverted: bool = False  # True if `bits` holds the complement
     logits: Node | None = None  # a node such that the mask is `logits > 0`, if there is one
     rounding: float = 0.0
 
@@ -65,7 +65,7 @@ class Mask:
 
     @property
     def stack(self) -> int | None:
-        """The number of masks in a stack; None for a single mask, and for a symbolic number."""
+        """The number of masks in a stack; None for a single mask, or if the number is symbolic."""
         example = tensor_example(self.bits)
         if example is None or self.index is not None or example.dim() != 3:
             return None
@@ -81,43 +81,40 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Levels:
-    """A tensor that holds only these values: `sign(x)` holds -1, 0 and 1."""
+    """A tensor that holds no other values than these: `sign(x)` holds -1, 0 and 1."""
 
     values: tuple[Number, ...]
 
 
 @dataclass(frozen=True)
 class Binary:
-    """An elementwise function f of a mask, given by `at = (f(0), f(1))` and `slope = (f'(0), f'(1))`.
-
-    `zero_gradient` says that autograd passes a gradient of zeros through the function, as it does through `round`.
-    """
+    """An elementwise function f of a mask."""
 
     mask: Mask
-    at: Pair = (0, 1)
-    slope: Pair = (0, 0)
-    zero_gradient: bool = False
+    at: Pair = (0, 1)  # f(0) and f(1)
+    slope: Pair = (0, 0)  # f'(0) and f'(1)
+    zero_gradient: bool = False  # True if autograd passes a gradient of zeros through f, as through `round`
 
     def is_gate(self, sign: int) -> bool:
-        """Whether f is M itself (`sign` 1) or its complement (`sign` -1)."""
+        """True if f is M itself (`sign` 1) or its complement (`sign` -1)."""
         return self.at == _VALUES[sign]
 
     @property
     def is_mask(self) -> bool:
-        """Whether f is M itself or its complement."""
+        """True if f is M itself or its complement."""
         return self.is_gate(1) or self.is_gate(-1)
 
     def passes_gradient(self, sign: int) -> bool:
-        """Whether f has the slope of M (`sign` 1) or of its complement (`sign` -1) at both points."""
+        """True if f has the slope of M (`sign` 1) or of its complement (`sign` -1) at both points."""
         return self.slope == (sign, sign)
 
 
-_VALUES: Mapping[int, Pair] = {1: (0, 1), -1: (1, 0)}  # of a mask (1) and of its complement (-1) at M = 0 and M = 1
+_VALUES: Mapping[int, Pair] = {1: (0, 1), -1: (1, 0)}  # `at` of a mask (1) and of its complement (-1)
 
 
 @dataclass(frozen=True)
 class Product:
-    """The elementwise product `a * b` at `node`, or its transpose, where nothing tells which factor is the mask."""
+    """The elementwise product `a * b` at `node`, or its transpose, if nothing tells which factor is the mask."""
 
     node: Node
     a: Node
@@ -126,9 +123,10 @@ class Product:
 
     @property
     def weights(self) -> tuple[Node, ...]:
-        """The factors that may be the weight: both, or the one that alone takes a gradient.
+        """The factors that may be the weight: both, or the only factor that requires a gradient.
 
-        The other is then a mask, such as the buffer of `torch.nn.utils.prune`, which several weights may share.
+        In the latter case the other factor is a mask, such as the buffer of `torch.nn.utils.prune`, which several
+        weights may share.
         """
         trained = tuple(node for node in (self.a, self.b) if requires_grad(node))
         return trained or (self.a, self.b)
@@ -136,51 +134,43 @@ class Product:
 
 @dataclass(frozen=True)
 class Weighted:
-    """`weight * factor`, or with `transposed` its transpose; factor None stands for 1.
+    """`weight * factor`, or its transpose.
 
     The weights of experts are one weight `[E, d, h]` with a mask of that shape.
     """
 
     weight: Node
-    factor: Binary | None
+    factor: Binary | None  # None stands for 1
     transposed: bool = False
 
 
 @dataclass(frozen=True)
 class Projection:
-    """`x (weight * factor)^T`, or with `transposed` `x (weight * factor)` of a weight `[in_features, out_features]`.
+    """The product `x (weight * factor)^T`.
 
-    If the weight has three dimensions, each expert multiplies its own rows: `x[e]` of x `[E, t, h]`, or with `offs` the
-    rows from `offs[e - 1]` to `offs[e]` of x `[S, h]`, as in `torch.nn.functional.grouped_mm`.
-
-    With `swapped` the value is the transpose of that, as of `(weight * factor) @ x.T`.
-
-    `row_scaled` says that `weight` contains a scale by which the program multiplies the product and not the weight.
-    `problem` is a reason for the user why a site with this projection is not fused.
+    If the weight has three dimensions, each expert multiplies its own rows. These are `x[e]` of x `[E, t, h]`, or with
+    `offs` the rows from `offs[e - 1]` to `offs[e]` of x `[S, h]`, as in `torch.nn.functional.grouped_mm`.
     """
 
     x: Node
     weight: Node | Product
-    factor: Binary | None
+    factor: Binary | None  # None stands for 1
     dtype: torch.dtype
-    transposed: bool = False
-    problem: str | None = None
+    transposed: bool = False  # True for a weight `[in_features, out_features]`: the product is `x (weight * factor)`
+    problem: str | None = None  # why a site with this projection must be refused, as the user reads it
     offs: Node | None = None
-    swapped: bool = False
-    row_scaled: bool = False
+    swapped: bool = False  # True if the node holds the transpose of the product, as `(weight * factor) @ x.T` does
+    row_scaled: bool = False  # True if `weight` includes a scale that the program applies to the product
 
 
 @dataclass(frozen=True)
 class MaskWeight:
-    """The mask weight of a term: one per token (a node `[..., 1]`), or one number (a node with one element).
-
-    With `index` it is the slice of the node at that index along `dim`.
-    """
+    """The mask weight of a term: one per token (a node `[..., 1]`), or one number (a node with one element)."""
 
     node: Node
     is_number: bool = False
     dim: int = 0
-    index: int | None = None
+    index: int | None = None  # if not None, the mask weight is the slice of `node` at this index of `dim`
 
 
 @dataclass(frozen=True)
@@ -194,38 +184,35 @@ class Activated:
 
 @dataclass(frozen=True)
 class Term:
-    """`mask_weight * formula(gate) * value`, the part of the layer that one mask makes; None stands for 1.
-
-    `moved` says that the program multiplies the gate or the value by the mask weight, and not the product of both.
-    """
+    """`mask_weight * formula(gate) * value`: what one mask contributes to a layer."""
 
     formula: Formula
     gate: Projection
     value: Projection
-    mask_weight: MaskWeight | None = None
-    moved: bool = False
+    mask_weight: MaskWeight | None = None  # None stands for 1
+    moved: bool = False  # True if the program multiplies the gate or the value by the mask weight, not their product
 
 
 @dataclass(frozen=True)
 class Gated:
-    """A sum of terms with one x, weight and activation, which is a layer or a part of one."""
+    """A sum of terms with the same x, weight and activation: a layer or a part of one."""
 
     terms: tuple[Term, ...]
-    rest: Node | None = None  # a residual that the sum contains besides the terms, if any
+    rest: Node | None = None  # the residual: anything else that the sum contains
     whole: Node | None = None  # with a residual, the node that holds the sum of the terms alone, if the graph has one
-    rest_first: bool = False  # whether the residual is the first operand, whose strides decide if both have others
+    rest_first: bool = False  # True if the residual is the first operand, which may decide the strides of the sum
 
 
 MOST_ITEMS = 64
-"""The most items of a bundle: 16 masks and their complements, and more, so that the report can say "too many"."""
+"""The most items of a bundle. The limit is above 32 (16 masks and complements) so that the report can name excess."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Several values in one tensor.
+    """Several values (the items) in one tensor.
 
-    If they are stacked (`size` is None), item i is the slice at index i of dimension `dim`. If they are concatenated,
-    each item takes `size` entries of `dim`.
+    If `size` is None, the items are stacked: item i is the slice at index i of dimension `dim`. Otherwise they are
+    concatenated: each item takes `size` entries of `dim`.
     """
 
     items: tuple[Part, ...]
@@ -248,12 +235,12 @@ Value: TypeAlias = (
 
 
 def first_of(value: Value) -> Value:
-    """The first item of a bundle, which is of the same type as the others; any other value itself."""
+    """The first item of a bundle (all items have one type); any other value unchanged."""
     return value.items[0] if isinstance(value, Bundle) else value
 
 
 def projection_of(value: Value) -> Projection | None:
-    """A projection that a value is made of; for a bundle, a projection of its first item."""
+    """The projection from which a value is computed (for a term, the gate; for a bundle, that of the first item)."""
     value = first_of(value)
     if isinstance(value, Gated):
         return value.terms[0].gate
@@ -261,7 +248,7 @@ def projection_of(value: Value) -> Projection | None:
 
 
 def function_of(value: Value) -> Activated | None:
-    """A value as an elementwise function of a projection, without a mask weight."""
+    """A value as an elementwise function of a projection; None if it is not one, or if it has a mask weight."""
     if isinstance(value, Projection):
         return Activated(VARIABLE, value)
     return value if isinstance(value, Activated) and value.mask_weight is None else None
@@ -273,11 +260,11 @@ def slice_key(key: Hashable, index: int) -> Hashable:
 
 
 def binary_at(value: Binary, index: int) -> Binary:
-    """One of a stack of masks."""
+    """The function of mask `index` alone, given the function of a stack of masks."""
     mask = value.mask
     carrier = mask.carrier and replace(mask.carrier, key=slice_key(mask.carrier.key, index), index=index)
-    one = replace(mask, key=slice_key(mask.key, index), carrier=carrier, index=index)
-    return replace(value, mask=one)
+    single = replace(mask, key=slice_key(mask.key, index), carrier=carrier, index=index)
+    return replace(value, mask=single)
 
 
 def opposite(mask: Mask) -> Mask:
@@ -286,7 +273,7 @@ def opposite(mask: Mask) -> Mask:
 
 
 def merge(a: Mask, b: Mask) -> Mask | None:
-    """The one mask that `a` and `b` are; None if they differ or their gradients flow through different tensors."""
+    """The mask that both `a` and `b` are; None if they differ, or if their gradients flow through different tensors."""
     if a.key != b.key:
         return None
     if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:
@@ -295,7 +282,7 @@ def merge(a: Mask, b: Mask) -> Mask | None:
 
 
 def scale_of(factor: Binary) -> Number:
-    """C of a factor that is c times a mask or its complement; 1 for other functions of a mask."""
+    """The number c, for a factor that is c times a mask or its complement; 1 for other functions of a mask."""
     numbers = [number for number in factor.at if number]
     return numbers[0] if len(numbers) == 1 else 1
 
@@ -310,7 +297,7 @@ def unscaled(factor: Binary) -> Binary:
 
 
 def same_function(a: Binary | None, b: Binary | None) -> bool:
-    """Whether two functions have the same values and gradients; None stands for the constant 1."""
+    """True if two functions have the same values and gradients; None stands for the constant 1."""
     if a is None or b is None:
         return a is b
     same_carrier = (a.mask.carrier and a.mask.carrier.key) == (b.mask.carrier and b.mask.carrier.key)
@@ -318,12 +305,12 @@ def same_function(a: Binary | None, b: Binary | None) -> bool:
 
 
 def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
-    """`a + sign * b` for functions of one mask, where None stands for 1; returns None if they have two masks."""
+    """`a + sign * b` for functions of one mask, where None stands for 1. Returns None if the masks differ."""
     known = a or b
     if known is None:
         return None
-    one = Binary(known.mask, at=(1, 1))
-    a, b = a or one, b or one
+    constant = Binary(known.mask, at=(1, 1))
+    a, b = a or constant, b or constant
     mask = merge(a.mask, b.mask)
     if mask is None:
         return None
@@ -333,7 +320,7 @@ def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
 
 
 def multiply(a: Binary, b: Binary) -> Binary | None:
-    """`a * b` for functions of one mask; None if they have two masks."""
+    """`a * b` for functions of one mask; None if the masks differ."""
     mask = merge(a.mask, b.mask)
     if mask is None:
         return None

@@ -1,18 +1,17 @@
-"""The functional view: a graph in which no tensor changes, on which the pass recognises and rewrites layers.
+"""The functional view: a form of the graph in which no tensor changes. The pass finds and rewrites layers on it.
 
-Writes in place are the reason why a node of the graph before autograd does not hold one value:
-`w = W.clone(); w[~M] = 0` changes what later nodes read as `w`. In the view each node holds one value, as in single
-assignment form:
+In the graph before autograd, the value of a node may change: `w = W.clone(); w[~M] = 0` changes what later nodes read
+as `w`. In the view each node holds one value, as in static single assignment form.
 
 A graph without writes is its own view. Otherwise the view is a copy:
 
-- A write to all of a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) is a
+- A write to all of a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) becomes a
   function of the old value, and later nodes read its result. The rules need not know that it writes.
-- After any other write, a later read is a node of its own, about which nothing is known (`overwritten`). So is a read
-  of a tensor that shares memory with what was written.
+- After any other write, a later read of the tensor, or of one that shares its memory, becomes a new node, about which
+  nothing is known (`overwritten`).
 
-The view also knows where its values are: `holders` has the node of the graph whose tensor has a value, and `overwriter`
-finds a write that replaces the value. `write_back` makes the changes of the view in the graph.
+The view also knows where its values are. `holders` has the original node whose tensor holds a value, and `overwriter`
+finds the write that ends this. `write_back` applies the changes of the view to the original graph.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from .symbols import as_call
 
 
 def overwritten(tensor: Any, writer: Any) -> None:
-    """Stand for what `tensor` holds after the node `writer`; this is a mark in a graph and is never called."""
+    """Mark a node of the view that stands for what `tensor` holds after the node `writer`. Never called."""
 
 
 def opaque(*args: Any, **kwargs: Any) -> None:
-    """Stand for a call that writes in a way that the view does not express; this is a mark and is never called."""
+    """Mark a node of the view that stands for a call whose writes the view cannot express. Never called."""
 
 
 class View:
@@ -47,15 +46,15 @@ class View:
         self.memory = Memory(graph)  # the storages and writes of the original graph
         self.graph = Graph(graph.owning_module)  # a copy of the graph, with the names and examples of its nodes
         self.origin: dict[Node, Node] = {}
-        """The original node that each node of the copy stands for; new nodes and `overwritten` ones have none."""
+        """The original of each node of the copy. New nodes and `overwritten` nodes have none."""
         self.holders: dict[Node, Node] = {}
-        """The original node whose tensor has the value of a node, until something overwrites it; new ones have none."""
-        self._defined: dict[Node, int] = {}  # the position of the original node that made the value of a node
-        self._copied: dict[Node, tuple[Any, Any]] = {}
-        self._tensors: dict[Node, Node] = {}  # the node that made the tensor which a node writes to and returns
-        self._latest: dict[Node, Node] = {}  # the last node that returns a tensor, by the node that made the tensor
+        """The original node whose tensor holds the value of a node, until it is overwritten. New nodes have none."""
+        self._defined: dict[Node, int] = {}  # the position in the original graph at which a node's value was made
+        self._copied: dict[Node, tuple[Any, Any]] = {}  # the arguments of each node before the rewrite
+        self._tensors: dict[Node, Node] = {}  # for a node that writes to a tensor and returns it, the tensor's maker
+        self._latest: dict[Node, Node] = {}  # for the maker of a tensor, the last node that returns this tensor
         self._current: dict[Node, Node] = {}
-        """The node of the view that holds what a tensor of the graph held when it was last read or written."""
+        """For the maker of a tensor, the node of the view with its value at the last read or write."""
         if self.memory.has_writes:
             for node in graph.nodes:
                 self._copy(node)
@@ -84,7 +83,7 @@ class View:
             self._write(node, copy)
 
     def _read(self, node: Node, position: int) -> Node:
-        """The node of the view that holds what a tensor of the graph holds at a position."""
+        """The node of the view with the value of an original tensor at a position."""
         tensor = self._tensors.get(node, node)
         current = self._current[tensor]
         writer = self.memory.last_write(tensor, self._defined[current], position)
@@ -97,9 +96,10 @@ class View:
         return self._current[tensor]
 
     def _writes_a_function(self, node: Node) -> bool:
-        """Whether a node writes a function of the old value to all of a tensor, in memory that the graph has made.
+        """True if a node overwrites all of a tensor that the graph has made by a function of its old value.
 
-        A write that autograd does not record, as under `no_grad`, changes the value and not the gradient.
+        False if autograd does not record a write to a tensor with a gradient, as under `no_grad`: the gradient would
+        stay while the value changes.
         """
         effect, inputs = self.memory.effects[node], node.all_input_nodes
         if effect.writes != {0} or not node.args or node.args[0] is not inputs[0]:
@@ -115,7 +115,7 @@ class View:
         return is_fill(node) or (effect.returns_target and _is_same_kind(example(node), value))
 
     def _write(self, node: Node, copy: Node) -> None:
-        """Make later nodes that read the tensor which a node has written to see the function that it wrote."""
+        """Make later readers of the tensor to which `node` writes read the function `copy` instead."""
         target = node.all_input_nodes[0]
         tensor = self._tensors.get(target, target)
         _record_gradient(self._current[tensor])
@@ -131,29 +131,29 @@ class View:
     # --- Questions about the original graph --------------------------------------------------------------------------
 
     def effect(self, node: Node) -> Effect:
-        """What the original call of a node does; nothing for new nodes."""
+        """The side effects of a node's original; none for new nodes."""
         return self.memory.effects[self.origin[node]] if node in self.origin else NONE
 
     def modes(self, node: Node) -> Modes:
-        """The modes under which the original of a node runs, or the original whose tensor the node stands for."""
+        """The modes under which a node runs; for an `overwritten` node, those of the tensor's original node."""
         return self.memory.modes[self.holders[node]]
 
     def is_repeatable(self, node: Node) -> bool:
-        """Whether a node is a call that returns the same, with the same gradient, for the same arguments.
+        """True if a node is a call that gives equal values and gradients for equal arguments.
 
-        A higher-order operator may have a backward of its own, so two calls may have another gradient than one
-        call that is used twice.
+        Higher-order operators are excluded. They may have a custom backward, so the gradients of two calls may differ
+        from that of one call that is used twice.
         """
         effect = self.effect(node)
         is_call = node.op.startswith("call_") and not isinstance(node.target, torch._ops.HigherOrderOperator)
         return node in self.origin and is_call and effect.is_known and not effect.draws
 
     def is_constant(self, node: Node) -> bool:
-        """Whether no write, at any time, changes the tensor that a node stands for."""
+        """True if nothing ever writes to the tensor of a node."""
         return node in self.origin and not self.memory.is_written(self.holders[node])
 
     def overwriter(self, node: Node, before: Node, without: Iterable[Node] = ()) -> Node | None:
-        """The first node that overwrites the holder of a value before the original of `before` runs, if there is one.
+        """The first original node that overwrites the value of `node` before the original of `before` runs, or None.
 
         Writes by the nodes `without` of the view do not count.
         """
@@ -168,27 +168,27 @@ class View:
         return min(found, key=self.memory.order.__getitem__, default=None)
 
     def later_writers(self, node: Node, besides: Node) -> Iterator[Node]:
-        """The original nodes that later write to the holder of a value, except to memory of the holder of `besides`."""
+        """The original nodes that later write to the memory of `node`, unless it shares that memory with `besides`."""
         storages = self.memory.storages
         for storage in storages[self.holders[node]] - storages[self.holders[besides]]:
             yield from self.memory.writes(storage, self._defined[node], math.inf)
 
     def originals(self, nodes: Iterable[Node]) -> set[Node]:
-        """The original nodes of nodes of the view."""
+        """The originals of nodes of the view."""
         return {self.origin[node] for node in nodes if node in self.origin}
 
     # --- Changing the original graph ---------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Erase the new nodes of a graph that is its own view, which nothing reads yet."""
+        """Give up the view: erase new nodes, which nothing reads yet, from a graph that is its own view."""
         for node in reversed(self.graph.nodes):
             if self.graph is self._source and node not in self.origin:
                 self.graph.erase_node(node)
 
     def write_back(self, replaced: Mapping[Node, Node]) -> None:
-        """Make the changes of the view in the original graph: new nodes, other arguments, and erased nodes.
+        """Apply the changes of the view to the original graph: new nodes, changed arguments, and erased nodes.
 
-        `replaced` maps each old node to the new node whose tensor takes its place.
+        `replaced` maps each old node to the new node that takes its place.
         """
         if self.graph is self._source:
             return
@@ -221,28 +221,28 @@ class View:
 
 
 def _record_gradient(node: Node) -> None:
-    """Make the example of a tensor say whether it had a gradient before a write; tracing shows what it had after."""
+    """Set `requires_grad` in a tensor's example value as before a write; tracing shows it as after the write."""
     value = example(node)
     if value is not None and value.requires_grad and node.op.startswith("call_"):
         had_gradient = any(requires_grad(item) for item in node.all_input_nodes)
         node.meta = {**node.meta, "example_value": value.detach().requires_grad_(had_gradient)}
 
 
-def _is_same_kind(one: Any, other: Tensor) -> bool:
-    """Whether a value is a tensor with the shape, strides and dtype of another; in-place views have other strides."""
-    if not isinstance(one, Tensor):
+def _is_same_kind(value: Any, other: Tensor) -> bool:
+    """True if a value is a tensor with the dtype, rank and strides of another. In-place views change the strides."""
+    if not isinstance(value, Tensor):
         return False
-    return (one.dtype, one.dim()) == (other.dtype, other.dim()) and str(one.stride()) == str(other.stride())
+    return (value.dtype, value.dim()) == (other.dtype, other.dim()) and str(value.stride()) == str(other.stride())
 
 
 def is_fill(node: Node) -> bool:
-    """Whether a node is `tensor[index] = number`."""
+    """True if a node is `tensor[index] = number`."""
     call = as_call(node)
     return call is not None and call.symbol == "setitem" and isinstance(call.args[2], (int, float))
 
 
 def _is_bool_mask(fill: Node) -> bool:
-    """Whether the index of a fill is a bool mask of the tensor's shape."""
+    """True if the index of a fill is a bool mask of the tensor's shape."""
     tensor, mask, _ = fill.args
     condition = example(mask)
     return isinstance(condition, Tensor) and condition.dtype is torch.bool and same_shape(mask, tensor)

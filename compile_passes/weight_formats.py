@@ -1,14 +1,15 @@
-"""Weights that a program decodes from 8 or 4 bits, which the operator can read as they are stored (`mglu_ops.formats`).
+"""Finds weights that a program decodes from 8 or 4 bits, so that the operator can read them as they are stored.
 
-`W = q.to(x.dtype) * scale[:, None]` is a matrix like any other, so a layer that reads it is fused whatever it is. If W
-is proved to be the stored weight q times scales in the layout of a format, the operator reads q and the scales instead.
+`W = q.to(x.dtype) * scale[:, None]` is a matrix like any other, so a layer that reads W is fused in any case. If W is
+proved to be a stored weight q times scales in the layout of a format (`mglu_ops.formats`), the operator reads q and the
+scales instead.
 
-How a program spreads its scales over the weights is not read from the spelling. The calls that do it (views, slices,
-`expand`, `repeat_interleave`) are run on the positions 0, 1, 2, ... of the scales. The result tells which scale each
-weight is multiplied by, and must be what the format says.
+A program may spread its scales over the weights by views, slices, `expand`, `repeat_interleave` and so on. These calls
+are not interpreted but run on the positions 0, 1, 2, ... of the scales. The result tells which scale multiplies each
+weight, and must be what the format says.
 
-Two weights of 4 bits in a byte are unpacked by calls that compute with single bytes, which are run on all 256, and by
-one `stack` of both. Other ways to unpack them are not proved.
+Bytes with two weights of 4 bits must be unpacked by elementwise calls, which are run on all 256 values of a byte, and
+by one `stack` of both halves. Other ways to unpack them are not recognised.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ _RESHAPES = frozenset({"reshape", "flatten", "unflatten"})  # calls that keep th
 _VIEWS = frozenset({"unsqueeze", "getitem", "select", "slice", "narrow", "t", "mT", "transpose", "permute"})
 _REPEATS = frozenset({"expand", "expand_as", "repeat", "repeat_interleave"})
 _SPREADS = _CASTS | _RESHAPES | _VIEWS | _REPEATS
-"""Calls whose results hold elements of their first argument, whatever the values of these are."""
+"""Symbols of calls that only move, repeat or cast the elements of their first argument."""
 
 _ARITHMETIC = frozenset({"and", "rshift", "floor_divide", "rounded_div", "remainder", "add", "sub"})
-"""Calls with a number, by which programs unpack and shift the 4 bits of a weight."""
+"""Symbols of calls that, with a number, unpack 4 bits of a byte and shift their range."""
 
-_FARTHEST = 12  # the most calls between a weight and what it may be decoded from
+_FARTHEST = 12  # the most calls between a weight and the tensor from which it is decoded
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight as it is stored."""
+    """A weight as it is stored: in a format of the operator."""
 
-    weight: Node  # the stored weight, in the shape and orientation of the layer's weight
-    scale: Node  # its scales in the order of the format but in any shape, or one scale for all weights
+    weight: Node  # the stored weight, with the shape and orientation of the layer's weight
+    scale: Node  # its scales in the order of the format, in any shape; or one scale for all weights
     format: WeightFormat
     scale_shape: tuple[int, ...]  # the shape of the scales in the format
 
 
 def is_decoded(weight: Node) -> bool:
-    """Whether a few calls compute a weight from a tensor of 8 bits that may be a stored form of it."""
+    """True if a weight is computed, within a few calls, from a tensor of 8 bits that may be its stored form."""
     size, nodes, seen = _count(weight), {weight}, {weight}
     for _ in range(_FARTHEST if size else 0):
         nodes = {item for node in nodes for item in node.all_input_nodes} - seen
@@ -73,12 +74,17 @@ def is_decoded(weight: Node) -> bool:
 def stored_weight(
     recogniser: Recogniser, weight: Node, root: Node, dtype: torch.dtype, *, transposed: bool
 ) -> StoredWeight:
-    """Prove that the weight of a layer is a stored weight times its scales; README.md, condition 8, has the argument.
+    """Prove that the weight of a layer is a stored weight times its scales (README.md, condition 8).
 
-    The matrix `weight` is `[in_features, out_features]` if `transposed`; `root` and `dtype` are those of the layer.
+    Args:
+        recogniser: the recogniser of the graph.
+        weight: the weight of the layer.
+        root: the node with the layer's result.
+        dtype: the dtype of the layer.
+        transposed: True if the weight is `[in_features, out_features]`.
 
     Raises:
-        Refusal: it is not.
+        Refusal: it is not proved.
     """
     refusals = []
     for decoding in _decodings(weight, transposed):
@@ -98,17 +104,17 @@ def stored_weight(
 
 @dataclass(frozen=True)
 class _Decoding:
-    """A weight that is a product of a stored weight and its scales.
+    """A possible reading of a weight as the product of a stored weight and its scales.
 
-    Each of the nodes `products`, `casts` and `scales` reshapes or casts the next, or unpacks two weights of a byte.
+    `products`, `casts` and `scales` are paths against the data flow. Each node reshapes, casts or unpacks the next.
     """
 
     weight: Node
-    transposed: bool  # whether the weight is `[in_features, out_features]`
-    products: Sequence[Node]  # the weight and the nodes behind it, down to the product
-    casts: Sequence[Node]  # the factor with the stored weight and the nodes behind it, down to the stored weight
-    scales: Sequence[Node]  # the factor with the scales and the nodes behind it
-    packed: int = 1  # how many weights an element of the stored weight holds
+    transposed: bool  # True if the weight is `[in_features, out_features]`
+    products: Sequence[Node]  # from the weight to the product
+    casts: Sequence[Node]  # from one factor of the product to the stored weight
+    scales: Sequence[Node]  # from the other factor to the scales
+    packed: int = 1  # the number of weights in one element of the stored weight
 
     @property
     def stored(self) -> Node:
@@ -116,7 +122,7 @@ class _Decoding:
 
 
 def _decodings(weight: Node, transposed: bool) -> list[_Decoding]:
-    """The ways to take a weight for a product of a stored weight and scales: packed in bytes before one a byte."""
+    """The possible readings of a weight as a product. Weights with two in a byte come before weights with one."""
     products = _path(weight, _CASTS | _RESHAPES)
     call = as_call(products[-1])
     packed, found = [], []
@@ -134,11 +140,11 @@ def _decodings(weight: Node, transposed: bool) -> list[_Decoding]:
 
 
 def _path(node: Node | float, symbols: frozenset[str]) -> list[Node]:
-    """A node, the node that it moves or casts by a call of one of these symbols, and so on; a number has no path."""
+    """A node, the input of its call if the call has one of these symbols, and so on; empty for a number."""
     path = [node] if isinstance(node, Node) else []
     while path and (call := as_call(path[-1])) is not None and call.symbol in symbols:
         source, others = call.args[0], path[-1].all_input_nodes[1:]
-        keeps_numbers = call.symbol == "to" or dtype_of(source) == dtype_of(path[-1])  # `view(dtype)` reads bits anew
+        keeps_numbers = call.symbol == "to" or dtype_of(source) == dtype_of(path[-1])  # not `view(dtype)`
         reads_others = others and call.symbol not in _CASTS and call.symbol != "expand_as"  # such as an index
         if tensor_example(source) is None or not keeps_numbers or reads_others:
             break
@@ -147,7 +153,7 @@ def _path(node: Node | float, symbols: frozenset[str]) -> list[Node]:
 
 
 def _check_numbers(decoding: _Decoding, dtype: torch.dtype) -> None:
-    """Refuse a weight that is rounded to a dtype narrower than the layer's, or whose stored numbers are changed."""
+    """Refuse a weight that is rounded to a dtype narrower than the layer's, or whose stored numbers are rounded."""
     for node in decoding.products:
         if not _represents(dtype_of(node), dtype):
             rounded = _name(dtype_of(node))
@@ -158,7 +164,7 @@ def _check_numbers(decoding: _Decoding, dtype: torch.dtype) -> None:
 
 
 def _check_tensors(recogniser: Recogniser, found: StoredWeight, weight: Node, root: Node) -> None:
-    """Refuse tensors that need a gradient, that the program moves to another device, or whose shards may cut blocks."""
+    """Refuse tensors that require a gradient, that are on another device, or whose shards may divide blocks."""
     records = recogniser.view.modes(root).grad is not False
     for node in (found.weight, found.scale):
         if records and requires_grad(node):
@@ -175,9 +181,9 @@ _PACKED = FORMATS["int4_group"]
 
 
 def _unpacking(factor: Node | float, weight: Node) -> Sequence[Node]:
-    """A factor and the nodes that it is made of, down to the bytes that it unpacks; empty if it does not.
+    """The path from a factor to the bytes that it unpacks; empty if it does not unpack bytes.
 
-    It must be `stack((low, high), -1)` of functions of bytes, flattened, and a function of that.
+    The factor must be a function of the flattened `stack((low, high), -1)`, where low and high are functions of bytes.
     """
     shape = _shape(weight)
     joint = _path(factor, _CASTS | _RESHAPES | _ARITHMETIC)
@@ -204,12 +210,12 @@ def _unpacking(factor: Node | float, weight: Node) -> Sequence[Node]:
 
 
 def _applied(node: Node, values: tuple[Number, ...]) -> tuple[Number, ...] | None:
-    """What a call makes of values of its input, which it moves, casts or computes with; None if a dtype lacks one."""
+    """The results of an elementwise call for these values of its input; None if a result does not fit its dtype."""
     (item, *_), dtype = node.all_input_nodes, dtype_of(node)
     before = dtype_of(item)
     if symbol_of(node) in _RESHAPES or dtype is None or before is None:
         return values
-    if symbol_of(node) in _CASTS:  # not run unchanged, since it may name a device
+    if symbol_of(node) in _CASTS:  # not run, because the call may name a device
         cast = [number for value in values if (number := as_dtype(value, dtype)) is not None]
         return tuple(cast) if len(cast) == len(values) else None
     result = evaluate(node, {item: Operand(values, before)}, dtype)
@@ -217,7 +223,7 @@ def _applied(node: Node, values: tuple[Number, ...]) -> tuple[Number, ...] | Non
 
 
 def _run(node: Node, inputs: Mapping[Node, Tensor]) -> Tensor | None:
-    """What a call that moves elements makes of positions; None for a view that needs the real strides or dtype."""
+    """The result of a call that moves elements, for positions; None for a view that needs the real strides or dtype."""
     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)
     try:
         moved = as_function(node)(*args, **kwargs)
@@ -230,24 +236,24 @@ def _run(node: Node, inputs: Mapping[Node, Tensor]) -> Tensor | None:
 
 
 def _with_scales(decoding: _Decoding, dtype: torch.dtype) -> StoredWeight:
-    """The stored weight with the tensor of its scales, in the first format that both have."""
+    """The stored weight with the tensor of its scales, in the first format that fits both."""
     stored, path, shape = decoding.stored, decoding.scales, _shape(decoding.weight)
     assert shape is not None, "`is_decoded` has counted the elements"
-    taken = [one for one in FORMATS.values() if one.packed == decoding.packed and one.dtype is not None]
-    formats = [one for one in taken if one.dtype == dtype_of(stored)]
+    taken = [fmt for fmt in FORMATS.values() if fmt.packed == decoding.packed and fmt.dtype is not None]
+    formats = [fmt for fmt in taken if fmt.dtype == dtype_of(stored)]
     if not formats:
-        names = " and ".join(sorted({_name(one.dtype) for one in taken}))
+        names = " and ".join(sorted({_name(fmt.dtype) for fmt in taken}))
         raise Refusal(f"`{stored.name}` is {_name(dtype_of(stored))}, and the operator takes {names}")
-    for end in reversed(range(len(path))):  # the deepest tensor that will do, so that the fewest calls remain
+    for end in reversed(range(len(path))):  # from the end of the path, so that the operator needs the fewest calls
         if _is_rounded(path[: end + 1], dtype):
             continue
-        for one in formats:
-            if not _is_scale(dtype_of(path[end]), one):
+        for fmt in formats:
+            if not _is_scale(dtype_of(path[end]), fmt):
                 continue
-            scale_shape = one.scale_shape(*(shape[::-1] if decoding.transposed else shape))
-            if _spreads(decoding, path[end], path[:end][::-1], one, scale_shape):
-                return StoredWeight(stored, path[end], one, scale_shape)
-    layouts = ["row" if one.columns is None else f"block of {one.rows} x {one.columns}" for one in formats]
+            scale_shape = fmt.scale_shape(*(shape[::-1] if decoding.transposed else shape))
+            if _spreads(decoding, path[end], path[:end][::-1], fmt, scale_shape):
+                return StoredWeight(stored, path[end], fmt, scale_shape)
+    layouts = ["row" if fmt.columns is None else f"block of {fmt.rows} x {fmt.columns}" for fmt in formats]
     number = _name(formats[0].scale_dtype)
     scale = f"`{line(path[-1])}` ({_name(dtype_of(path[-1]))})" if path else "a number"
     raise Refusal(
@@ -256,26 +262,26 @@ def _with_scales(decoding: _Decoding, dtype: torch.dtype) -> StoredWeight:
     )
 
 
-def _is_scale(dtype: torch.dtype | None, one: WeightFormat) -> bool:
-    """Whether the scales of a format represent every number of a floating dtype of 16 bits or more."""
-    return dtype in FLOATING and one.scale_dtype is not None and _represents(one.scale_dtype, dtype)
+def _is_scale(dtype: torch.dtype | None, fmt: WeightFormat) -> bool:
+    """True if `dtype` is floating, with 16 bits or more, and the scales of the format represent all of its numbers."""
+    return dtype in FLOATING and fmt.scale_dtype is not None and _represents(fmt.scale_dtype, dtype)
 
 
 def _is_rounded(path: Sequence[Node], dtype: torch.dtype) -> bool:
-    """Whether the last node of a path is cast in the path to a dtype that is narrower than its own and the layer's."""
+    """True if a path casts its last node to a dtype that is narrower than the node's and than the layer's."""
     dtypes = [dtype_of(node) for node in reversed(path)]
     return any(not _represents(b, a) and not _represents(b, dtype) for a, b in pairwise(dtypes))
 
 
-_known: dict[Hashable, bool] = {}  # answers of `_spreads`, which takes up to a second for a large weight
+_known: dict[Hashable, bool] = {}  # results of `_spreads`, which takes up to a second for a large weight
 
 
 def _spreads(
-    decoding: _Decoding, scale: Node, calls: Sequence[Node], one: WeightFormat, scale_shape: Sequence[int]
+    decoding: _Decoding, scale: Node, calls: Sequence[Node], fmt: WeightFormat, scale_shape: Sequence[int]
 ) -> bool:
-    """Whether `calls` spread a tensor over the product so that each weight gets the scale that a format gives it.
+    """True if `calls` spread a tensor over the product so that each weight gets the scale that the format assigns.
 
-    One scale for all weights is in the layout of every format, since it can be repeated.
+    A single scale fits every format, because it can be repeated.
     """
     if has_one_element(scale):
         return True
@@ -284,17 +290,17 @@ def _spreads(
     shapes = {node: shape for node in nodes if (shape := _shape(node)) is not None}
     if len(shapes) < len(set(nodes)) or _count(scale) != math.prod(scale_shape):
         return False
-    key = (one.name, decoding.transposed, *map(call_key, calls), *map(shapes.get, nodes))
+    key = (fmt.name, decoding.transposed, *map(call_key, calls), *map(shapes.get, nodes))
     if key not in _known:
         with _disable_current_modes():
             found = _spread_positions(scale, calls, shapes)
             found = None if found is None else found.expand(shapes[product]).reshape(shapes[weight])
-            _known[key] = found is not None and _is_layout(found.T if decoding.transposed else found, one)
+            _known[key] = found is not None and _is_layout(found.T if decoding.transposed else found, fmt)
     return _known[key]
 
 
 def _spread_positions(scale: Node, calls: Sequence[Node], shapes: Mapping[Node, tuple[int, ...]]) -> Tensor | None:
-    """What `calls` make of the positions of the scales; None for a view that needs the strides of the real scales."""
+    """The result of `calls` on the positions of the scales; None if a view needs the strides of the real scales."""
     made = {node: torch.empty(shape, device="meta") for node, shape in shapes.items()}  # `expand_as` reads the shape
     made[scale] = _positions(shapes[scale])
     for node, source in zip(calls, (scale, *calls), strict=False):
@@ -309,9 +315,9 @@ def _spread_positions(scale: Node, calls: Sequence[Node], shapes: Mapping[Node, 
     return made[calls[-1] if calls else scale]
 
 
-def _is_layout(positions: Tensor, one: WeightFormat) -> bool:
-    """Whether each weight has the position of the scale that a format gives it."""
-    wanted = one.of_weights(_positions(one.scale_shape(*positions.shape)), *positions.shape)
+def _is_layout(positions: Tensor, fmt: WeightFormat) -> bool:
+    """True if the position at each weight is that of the scale that the format assigns to it."""
+    wanted = fmt.of_weights(_positions(fmt.scale_shape(*positions.shape)), *positions.shape)
     return torch.equal(positions, wanted.expand(positions.shape))
 
 
@@ -328,7 +334,7 @@ def _is_8_bit(node: Node) -> bool:
 
 
 def _represents(wide: torch.dtype | None, narrow: torch.dtype | None) -> bool:
-    """Whether `wide` represents every number of `narrow`; torch does not promote floats of 8 bits."""
+    """True if `wide` represents every number of `narrow`. Handles floats of 8 bits, which torch cannot promote."""
     if wide is None or narrow is None:
         return False
     if wide.is_floating_point and wide.itemsize == 1:

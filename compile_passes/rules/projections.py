@@ -176,11 +176,9 @@ def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """Concatenated products viewed as a stack `[..., n, d]`, or a product of `x.view(-1, h)` viewed as `[..., d]`."""
     source, *_ = call.args
     value, before = recogniser.value(source), tensor_example(source)
-    if (function := values.function_of(value)) is not None:
-        projection = _viewed_back(recogniser, node, function.projection)
-        return projection and (
-            projection if isinstance(value, Projection) else replace(function, projection=projection)
-        )
+    if (old := values.function_of(value)) is not None:
+        projection = _viewed_back(recogniser, node, old.projection)
+        return projection and (projection if isinstance(value, Projection) else replace(old, projection=projection))
     if not isinstance(value, Bundle) or values.projection_of(value) is None or before is None:
         return None
     is_stack = has_shape(node, (*before.shape[:-1], len(value.items), value.size))

@@ -205,9 +205,7 @@ def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if isinstance(value, Weighted) and value.factor is None and call.symbol == "to":
         return None  # a weight in another dtype is another weight
     if isinstance(value, (Weighted, Bundle)) and dtype is not None:
-        return each(
-            value, lambda item: item if isinstance(item, Weighted) and rounds_once(item, source, dtype) else None
-        )
+        return each(value, lambda w: w if isinstance(w, Weighted) and rounds_once(w, source, dtype) else None)
     is_copy = call.symbol == "alias" and shapes.requires_grad(source) == shapes.requires_grad(node)
     return recogniser.as_weighted(source) if is_copy else None
 
@@ -229,7 +227,7 @@ def transpose(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if not swaps_last_two(call):
         return None
     if isinstance(value, Bundle):
-        flipped = each(value, lambda item: _flipped(item) if isinstance(item, Weighted) else None)
+        flipped = each(value, lambda w: _flipped(w) if isinstance(w, Weighted) else None)
         if not isinstance(flipped, Bundle) or flipped.size is None:
             return flipped
         return replace(flipped, dim=1 - flipped.dim)
