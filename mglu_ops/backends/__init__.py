@@ -1,7 +1,7 @@
 """Implementations of `mglu::forward`, over plain tensors and without autograd.
 
-Each backend is an object that supports and prepares calls (`base`). To add one, write its module and enter it below.
-`reference` is the float64 oracle of the tests, not a backend.
+A backend is an object that says which calls it supports, and prepares them (`base`). To add one, write its module and
+enter it below. `reference` is the float64 oracle of the tests, not a backend.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ from .triton import Triton
 __all__ = ["BACKENDS", "Backend", "PreparedCall"]
 
 BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (Cuda(), Triton(), Cpu(), CompositeExperts())}
-"""All backends by name."""
+"""All backends by name. For training, the first one that can run a pass is used."""

@@ -1,11 +1,12 @@
-"""The cache of what is built where it runs: the CPU library and the CUDA kernels, found and stored in one way.
+"""The cache of kernels that are built on first use: the CPU library and the CUDA cubins.
 
-A file is called `NAME-KEY-CHECKSUM.SUFFIX`. The key is the hash of all that the file was built from, except for the
-compiler, so a machine that has the file needs none. The checksum is the hash of the content, and is compared before the
-content is used. A file is code, so it and its folder must belong to this user or to root, and nobody else may be able
-to write to them.
+A file is called `NAME-KEY-CHECKSUM.SUFFIX`. The key is the hash of the sources and options, but not of the compiler, so
+a machine with a filled cache needs no compiler. The checksum is the hash of the content, which is verified before use.
+As a file is code, the file and its folder must belong to this user or to root, and nobody else may be able to write to
+them.
 
-Files appear whole, by being renamed. Processes that need the same file at once wait for the first to build it.
+A file is written under a temporary name and renamed, so it is never seen in part. If several processes need the same
+file, one builds it and the others wait.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from ..notices import say
 T = TypeVar("T")
 
 LOCK_SECONDS = 300.0
-"""Seconds that a process waits for another that builds the same file."""
+"""Seconds that a process waits for another process to build the same file."""
 
 _DIGITS = 32
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file that is built, before it is.
+    """The description of a file in the cache, which may not be built yet.
 
     Attributes:
-        name: what it is and for which processor, as `cpu-x86_64`.
+        name: its content and its processor, such as `cpu-x86_64`.
         suffix: `.so` or `.cubin`.
-        inputs: all that decides its content: the sources and the options, but not the compiler.
-        activity: for messages, what building it is, as "compiling CUDA kernels".
-        duration: for messages, how long that takes.
+        inputs: the sources and options that decide its content, but not the compiler.
+        activity: the words for its build in messages, such as "compiling CUDA kernels".
+        duration: the words for the time of its build in messages.
     """
 
     name: str
@@ -64,22 +65,22 @@ def obtain(
     load: Callable[[Path, bytes], T],
     folder: Path | None = None,
 ) -> T:
-    """Load an artifact, built if no folder has it.
+    """Load an artifact, and build it first if no folder has it.
 
     Args:
-        artifact: what to load.
-        build: returns its content; it may write to the empty folder that it is given, which is removed afterwards.
-        load: gets the file and its content. It raises an OSError if the file cannot be loaded here; then the file is
-            built again, or the next folder is used.
-        folder: the only folder to use. By default, `cache_directory()` is used, or else a temporary folder that the
-            processes of this user share.
+        artifact: the artifact.
+        build: returns its content. Its argument is an empty scratch folder, which is removed afterwards.
+        load: gets the path of the file and its content. If it raises an OSError, because the file cannot be loaded
+            here, the file is built again, or the next folder is used.
+        folder: the only folder to use. The default is `cache_directory()`, or a temporary folder that the processes of
+            this user share if that one cannot be used.
 
     Returns:
         What `load` returned.
 
     Raises:
-        OSError: no folder can keep the file; the message names each folder and what is wrong with it.
-        Exception: whatever `build` raises, other than an OSError.
+        OSError: no folder can keep the file. The message names each folder and its problem.
+        Exception: any exception of `build` except an OSError.
     """
     for choice in _folders(folder):
         if found := _find(choice, artifact, load):
@@ -108,14 +109,14 @@ def obtain(
 
 
 def is_stored(artifact: Artifact) -> bool:
-    """Whether `obtain` would find an artifact without building it."""
+    """True if `obtain` need not build an artifact."""
     return any(_find(folder, artifact, lambda path, _: path) for folder in _folders(None))
 
 
 def cache_directory() -> Path:
-    """The folder of the cache: `MGLU_CACHE_DIR`, or else `mglu_ops` in the user's XDG cache folder.
+    """The folder of the cache: `MGLU_CACHE_DIR`, or `mglu_ops` in the user's XDG cache folder.
 
-    Without a home directory, it is the temporary folder that the processes of this user share.
+    If the user has no home directory, it is a temporary folder that the processes of this user share.
     """
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     default = os.path.join(xdg if os.path.isabs(xdg) else "~/.cache", "mglu_ops")
@@ -133,21 +134,22 @@ def _temporary_folder() -> Path:
 
 
 def _folders(only: Path | None) -> Iterator[Path]:
-    """The folders that may keep files, in the order in which they are tried."""
+    """Yield the folders to try, in order."""
     if only is not None:
         yield only
     else:
         yield cache_directory()
-        with suppress(FileNotFoundError):  # nothing can be written, also not to the temporary folder
+        with suppress(FileNotFoundError):  # no temporary folder can be written to
             yield _temporary_folder()
 
 
 def _check_trust(path: Path) -> None:
     """Raise an OSError if another user can write to a file or folder.
 
-    The folders above are not checked: who can write to them can only put another folder of this user or of root there.
+    Parent folders need no check: a user who can write to them can only replace the folder by another folder, which
+    passes this check only if it belongs to this user or to root.
     """
-    if path.is_symlink():  # its target may be in any folder
+    if path.is_symlink():  # its target may be in a folder of another user
         raise OSError(f"{path} is a symbolic link")
     status = path.stat()
     if status.st_uid not in (0, os.geteuid()):
@@ -158,7 +160,7 @@ def _check_trust(path: Path) -> None:
 
 
 def _check_execution(folder: Path) -> None:
-    """Raise an OSError before a build if no library in a folder could be loaded, or if its disk is full."""
+    """Raise an OSError if libraries in a folder cannot be loaded or its disk is full. Call this before a build."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"\0")
         file.flush()
@@ -173,7 +175,7 @@ def _files(folder: Path, artifact: Artifact) -> list[Path]:
 
 
 def _find(folder: Path, artifact: Artifact, load: Callable[[Path, bytes], T]) -> tuple[T, ...]:
-    """Load the file of an artifact, if one is whole and trustworthy, and return the result of `load`; report others."""
+    """Return `(load(...),)` of the first undamaged and trusted file of an artifact, or `()`. Report other files."""
     for path in _files(folder, artifact):
         try:
             _check_trust(folder)
@@ -183,7 +185,7 @@ def _find(folder: Path, artifact: Artifact, load: Callable[[Path, bytes], T]) ->
                 raise OSError(f"{path} is damaged: its content does not have the checksum in its name")
             return (load(path, content),)
         except FileNotFoundError:
-            continue  # removed since the folder was listed
+            continue  # another process has removed it meanwhile
         except OSError as error:
             say(f"{path} is not used: {error}")
     return ()
@@ -204,7 +206,7 @@ def _lock(folder: Path, artifact: Artifact) -> AbstractContextManager[object]:
 
 
 def _store(folder: Path, artifact: Artifact, content: bytes, load: Callable[[Path, bytes], T]) -> T:
-    """Write the file of an artifact in place of those that are not used, and load it. Keep it if it can be loaded."""
+    """Write the file of an artifact, remove its other files, and load it. Remove it again if it cannot be loaded."""
     path = folder / f"{artifact.stem}-{_hash(content)}{artifact.suffix}"
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f"{artifact.stem}.")  # private, whatever the umask
     try:

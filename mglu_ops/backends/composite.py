@@ -1,22 +1,21 @@
-"""MGLU as n_masks + 1 library GEMMs, or 2 n_masks: right on every device and dtype, and fast with many tokens.
+"""MGLU by library GEMMs, on every device and in every dtype; fast for many tokens.
 
-With F_i = -1 where M_i = 1 and +1 elsewhere, `t = x W^T` and `f_i = x (F_i * W)^T`, `gate_i = (t - f_i) / 2` and
-`value_i = (t + f_i) / 2`. Compared with `s_i = x (M_i * W)^T` and `value_i = t - s_i`, flips spread the rounding
-evenly: a value of few weights is not the small difference of two large sums, unless x or W has outliers (see the bound
-in `mglu_ops.ops`).
+Let F_i be -1 where M_i = 1 and +1 elsewhere, t = x W^T and f_i = x (F_i * W)^T. The gate and the value of a mask are
+computed in one of three ways:
 
-With one mask, gate and value are separate products (`_both_products`). They also are for inference on a CPU, where this
-costs up to twice the GEMMs and loses nothing to outliers; float64 has no wider result to protect, and keeps the flips.
-In float32 the sums are as wide as the operands, and the error of a total would enter every gate and value. There,
-training on a CPU uses a float64 total (`_smaller_parts`), and a GPU, which may be slow in float64, separate products.
+- Sign flips (`_sign_flips`, n_masks + 1 GEMMs): gate_i = (t - f_i) / 2 and value_i = (t + f_i) / 2. Unlike with
+  gate_i = x (M_i * W)^T and value_i = t - gate_i, a value of few weights is not the small difference of two large sums,
+  unless x or W has outliers (see the bound in `mglu_ops.ops`).
+- Separate products (`_both_products`, 2 n_masks GEMMs), as in the naive layer: for one mask; for inference on a CPU
+  except in float64, so that outliers cost no digits; and in float32 on a GPU or for two masks or few tokens.
+- A float64 total (`_smaller_parts`): for all other training in float32 on a CPU. The error of a float32 total would
+  enter every gate and value.
 
-The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps
-(`gradients`).
+The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps (`gradients`).
+On a CPU, the backend `cpu` runs most calls instead: forward, also in training, and backward in bfloat16.
 
-On a CPU, the backend `cpu` runs forward, also in training, and backward only in bfloat16.
-
-Masking is a product with 0 and 1, or with 1 and -1: exact, and several times faster than `torch.where` on a CPU. Sums
-are float32 at least; where the library has no 16-bit GEMM with a float32 result, the operands are widened.
+A mask is applied by a product with 0 and 1, or with 1 and -1: exact, and several times faster than `torch.where` on a
+CPU. Sums are in float32 at least. Where the library has no 16-bit GEMM with a float32 result, the operands are widened.
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ from .base import (
 )
 
 _FEW_TOKENS = 32
-"""With fewer tokens than this, a float64 copy of the weight costs more than the products that it saves."""
+"""With fewer tokens than this, a float64 copy of the weight costs more than the GEMMs that it saves."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
-"""The most masks whose shares of dt are summed in float32 before they are multiplied in float64. A float64 sum would
-copy the share of each mask."""
+"""With up to this many masks, the terms of dt are summed in float32, and only the sum is converted to float64. With a
+float64 sum, every term would be converted."""
 
 _FAST_FLOAT64 = {(7, 0), (8, 0), (9, 0), (10, 0)}
-"""The compute capabilities of GPUs that multiply float64 about as fast as float32: V100, A100, H100 and B200."""
+"""The compute capabilities whose float64 GEMMs are about as fast as float32 ones: V100, A100, H100 and B200."""
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the GEMMs' operands: x's own where the library can return wider sums, else the sums' dtype."""
+    """The dtype of the GEMMs' operands: x's dtype if the library can return wider sums, else the dtype of the sums."""
     return x.dtype if x.is_cuda else sum_dtype(x.dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which products of `dtype` are summed."""
+    """The dtype in which GEMMs of `dtype` sum."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _total_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which forward sums dy/dt over all masks; on a CPU it is wider than float32 operands."""
+    """The dtype in which forward sums dy/dt over all masks. On a CPU it is wider than float32 operands."""
     return torch.float64 if x.dtype is torch.float32 and x.is_cpu else sum_dtype(x.dtype)
 
 
@@ -75,16 +74,16 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Products:
-    """The products of a layer's step, by the library; for experts, see `composite_experts`.
+    """The GEMMs of a layer's training step, by the library. `composite_experts` has a subclass for experts.
 
     They sum and return in float32 at least. `weight` is `[out_features, in_features]`, `x` is `[tokens, in_features]`
-    and `grad` is `[tokens, out_features]`. A `total` is added to in place, in its dtype or a wider one.
+    and `grad` is `[tokens, out_features]`. If `total` is given, the product is added to it in place.
     """
 
     has_float64: ClassVar[bool] = True
 
     def project(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return `x @ weight^T`, in `out` if it is given."""
+        """Return `x @ weight^T`, written to `out` if it is given."""
         if out is None or out.dtype != x.dtype:
             product = matmul(x, weight.t())
             return product if out is None else out.copy_(product)
@@ -99,11 +98,11 @@ class Products:
         return _add_matmul(total, grad.t(), x)
 
     def count_ones(self, mask: Tensor) -> Tensor:
-        """Count the ones of the mask of each layer, as a tensor that broadcasts to the mask."""
+        """Count the ones of the mask of the layer, or of each expert. The result broadcasts to the mask."""
         return mask.count_nonzero()
 
     def per_row(self, numbers: Tensor) -> Tensor:
-        """Give each token the number of its layer; `numbers` has the shape of `count_ones`."""
+        """Expand one number per layer or expert, in the shape of `count_ones`, to the rows of x."""
         return numbers
 
 
@@ -124,7 +123,7 @@ def _gates_and_values(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield gate_i and value_i `[tokens, out_features]` of each mask, in the dtype of the sums.
 
-    All masks reuse the same memory. With `apart`, both are products, and neither is a difference.
+    All masks share the same memory. `apart` asks for separate products.
     """
     n_masks, tokens, narrow_sums = packed_masks.shape[-1], x.shape[0], x.dtype is torch.float32
     gate, value = (x.new_empty(tokens, weight.shape[-2], dtype=sum_dtype(x.dtype)) for _ in range(2))
@@ -141,14 +140,14 @@ def _gates_and_values(
 
 
 def _mask(packed_masks: Tensor, index: int, weight: Tensor) -> Tensor:
-    """Unpack one mask to bool in the weight's shape, with or without experts."""
+    """Unpack one mask to bool in the shape of the weight, which may have a leading dimension of experts."""
     return unpack_one(packed_masks.flatten(0, -3), index, weight.shape[-1]).view(weight.shape)
 
 
 def _both_products(
     products: Products, x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor
 ) -> Iterator[None]:
-    """Compute both products, as the naive layer does, so that no difference loses digits."""
+    """Compute gate and value as separate products, as the naive layer does."""
     for mask in masks:
         masked = weight * mask
         products.project(x, masked, gate)
@@ -170,9 +169,9 @@ def _sign_flips(
 def _smaller_parts(
     products: Products, x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor
 ) -> Iterator[None]:
-    """Compute the gate or the value, whichever has fewer weights, as a product, and the other as the rest of a total.
+    """Compute the gate or the value, whichever has fewer weights, as a product, and the other as t minus that product.
 
-    The total is float64. Sign flips measured 2 to 4 times the naive layer's error in float32, this 0.4 to 1.2 times.
+    t is float64. The measured error in float32 is 0.4 to 1.2 times the naive layer's; with sign flips 2 to 4 times.
     """
     wide = x.double() @ weight.double().t()
     total = wide.float()
@@ -188,12 +187,12 @@ def _smaller_parts(
 
 
 def _is_sparse(mask: Tensor) -> bool:
-    """Whether at most half of a mask is 1. This reads the mask, and on a GPU would wait for it."""
+    """True if at most half of a mask is 1. For CPU tensors only: it would synchronise with a GPU."""
     return bool(mask.count_nonzero() <= mask.numel() // 2)
 
 
 def _forward(given: LayerArguments) -> Tensor:
-    """The result `[tokens, out_features]` of arguments `in_rows`."""
+    """Return y `[tokens, out_features]`; `given` is `in_rows`, so x is two-dimensional."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
     if scale is not None:
@@ -211,7 +210,7 @@ def _forward(given: LayerArguments) -> Tensor:
 
 
 def forward_train(given: LayerArguments | ExpertArguments, products: Products = _LAYER) -> tuple[Tensor, Tensor]:
-    """The result of `_forward` and its partial derivatives: `P`, all `Q_i` and, with mask weights, all `R_i`."""
+    """Return y and its partial derivatives: P, all Q_i and, with mask weights, all R_i."""
     x, weight, packed_masks, activation, mask_weights = given[:5]
     act, dtype, n_masks = get_activation(activation), sum_dtype(x.dtype), packed_masks.shape[-1]
     tokens, out_features = x.shape[0], given.out_features
@@ -236,10 +235,9 @@ def forward_train(given: LayerArguments | ExpertArguments, products: Products = 
 
 
 def _chunks(result: Tensor) -> list[slice]:
-    """Slices of the tokens of a result, so that temporary tensors of a slice are small.
+    """Divide the tokens of a result into slices, to limit the size of temporary tensors.
 
-    They have about 2^20 elements on a CPU, whose caches hold them, and 2^24 on a GPU, which smaller ones would leave
-    idle.
+    A slice has about 2^20 elements on a CPU, to keep its tensors in the caches, and 2^24 on a GPU, to keep it busy.
     """
     tokens, out_features = result.shape
     step = max(1, (1 << (20 if result.is_cpu else 24)) // max(1, out_features))
@@ -249,14 +247,17 @@ def _chunks(result: Tensor) -> list[slice]:
 def gradients(
     arguments: BackwardArguments | GroupedBackwardArguments, products: Products = _LAYER
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and mask logits, by the equations of `mglu_ops.ops`; empty where not needed.
+    """Return the gradients of x, weight and mask logits; a gradient that is not needed is empty.
 
-    In float32, `dt W + sum_i b_i (F_i * W)` measured up to 5 times the naive layer's error if masks are sparse or
-    dense, because its terms nearly cancel. Therefore F_i is split into a number, 1 or -1, and a rest that is zero for
-    most weights, and the terms of the numbers are added to dt. With float64 products of dt, as on a CPU
-    (`_backward_total_dtype`), this measured 0.7 to 1.7 times the naive layer's error, and with float32 products up to
-    2.1 times. The same holds for dW. With one mask, gate and value are separate products
-    (`_gradients_of_both_products`).
+    They follow the equations of `mglu_ops.ops`, but in float32 the terms of `dt W + sum_i b_i (F_i * W)` nearly cancel
+    if masks are sparse or dense. Therefore F_i is split into a constant, 1 or -1, and a rest that is zero for most
+    weights; b_i times the constant is added to dt. Measured errors of dx and dW, as multiples of the naive layer's:
+
+    - without the split: up to 5;
+    - with it, and GEMMs of dt in float32: up to 2.1;
+    - with it, and GEMMs of dt in float64, as on a CPU (`_backward_total_dtype`): 0.7 to 1.7.
+
+    With one mask, gate and value are separate products (`_gradients_of_both_products`).
     """
     grad_output, x, weight, packed_masks = arguments[:4]
     partials, (needs_x, needs_weight), logits_dtype = arguments.partials, arguments.needs, arguments.logits_dtype
@@ -279,16 +280,16 @@ def gradients(
             total = total.to(total_dtype)
     b = None
     for i in range(n_masks):
-        b = torch.mul(grad, partials[:, 1 + i], out=b)  # in the same memory for every mask
+        b = torch.mul(grad, partials[:, 1 + i], out=b)  # all masks share the memory
         if needs_total:
             mask = _mask(packed_masks, i, weight)
             flips = mask.to(operand).mul_(-2).add_(1)
             if splits:
-                # The number stays on the device, because reading the mask would wait for a GPU.
+                # The constant stays on the device, because reading it would synchronise with a GPU.
                 half = weight.shape[-2:].numel() // 2
-                number = torch.where(products.count_ones(mask) <= half, 1.0, -1.0)
-                flips.sub_(number)
-                total.addcmul_(b, products.per_row(number))
+                constant = torch.where(products.count_ones(mask) <= half, 1.0, -1.0)
+                flips.sub_(constant)
+                total.addcmul_(b, products.per_row(constant))
         if needs_x:
             products.back(b, w * flips, grad_x)
         if needs_products:
@@ -307,12 +308,12 @@ def gradients(
 
 
 def rounds_to_tf32(x: Tensor) -> bool:
-    """Whether float32 GEMMs use TF32, whose error exceeds all others."""
+    """True if float32 GEMMs use TF32, whose error dwarfs all others."""
     return x.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _backward_total_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of dt's products in float32: float64 on CPUs, and on GPUs that multiply in it as fast."""
+    """The dtype of the GEMMs of dt for an x in float32: float64 on CPUs, and on GPUs where it is as fast."""
     is_fast = x.is_cpu or (x.is_cuda and torch.cuda.get_device_capability(x.device) in _FAST_FLOAT64)
     return torch.float64 if is_fast else torch.float32
 
@@ -320,7 +321,7 @@ def _backward_total_dtype(x: Tensor) -> torch.dtype:
 def _gradients_of_both_products(
     arguments: BackwardArguments | GroupedBackwardArguments, products: Products
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a layer with one mask as the naive layer computes them, from the gate's and the value's."""
+    """Return the gradients of a layer with one mask like the naive layer: from the gradients of gate and value."""
     grad_output, x, weight, packed_masks = arguments[:4]
     partials, needs, logits_dtype = arguments.partials, arguments.needs, arguments.logits_dtype
     mask = _mask(packed_masks, 0, weight).to(weight.dtype)
@@ -340,7 +341,10 @@ def _gradients_of_both_products(
 
 
 def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """`sum over out_features of G * R_i`, `[tokens, n_masks]`, of `R` `[tokens, n_masks, out_features]`."""
+    """Sum `grad_output * R_i` over out_features: `[tokens, n_masks]`. `terms` are all R_i.
+
+    `terms` is `[tokens, n_masks, out_features]`.
+    """
     grad = grad_output.to(sum_dtype(grad_output.dtype))
     result = grad.new_empty(terms.shape[:2], dtype=dtype)
     for i in range(terms.shape[1]):
@@ -360,7 +364,7 @@ class Composite(Backend):
         shape = call.result_shape
 
         def prepared(given: LayerArguments) -> Tensor:
-            # Not a view: autograd does not allow detaching a view in place.
+            # `_unsafe_view` returns no view: autograd does not allow detaching a view in place.
             return torch.ops.aten._unsafe_view(_forward(given.in_rows()), shape)
 
         return prepared

@@ -1,9 +1,9 @@
-"""Experts as library GEMMs: a loop over experts on a CPU, and elsewhere batched GEMMs over blocks of rows.
+"""Experts by library GEMMs: a loop over experts on a CPU, and elsewhere batched GEMMs over blocks of rows.
 
-A block is up to B rows of one expert. Sorting the rows by expert and counting them gives each block its expert and its
-rows on the device, and S and E alone bound the number of blocks, so that the host reads no value and waits for nothing.
-The weights of the experts of some blocks are gathered, masked as in `composite`, and multiplied by `torch.bmm`. A block
-whose expert has fewer rows multiplies rows of other experts too, and these products are not used.
+A block has B slots for rows of one expert. The device assigns rows to slots, by sorting the rows by expert and counting
+them. The number of blocks depends on S and E only, so the host reads no value and never waits. For a chunk of blocks,
+the weights of their experts are gathered, masked as in `composite`, and multiplied by `torch.bmm`. Unused slots hold
+rows of other experts, whose products are discarded.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from .cuda import experts_training
 from .triton import device_reason
 
 _MOST_GATHERED = 1 << 26
-"""Weights of the experts of blocks that are gathered at once."""
+"""The most weights that are gathered at once, for a chunk of blocks."""
 
 
 @dataclass
 class _Blocks:
-    """Rows in blocks of one expert each.
+    """The assignment of rows to the slots of blocks. A block belongs to one expert.
 
     Attributes:
-        experts: the expert of each block, int64 `[blocks]`; any for a block that no row needs.
-        pairs: the row of the result at each place, int64 `[blocks, B]`; any for a place that no row needs.
-        is_used: whether a row needs a place, bool `[blocks, B]`.
-        places: the place of each row of the result in the blocks, int64 `[S]`.
-        has_expert: whether a row has an expert, bool `[S]`.
+        experts: the expert of each block, int64 `[blocks]`; any expert for an unused block.
+        pairs: the row of the result in each slot, int64 `[blocks, B]`; any row in an unused slot.
+        is_used: True if a slot is used, bool `[blocks, B]`.
+        slots: the slot of each row of the result, numbered over all blocks, int64 `[S]`.
+        has_expert: True if a row has an expert, bool `[S]`.
     """
 
     experts: Tensor
     pairs: Tensor
     is_used: Tensor
-    places: Tensor
+    slots: Tensor
     has_expert: Tensor
 
     @staticmethod
@@ -75,44 +75,46 @@ class _Blocks:
         block_ends = ((ends - starts + (size - 1)) // size).cumsum(0)
         block_starts = torch.cat((block_ends.new_zeros(1), block_ends[:-1]))
         numbers = torch.arange(blocks, device=offs.device)
-        of_blocks = torch.searchsorted(block_ends, numbers, right=True).clamp_max(experts - 1)
-        first = starts[of_blocks] + (numbers - block_starts[of_blocks]) * size
+        block_experts = torch.searchsorted(block_ends, numbers, right=True).clamp_max(experts - 1)
+        first = starts[block_experts] + (numbers - block_starts[block_experts]) * size
         sorted_rows = first[:, None] + torch.arange(size, device=offs.device)
-        is_used = sorted_rows < ends[of_blocks, None]
+        is_used = sorted_rows < ends[block_experts, None]
         sorted_rows = sorted_rows.clamp_max(rows - 1)
-        # The place of each row: its block, and its place there.
         row = torch.arange(rows, device=offs.device)
         expert = torch.searchsorted(ends, row, right=True)
         has_expert, expert = expert < experts, expert.clamp_max(experts - 1)
-        places = block_starts[expert] * size + (row - starts[expert])
-        places = torch.where(has_expert, places, 0)
+        slots = block_starts[expert] * size + (row - starts[expert])
+        slots = torch.where(has_expert, slots, 0)
         if pairs is None:
-            return _Blocks(of_blocks, sorted_rows, is_used, places, has_expert)
+            return _Blocks(block_experts, sorted_rows, is_used, slots, has_expert)
         back = inverse_of(pairs)
-        return _Blocks(of_blocks, pairs[sorted_rows], is_used, places[back], has_expert[back])
+        return _Blocks(block_experts, pairs[sorted_rows], is_used, slots[back], has_expert[back])
 
-    def chunks(self, weights_of_one: int) -> Iterator[slice]:
-        """Some blocks at a time, so that the weights of their experts fit in `_MOST_GATHERED`."""
-        step = max(1, _MOST_GATHERED // max(1, weights_of_one))
+    def chunks(self, weights_per_expert: int) -> Iterator[slice]:
+        """Yield chunks of blocks whose experts have at most `_MOST_GATHERED` weights together."""
+        step = max(1, _MOST_GATHERED // max(1, weights_per_expert))
         for start in range(0, len(self.experts), step):
             yield slice(start, start + step)
 
     def rows(self, results: Sequence[Tensor], factors: Tensor | None = None) -> Tensor:
-        """The rows `[S, ...]` of results of all blocks `[blocks, B, ...]`, times `[S, 1]`; zeros without an expert."""
-        found = torch.cat(list(results)).flatten(0, 1)[self.places]
+        """Return the rows `[S, ...]` of the blocks' results `[blocks, B, ...]`, which come in chunks.
+
+        Rows are multiplied by `factors` `[S, 1]`. Rows without an expert are zeros.
+        """
+        found = torch.cat(list(results)).flatten(0, 1)[self.slots]
         if factors is not None:
-            found.mul_(factors)  # before the zeros: the factor of a row without an expert may be NaN
+            found.mul_(factors)  # before zeros are written, as the factor of a row without an expert may be NaN
         return torch.where(self.has_expert[:, None], found, 0)
 
 
 def _rows_of_a_block(rows: int, experts: int) -> int:
-    """Twice the rows that each expert has if all have as many, as a power of two from 16 to 128."""
+    """The next power of two above the rows of an expert with balanced routing, clamped to 16 .. 128."""
     balanced = ceil_div(rows, max(1, min(rows, experts)))
     return min(128, max(16, 1 << balanced.bit_length()))
 
 
 def forward(call: ExpertCall, given: ExpertArguments) -> Tensor:
-    """The result of `experts_forward` or `grouped_forward` without reading a value on the host."""
+    """Run `experts_forward` or `grouped_forward` without reading a value on the host."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
     layer = call.layer
     if not call.rows or not layer.out_features:
@@ -123,13 +125,13 @@ def forward(call: ExpertCall, given: ExpertArguments) -> Tensor:
     for chunk in blocks.chunks(layer.out_features * layer.in_features):
         experts, pairs = blocks.experts[chunk], blocks.pairs[chunk]
         rows = x[pairs // (call.top_k or 1)].to(dtype)
-        of_experts = _decode(weight[experts], None if scale is None else scale[experts], weight_format, dtype)
+        expert_weight = _decode(weight[experts], None if scale is None else scale[experts], weight_format, dtype)
         masks = packed_masks[experts].flatten(0, 1)
         weights = None if mask_weights is None else mask_weights[pairs].to(sum_dtype(x.dtype))
         result: Tensor | None = None
         for i in range(layer.n_masks):
-            masked = of_experts * unpack_one(masks, i, layer.in_features).view(of_experts.shape)
-            term = act(_matmul(rows, masked)) * _matmul(rows, of_experts - masked)
+            masked = expert_weight * unpack_one(masks, i, layer.in_features).view(expert_weight.shape)
+            term = act(_matmul(rows, masked)) * _matmul(rows, expert_weight - masked)
             if weights is not None:
                 term *= weights[..., i : i + 1]
             result = term if result is None else result.add_(term)
@@ -139,7 +141,7 @@ def forward(call: ExpertCall, given: ExpertArguments) -> Tensor:
 
 
 def down(given: DownArguments) -> Tensor:
-    """The result of `experts_down` without reading a value on the host."""
+    """Run `experts_down` without reading a value on the host."""
     y, weight, ids, expert_weights, scale, weight_format = given
     (tokens, top_k, d), (experts, out_features, _) = y.shape, weight.shape
     if not tokens or not out_features:
@@ -148,8 +150,8 @@ def down(given: DownArguments) -> Tensor:
     dtype, results = operand_dtype(y), []
     for chunk in blocks.chunks(out_features * d):
         chosen = blocks.experts[chunk]
-        of_experts = _decode(weight[chosen], None if scale is None else scale[chosen], weight_format, dtype)
-        results.append(_matmul(rows_of_y[blocks.pairs[chunk]].to(dtype), of_experts))
+        expert_weight = _decode(weight[chosen], None if scale is None else scale[chosen], weight_format, dtype)
+        results.append(_matmul(rows_of_y[blocks.pairs[chunk]].to(dtype), expert_weight))
     terms = blocks.rows(results, expert_weights.view(-1, 1))
     return expert_loop.sum_in_order(terms.view(tokens, top_k, out_features)).to(y.dtype)
 
@@ -166,7 +168,7 @@ def _matmul(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def down_backward(grad_output: Tensor, given: DownArguments, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of y, weight and expert_weights of `experts_down`; empty where not needed."""
+    """Return the gradients of y, weight and expert_weights of `experts_down`; empty if not needed."""
     y, weight = given.y, given.weight
     if not y.numel() or not weight.numel():
         tensors = zip((y, weight, given.expert_weights), needs, strict=True)
@@ -186,11 +188,11 @@ def down_backward_in_blocks(
     (tokens, top_k, d), (experts, out_features, _), wide = y.shape, weight.shape, sum_dtype(y.dtype)
     blocks, rows_of_y = _Blocks.of(ids, None, experts, tokens * top_k), y.flatten(0, 1)
     dtype, weights = operand_dtype(y), expert_weights.view(-1, 1).to(wide)
-    grad_y, grad_expert_weights = [], []  # one tensor per chunk of blocks
+    grad_y, grad_expert_weights = [], []  # of each chunk of blocks
     grad_weight = y.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
     for chunk in blocks.chunks(out_features * d):
         chosen, pairs, is_used = blocks.experts[chunk], blocks.pairs[chunk], blocks.is_used[chunk, :, None]
-        # Products over rows add those of places that no row needs, where nothing may be NaN.
+        # A GEMM over rows also sums the unused slots, so these must be zeros.
         grad = torch.where(is_used, grad_output[pairs // top_k], 0).to(dtype)
         rows = torch.where(is_used, rows_of_y[pairs], 0).to(dtype)
         factors = torch.where(is_used, weights[pairs], 0)
@@ -200,7 +202,7 @@ def down_backward_in_blocks(
             grad_expert_weights.append((back * rows).sum(-1, keepdim=True))
         if needs[1]:
             products = _matmul((grad * factors).to(dtype).mT, rows.mT)
-            for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # in the same order every time
+            for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # one by one: deterministic
                 grad_weight.index_add_(0, expert, product)
     return (
         blocks.rows(grad_y).view(y.shape) if needs[0] else y.new_empty(0),
@@ -214,7 +216,7 @@ def down_backward_in_blocks(
 def down_backward_by_grouped_products(
     grad_output: Tensor, given: DownArguments, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`down_backward` by grouped products of rows sorted by expert."""
+    """`down_backward` by grouped GEMMs of rows sorted by expert."""
     y, weight, ids, expert_weights, *_ = given
     pairs, offs = sort_pairs(ids, weight.shape[0])
     back, has_expert = inverse_of(pairs), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
@@ -222,7 +224,7 @@ def down_backward_by_grouped_products(
     weights = expert_weights.view(-1, 1)[pairs].float()
     grad_y, grad_weight, grad_expert_weights = y.new_empty(0), y.new_empty(0), expert_weights.new_empty(0)
     if needs[0] or needs[2]:
-        products = experts_training.product(grad, weight.contiguous(), offs)  # undefined without an expert
+        products = experts_training.product(grad, weight.contiguous(), offs)  # undefined in rows without an expert
         if needs[0]:
             grad_y = torch.where(has_expert, _times(products, weights), 0)[back].view(y.shape)
         if needs[2]:
@@ -234,7 +236,7 @@ def down_backward_by_grouped_products(
 
 
 def _times(rows: Tensor, weights: Tensor) -> Tensor:
-    """`rows * weights` in the dtype of rows, rounded once, without a tensor in float32."""
+    """`rows * weights` in the dtype of rows, rounded once, without an intermediate tensor in float32."""
     return torch.mul(rows, weights, out=torch.empty_like(rows))
 
 
@@ -242,7 +244,7 @@ def _times(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a training step of experts cannot run on a device without waiting for it; None if it can."""
+    """The reason why experts cannot train on a device without synchronising; None if they can."""
     if device.type == "cpu":
         return None
     if dtype is torch.float64:
@@ -251,7 +253,7 @@ def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class GroupedProducts(Products):
-    """The products of experts, for rows sorted by expert. They return float32, in rows without an expert anything.
+    """The GEMMs of experts, for rows sorted by expert. They return float32, and undefined rows without an expert.
 
     `weight` is `[experts, out_features, in_features]`; `x` and `grad` have the rows of all experts.
     """
@@ -264,7 +266,7 @@ class GroupedProducts(Products):
         self.has_no_expert = self._expert == len(offs)
 
     def project(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        from .triton.grouped import grouped_products  # it imports Triton, as below
+        from .triton.grouped import grouped_products  # imported here, because it imports Triton
 
         out = x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32) if out is None else out
         return grouped_products(x, weight.mT, self._ends, out)
@@ -290,7 +292,7 @@ class GroupedProducts(Products):
 
 
 def grouped_forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
-    """`mglu::grouped_forward_train` in any dtype but float64, without reading a value on the host."""
+    """Run `mglu::grouped_forward_train`, except in float64, without reading a value on the host."""
     products = GroupedProducts(given.routing, given.x.shape[0])
     y, partials = forward_train(given, products)
     return (
@@ -300,7 +302,7 @@ def grouped_forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
 
 
 def grouped_backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mglu::grouped_backward`; as `grouped_forward_train`."""
+    """Run `mglu::grouped_backward`, except in float64, without reading a value on the host."""
     grad_output, x, _, packed_masks, offs, partials, *_, dtype = arguments
     products = GroupedProducts(offs, x.shape[0])
     found = gradients(arguments, products)
@@ -311,7 +313,7 @@ def grouped_backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tenso
 
 
 class CompositeExperts(Composite):
-    """The backend `composite` with the experts of this module."""
+    """The backend `composite`, with the experts of this module."""
 
     def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
         return None
@@ -345,13 +347,13 @@ class CompositeExperts(Composite):
 
 
 def down_on_cpu(given: DownArguments) -> Tensor:
-    """The result of `experts_down`."""
+    """Run `experts_down`."""
     _, weight, _, _, scale, weight_format = given
     dtype = sum_dtype(given.y.dtype)
 
     def product(expert: int, rows: Tensor) -> Tensor:
-        of_expert = None if scale is None else scale[expert]
-        return rows.to(dtype) @ _decode(weight[expert], of_expert, weight_format, dtype).t()
+        expert_scale = None if scale is None else scale[expert]
+        return rows.to(dtype) @ _decode(weight[expert], expert_scale, weight_format, dtype).t()
 
     return expert_loop.down(product, given)
 
@@ -359,7 +361,7 @@ def down_on_cpu(given: DownArguments) -> Tensor:
 def down_backward_on_cpu(
     grad_output: Tensor, given: DownArguments, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `experts_down`."""
+    """Run `down_backward` by a loop over the experts."""
     y, weight, ids, expert_weights, *_ = given
     (_, top_k, d), wide = y.shape, sum_dtype(y.dtype)
     rows_of_y, weights = y.flatten(0, 1), expert_weights.flatten().to(wide)

@@ -1,7 +1,7 @@
-"""Experts on a CPU: a loop that runs the kernels of one layer for each expert that has rows. The host reads the ids.
+"""Experts on a CPU: a loop over the experts that have rows, which runs the kernels of one layer for each.
 
-Backends give it how they prepare one layer. An expert without rows costs nothing, except in
-`backward`, where its gradients are filled with zeros.
+The backend passes the function that prepares one layer. An expert without rows costs nothing, except in `backward`,
+where its gradients are filled with zeros.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from .composite import sum_dtype
 P = TypeVar("P")
 
 _ROWS_KEPT = 1024
-"""The most numbers of rows for which the kernels of one layer stay prepared."""
+"""Capacity of the cache of prepared layers, whose key is an expert's number of rows."""
 
 
 def layers(prepare: Callable[[LayerCall], P], call: ExpertCall) -> Callable[[int], P]:
-    """A function of an expert's rows that returns what runs its layer; `prepare` is a backend's, for one layer."""
+    """Return a cached function from an expert's number of rows to the prepared call of its layer.
+
+    `prepare` is the backend's method that prepares one layer.
+    """
     layer = call.layer
-    if not call.is_sorted:  # then rows are gathered
+    if not call.is_sorted:  # rows are gathered, so they are contiguous
         layer = replace(layer, x=Layout((layer.in_features, 1)))
         if layer.mask_weights_dtype is not None:
             layer = replace(layer, mask_weights=Layout((layer.n_masks, 1)))
@@ -42,16 +45,16 @@ def layers(prepare: Callable[[LayerCall], P], call: ExpertCall) -> Callable[[int
 
 
 def forward(layers: Callable[[int], PreparedCall], call: ExpertCall, given: ExpertArguments) -> Tensor:
-    """The result of `experts_forward` or `grouped_forward`."""
+    """Run `experts_forward` or `grouped_forward`."""
     out = given.x.new_zeros(call.rows, call.layer.out_features)
     for expert, rows in _rows_of_experts(given.routing, call):
         one = _layer(given, expert, rows, call.top_k or 1)
         out[rows] = layers(len(one.x))(one)
-    return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, as in `composite`
+    return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, see `Composite.prepare`
 
 
 def down(product: Callable[[int, Tensor], Tensor], given: DownArguments) -> Tensor:
-    """The result of `experts_down`; `product` multiplies rows of y with an expert's transposed weight."""
+    """Run `experts_down`. `product(expert, rows)` multiplies rows of y by the transposed weight of an expert."""
     y, weight, ids, expert_weights, *_ = given
     (tokens, top_k, d), (experts, out_features, _), dtype = y.shape, weight.shape, sum_dtype(y.dtype)
     terms = y.new_zeros(tokens * top_k, out_features, dtype=dtype)
@@ -72,7 +75,7 @@ def sum_in_order(terms: Tensor) -> Tensor:
 def forward_train(
     layers: Callable[[int], PreparedForwardTrain], call: ExpertCall, given: ExpertArguments
 ) -> tuple[Tensor, Tensor]:
-    """The result and the partials of `grouped_forward_train`."""
+    """Run `grouped_forward_train`."""
     layer = call.layer
     entries = (1 if layer.mask_weights_dtype is None else 2) * layer.n_masks + 1
     out = given.x.new_zeros(call.result_shape)
@@ -86,7 +89,7 @@ def forward_train(
 def backward(
     layers: Callable[[int], PreparedBackward], arguments: GroupedBackwardArguments
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `grouped_backward`."""
+    """Run `grouped_backward`."""
     _, x, weight, packed_masks, offs, _, needs, logits_dtype, mask_weights_dtype = arguments
     (experts, d, h), n_masks = weight.shape, packed_masks.shape[-1]
     grad_x = x.new_zeros(x.shape if needs[0] else 0)
@@ -113,7 +116,7 @@ def _layer(given: ExpertArguments, expert: int, rows: slice | Tensor, top_k: int
 
 
 def _rows_of_experts(index: Tensor, call: ExpertCall) -> Iterator[tuple[int, slice | Tensor]]:
-    """Yield the experts that have rows, with these rows."""
+    """Yield each expert that has rows, and its rows."""
     if call.is_sorted:
         yield from _slices_of_experts(index, call.rows)
     else:
@@ -121,14 +124,14 @@ def _rows_of_experts(index: Tensor, call: ExpertCall) -> Iterator[tuple[int, sli
 
 
 def pairs_of_experts(expert_ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the experts that have rows, with these rows in ascending order."""
+    """Yield each expert that has rows, and the numbers of its rows in ascending order."""
     pairs, offs = sort_pairs(expert_ids, experts)
     for expert, rows in _slices_of_experts(offs, expert_ids.numel()):
         yield expert, pairs[rows]
 
 
 def _slices_of_experts(offs: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
-    """Yield the experts that have rows, with these rows, which are sorted by expert."""
+    """Yield each expert that has rows, and its slice of the rows, which are sorted by expert."""
     ends = offs.clamp(0, rows).cummax(0).values.tolist()
     for expert, (first, end) in enumerate(pairwise((0, *ends))):
         if first < end:

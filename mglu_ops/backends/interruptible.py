@@ -1,4 +1,4 @@
-"""Compilers as processes that Ctrl-C ends, with all processes that they have started."""
+"""Runs compilers as child processes. Ctrl-C kills them and all processes that they have started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 COMPILER_SECONDS = 600.0
-"""Seconds that a compiler may take, many times what it needs, so that no call waits for ever."""
+"""The time limit of a compiler in seconds: many times what it needs, so that no call hangs forever."""
 
 
 def run(
@@ -18,20 +18,20 @@ def run(
     seconds: float | None = None,
     show: Callable[[str], object] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run commands at once and wait for all of them. Ctrl-C kills them and what they have started.
+    """Run commands in parallel and wait for all of them. Ctrl-C kills them and all processes that they have started.
 
     Args:
         commands: programs with their arguments.
-        environment: variables to add to this process's.
-        seconds: how long they may take, all together. Then they are killed as by Ctrl-C.
-        show: called with each line of output when it is written; `seconds` then must be None.
+        environment: variables to add to those of this process.
+        seconds: the time limit for all commands together, after which they are killed.
+        show: called with each line of output as it appears; requires `seconds` to be None.
 
     Returns:
-        What each command returned. Its `stdout` holds standard output and standard error.
+        The result of each command. Its `stdout` holds standard output and standard error.
 
     Raises:
         OSError: a command cannot be started.
-        subprocess.TimeoutExpired: a command takes longer.
+        subprocess.TimeoutExpired: the commands exceeded the time limit.
     """
     begin = time.monotonic()
     started: list[subprocess.Popen[str]] = []
@@ -45,7 +45,7 @@ def run(
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
                 errors="replace",
-                start_new_session=True,  # a group of its own, which can be killed as a whole
+                start_new_session=True,  # a process group of its own, which can be killed as a whole
             )
             started.append(process)
         for process in started:
@@ -63,7 +63,7 @@ def run(
 
 
 def _shown(process: subprocess.Popen[str], show: Callable[[str], object]) -> str:
-    """Show the lines that a process writes until it closes its output; what it wrote."""
+    """Show the lines that a process writes until it closes its output, and return them."""
     lines = []
     assert process.stdout is not None
     for line in process.stdout:

@@ -1,4 +1,4 @@
-"""The struct that a kernel takes as its only argument, read from the C++ or CUDA source that declares it."""
+"""The struct of a kernel's parameters, whose fields are read from the C++ or CUDA source that declares it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER = re.compile(r"([\w:]+) (\w+)(?: = [\w:]+)?;")
 
 
 def addresses(**tensors: Tensor | None) -> dict[str, int]:
-    """The addresses of tensors by name, 0 for None."""
+    """The addresses of tensors by name; 0 for None."""
     return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
@@ -29,8 +29,8 @@ class Parameters:
 
     Attributes:
         pointers: the names of the pointers.
-        longs: the names of 64-bit sizes, strides and enumerations.
-        ints: the names of 32-bit ones.
+        longs: the names of the 64-bit sizes, strides and enumerations.
+        ints: the names of the 32-bit integers.
         maps: the names of the tensor maps.
     """
 
@@ -41,31 +41,31 @@ class Parameters:
 
     @property
     def map_offset(self) -> int:
-        """Bytes before the first map."""
+        """The offset of the first map in bytes."""
         alignment = _MAP_ALIGNMENT if self.maps else 8
         size = 8 * len(self.pointers + self.longs) + 4 * len(self.ints)
         return -(-size // alignment) * alignment
 
     @property
     def size(self) -> int:
-        """Bytes of the struct."""
+        """The size of the struct in bytes."""
         return self.map_offset + MAP_BYTES * len(self.maps)
 
     @cached_property
     def pointer_struct(self) -> struct.Struct:
-        """Packs addresses in the order of the struct."""
+        """The `struct.Struct` that packs all addresses, in the order of the fields."""
         return struct.Struct(f"{len(self.pointers)}Q")
 
     @cached_property
     def in_order(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
-        """The addresses of all pointers, which are given by name, in the order of the struct."""
+        """A function that maps addresses by name to a tuple in the order of the fields."""
         return itemgetter(*self.pointers)
 
     def with_integers(self, values: Mapping[str, int]) -> bytes:
-        """The struct with these sizes, strides and enumerations; pointers and maps are zeros.
+        """Pack the struct with the values of all its integers; pointers and maps are zeros.
 
         Raises:
-            TypeError: the struct has other names.
+            TypeError: the names are not exactly those of the struct's integers.
         """
         names = self.longs + self.ints
         if values.keys() != set(names):
@@ -76,12 +76,12 @@ class Parameters:
 
 @cache
 def read_parameters(source: Path, name: str) -> Parameters:
-    """The struct `name` that a source declares, one field a line, with the fields of its base first.
+    """Read the declaration of struct `name`, which has one field per line. Fields of its base come first.
 
-    A type that is neither a pointer nor `int` nor `TensorMap` is a 64-bit integer or enumeration.
+    A type other than a pointer, `int` and `TensorMap` must be a 64-bit integer or enumeration.
 
     Raises:
-        ValueError: the source does not declare the struct, or not in the order of `Parameters`.
+        ValueError: the source does not declare the struct, or its fields are not in the order of `Parameters`.
     """
     found = re.search(rf"^struct {name}(?: : (\w+))? {{\n(.*?)^}};", source.read_text(), flags=re.MULTILINE | re.DOTALL)
     if found is None:

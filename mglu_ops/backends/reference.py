@@ -1,6 +1,6 @@
-"""The oracle: Algorithm 2 of arXiv 2506.23225 as written, in float64. Slow and plain, for tests.
+"""The oracle of the tests: Algorithm 2 of arXiv 2506.23225 as written, in float64.
 
-It is ordinary differentiable PyTorch, so its gradients come from autograd and not from our formulas.
+It is ordinary PyTorch, so its gradients come from autograd and not from the formulas of this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def forward(
     Args:
         x: `[..., in_features]`.
         weight: `[out_features, in_features]`.
-        masks: `[n_masks, out_features, in_features]`; bool, or real where a gradient for the masks is wanted.
+        masks: `[n_masks, out_features, in_features]`; bool, or floating if the masks need a gradient.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights: `[..., n_masks]` or None.
 

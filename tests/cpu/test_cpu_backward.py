@@ -130,7 +130,7 @@ def test_layers_of_any_size(data):
 def test_chunks_of_tokens_and_features(monkeypatch, weighted):
     layer = Layer.random("cpu", BF16, (200,), 150, 72, 5, mask_weights_dtype=BF16 if weighted else None)
     whole = run(layer)
-    monkeypatch.setattr(backward, "_CHUNK_NUMBERS", 1)
+    monkeypatch.setattr(backward, "_CHUNK_ELEMENTS", 1)
     parts = run(layer)
     for name, found in whole.items():
         assert relative_error(parts[name], found.double()) <= 2.0**-9

@@ -1,8 +1,8 @@
-"""MGLU on CPUs: kernels of `csrc/cpu`, built by a C++ compiler where they first run, on torch's own threads.
+"""MGLU on CPUs: the kernels of `csrc/cpu`, built by a C++ compiler on first use and run on torch's threads.
 
-For a few tokens each weight is read once; for more, masked weights are unpacked into the caches and multiplied there.
-Nothing is built or loaded before the first call that needs it. The same inputs give the same bits on every call and
-with any number of threads. `backward` is the backward pass in training, in bfloat16 where the CPU multiplies bfloat16.
+For a few tokens the kernels read each weight once. For more tokens they unpack masked weights into the caches and
+multiply there. Nothing is built or loaded before the first call that needs it. The same inputs give the same bits in
+every call, with any number of threads. `backward` runs the backward pass in bfloat16 on CPUs that multiply bfloat16.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _MASK_SOURCES = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float
 
 
 def isa(dtype: torch.dtype, tokens: int, n_masks: int, weight_format: str = "dense") -> str | None:
-    """Return the instruction set of a call: `amx`, `avx512_bf16`, `avx512`, `avx2` or `portable`.
+    """Return the instruction set that a call runs with: `amx`, `avx512_bf16`, `avx512`, `avx2` or `portable`.
 
-    None if the kernels could not be built.
+    Returns None if the kernels could not be built.
     """
     library = load()
     return library.isa(dtype, tokens, n_masks, get_format(weight_format)) if isinstance(library, Library) else None
@@ -74,9 +74,9 @@ class Cpu(Backend):
         return library if isinstance(library, str) else None
 
     def prepare(self, call: LayerCall, launch: str | None = None) -> PreparedCall:
-        """Prepare a supported call for any tensors; `launch` forces an instruction set of `ISAS`.
+        """Prepare a supported call; `launch` forces an instruction set of `ISAS`.
 
-        Without masks, as `experts_down` describes an expert, the result is `x W^T` in float32.
+        If n_masks is 0, as in `experts_down`, the result is `x W^T` in float32.
 
         Raises:
             BuildError: the kernels could not be built.
@@ -87,14 +87,14 @@ class Cpu(Backend):
         return call.in_features > 0 and self.supports(call)
 
     def prepare_forward_train(self, call: LayerCall, launch: str | None = None) -> PreparedForwardTrain:
-        """Prepare a supported call with in_features > 0 for any tensors; `launch` as in `prepare`."""
+        """Prepare a supported call with in_features > 0; `launch` as in `prepare`."""
         return CpuForwardTrain(_library(), call, launch)
 
     def can_pack(self, masks: Tensor) -> bool:
         return masks.is_cpu and masks.dtype in _MASK_SOURCES and isinstance(load(), Library)
 
     def pack(self, masks: Tensor) -> Tensor:
-        """Pack bool masks, or logits by `M = logits > 0`, in any strides.
+        """Pack bool masks or logits (`M = logits > 0`) in any strides.
 
         Raises:
             BuildError: the kernels could not be built.
@@ -156,8 +156,8 @@ def _library() -> Library:
     return library
 
 
-def _is_in_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether all dimensions but the first are contiguous. `sizes` omits the first; `strides` has all dimensions."""
+def _has_contiguous_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if each row of a tensor is contiguous. `sizes` omits the first dimension, the rows; `strides` has it."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides[1:]), strict=True):
         if size != 1 and stride != expected:
@@ -169,8 +169,8 @@ def _is_in_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 class _Call:
     """A prepared call of the kernels. Thread-safe.
 
-    x, weight and packed masks are copied first if neighbouring elements are not neighbours in memory: reading them is
-    most of the work, and strides between elements would make each load inefficient.
+    It first copies x, weight and packed masks if their rows are not contiguous. Reading them is most of the work, and
+    strides within a row would make each load inefficient.
     """
 
     def __init__(self, library: Library, call: LayerCall, launch: str | None) -> None:
@@ -183,7 +183,9 @@ class _Call:
             "packed_masks": (call.out_features, (width, n_masks), call.masks.strides),
         }
         self._copied = {
-            name for name, (rows, sizes, strides) in layouts.items() if rows and not _is_in_rows(sizes, strides)
+            name
+            for name, (rows, sizes, strides) in layouts.items()
+            if rows and not _has_contiguous_rows(sizes, strides)
         }
         self._library = library
         self._shape = call.result_shape
@@ -209,7 +211,7 @@ class _Call:
         )
 
     def _run(self, given: LayerArguments, out: Tensor, partials: int) -> None:
-        """Write the result, and the partial derivatives if their address is not 0."""
+        """Write the result, and the partial derivatives if `partials`, their address, is not 0."""
         if self._copied:
             given = given._replace(**{name: getattr(given, name).contiguous() for name in self._copied})
         self._library.forward(self._pack(given.addresses(out) | {"partials": partials}))

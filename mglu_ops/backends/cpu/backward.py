@@ -5,12 +5,11 @@ F_i is -1 where M_i = 1 and +1 elsewhere; P, Q_i and R_i are the partial derivat
     dt = G * P,   b_i = G * Q_i,   dx = [dt b_1 ..] [W; F_1 * W; ..],   [D_0; D_1; ..] = [dt b_1 ..]^T x,
     dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum over out_features of G * R_i
 
-The GEMMs are torch's, which sum products of bfloat16 in float32 and round once. With AVX512-BF16 they take a third of
-the time of the float32 GEMMs of `composite`. The functions of `backward_steps` do the rest.
+torch's GEMMs multiply. They sum products of bfloat16 in float32 and round once, and with AVX512-BF16 take a third of
+the time of the float32 GEMMs of `composite`. The functions of `backward_steps` do the elementwise rest.
 
-dx is computed for some tokens at a time, and all D_i for some output features at a time, so that dt and every b_i of a
-large layer are never in memory as a whole. Each element of dx and of D_i is the result of one GEMM, and is rounded
-once.
+dx is computed in chunks of tokens, and all D_i in chunks of output features, so that dt and the b_i of a large layer
+are never in memory as a whole. Each element of dx and of D_i is the result of one GEMM, and is rounded once.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from ..base import BackwardArguments
 from . import backward_steps as steps
 from .library import Library, load
 
-_CHUNK_NUMBERS = 1 << 24
-"""Elements of dt and every b_i, or of D_0 and every D_i, that are in memory at once: 32 MB. With fewer, GEMMs repack
-their operands too often (csrc/cpu/README.md)."""
+_CHUNK_ELEMENTS = 1 << 24
+"""The most elements of dt and all b_i, or of D_0 and all D_i, in a chunk: 32 MB. In smaller chunks, GEMMs repack their
+operands too often (csrc/cpu/README.md)."""
 
 _CHUNK_MULTIPLE = 64
-"""Chunks have a multiple of this many tokens or output features, so that rows are whole cache lines."""
+"""Chunks have a multiple of this many tokens or output features, so that rows fill whole cache lines."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
-"""The most masks for which D_0 is rounded to bfloat16 before the D_i are added to it. With more masks the compiled
-naive layer, which sums over masks in float32, would have less than two thirds of the error in dW."""
+"""With up to this many masks, D_0 is rounded to bfloat16 before the D_i are added to it. With more masks, that would
+make the error of dW more than 1.5 times that of the compiled naive layer, which sums over masks in float32."""
 
 
 def can_run(call: LayerCall) -> bool:
-    """Whether `Backward` runs a call. True only where library GEMMs are faster in bfloat16 than in float32."""
+    """True if `Backward` runs a call, which requires that library GEMMs are faster in bfloat16 than in float32."""
     if call.device.type != "cpu" or call.dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # so that other CPUs do not build kernels to find out
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # checked first, as `load` may build the kernels
         return False
     library = load()
     return isinstance(library, Library) and library.supports("avx512_bf16", torch.bfloat16)
@@ -84,7 +83,7 @@ class Backward:
         return grad_x, grad_weight, grad_logits, grad_mask_weights
 
     def _grad_x(self, scaled: _Scaled, weight: Tensor, packed_masks: Tensor) -> Tensor:
-        """Compute dx `[tokens, in_features]` for some tokens at a time."""
+        """Compute dx `[tokens, in_features]` in chunks of tokens."""
         tokens, entries, d = scaled.shape
         flipped = steps.flip_signs(self._library, weight, packed_masks).flatten(0, 1)
         grad_x = weight.new_empty(tokens, weight.shape[1])
@@ -101,7 +100,7 @@ class Backward:
         grad_weight: Tensor | None,
         grad_logits: Tensor | None,
     ) -> None:
-        """Write dW and dlogits for some output features at a time; either may be None."""
+        """Write dW and dlogits in chunks of output features; either may be None."""
         tokens, entries, d = scaled.shape
         narrow_total = grad_weight is not None and self._n_masks <= _MOST_MASKS_OF_NARROW_TOTALS
         wide_total = grad_weight is not None and not narrow_total
@@ -125,10 +124,10 @@ class Backward:
 
 
 class _Scaled:
-    """The products of G and the partial derivatives: dt and every b_i, one part in memory at a time.
+    """The products of G and the partial derivatives, dt and all b_i, of which one chunk is in memory at a time.
 
     Attributes:
-        shape: tokens, entries and output features of the whole.
+        shape: `(tokens, entries, out_features)` of all products.
     """
 
     def __init__(self, library: Library, grad_output: Tensor, partials: Tensor) -> None:
@@ -139,10 +138,9 @@ class _Scaled:
         self._part = self._memory
 
     def part(self, tokens: slice, features: slice) -> Tensor:
-        """Return the products for some tokens and output features. The result is valid until the next part is computed.
+        """Return the products for a chunk of tokens and output features, valid until another chunk is asked for.
 
-        Asking for the same part again does not recompute it. So a small layer, which has only one part, passes once
-        over the partial derivatives.
+        The last chunk is kept, so a small layer, which is a single chunk, passes over the partial derivatives once.
         """
         if self._last != (tokens, features):
             partials = self._partials[tokens, :, features]
@@ -155,12 +153,12 @@ class _Scaled:
 
 
 def _with_contiguous_columns(matrix: Tensor) -> Tensor:
-    """Return the matrix, or a copy if its columns are not contiguous; rows may have any distance."""
+    """Return the matrix, or a copy if the elements of a row are not contiguous. Rows may have any stride."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
-def _chunks(size: int, numbers_of_one: int) -> list[slice]:
-    """Divide `size` tokens or output features into slices; each of them takes `numbers_of_one` numbers."""
-    fit = _CHUNK_NUMBERS // max(numbers_of_one, 1) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
+def _chunks(size: int, elements_each: int) -> list[slice]:
+    """Divide `size` tokens or output features, which take `elements_each` elements each, into chunks."""
+    fit = _CHUNK_ELEMENTS // max(elements_each, 1) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
     step = max(fit, _CHUNK_MULTIPLE)
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]

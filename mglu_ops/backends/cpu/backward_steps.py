@@ -1,6 +1,6 @@
 """The elementwise steps of a backward pass in bfloat16 (csrc/cpu/backward.h). Each is one pass over memory.
 
-Columns of matrices are contiguous, and rows may have any distance; packed masks and results are contiguous.
+The elements of a row are contiguous, and rows may have any stride. Packed masks and results are contiguous.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .library import DTYPES, Library, packer
 
 
 def _run(library: Library, name: str, tensors: Mapping[str, Tensor | None], **integers: int) -> None:
-    """Run a step, whose struct in csrc/cpu/backward.h has its name in camel case."""
+    """Run a step. Its struct in csrc/cpu/backward.h has the step's name in camel case."""
     pack = packer(name.title().replace("_", ""), integers, "backward.h")
     library.run_step(name, pack(addresses(**tensors)))
 
 
 def flip_signs(library: Library, weight: Tensor, packed_masks: Tensor) -> Tensor:
-    """Return W, then F_i * W for every mask: `[n_masks + 1, out_features, in_features]`."""
+    """Return W followed by F_i * W for every mask: `[n_masks + 1, out_features, in_features]`."""
     n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
     flipped = weight.new_empty(n_masks + 1, d, h)
     tensors = {"weight": weight, "packed_masks": packed_masks, "out": flipped}
@@ -32,7 +32,7 @@ def flip_signs(library: Library, weight: Tensor, packed_masks: Tensor) -> Tensor
 
 
 def scale(library: Library, grad_output: Tensor, partials: Tensor, out: Tensor) -> None:
-    """Write the products of G `[tokens, columns]` and partials `[tokens, entries, columns]`, shaped as the partials."""
+    """Write the products of G `[tokens, columns]` and partials `[tokens, entries, columns]` to `out`."""
     _run(
         library,
         "scale",
@@ -62,8 +62,8 @@ def weight_gradients(
         weight: `[out_features, in_features]`.
         packed_masks: all masks.
         grad_weight: receives dW.
-        grad_logits: receives dlogits, in bfloat16 or float32, `[n_masks, out_features, in_features]`; each mask is
-            contiguous.
+        grad_logits: receives dlogits `[n_masks, out_features, in_features]` in bfloat16 or float32. The matrix of each
+            mask is contiguous.
     """
     n_masks, d, h = products.shape
     _run(

@@ -1,7 +1,7 @@
-"""The CPU kernels as a shared library: built by the machine's C++ compiler at first use, and kept in the cache.
+"""Builds the CPU kernels as a shared library, with the machine's C++ compiler at first use, and caches it.
 
-The library does not depend on torch: one file serves any version of Python and torch. It chooses its instruction set
-when it runs.
+The library does not depend on torch, so one file serves all versions of Python and torch. It chooses its instruction
+set at run time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..interruptible import COMPILER_SECONDS, run
 T = TypeVar("T")
 
 COMPILERS = ("c++", "g++", "clang++")
-# Products and sums are contracted only where a kernel says fma, so that equal sums are rounded equally.
+# No implicit contraction to FMA, so that the same sum is rounded the same way in every kernel.
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-psabi", "-pthread")
 
 
 class BuildError(RuntimeError):
-    """A tool that a build needs is missing, or the C++ compiler refused a source; the message then has its log."""
+    """A tool that a build needs is missing, or the C++ compiler refused a source; the message has its log."""
 
 
 @cache
@@ -52,16 +52,16 @@ def load_library(load: Callable[[Path], T], folder: Path | None = None) -> T:
 
     Raises:
         BuildError: no compiler was found, or it refused the kernels.
-        OSError: no folder can keep the library, or the library cannot be loaded from any.
+        OSError: no folder can keep the library, or the library cannot be loaded from any folder.
     """
     return obtain(_artifact(), _build, lambda path, _: load(path), folder)
 
 
 def find_compiler(command: str | None = None) -> list[str]:
-    """Return the command line of the C++ compiler, with the path of its first program.
+    """Return the command line of the C++ compiler, whose first word is an absolute path.
 
-    It is `command`, else `$CXX`, either with a launcher and options or without, as `ccache g++ -m64`; else the first of
-    `COMPILERS` on the path.
+    The command is `command`, or `$CXX`, or the first of `COMPILERS` on the path. The first two may contain a launcher
+    and options, such as `ccache g++ -m64`.
 
     Raises:
         BuildError: no compiler was found, or the text is not a command line.
@@ -76,9 +76,10 @@ def find_compiler(command: str | None = None) -> list[str]:
 
 
 def as_program(command: Sequence[str], folder: Path) -> str:
-    """Return one program that runs a command line, for tools that take only one: itself, or a script in `folder`.
+    """Return a single program that runs a command line, for tools that take no options with the compiler.
 
-    The name of the script has the name of the compiler, by which torch tells GCC from Clang.
+    It is the command itself if that has one word, else a script in `folder`. The script's name contains the name of
+    the compiler, because torch tells GCC from Clang by it.
     """
     if len(command) == 1:
         return command[0]
@@ -103,12 +104,12 @@ def _words(name: str, text: str) -> list[str]:
 
 
 def _words_of_cxx() -> list[str]:
-    """Return the words of `CXX`; none if it is empty or not set."""
+    """Return the words of `CXX`; an empty list if it is not set."""
     return _words("CXX", os.environ.get("CXX", ""))
 
 
 def _options() -> list[str]:
-    """Return the options in `CXX`, which hold for all CPUs."""
+    """Return the options in `CXX`. Refuse options for this machine's CPU only."""
     words = _words_of_cxx()
     for word in words:
         if word.endswith("=native"):
@@ -120,12 +121,12 @@ def _options() -> list[str]:
 
 
 def settings() -> tuple[str | None, ...]:
-    """Return the variables that decide whether the library can be built and kept; changing them may cure an error."""
+    """Return the environment variables on which the success of a build depends. A change may cure an error."""
     return tuple(os.environ.get(name) for name in ("CXX", "PATH", "MGLU_CACHE_DIR", "XDG_CACHE_HOME", "HOME"))
 
 
 def _artifact() -> Artifact:
-    """Describe the library. Its inputs include the options in `CXX`, but not the compiler."""
+    """Describe the library. Its key depends on the options in `CXX`, but not on the compiler."""
     folder = source_directory()
     shared = (folder.parent / "cuda" / name for name in ("packed_masks.cuh", "weight_formats.cuh"))
     sources = sorted((*folder.glob("*.cpp"), *folder.glob("*.h"), *shared))
@@ -154,7 +155,7 @@ def _build(folder: Path) -> bytes:
 
 
 def _run(compiler: Sequence[str], folder: Path, *arguments: Sequence[str]) -> None:
-    """Run the compiler once for each list of arguments, in parallel. The compiler's temporary files go to `folder`."""
+    """Run the compiler for each list of arguments, in parallel. The compiler's temporary files go to `folder`."""
     commands = [[*compiler, *FLAGS, *one] for one in arguments]
     try:
         results = run(commands, {"TMPDIR": str(folder)}, COMPILER_SECONDS)

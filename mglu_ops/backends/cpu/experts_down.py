@@ -1,7 +1,7 @@
-"""`mglu::experts_down` on a CPU, by the kernel of layers without masks, whose result is the product in float32.
+"""`mglu::experts_down` on a CPU, by the CPU kernel for n_masks = 0, whose result is the product in float32.
 
-For many rows of a dense weight, the library's product takes less time. It is rounded to y's dtype, in which it may
-overflow in float16, so that the kernel takes all rows there.
+For many rows and a dense weight, the library's GEMM is faster. It rounds its result to y's dtype, which may overflow in
+float16, so float16 always uses the kernel.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .. import expert_loop
 from ..base import PreparedCall
 
 _MOST_ROWS = 8
-"""The most rows of an expert that the kernel multiplies with a dense weight. On a Xeon with AVX512-BF16 it takes less
-time than the library's product up to 16 rows in float32 and bfloat16 (2048 x 768 and 2048 x 4096, two cores)."""
+"""The most rows of an expert for which the kernel multiplies a dense weight. On two cores of a Xeon with AVX512-BF16 it
+is faster than the library up to 16 rows in float32 and bfloat16 (weights of 2048 x 768 and 2048 x 4096)."""
 
 
 class CpuDown:
-    """A prepared call. Thread-safe."""
+    """A prepared `mglu::experts_down`. Thread-safe."""
 
     def __init__(self, call: ExpertCall, prepare: Callable[[LayerCall], PreparedCall]) -> None:
         layer = call.layer
@@ -37,9 +37,9 @@ class CpuDown:
         def product(expert: int, rows: Tensor) -> Tensor:
             if self._has_library and len(rows) > _MOST_ROWS:
                 return F.linear(rows, weight[expert])
-            of_expert = None if scale is None else scale[expert]
+            expert_scale = None if scale is None else scale[expert]
             return self._products(len(rows))(
-                LayerArguments(rows, weight[expert], self._no_masks, "identity", None, of_expert, weight_format)
+                LayerArguments(rows, weight[expert], self._no_masks, "identity", None, expert_scale, weight_format)
             )
 
         return expert_loop.down(product, given)

@@ -1,4 +1,4 @@
-"""The loaded library: its functions and the structs that they take (csrc/cpu/mglu_cpu.h)."""
+"""Loads the library of CPU kernels, and packs the structs that its functions take (csrc/cpu/mglu_cpu.h)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = ("flip_signs", "scale", "weight_gradients", "mask_weight_gradients")
 def packer(
     struct: str, integers: Mapping[str, int], header: str = "mglu_cpu.h"
 ) -> Callable[[Mapping[str, int]], bytes]:
-    """A function that packs a struct of csrc/cpu with these integers and, at each call, addresses by name."""
+    """Return a function that takes addresses by name, and packs them and `integers` as a struct of csrc/cpu."""
     fields = read_parameters(source_directory() / header, struct)
     pack, in_order = fields.pointer_struct.pack, fields.in_order
     packed_integers = fields.with_integers(integers)[fields.pointer_struct.size :]
@@ -32,10 +32,10 @@ def packer(
 
 
 class Library:
-    """The functions of one build. They run on torch's thread pool."""
+    """The functions of a loaded library. They run on torch's thread pool."""
 
     def __init__(self, path: Path) -> None:
-        """Load a build.
+        """Load a library.
 
         Raises:
             OSError: the file is not a library for this machine.
@@ -58,27 +58,27 @@ class Library:
         self._message.argtypes = (ctypes.c_int32,)
 
     def isa(self, dtype: torch.dtype, tokens: int, n_masks: int, weight_format: WeightFormat) -> str:
-        """Return the instruction set of `ISAS` that a call runs with; `dtype` is x's."""
+        """Return the instruction set of `ISAS` that a call runs with; `dtype` is x's dtype."""
         return str(self._isa(DTYPES[dtype], tokens, n_masks, weight_format.code).decode())
 
     def supports(self, isa: str, dtype: torch.dtype) -> bool:
-        """Whether this machine and this build can run with an instruction set."""
+        """True if this machine and this library support an instruction set."""
         return bool(self._supports(ISAS[isa], DTYPES[dtype]))
 
     def forward(self, call: bytes) -> None:
-        """Run a packed call without holding the interpreter lock.
+        """Run a packed call without holding the GIL.
 
         Raises:
-            RuntimeError: the kernel refused the call; the message has its reason.
+            RuntimeError: the kernel refused the call; the message has the reason.
         """
         self._check(self._forward(call, self.parallel_for), "forward")
 
     def pack(self, call: bytes) -> None:
-        """Pack masks; otherwise as `forward`."""
+        """Pack masks. Otherwise like `forward`."""
         self._check(self._pack(call, self.parallel_for), "pack_masks")
 
     def run_step(self, name: str, call: bytes) -> None:
-        """Run the step `name` (of `STEPS`) of a backward pass; otherwise as `forward`."""
+        """Run the step `name` of `STEPS`. Otherwise like `forward`."""
         self._check(self._steps[name](call, self.parallel_for), name)
 
     def _check(self, status: int, name: str) -> None:
@@ -87,7 +87,7 @@ class Library:
 
 
 def _torch_parallel_for() -> int:
-    """Return the address of torch's parallel loop, so that kernels use its thread pool and obey torch.set_num_threads.
+    """Return the address of torch's parallel loop, so that kernels use its threads and obey torch.set_num_threads.
 
     Raises:
         BuildError: torch does not export it.
@@ -104,11 +104,14 @@ def _torch_parallel_for() -> int:
 _lock = threading.Lock()
 _loaded: Library | str | None = None
 _tried_with: tuple[str | None, ...] = ()
-"""The settings with which loading the library failed, for the reason in `_loaded`."""
+"""The `settings` with which loading the library failed; `_loaded` holds the reason."""
 
 
 def load() -> Library | str:
-    """Return the library, built and loaded at the first call, or why that failed; `settings` may change that."""
+    """Return the library, or the reason why it cannot be built and loaded.
+
+    The first call builds and loads it. After a failure, a call tries again only if `settings` have changed.
+    """
     global _loaded, _tried_with
     if not _is_settled():
         with _lock:
@@ -128,17 +131,17 @@ def _is_settled() -> bool:
 
 
 def is_loaded() -> bool:
-    """Whether a call of the process has loaded the library, so that the next one need not build it."""
+    """True if this process has loaded the library."""
     return isinstance(_loaded, Library)
 
 
 def is_missing() -> bool:
-    """Whether the last attempt to load the library failed."""
+    """True if the last attempt to load the library failed."""
     return isinstance(_loaded, str)
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked process: the thread of the parent that may hold it does not exist here."""
+    """Replace the lock in a forked process, where the parent's thread that may hold it does not exist."""
     global _lock
     _lock = threading.Lock()
 

@@ -81,7 +81,7 @@ class Cuda(Backend):
         return None
 
     def _is_cached(self, call: LayerCall, gpu: Gpu) -> bool:
-        """Whether the cache holds every kernel of a call, so that no compiler is needed."""
+        """True if the cache holds every kernel of a call, so that no compiler is needed."""
         if 0 in call.result_shape:
             return True
         return all(is_cached(*source) for source in quantize_x.sources(self.choose(call).config, call, gpu))
@@ -173,7 +173,7 @@ class Cuda(Backend):
         return arch >= (8, 0) and (has_cuda_core() or is_cached(*packing.source(arch, masks.dtype, masks.shape[0])))
 
     def can_pack_experts(self, mask_logits: Tensor) -> bool:
-        """Whether `pack` takes the logits of experts, `[E, n_masks, out_features, in_features]`."""
+        """True if `pack` takes the logits of experts, `[E, n_masks, out_features, in_features]`."""
         return len(mask_logits) < 2**16 and self.can_pack(mask_logits[0])
 
     def pack(self, masks: Tensor) -> Tensor:

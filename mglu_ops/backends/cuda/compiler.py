@@ -78,13 +78,13 @@ def compile_cubin(kernel: str, arch: str, macros: dict[str, int], folder: Path |
 
 
 def is_cached(kernel: str, arch: str, macros: dict[str, int]) -> bool:
-    """Whether the cache holds a cubin, so that no compiler is needed."""
+    """True if the cache holds a cubin, so that no compiler is needed."""
     return is_stored(_artifact(kernel, arch, macros))
 
 
 @cache
 def has_cuda_core() -> bool:
-    """Whether `cuda.core` is installed, which compiles with NVRTC."""
+    """True if `cuda.core` is installed, which compiles with NVRTC."""
     try:
         return importlib.util.find_spec("cuda.core") is not None
     except ModuleNotFoundError:

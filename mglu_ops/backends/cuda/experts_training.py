@@ -199,7 +199,7 @@ def _library_has_kernel(a: Tensor) -> bool:
 
 
 def _is_for_library(matrices: Tensor) -> bool:
-    """Whether the rows or the columns of matrices in bfloat16 are contiguous, at multiples of 16 bytes."""
+    """True if the rows or the columns of matrices in bfloat16 are contiguous, at multiples of 16 bytes."""
     distance, step = sorted(matrices.stride()[-2:], reverse=True)
     return step == 1 and distance % _MULTIPLE == 0 and matrices.data_ptr() % 16 == 0
 

@@ -31,7 +31,7 @@ _FORMATS = ("dense", "fp8_row", "int8_row")
 
 @cache
 def is_installed() -> bool:
-    """Whether Triton can be imported; does not import it."""
+    """True if Triton can be imported; does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 

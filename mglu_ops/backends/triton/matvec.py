@@ -31,7 +31,7 @@ def _eight(v, GROUPS: tl.constexpr):
 
 @triton.jit
 def _bit(word, BIT: tl.constexpr):
-    """Whether a bit of a word is set.
+    """True if a bit of a word is set.
 
     The `and` is PTX so that LLVM cannot see it: it would gather the tests of all masks into one vector of bits, and
     take them out of it again with shifts (19 instructions a weight at 4 masks, against 12.6).

@@ -53,7 +53,7 @@ def shared_bytes() -> int:
 
 
 def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
-    """Whether the kernel takes the matrices: not empty, with 16-bit elements in rows at multiples of 16 bytes."""
+    """True if the kernel takes the matrices: not empty, with 16-bit elements in rows at multiples of 16 bytes."""
     if gpu.arch != ARCH:
         return False
     for matrix in matrices:
@@ -66,7 +66,7 @@ def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
 
 
 def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
-    """Whether the kernel beats the library's GEMM for a result `[rows, columns]` that sums `depth` products."""
+    """True if the kernel beats the library's GEMM for a result `[rows, columns]` that sums `depth` products."""
     tiles = ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS)
     comparable = rows * columns * depth * (columns / _MEASURED_COLUMNS) ** 3
     return tiles >= _LEAST_FULL * gpu.multiprocessors and comparable < _MOST_MULTIPLICATIONS

@@ -29,7 +29,7 @@ class LaunchConfig(ABC):
     kernel: ClassVar[str]
     """The name of the kernel and of its source file."""
     overlaps: ClassVar[bool] = True
-    """Whether a launch may be set up while the kernel before it still runs, on compute capability 9.0 and later."""
+    """True if a launch may be set up while the kernel before it still runs, on compute capability 9.0 and later."""
 
     def settings(self) -> dict[str, int]:
         """Return the fields that differ from their defaults."""
@@ -62,7 +62,7 @@ class LaunchConfig(ABC):
 
     @property
     def rounds_x(self) -> bool:
-        """Whether the kernel multiplies in the call's activation format. Otherwise `quantize_x` rounds x for it."""
+        """True if the kernel multiplies in the call's activation format. Otherwise `quantize_x` rounds x for it."""
         return False
 
     def target(self, gpu: Gpu) -> str:
@@ -141,13 +141,13 @@ def integers(call: LayerCall) -> dict[str, int]:
 
 
 def x_is_vectorizable(call: LayerCall) -> bool:
-    """Whether 16-byte loads of x are aligned and contiguous."""
+    """True if 16-byte loads of x are aligned and contiguous."""
     token, column = call.x.strides
     return column == 1 and call.x.alignment == 16 and (call.tokens == 1 or token * call.dtype.itemsize % 16 == 0)
 
 
 def weight_is_vectorizable(call: LayerCall) -> bool:
-    """Whether rows of the weight are whole, aligned 16-byte vectors, with a stride in bytes that fits in 32 bits."""
+    """True if rows of the weight are whole, aligned 16-byte vectors, with a stride in bytes that fits in 32 bits."""
     row, column = call.weight.layout.strides
     return (
         call.in_features % 8 == 0
@@ -173,12 +173,12 @@ def mask_alignment(call: LayerCall) -> int:
 
 
 def has_aligned_rows(call: LayerCall) -> bool:
-    """Whether rows of W and of the masks can be copied in whole vectors."""
+    """True if rows of W and of the masks can be copied in whole vectors."""
     return weight_is_vectorizable(call) and mask_alignment(call) >= 4 and call.in_features > 0
 
 
 def has_x_in_rows(call: LayerCall) -> bool:
-    """Whether the tensor memory accelerator can read x: rows of 16-byte vectors that do not overlap."""
+    """True if the tensor memory accelerator can read x: rows of 16-byte vectors that do not overlap."""
     return x_is_vectorizable(call) and (call.tokens == 1 or call.x.strides[0] >= call.in_features)
 
 

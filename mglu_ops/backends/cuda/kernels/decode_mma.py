@@ -20,12 +20,12 @@ ROWS = 16
 
 
 def _scales_columns(call: LayerCall) -> bool:
-    """Whether scales belong to groups of 128 columns; a stage then holds whole groups."""
+    """True if scales belong to groups of 128 columns; a stage then holds whole groups."""
     return call.weight.format.columns is not None
 
 
 def _scales_rows(call: LayerCall) -> bool:
-    """Whether scales belong to rows, whose weights then have 8 bits."""
+    """True if scales belong to rows, whose weights then have 8 bits."""
     return not (call.weight.format.is_dense or _scales_columns(call))
 
 
@@ -129,7 +129,7 @@ class DecodeMma(LaunchConfig):
 
 
 def can_run(call: LayerCall, gpu: Gpu) -> bool:
-    """Whether the kernel takes a call, if its blocks fit."""
+    """True if the kernel takes a call, if its blocks fit."""
     return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= ROWS and gpu.arch >= (8, 0)
 
 

@@ -185,7 +185,7 @@ def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
 
 
 def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
-    """Whether products of sorted rows by `torch.nn.functional.grouped_mm` are faster, and possible."""
+    """True if products of sorted rows by `torch.nn.functional.grouped_mm` are faster, and possible."""
     layer = call.layer
     stored, row_stride = layer.weight.format, layer.weight.layout.strides[0]
     # `decode_weight` takes the weights of all experts as one matrix, whose blocks of scales must not be cut.
@@ -201,7 +201,7 @@ def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
 
 
 def _orders(call: ExpertCall) -> bool:
-    """Whether `group_tokens` orders the rows for the library; its only block takes longer than torch's sort of many."""
+    """True if `group_tokens` orders the rows for the library; its only block takes longer than torch's sort of many."""
     return call.rows <= MOST_ROWS and call.experts <= group_tokens.MOST_EXPERTS
 
 

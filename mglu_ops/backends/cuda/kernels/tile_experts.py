@@ -206,7 +206,7 @@ def candidates(call: ExpertCall, gpu: Gpu) -> Iterator[TileWgmma]:
 
 
 def _has_registers(config: TileWgmma, layer: LayerCall) -> bool:
-    """Whether the sums of a tile leave registers for the tile's item."""
+    """True if the sums of a tile leave registers for the tile's item."""
     return config.sparse or sums_of(config, layer) <= MOST_SUMS
 
 

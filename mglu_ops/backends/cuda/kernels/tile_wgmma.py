@@ -54,17 +54,17 @@ class TileWgmma(LaunchConfig):
     steps: int = 4
     """`wgmma`s of 16 columns that are issued as one group."""
     sparse: bool = False
-    """Whether mask bits are the metadata of sparse `wgmma`. Then no signs are flipped, and x takes twice as many
+    """True if mask bits are the metadata of sparse `wgmma`. Then no signs are flipped, and x takes twice as many
     bytes."""
     permuted: bool = False
-    """Whether `permute_x` first copies x, whatever its strides, with its columns in the order in which masks are read.
+    """True if `permute_x` first copies x, whatever its strides, with its columns in the order in which masks are read.
     Otherwise x itself is read, in rows of 16-byte vectors."""
     cluster: int = 1
     """Neighbouring blocks that load W and its masks together (multicast): 1 or 2."""
     decoded: bool = False
-    """Whether `decode_weight` first copies W in x's dtype, which pays for many tokens. Otherwise W itself is read."""
+    """True if `decode_weight` first copies W in x's dtype, which pays for many tokens. Otherwise W itself is read."""
     fp8: bool = False
-    """Whether `quantize_x` first rounds x, and products are of fp8 numbers. Then a chunk has 128 columns."""
+    """True if `quantize_x` first rounds x, and products are of fp8 numbers. Then a chunk has 128 columns."""
 
     @property
     def rounds_x(self) -> bool:
@@ -165,7 +165,7 @@ class TileWgmma(LaunchConfig):
         return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=swizzle)
 
     def loads_masks(self, call: LayerCall) -> bool:
-        """Whether TMA loads the masks, whose rows are then 16-byte aligned. Otherwise threads read them."""
+        """True if TMA loads the masks, whose rows are then 16-byte aligned. Otherwise threads read them."""
         return mask_alignment(call) == 16
 
     def results(self, call: LayerCall) -> dict[str, Matrix]:
@@ -241,5 +241,5 @@ class TileWgmma(LaunchConfig):
 
 
 def can_run(call: LayerCall, gpu: Gpu) -> bool:
-    """Whether some launch of the kernel can run a call."""
+    """True if some launch of the kernel can run a call."""
     return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= 64 and gpu.arch == ARCH

@@ -73,7 +73,7 @@ def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
 
 
 def _fits_sparse(n_masks: int, groups: int, columns: int) -> bool:
-    """Whether a thread has enough registers for its sums and for the bits and metadata of its masks.
+    """True if a thread has enough registers for its sums and for the bits and metadata of its masks.
 
     Otherwise ptxas spills, or makes products wait for each other (11 masks of 24 columns).
     """
@@ -132,7 +132,7 @@ def fp8_launches(n_masks: int, weight_format: str, shared_bytes_per_sm: int) -> 
 
 
 def suits(config: TileWgmma, call: LayerCall) -> bool:
-    """Whether tiles are not much wider than the call's tokens, nor higher than its rows."""
+    """True if tiles are not much wider than the call's tokens, nor higher than its rows."""
     width = config.block_tokens
     narrow = width < call.tokens + 16 or width == _TOKEN_COLUMNS[0]
     return narrow and config.rows <= call.out_features and (config.cluster == 1 or call.tokens > width)

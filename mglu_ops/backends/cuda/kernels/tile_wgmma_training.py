@@ -36,9 +36,9 @@ class TrainingTile(TileWgmma):
     box_tokens: int = 8
     """Tokens that are stored at once: a multiple of 8 that divides `block_tokens`."""
     weighted: bool = False
-    """Whether there are mask weights."""
+    """True if there are mask weights."""
     padded_masks: bool = False
-    """Whether rows of masks are followed by unused bytes up to a multiple of 16, so that TMA loads them."""
+    """True if rows of masks are followed by unused bytes up to a multiple of 16, so that TMA loads them."""
 
     def _fixed_bytes(self, n_masks: int) -> int:
         """Bytes of two sets of stored boxes, and of the sums that warpgroups of the same rows or passes exchange.

@@ -314,7 +314,7 @@ def _run(launch: Prepared, on: Tensor, **tensors: Tensor | None) -> None:
 
 
 def _is_vector(*tensors: Tensor) -> bool:
-    """Whether the rows of tensors with contiguous columns are multiples of 8 columns at multiples of 16 bytes."""
+    """True if the rows of tensors with contiguous columns are multiples of 8 columns at multiples of 16 bytes."""
     for tensor in tensors:
         if tensor.shape[-1] % _OCTET or tensor.data_ptr() % 16:
             return False
