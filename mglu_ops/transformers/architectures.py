@@ -80,6 +80,7 @@ def _derived(mixin: type[Any], base: type[Any], difference: str, attributes: dic
 
 
 MGLULlamaConfig, MGLULlamaModel, MGLULlamaForCausalLM = _classes("Llama")
+MGLUQwen2Config, MGLUQwen2Model, MGLUQwen2ForCausalLM = _classes("Qwen2")
 MGLUQwen3Config, MGLUQwen3Model, MGLUQwen3ForCausalLM = _classes("Qwen3")
 MGLUMistralConfig, MGLUMistralModel, MGLUMistralForCausalLM = _classes("Mistral")
 MGLUQwen3MoeConfig, MGLUQwen3MoeModel, MGLUQwen3MoeForCausalLM = _classes("Qwen3Moe")
