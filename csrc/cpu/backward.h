@@ -5,7 +5,7 @@
 //
 //   grad_t = G * P,   grad_f_i = G * Q_i,   D_0 = grad_t^T x,   D_i = grad_f_i^T x
 //   grad_x = grad_t W + sum_i grad_f_i (F_i * W),   grad_weight = D_0 + sum_i F_i * D_i
-//   grad_mask_logits_i = -2 W * D_i,   grad_mask_weights_i = sum over columns of G * R_i
+//   grad_logits_i = -2 W * D_i,   grad_mask_weights_i = sum over columns of G * R_i
 //
 // Arithmetic is in float32 and rounded once; subnormal numbers may count as 0. Sizes and strides count elements. A
 // stride is the distance between two rows, whose elements are contiguous. Pointers need only the alignment of their

@@ -1,9 +1,9 @@
 // The activations of the gate, in float32. Names and codes agree with mglu_ops/activations.py and csrc/cpu/activation.h
 // (tests/cpu/test_activation_codes.py).
 //
-// With kFast, exponentials and divisions use the hardware's approximations, which have a relative error of 1e-6 to 1e-5
-// and need a third of the instructions. The kernels set kFast where the result is rounded to 16 bits, since that
-// rounding error is at least 50 times as large.
+// With kFast, exponentials and divisions are the hardware's approximations: a relative error of 1e-6 to 1e-5 for a
+// third of the instructions. Kernels set kFast if they round the result to 16 bits, since the rounding error is at
+// least 50 times as large.
 #pragma once
 #include "ptx.cuh"
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ float reciprocal(float x) {
 
 template <bool kFast>
 __device__ __forceinline__ float sigmoid(float x) {
-    // For very negative x the exponential overflows to infinity, and the reciprocal is then 0, the right limit.
+    // For very negative x the exponential overflows to infinity, whose reciprocal is 0, the correct limit.
     return reciprocal<kFast>(1.0f + exponential<kFast>(-x));
 }
 
@@ -60,9 +60,9 @@ __device__ __forceinline__ float activate(float gate) {
     }
 }
 
-// The normal distribution function of x and its density, which share the exponential. With kFast the distribution
-// function is formula 7.1.26 of Abramowitz and Stegun. Its absolute error of 1e-7 is as large as the error of 1 +
-// erff(x) in the lower tail.
+// The normal distribution function of x and its density, which share an exponential. With kFast the distribution
+// function is formula 7.1.26 of Abramowitz and Stegun. Its absolute error is 1e-7, as large as the error of 1 + erff(x)
+// in the lower tail.
 template <bool kFast>
 __device__ __forceinline__ void normal_distribution(float x, float& probability, float& density) {
     const float e = exponential<kFast>(x * x * -0.5f);
@@ -79,13 +79,13 @@ __device__ __forceinline__ void normal_distribution(float x, float& probability,
     }
 }
 
-// An activation at a gate, and its derivative there.
+// The value and the derivative of an activation at a gate.
 struct ValueAndDerivative {
     float value, derivative;
 };
 
-// activate() and its derivative. The derivatives agree with torch (mglu_ops/activations.py), also where none exists:
-// relu's is 0 at 0, and 1 at a NaN.
+// activate() and its derivative. Derivatives agree with torch (mglu_ops/activations.py) at points where the function
+// has none: relu's is 0 at 0, and 1 at NaN.
 template <Activation kActivation, bool kFast>
 __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gate) {
     if constexpr (kActivation == Activation::silu) {

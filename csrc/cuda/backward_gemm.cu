@@ -1,20 +1,21 @@
-// The two GEMMs of the backward pass on Hopper. Their A operand is an elementwise product, A = G * S, of the gradient G
-// of the result and its partial derivatives S (training.md). It is computed in registers and never stored.
+// The two GEMMs of the backward pass on Hopper. G is the gradient of the result, and S_i are its partial derivatives P,
+// Q_1, Q_2, ... (training.md). The A operand, the elementwise product G * S_i, is computed in registers and never
+// stored.
 //
-//     MGLU_INPUT_GRADIENT = 1:  dx[token, h]  = sum over i, d of (G * S_i)[token, d] (F_i * W)[d, h]
-//     MGLU_INPUT_GRADIENT = 0:  D_i[d, h]     = sum over tokens of (G * S_i)[token, d] x[token, h]
+//     MGLU_INPUT_GRADIENT = 1:  grad_x[token, h] = sum over i, d of (G * S_i)[token, d] (F_i * W)[d, h]
+//     MGLU_INPUT_GRADIENT = 0:  D_i[d, h]        = sum over tokens of (G * S_i)[token, d] x[token, h]
 //
-// where i starts at 0, F_0 = 1, and the sign-flipped weights F_i * W are matrices in memory. A block computes tiles of
-// 128 rows by 256 columns of the result. Its producer, one thread of its own warpgroup, loads stages of kDepth columns
-// of A (kDepth rows of B) by TMA into a ring in shared memory. Two consumer warpgroups, of 64 rows each, read G and S
-// as wgmma's A operand, multiply them in registers, and multiply the products with B. B is not rearranged: its rows lie
+// Here i starts at 0 and F_0 = 1. The sign-flipped weights F_i * W are matrices in memory. A block computes tiles of
+// 128 rows by 256 columns of the result. Its producer is one thread in a warpgroup of its own. It loads stages of
+// kDepth columns of A and kDepth rows of B by TMA into a ring in shared memory. Two consumer warpgroups of 64 rows each
+// read G and S_i as wgmma fragments, multiply them in registers, and multiply the products with B. The rows of B lie
 // along k, which wgmma takes as a transposed operand.
 //
-// For dx, the stages of one chunk of d go through all i, so that G is loaded once for all of them. For D_i, the two
-// warpgroups of a block take the same rows of W and neighbouring i where possible, so that they share G. The blocks of
-// a cluster have the same columns and load B for each other.
+// For grad_x, the stages of one chunk of d go through all i, so that G is loaded once for all of them. For D_i, the two
+// warpgroups of a block take the same rows of W and neighbouring i if possible, so that they share G. The blocks of a
+// cluster compute the same columns and load B for each other.
 //
-// Every accumulator sums k in ascending steps of 16, whatever the grid: results have the same bits in every run.
+// Every accumulator sums k in ascending steps of 16 for any grid, so results have the same bits in every run.
 //
 // Requirements: 16-bit elements, matrices whose rows are 16-byte aligned.
 #include "element.cuh"
@@ -28,44 +29,44 @@ constexpr bool kInputGradient = MGLU_INPUT_GRADIENT != 0;
 constexpr int kCluster = MGLU_CLUSTER;  // 1 or 2
 constexpr int kStages = MGLU_STAGES;
 constexpr int kDepth = MGLU_DEPTH;      // columns of A in a stage: 32 or 64
-constexpr bool kWide = MGLU_WIDE != 0;  // whether D_0 is in float32; then only D_0 is computed
+constexpr bool kWide = MGLU_WIDE != 0;  // computes only D_0, in float32
 
 constexpr int kRows = 128;          // of a tile
 constexpr int kColumns = 256;       // of a tile
-constexpr int kBox = kDepth * 128;  // bytes: kDepth rows of 128
+constexpr int kBox = kDepth * 128;  // bytes of a box of B: kDepth rows of 128 bytes
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kConsumerRegisters = 240;
 constexpr int kProducerRegisters = 24;
 
-// A stage of the ring: G and S, then four boxes of 64 columns of B. For dx the boxes of G and S are 128 tokens by
-// kDepth of d; for D_i two boxes of kDepth tokens by 64 of d. Rows are swizzled: the 16-byte vector v of row r lies at
-// v ^ (r % 8) in rows of 128 bytes, and at v ^ (r / 2 % 4) in rows of 64 bytes.
+// A stage of the ring holds G and S_i, then four boxes of 64 columns of B. For grad_x, G and S_i are a box of 128
+// tokens by kDepth of d each; for D_i, two boxes of kDepth tokens by 64 of d each. Rows are swizzled: the 16-byte
+// vector v of row r lies at v ^ (r % 8) in rows of 128 bytes, and at v ^ (r / 2 % 4) in rows of 64 bytes.
 constexpr int kOperandBytes = kRows * kDepth * 2;
 constexpr int kBBytes = kDepth * kColumns * 2;
 constexpr int kStageBytes = 2 * kOperandBytes + kBBytes;
 
-// Steps of k that the mainloop unrolls. The number is even, since fragments alternate between two sets of registers.
-// For dx it covers whole chunks of d, since G is read in the first stage of a chunk. Steps past the end multiply zeros.
+// Stages that the mainloop unrolls. The number is even, since fragments alternate between two sets of registers. For
+// grad_x it covers whole chunks of d, since G is read in the first stage of a chunk. Stages past the end hold zeros.
 constexpr int kUnrolled = !kInputGradient ? 2 : kProducts % 2 == 0 ? kProducts : 2 * kProducts;
 
 struct Params {
-    void* others;  // D_1, D_2, ...: [kProducts - 1, out_features, in_features]; for dx null
-    void* out;     // dx [tokens, in_features], or D_0 [out_features, in_features], which may be in float32
+    void* others;  // D_1, D_2, ...: [kProducts - 1, out_features, in_features]; null for grad_x
+    void* out;     // grad_x [tokens, in_features], or D_0 [out_features, in_features], in float32 with kWide
     int tokens;
     int out_features;
     int in_features;
     TensorMap gradient;  // G [tokens][out_features]
     TensorMap partials;  // S [tokens][kProducts or more][out_features]
     TensorMap b;         // W [out_features][in_features], or x [tokens][in_features]
-    TensorMap flipped;   // F_i * W [kProducts - 1][out_features][in_features]; for D_i zeros
+    TensorMap flipped;   // F_i * W [kProducts - 1][out_features][in_features]; zeros for D_i
 };
 
 // --- the order of work ---
 
-// What a warpgroup computes: 64 rows by 256 columns.
+// The 64 rows by 256 columns that a warpgroup computes.
 struct Part {
-    int product;  // of D_i: i; for dx 0
+    int product;  // the i of D_i; 0 for grad_x
     int row;      // first row: a token, or for D_i a row of W
 };
 
@@ -73,8 +74,8 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 __device__ __forceinline__ int column_tiles(const Params& p) { return ceil_div(p.in_features, kColumns); }
 
-// The number of cluster tiles, the units of work of a whole cluster. All column tiles of a few rows follow one another,
-// so that blocks that run at the same time read each row of A from L2.
+// The number of work tiles of a cluster. All column tiles of the same rows follow one another, so that blocks that run
+// at the same time share the rows of A through L2.
 __device__ __forceinline__ int cluster_tiles(const Params& p) {
     const int parts = kInputGradient ? ceil_div(p.tokens, 64) : ceil_div(p.out_features, 64) * kProducts;
     return ceil_div(parts, kConsumers * kCluster) * column_tiles(p);
@@ -82,20 +83,20 @@ __device__ __forceinline__ int cluster_tiles(const Params& p) {
 
 __device__ __forceinline__ int column_at(const Params& p, int index) { return index % column_tiles(p) * kColumns; }
 
-// The products D_i of the same rows of W follow each other. Parts past the last row of the matrix are computed from
-// zeros and not written.
+// Parts are ordered by rows of W, and by i for the same rows. Parts past the last row are computed from zeros and not
+// written.
 __device__ __forceinline__ Part part_at(const Params& p, int index, int rank, int warpgroup) {
     const int part = (index / column_tiles(p) * kCluster + rank) * kConsumers + warpgroup;
     if constexpr (kInputGradient) return {0, part * 64};
     return {part % kProducts, part / kProducts * 64};
 }
 
-// Whether the two warpgroups of a block have the same rows of W, and therefore the same G.
+// True if the two warpgroups of a block have the same rows of W, and therefore the same G.
 __device__ __forceinline__ bool share_gradient(const Params& p, int index, int rank) {
     return !kInputGradient && part_at(p, index, rank, 0).row == part_at(p, index, rank, 1).row;
 }
 
-// Steps of kDepth along k, a multiple of kUnrolled.
+// The number of stages of a tile, rounded up to a multiple of kUnrolled.
 __device__ __forceinline__ int step_count(const Params& p) {
     const int steps = kInputGradient ? ceil_div(p.out_features, kDepth) * kProducts : ceil_div(p.tokens, kDepth);
     return ceil_div(steps, kUnrolled) * kUnrolled;
@@ -131,8 +132,8 @@ __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32
         const Part second = part_at(p, index, rank, 1);
         const bool shares_gradient = share_gradient(p, index, rank);
         const int first_column = column_at(p, index) + rank * kBoxes * 64;
-        int product = 0;  // for dx: the i of the step
-        int chunk = 0;    // for dx: of d; for D_i: of tokens
+        int product = 0;  // the i of the stage, for grad_x
+        int chunk = 0;    // chunk of d for grad_x, of tokens for D_i
         for (int step = 0; step < steps; ++step) {
             const u32 slot = ring + position.slot * kStageBytes;
             const u32 barrier = full + 8 * position.slot;
@@ -166,14 +167,14 @@ __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32
             position.advance();
         }
     }
-    // The other block of the cluster still signals this block's barriers when it releases a stage: do not exit before.
+    // Do not exit yet: the other block of the cluster still signals this block's barriers when it releases a stage.
     for (int s = 0; kCluster > 1 && s < kStages; ++s, position.advance())
         barrier_wait(empty + 8 * position.slot, position.parity ^ 1);
 }
 
 // --- the consumers ---
 
-// The product of two packed pairs of 16-bit floats, rounded to nearest.
+// Multiplies two packed pairs of 16-bit floats, rounding to nearest.
 __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
     u32 product;
     if constexpr (kType == kBfloat16) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
@@ -181,10 +182,10 @@ __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
     return product;
 }
 
-// The sums of 64 rows and 256 columns, and the operands in registers.
+// A thread's sums of 64 rows and 256 columns, and its operands in registers.
 struct Accumulators {
     float sums[kColumns / 2];
-    u32 a[2][kDepth / 16][4];      // G * S of a step, in two sets of registers: the tensor cores still read one
+    u32 a[2][kDepth / 16][4];      // G * S_i of a stage, in two sets, one of which the tensor cores may still read
     u32 gradient[kDepth / 16][4];  // G of a chunk
 
     __device__ __forceinline__ void clear() {
@@ -192,14 +193,14 @@ struct Accumulators {
         for (int c = 0; c < kColumns / 2; ++c) sums[c] = 0.0f;
     }
 
-    // Reads 64 rows and 16 columns of k of G or S as wgmma's A operand.
+    // Reads 64 rows and 16 columns of k of G or S_i as a fragment of wgmma's A operand.
     __device__ __forceinline__ static void load(u32 (&to)[4], u32 from, int step) {
         // For D_i the rows in shared memory are tokens, which are A's columns, so these fragments are transposed.
         if constexpr (kInputGradient) load_matrices(to, from ^ step * 32);
         else load_transposed_matrices(to, from + step * (16 * 128));
     }
 
-    // The addresses say where the lane reads S and G of the stage.
+    // Computes G * S_i of a stage. The addresses are the lane's, of S_i and G in the stage.
     template <bool kWithGradient>
     __device__ __forceinline__ void load_operand(u32 (&to)[kDepth / 16][4], u32 partials_at, u32 gradient_at) {
 #pragma unroll
@@ -213,7 +214,7 @@ struct Accumulators {
     }
 
     __device__ __forceinline__ void multiply(const u32 (&operand)[kDepth / 16][4], u64 b) {
-        // Pin the fragments' last write here: otherwise ptxas may make the products wait for each other.
+        // Keep the last write of the fragments here. Otherwise ptxas may make the wgmmas wait for each other.
 #pragma unroll
         for (int s = 0; s < kDepth / 16; ++s)
             asm volatile("" ::"r"(operand[s][0]), "r"(operand[s][1]), "r"(operand[s][2]), "r"(operand[s][3]));
@@ -225,8 +226,8 @@ struct Accumulators {
     }
 };
 
-// The offset at which a lane starts to read G or S of a stage. For dx: row lane % 16 of the warp, vector lane / 16. For
-// D_i: token lane % 8 + 8 (lane / 16), and vector lane / 8 % 2 of the warp's 16 rows.
+// The offset in a stage from which a lane reads G or S_i. For grad_x it is row lane % 16 of the warp, vector lane / 16.
+// For D_i it is token lane % 8 + 8 (lane / 16), vector lane / 8 % 2 of the warp's 16 rows.
 __device__ __forceinline__ u32 operand_offset(int warp, int lane) {
     if constexpr (kInputGradient) {
         const int row = warp * 16 + lane % 16;
@@ -237,7 +238,7 @@ __device__ __forceinline__ u32 operand_offset(int warp, int lane) {
     }
 }
 
-// Transposes 4 words over 4 neighbouring lanes: lane q gets word q of each lane.
+// Transposes 4 words in each of 4 neighbouring lanes: lane q gets word q of each lane.
 __device__ __forceinline__ Vec16 transpose_over_quad(const u32 (&word)[4], int lane) {
     // Swap 2 x 2 blocks inside pairs of lanes first, then blocks of 2 words between pairs.
     u32 pair[4];
@@ -259,7 +260,7 @@ __device__ __forceinline__ Vec16 transpose_over_quad(const u32 (&word)[4], int l
     return result;
 }
 
-// Writes the rows of a warp in float32. A lane has rows g and g + 8, and columns 2q and 2q + 1 of every 8.
+// Writes a warp's rows in float32. A lane holds rows g and g + 8, and columns 2q and 2q + 1 of every 8.
 __device__ __forceinline__ void store_wide(const Params& p, const float (&sums)[kColumns / 2], const Part& part,
                                            int first_column, int warp, int lane) {
     const int columns = p.in_features - first_column - lane % 4 * 2;  // from the lane's first to the matrix's end
@@ -277,7 +278,7 @@ __device__ __forceinline__ void store_wide(const Params& p, const float (&sums)[
     }
 }
 
-// The same, in 16 bits.
+// Writes a warp's rows in 16 bits.
 __device__ __forceinline__ void store(const Params& p, const float (&sums)[kColumns / 2], const Part& part,
                                       int first_column, int warp, int lane) {
     const int rows = kInputGradient ? p.tokens : p.out_features;
@@ -321,7 +322,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
     RingPosition position;
     Accumulators accumulators;
     for (int index = blockIdx.x / kCluster; index < tiles; index += gridDim.x / kCluster) {
-        // Each warpgroup has 64 rows of the boxes. Both may have the same rows of G.
+        // Each warpgroup reads 64 rows of S_i's boxes. Both may read the same rows of G.
         const u32 partials = operand + kOperandBytes + warpgroup * (kOperandBytes / 2);
         const u32 gradient = operand + (share_gradient(p, index, rank) ? 0 : warpgroup * (kOperandBytes / 2));
         accumulators.clear();
@@ -360,8 +361,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
     using namespace mglu;
     extern __shared__ __align__(1024) u8 shared[];
     const u32 ring = shared_address(shared);
-    // Two barriers for each slot of the ring. full: the copies have arrived; empty: all consumers of all blocks of the
-    // cluster have released it.
+    // Each slot of the ring has two barriers. full: the copies have arrived. empty: all consumers of all blocks of the
+    // cluster have released the slot.
     const u32 full = ring + kStages * kStageBytes;
     const u32 empty = full + 8 * kStages;
     if (threadIdx.x == 0) {

@@ -1,5 +1,5 @@
-// Writes zeros to the rows of a matrix that belong to no expert: those from the end of the last expert's rows on, which
-// the library's GEMMs of experts leave as they were. Usually there are none, and the kernel reads one number.
+// Zeroes the rows of a matrix after the last expert's rows, which the library's grouped GEMMs do not write. Usually
+// there are none, and the kernel only reads one number.
 #include "ptx.cuh"
 
 namespace mglu {
@@ -14,7 +14,7 @@ struct Params {
 };
 
 constexpr int kThreads = 256;
-constexpr int kWords = MGLU_VECTOR ? 8 : 1;  // of a store
+constexpr int kWords = MGLU_VECTOR ? 8 : 1;  // 16-bit words of a store
 
 }  // namespace mglu
 

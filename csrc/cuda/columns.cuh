@@ -1,9 +1,9 @@
-// Divides matrices into groups of four or eight neighbouring columns of a row, one group a thread, for the elementwise
-// kernels of a training step (training.md).
+// Divides matrices into groups of four or eight neighbouring columns of a row, one group per thread, for the
+// elementwise kernels of a training step (training.md).
 //
-// Where all rows are whole groups that start at multiples of 16 bytes (MGLU_VECTOR), an instruction loads or stores 8
-// or 16 bytes. Elsewhere groups are loaded and stored element by element, and `count` says how many columns the group
-// has.
+// With MGLU_VECTOR, all rows consist of whole groups and start at multiples of 16 bytes, and an instruction loads or
+// stores 8 or 16 bytes. Otherwise groups are loaded and stored element by element, and a row's last group may have
+// fewer columns (`count`).
 #pragma once
 #include "element.cuh"
 #include "packed_masks.cuh"
@@ -13,10 +13,11 @@ namespace mglu {
 
 constexpr int kThreads = 256;  // of a block
 constexpr bool kVector = MGLU_VECTOR;
-// Masks whose groups a thread loads before it uses the first. More would need more registers, so fewer warps would fit.
+// Masks that a thread loads before it uses the first. More would take more registers, so fewer warps would fit on an
+// SM.
 constexpr int kMasksAtOnce = kVector ? 2 : 1;
 
-// The group of this thread: each warp takes 32 neighbouring groups of one row.
+// The position of this thread's group. Each warp takes 32 neighbouring groups of one row.
 template <int kColumns>
 struct Position {
     i64 row;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void store_group(void* matrix, i64 offset, const Grou
     }
 }
 
-// The bytes of kCount neighbouring masks for 8 columns of W. Whole words start at multiples of 4 bytes.
+// The bytes of kCount neighbouring masks for 8 columns of W. If kCount is a multiple of 4, they are aligned to 4 bytes.
 template <int kCount>
 struct OctetMasks {
     u32 word[(kCount + 3) / 4];
@@ -119,8 +120,8 @@ struct OctetMasks {
         return masks;
     }
 
-    // F_i times the 8 columns; F_i is -1 where mask i is 1, and 1 elsewhere. Word w holds columns 2w and 2w + 1. Their
-    // mask bits move to bits 15 and 31, the second one from a copy of the byte that lies 15 bits higher.
+    // Multiplies the 8 columns with F_i, which is -1 where mask i is 1 and 1 elsewhere. Word w holds columns 2w and
+    // 2w + 1. One shift moves their mask bits to bits 15 and 31, because `twice` repeats the byte 15 bits higher.
     template <int kType>
     __device__ __forceinline__ Group<kType, kOctet> flip(int i, const Group<kType, kOctet>& octet) const {
         static_assert(Group<kType, kOctet>::kPerWord == 2, "16-bit elements");
@@ -132,7 +133,7 @@ struct OctetMasks {
         return flipped;
     }
 
-    // M_i times the 8 columns: the elements whose bit is 1, and zeros.
+    // Multiplies the 8 columns with M_i: keeps the elements whose bit is 1, and clears the others.
     template <int kType>
     __device__ __forceinline__ Group<kType, kOctet> keep(int i, const Group<kType, kOctet>& octet) const {
         Group<kType, kOctet> signs, kept;
@@ -145,7 +146,7 @@ struct OctetMasks {
     }
 };
 
-// The elements of `whole` where `part` is zero, and zeros where `part` has the same elements.
+// `whole` minus `part`, where each element of `part` is either 0 or the element of `whole`.
 template <int kType, int kColumns>
 __device__ __forceinline__ Group<kType, kColumns> without(const Group<kType, kColumns>& whole,
                                                           const Group<kType, kColumns>& part) {

@@ -1,5 +1,9 @@
-// Adds the experts' products of each token with their weights, in the order of k: out[t] = sum_k expert_weights[t, k]
-// products[t, k], without the pairs whose id is out of range. It follows experts_down.cu, or a library's grouped products.
+// Adds the weighted products of each token's experts, in the order of k:
+//
+//   out[t] = sum_k expert_weights[t, k] products[t, k]
+//
+// A (token, expert) pair whose id is out of range adds nothing. The kernel runs after experts_down.cu or after grouped
+// GEMMs of a library.
 #include "element.cuh"
 #include "expert_items.cuh"
 #include "params.cuh"
@@ -11,9 +15,9 @@ constexpr int kType = MGLU_ELEMENT;
 constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
 constexpr int kProductType = MGLU_PRODUCTS;  // an ElementType: kFloat32, or kType
 constexpr int kTopK = MGLU_TOP_K;
-constexpr int kVector = MGLU_VECTOR;   // columns of a thread: 4 where they divide out_features, else 1
-constexpr int kParts = MGLU_PARTS;     // of experts_down.cu: as many arrays of products, then the parts of each pair
-constexpr int kRows = MGLU_PART_ROWS;  // columns of the result that have as many parts
+constexpr int kVector = MGLU_VECTOR;   // columns of a thread: 4 if out_features is a multiple of 4, else 1
+constexpr int kParts = MGLU_PARTS;     // experts_down's maximum of split-K parts, which are separate arrays
+constexpr int kRows = MGLU_PART_ROWS;  // columns of a tile of experts_down, which have the same number of parts
 constexpr int kThreads = 128;
 
 template <typename Bits>

@@ -1,5 +1,5 @@
-// The epilogue of decode_mma.cu: adds the split-k parts, applies the activation and mask weights, sums over masks,
-// stores.
+// The epilogue of decode_mma.cu: adds the split-K parts, applies the activation and mask weights, sums over masks and
+// stores the result.
 #pragma once
 #include "activation.cuh"
 #include "element.cuh"
@@ -10,9 +10,9 @@
 
 namespace mglu {
 
-// A block has kTiles tiles of kRows rows of W. The kParts warps that share a tile, each with a part of k, are
-// neighbours. Each warp has left its sums in shared memory, kWarpBytes apart: float [1 + kMasks][kRows][kColumns], or
-// with kRowsFirst [1 + kMasks][kColumns][kRows]; first t = x W^T, then s_i = x (M_i * W)^T of each mask.
+// The shapes of a block. It has kTiles tiles of kRows rows of W. kParts neighbouring warps share a tile, each with a
+// part of k. Each warp has left its sums in shared memory, kWarpBytes apart, as float [1 + kMasks][kRows][kColumns], or
+// with kRowsFirst [1 + kMasks][kColumns][kRows]. The first are t = x W^T, the others s_i = x (M_i * W)^T of each mask.
 template <int kType_, WeightFormat kFormat_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_,
           int kParts_, int kRows_, int kColumns_, int kWarpBytes_, bool kRowsFirst_>
 struct EpilogueShape {
@@ -26,19 +26,19 @@ struct EpilogueShape {
     static constexpr int kRows = kRows_;
     static constexpr int kColumns = kColumns_;
     static constexpr int kWarpBytes = kWarpBytes_;
-    static constexpr int kThreads = 32 * kTiles * kParts;  // of the block
+    static constexpr int kThreads = 32 * kTiles * kParts;  // threads of the block
 
-    // Whether neighbouring threads have neighbouring rows, and write them together.
+    // With kRowsFirst, neighbouring threads compute neighbouring rows, so that their stores are coalesced.
     static constexpr bool kRowsFirst = kRowsFirst_;
 
-    // Where a sum lies among the sums of its product. The threads of a warp write and read different banks.
-    static __device__ __forceinline__ int place_of_sum(int token, int row) {
-        const int place = kRowsFirst ? token * kRows + row : row * kColumns + token;
-        return kRowsFirst ? place ^ place / 32 % 4 * 8 : place;
+    // The index of a sum among the sums of its product. The threads of a warp write and read different banks.
+    static __device__ __forceinline__ int index_of_sum(int token, int row) {
+        const int index = kRowsFirst ? token * kRows + row : row * kColumns + token;
+        return kRowsFirst ? index ^ index / 32 % 4 * 8 : index;
     }
 };
 
-// Adds the parts of k in a fixed order, so that every run gives the same bits.
+// Adds the split-K parts in a fixed order, so that every run gives the same bits.
 template <typename Shape>
 __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
     float sum = 0.0f;
@@ -48,11 +48,11 @@ __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
     return sum;
 }
 
-// The masks' terms of an output are summed in a fixed order: each of kPartialSums partial sums takes every
-// kPartialSums-th mask, and the partial sums are then added pairwise. Where a block has more threads than outputs,
-// kMaskLanes neighbouring lanes share an output, which shortens the kernel's tail. A tile that would run past the last
-// row starts higher (decode_mma.cu), which shifts its rows here as well. `rows`: the tokens' rows of the result.
-// `scales`: of the block's rows of W, where these have them.
+// Computes and stores the block's outputs. The terms of an output's masks are summed in a fixed order: each of
+// kPartialSums partial sums adds every kPartialSums-th mask, and then the partial sums are added pairwise. If a block
+// has more threads than outputs, kMaskLanes neighbouring lanes share an output, which shortens the kernel's tail. A
+// tile that would run past the last row starts at an earlier row (decode_mma.cu), here as well. `rows` maps tokens to
+// rows of the result. `scales` are the scales of the block's rows of W, if the format has them.
 template <typename Shape, typename Rows>
 __device__ __forceinline__ void decode_epilogue(const Params& p, const Rows& rows, const float* scales, const u8* sums,
                                                 int first_row) {
@@ -70,12 +70,12 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const Rows& row
                                  : kThreadsPerOutput >= 2 ? 2
                                                           : 1;
     constexpr int kMaskLanes = kUsableLanes < kPartialSums ? kUsableLanes : kPartialSums;
-    constexpr int kLanePartialSums = kPartialSums / kMaskLanes;  // partial sums of a lane
+    constexpr int kLanePartialSums = kPartialSums / kMaskLanes;  // partial sums that a lane holds
     constexpr int kPlane = Shape::kRows * Shape::kColumns;
     constexpr int kOutputsAtOnce = Shape::kThreads / kMaskLanes;
     int thread = threadIdx.x;
     if constexpr (Shape::kRowsFirst)
-        keep_in_register(thread);  // else places are computed before the main loop, which has no registers to spare
+        keep_in_register(thread);  // else addresses are computed before the mainloop, which has no registers to spare
     const int mask_lane = thread % kMaskLanes;
     for (int base = 0; base < kOutputs; base += kOutputsAtOnce) {
         const int output = base + thread / kMaskLanes;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const Rows& row
         if (wanted) {
             const u8* parts = sums + tile * (Shape::kParts * Shape::kWarpBytes);
             const int tile_start = min(first_row + tile * Shape::kRows, p.out_features - Shape::kRows);
-            const int offset = Shape::place_of_sum(token, row - tile_start);
+            const int offset = Shape::index_of_sum(token, row - tile_start);
             const float scale = kScalesRows<Shape::kFormat> ? scales[row - first_row] : 1.0f;
             const float t = sum_of_parts<Shape>(parts, offset) * scale;
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const Rows& row
                 const float gate = sum_of_parts<Shape>(parts, (1 + i) * kPlane + offset) * scale;
                 const float term = activate<Shape::kActivation, true>(gate) * (t - gate);
                 sum[first / kMaskLanes % kLanePartialSums] +=
-                    load_mask_weight<Shape::kMaskWeightType>(p, rows.of_result(token), i) * term;
+                    load_mask_weight<Shape::kMaskWeightType>(p, rows.result_row(token), i) * term;
             }
         }
 #pragma unroll
@@ -110,7 +110,7 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const Rows& row
             sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], distance);
         if (wanted && mask_lane == 0)
             static_cast<typename Element<Shape::kType>::Bits*>(
-                p.out)[static_cast<i64>(rows.of_result(token)) * p.out_features + row] =
+                p.out)[static_cast<i64>(rows.result_row(token)) * p.out_features + row] =
                 from_float<Shape::kType>(sum[0]);
     }
 }

@@ -1,30 +1,29 @@
 // MGLU for 1 to 16 tokens on sparse tensor cores, which apply the mask bits themselves. The page of this kernel is
 // decode_mma.md.
 //
-// A sparse matrix product multiplies two values of A with two of four rows of B, which two metadata bits per value
-// select. Here A holds W, which need not be sparse, and the four rows of B are (x_k, 0, x_l, 0): the metadata
-// multiplies each weight with its x or with zero. So s_i = x (M_i * W)^T costs no instruction per weight: one LOP3
-// turns 16 mask bits into the metadata of 16 weights. t = x W^T selects x for all weights. The gate is s_i, the value
-// t - s_i.
+// A sparse MMA takes two values of A for every four rows of B. Two metadata bits per value select the row that it is
+// multiplied with. Here A holds W, which need not be sparse, and the four rows of B are (x_k, 0, x_l, 0), so that the
+// metadata multiplies each weight with its x or with zero. s_i = x (M_i * W)^T then costs no instruction per weight:
+// one LOP3 turns 16 mask bits into the metadata of 16 weights. For t = x W^T the metadata selects x for all weights.
+// The gate is s_i, and the value is t - s_i.
 //
-// A warp owns 16 rows of W and every kSplitK-th stage of k. Its own lanes copy W and mask bytes into a ring of kStages
-// stages in shared memory with cp.async, so that loads need no registers and never wait for arithmetic, and no warp
-// waits for another before the end. x is copied whole, once per block; with kCluster = 2, two neighbouring blocks copy
-// it for each other. For 16 x 64 weights a warp issues 4 (kMasks + 1) products of 8 columns, so that 1 to 8 tokens cost
-// the same. At the end each warp leaves its sums in shared memory, and the block runs the epilogue
-// (decode_epilogue.cuh).
+// A warp owns 16 rows of W and every kSplitK-th stage of k. Its own lanes copy W and mask bytes with cp.async into a
+// ring of kStages stages in shared memory. So loads need no registers and never wait for arithmetic, and no warp waits
+// for another before the end. x is copied whole, once per block; with kCluster = 2, two neighbouring blocks copy it for
+// each other. For 16 x 64 weights a warp issues 4 (kMasks + 1) MMAs of 8 columns, so that 1 to 8 tokens cost the same.
+// At the end each warp stores its sums in shared memory, and the block runs the epilogue (decode_epilogue.cuh).
 //
-// With MGLU_ITEMS, a block computes an item of experts (work.cuh): it has the tokens of one expert, whose rows of x and
-// of the result are anywhere, and otherwise sees that expert's layer alone.
+// With MGLU_ITEMS, a block computes an item (work.cuh): a few rows of one expert, which may lie anywhere in x and in
+// the result. Apart from that, the block runs as for a layer with that expert's weights.
 //
-// The order of a row's sums depends on in_features and on the launch configuration, not on the other tokens.
+// The order of summation depends on in_features and on the launch configuration, not on the other tokens.
 //
-// W in 8 or 4 bits is decoded to 16 bits where it leaves shared memory. The scale of a row is copied to shared memory at
-// the start and multiplies the row's sums at the end; the scale of a block or of a group multiplies the sums of its
-// 128 columns.
+// W in 8 or 4 bits is decoded to 16 bits when it is read from shared memory. Scales of rows are copied to shared memory
+// at the start and multiply the rows' sums at the end. The scale of a block or group multiplies the sums of its 128
+// columns.
 //
-// Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight 16-byte aligned, rows of masks aligned to
-// MGLU_MASK_VECTOR and contiguous, out_features >= 16.
+// Requirements: in_features is a multiple of 8 (of 16 for 8-bit weights, of 32 for 4-bit weights), rows of the weight
+// are 16-byte aligned, rows of masks are contiguous and aligned to MGLU_MASK_VECTOR, out_features >= 16.
 #include "activation.cuh"
 #include "decode_epilogue.cuh"
 #include "element.cuh"
@@ -43,23 +42,23 @@ constexpr int kMasks = MGLU_N_MASKS;
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
 constexpr int kTiles = MGLU_TILES;                  // tiles of 16 rows in a block
-constexpr int kSplitK = MGLU_SPLIT_K;               // warps that share a tile, each with a part of k
+constexpr int kSplitK = MGLU_SPLIT_K;               // warps that share a tile, each with every kSplitK-th stage
 constexpr int kStages = MGLU_STAGES;                // stages in a warp's ring
 constexpr int kStageChunks = MGLU_SUB;              // chunks of 64 columns in a stage
-constexpr int kTokenTiles = MGLU_TOKEN_TILES;       // columns of a product / 8
+constexpr int kTokenTiles = MGLU_TOKEN_TILES;       // tiles of 8 tokens, the columns of an MMA
 constexpr int kBlockTokens = MGLU_BLOCK_TOKENS;     // tokens of a block, at most 8 * kTokenTiles
 constexpr int kTokenColumns = MGLU_TOKEN_COLUMNS;  // columns whose sums are kept: 1 for one token, else 8 * kTokenTiles
-constexpr int kMaskVector = MGLU_MASK_VECTOR;      // bytes of a lane's copy of masks
+constexpr int kMaskVector = MGLU_MASK_VECTOR;      // bytes that one cp.async copies of the masks
 constexpr int kMaskGroup = MGLU_MASK_GROUP;        // masks whose bits are in registers at once; divides kMasks
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
-constexpr bool kReadOnce = MGLU_READ_ONCE;  // W is read once: a block has all tokens
+constexpr bool kReadOnce = MGLU_READ_ONCE;  // a block has all tokens, so that W is read once
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
-// Whether x and W, in 8 bits, leave shared memory as matrices. Sums of groups of columns leave registers for that only
-// with few masks.
+// True if x and 8-bit W are read from shared memory with ldmatrix. In fp8_block, whose groups of columns have their own
+// sums, registers allow this only with few masks.
 constexpr bool kMatrices = kScalesRows<kFormat> || (kFormat == WeightFormat::fp8_block && kMasks <= 4);
-constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // parts of a stage with scales of their own
+constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // groups with a scale in a stage
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
 
@@ -76,26 +75,28 @@ constexpr int kStageBytes = Stage::kBytes;
 constexpr bool kSwizzleMasks = Stage::kSwizzleMasks;
 constexpr int kPartialFloats = (kMasks + 1) * kRows * kTokenColumns;
 constexpr int kRingBytes = kStages * kStageBytes;
-// A warp's sums overwrite its ring. Where they are larger, they overwrite all rings and x, but not the barriers of x.
+// A warp's sums overwrite its ring if they fit. Otherwise all warps' sums overwrite all rings and x, but not x's
+// barriers.
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
-constexpr int kScaleBytes = kScalesRows<kFormat> ? (4 * kTiles * kRows + 127) / 128 * 128 : 0;  // before the rings
+constexpr int kScaleBytes = kScalesRows<kFormat> ? (4 * kTiles * kRows + 127) / 128 * 128 : 0;  // lie before the rings
 using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightType, kTiles, kSplitK, kRows,
                                kTokenColumns, kSumBytes, kMatrices>;
 
-// x of one token as the products take it, in shared memory, where W is in 4 bits and reading does not hide arithmetic:
-// for each half of a chunk the even columns and then the odd ones, each followed by a zero. A lane reads its columns 2q
-// (or 2q + 1) of four groups of 8 as one vector.
+// With 4-bit weights and one token, arithmetic takes longer than loads. x is then stored in shared memory as the MMAs
+// take it: for each half of a chunk first the even columns and then the odd ones, each element followed by a zero. A
+// lane reads columns 2q (or 2q + 1) of four octets as one vector.
 constexpr bool kExpandedX = kTokenColumns == 1 && Weight::kBits == 4;
 constexpr int kChunkOfX = kExpandedX ? 256 : 128;  // bytes
 
+// Loads and stores the expanded x. An item is columns 2q and 2q + 1 of four octets.
 struct ExpandedX {
-    static constexpr int kHeld = 3;  // items of a thread that are in registers while W is requested
-    u32 held[kHeld][4];              // an item is columns 2q and 2q + 1 of four groups of 8
+    static constexpr int kHeld = 3;  // items of a thread that stay in registers while W is requested
+    u32 held[kHeld][4];
 
     template <typename Rows>
     static __device__ __forceinline__ void load(u32 (&pair)[4], const Params& p, const Rows& rows, int item) {
-        const u16* x = static_cast<const u16*>(p.x) + rows.of_x(0) * p.x_row_stride;
+        const u16* x = static_cast<const u16*>(p.x) + rows.x_row(0) * p.x_row_stride;
 #pragma unroll
         for (int octet = 0; octet < 4; ++octet) {
             const int column = item / 4 * 32 + octet * 8 + item % 4 * 2;
@@ -122,7 +123,7 @@ struct ExpandedX {
         for (int i = 0; i < kHeld; ++i)
             if (threadIdx.x + i * kThreads < items) load(held[i], p, rows, threadIdx.x + i * kThreads);
     }
-    // All threads of the block wait for each other afterwards.
+    // The caller synchronises the block afterwards.
     template <typename Rows>
     __device__ __forceinline__ void store(const Params& p, const Rows& rows, u32 base, int items) {
 #pragma unroll
@@ -135,9 +136,9 @@ struct ExpandedX {
     }
 };
 
-// x in shared memory: a row for each token, in vectors of 8 columns, with 16 bytes of padding between rows so that the
-// matrices that a warp reads of 8 tokens lie in different banks. x arrives in kXSegments segments along k, each with a
-// barrier, so that arithmetic starts when the first has arrived.
+// x in shared memory: a row for each token, in vectors of 8 columns. Rows are padded by 16 bytes, so that ldmatrix
+// reads 8 tokens from different banks. x arrives in kXSegments segments along k, each with a barrier, so that
+// arithmetic starts when the first has arrived.
 constexpr int kXSegments = 4;
 
 struct SharedX {
@@ -156,7 +157,7 @@ struct SharedX {
 
     __device__ __forceinline__ u32 row_bytes() const { return octets * 16 + 16; }
 
-    // All threads write vectors of 8 columns, from number `first` on. The caller waits for the asynchronous copies.
+    // All threads of the block write vectors of 8 columns, from vector `first` on. The caller waits for the copies.
     template <typename Rows>
     __device__ __forceinline__ void store(const Params& p, const Rows& rows, int first) const {
         const u64 policy = cache_policy(false);
@@ -166,7 +167,7 @@ struct SharedX {
             const u16* x = columns;
             u32 destination = base + octet * 16;
             for (int token = 0; token < p.tokens; ++token, destination += row_bytes(), x += p.x_row_stride) {
-                if (!Rows::kConsecutive && within) x = columns + rows.of_x(token) * p.x_row_stride;
+                if (!Rows::kConsecutive && within) x = columns + rows.x_row(token) * p.x_row_stride;
                 if (p.x_is_vectorizable && within) {
                     copy_async<16>(destination, x, 16, policy);
                     continue;
@@ -181,7 +182,7 @@ struct SharedX {
         }
     }
 
-    // Writes x by bulk copies, without the zeros past in_features: lane s of warp w copies segment s of token w and of
+    // Writes x by bulk copies, but not the zeros past in_features. Lane s of warp w copies segment s of token w and of
     // every kWarps-th token after it. In a cluster, each block copies a share of the tokens to all blocks.
     template <typename Rows>
     __device__ __forceinline__ void copy(const Params& p, const Rows& rows, int warp, int lane) const {
@@ -193,7 +194,7 @@ struct SharedX {
         const int rank = kCluster > 1 ? rank_in_cluster() : 0;
         for (int token = warp * kCluster + rank; bytes > 0 && token < p.tokens; token += kWarps * kCluster) {
             const u32 destination = base + token * row_bytes() + first * 16;
-            const u16* x = static_cast<const u16*>(p.x) + rows.of_x(token) * p.x_row_stride + first * 8;
+            const u16* x = static_cast<const u16*>(p.x) + rows.x_row(token) * p.x_row_stride + first * 8;
             if constexpr (kCluster > 1) bulk_copy_multicast<kCluster>(destination, x, bytes, barrier);
             else bulk_copy(destination, x, bytes, barrier);
         }
@@ -204,7 +205,7 @@ struct SharedX {
 struct Accumulators {
     float sum[kMasks + 1][kTokenTiles][4];
 
-    // Adds the sums of a group of columns times the scales of rows g and g + 8.
+    // Adds the sums of a group of columns, multiplied by the scales of rows g and g + 8.
     __device__ __forceinline__ void add(const Accumulators& group, const float (&scale)[2]) {
 #pragma unroll
         for (int i = 0; i <= kMasks; ++i)
@@ -215,7 +216,7 @@ struct Accumulators {
     }
 };
 
-// The scales of a stage's groups of 128 columns, for a lane's rows g and g + 8.
+// The scales of a stage for a lane's rows g and g + 8, one for each group of 128 columns.
 struct GroupScales {
     float scale[kGroups][2];
 
@@ -231,23 +232,23 @@ struct GroupScales {
     }
 };
 
-// The addresses of a lane's reads that the compiler cannot derive: every other address is one of these plus a constant.
+// The base addresses of a lane's reads; every other address is one of these plus a constant.
 struct LaneAddresses {
-    u32 weights;         // in a slot: 4 weights of row g, or a row of a matrix; XOR applies `source` (0 to 3)
-    u32 masks[2];        // in a slot: row g, columns 16q to 16q + 15 of a chunk
-    u32 x[kTokenTiles];  // 4 of a token's first 16 bytes, or a row of a matrix: 16 of its first 64 bytes
+    u32 weights;         // offset in a slot of 4 weights of row g, or of ldmatrix's row; XOR applies `source` (0 to 3)
+    u32 masks[2];        // offset in a slot of row g, columns 16q to 16q + 15 of a chunk
+    u32 x[kTokenTiles];  // of a token, 4 of its first 16 bytes, or for ldmatrix 16 of its first 64 bytes
 
     __device__ __forceinline__ LaneAddresses(int lane, int g, int q, const SharedX& rows, int tokens) {
-        if constexpr (kMatrices)  // of rows 0 to 7 and 8 to 15, and of these 16 columns further
+        if constexpr (kMatrices)  // matrices of rows 0 to 7 and 8 to 15, then of the same rows 16 columns further
             weights =
                 lane % 16 * Stage::kBlockRowBytes + (lane / 16 ^ Stage::swizzle_of(lane % 8)) * Stage::kQuarterBytes;
         else
             weights = g * Stage::kBlockRowBytes + Stage::swizzle_of(g) * Stage::kQuarterBytes + q * (Weight::kBits / 2);
-        // StageLoader swizzles the masks' rows.
+        // StageLoader swizzles the rows of the masks.
         const u32 swizzle = kSwizzleMasks ? g % 2 * 16 : 0;
 #pragma unroll
         for (int i = 0; i < 2; ++i) masks[i] = kWeightBytes + g * kMaskRowBytes + ((2 * q + i) * kMasks ^ swizzle);
-        // Columns past the last token repeat that token. Their sums are never written.
+        // Columns of the MMA past the last token repeat that token. Their sums are never written.
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
             x[n] = rows.base + (kExpandedX  ? q * 16
@@ -283,12 +284,12 @@ __device__ __forceinline__ MaskWords<kMaskGroup> load_mask_group(u32 slot, const
     }
 }
 
-// A lane's fragments of one chunk (16 rows by 64 columns): A and B of four sparse products. Of every 8 columns the lane
+// A lane's fragments of one chunk (16 rows by 64 columns): A and B of four sparse MMAs. Of every 8 columns the lane
 // holds x in columns 2q and 2q + 1.
 struct ChunkFragments {
     SparseWeights weights[2];  // the even weights and the odd weights
-    // [token tile][half][odd][8 columns of the half]. The upper 16 bits are 0, or with kMatrices the lower ones: that needs
-    // fewer instructions of the pipe that decodes W.
+    // [token tile][half][odd][8 columns of the half]. The upper 16 bits are 0. With kMatrices the lower ones are, which
+    // takes fewer instructions of the pipe that also decodes W.
     u32 x[kTokenTiles][2][2][4];
 
     __device__ __forceinline__ ChunkFragments(u32 rows, const LaneAddresses& lane, int x_offset) {
@@ -342,7 +343,7 @@ struct ChunkFragments {
                                                               x[n][kSelector][kOdd], metadata);
     }
 
-    // t sums all weights.
+    // Adds to t, with metadata that selects all weights.
     __device__ __forceinline__ void multiply_unmasked(Accumulators& acc, const Metadata& constants) const {
         mma<0, 0>(acc.sum[0], constants.select_all);
         mma<0, 1>(acc.sum[0], constants.select_all);
@@ -350,7 +351,7 @@ struct ChunkFragments {
         mma<1, 1>(acc.sum[0], constants.select_all);
     }
 
-    // s_i, for each mask of a group. Consecutive products have different accumulators.
+    // Adds to s_i, for each mask of a group. Consecutive MMAs have different accumulators.
     __device__ __forceinline__ void multiply_masked(Accumulators& acc, int group,
                                                     const SparseMetadata<kMaskGroup>& even,
                                                     const SparseMetadata<kMaskGroup>& odd) const {
@@ -366,7 +367,7 @@ struct ChunkFragments {
     }
 };
 
-// Stores a warp's sums over its ring, as the epilogue reads them.
+// Stores a warp's sums in the layout of the epilogue, where its ring was.
 __device__ __forceinline__ void store_partial(float* partial, const Accumulators& acc, int g, int q) {
 #pragma unroll
     for (int i = 0; i <= kMasks; ++i) {
@@ -384,10 +385,10 @@ __device__ __forceinline__ void store_partial(float* partial, const Accumulators
                     const float first = acc.sum[i][n][2 * half], second = acc.sum[i][n][2 * half + 1];
                     const int token = n * 8 + 2 * q, row = g + half * 8;
                     if constexpr (Epilogue::kRowsFirst) {
-                        sums[Epilogue::place_of_sum(token, row)] = first;
-                        sums[Epilogue::place_of_sum(token + 1, row)] = second;
+                        sums[Epilogue::index_of_sum(token, row)] = first;
+                        sums[Epilogue::index_of_sum(token + 1, row)] = second;
                     } else {
-                        *reinterpret_cast<float2*>(sums + Epilogue::place_of_sum(token, row)) =
+                        *reinterpret_cast<float2*>(sums + Epilogue::index_of_sum(token, row)) =
                             make_float2(first, second);
                     }
                 }
@@ -395,7 +396,7 @@ __device__ __forceinline__ void store_partial(float* partial, const Accumulators
     }
 }
 
-// Narrows the parameters to one block's tokens: up to kBlockTokens from first_token on.
+// Narrows the parameters to the tokens of a block, up to kBlockTokens from first_token on.
 __device__ __forceinline__ Params select_tokens(Params p, int first_token) {
     p.x = static_cast<const u16*>(p.x) + first_token * p.x_row_stride;
     p.out = static_cast<u16*>(p.out) + static_cast<i64>(first_token) * p.out_features;
@@ -438,14 +439,14 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     const int part = warp % kSplitK;
     const int g = lane / 4;
     const int q = lane % 4;
-    // A last tile that would run past the end starts higher instead, and computes some rows twice.
+    // A last tile that would run past the end starts at an earlier row instead, and computes some rows twice.
     const int tile_row = min(first_row + tile * kRows, p.out_features - kRows);
     const int chunks = (p.in_features + 63) / 64;
     const int stages = (chunks + kStageChunks - 1) / kStageChunks;
     const u32 rings = shared_address(shared) + kScaleBytes;
     const u32 ring = rings + warp * kRingBytes;
     const SharedX x(rings + kWarps * kRingBytes, stages, p.tokens);
-    // A warp of the last block may have no rows, but still takes part in the barriers.
+    // A warp of the last block may have no rows, but it still takes part in the barriers.
     const int own_stages = first_row + tile * kRows < p.out_features ? (stages - part + kSplitK - 1) / kSplitK : 0;
 
 #if MGLU_ITEMS
@@ -456,22 +457,22 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     }
 #endif
 
-    // Bulk copies need a tenth of the instructions.
+    // Bulk copies take a tenth of the instructions of cp.async.
     const bool use_bulk_copy = kHasTma && !kExpandedX && p.x_is_vectorizable;
-    // Expanded x lies where the barriers would be, and needs none.
+    // The expanded x needs no barriers, and occupies their memory.
     if (!kExpandedX && threadIdx.x < kXSegments) barrier_init(x.ready + 8 * threadIdx.x, 1);
     if constexpr (kHasTma) fence_async_proxy();
-    if (use_bulk_copy) x.store(p, rows, p.in_features / 8);  // the zeros past in_features
+    if (use_bulk_copy) x.store(p, rows, p.in_features / 8);  // only the zeros past in_features
     if constexpr (kCluster > 1) arrive_in_cluster();
     __syncthreads();
 
     if constexpr (kItems == Items::none) {
         let_next_kernel_start();
         if constexpr (kHasDependentLaunch) {
-            // Prefetch part of the first stage into L2 before the wait. Earlier kernels may still write to W; the copies
-            // after the wait then see what they wrote. One lane's share gains within 1% as much as a whole stage, and
-            // unlike a whole stage does not delay the other kernels of a model (decode_mma.md). The prefetch has its own
-            // loader: the registers of a shared one would stay alive, and 15 masks cannot spare them.
+            // Prefetch part of the first stage into L2 before the wait. Earlier kernels may still write to W, but the
+            // copies after the wait see what they wrote. Prefetching one lane's share gains as much as a whole stage
+            // within 1%, and does not delay the other kernels of a model (decode_mma.md). The prefetch has its own
+            // loader, since the registers of a shared one would stay alive, and with 15 masks there are none to spare.
             StageLoader<Stage, kSplitK> early(p, kReadOnce);
             early.start(p, tile_row, part);
             if (lane == 0) early.template load_next<true>(0);
@@ -514,19 +515,19 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     int x_offset = part * (kStageChunks * kChunkOfX);
     keep_in_register(ring_end);
     keep_in_register(x_offset);
-    int x_end = 0;  // the end of the segments that have arrived
+    int x_end = 0;  // end of the segments of x that have arrived
     u32 x_next = x.ready;
     GroupScales scales, next_scales;
     if (kScalesColumns<kFormat> && own_stages > 0) next_scales.load(p, tile_row + g, part);
     for (int n = 0; n < own_stages; ++n) {
         if constexpr (!kExpandedX)
             for (; x_offset >= x_end; x_end += x.segment_octets * 16, x_next += 8) barrier_wait(x_next, 0);
-        if constexpr (kScalesColumns<kFormat>) {  // a stage ahead, so that nothing waits for them
+        if constexpr (kScalesColumns<kFormat>) {  // load scales a stage ahead, so that nothing waits for them
             scales = next_scales;
             if (n + 1 < own_stages) next_scales.load(p, tile_row + g, part + (n + 1) * kSplitK);
         }
-        copy_async_wait<kStages - 1>();  // this lane's copies of the oldest stage have arrived,
-        __syncwarp();                    // and so have the other lanes'
+        copy_async_wait<kStages - 1>();  // this lane's copies of the oldest stage have arrived
+        __syncwarp();                    // all lanes' copies have arrived
         Accumulators group_sums;
 #pragma unroll
         for (int chunk_in_stage = 0; chunk_in_stage < kStageChunks; ++chunk_in_stage) {
@@ -539,7 +540,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
                 const MaskWords<kMaskGroup> top = load_mask_group(slot, at, 0, chunk_in_stage, group);
                 const MaskWords<kMaskGroup> bottom = load_mask_group(slot, at, 1, chunk_in_stage, group);
                 if (chunk_in_stage == kStageChunks - 1 && group == kMaskGroups - 1) {
-                    // All of the stage is in registers now: refill its slot before the arithmetic.
+                    // The whole stage is in registers now. Refill its slot before the arithmetic.
                     __syncwarp();
                     if (n + kStages < own_stages) loader.load_next(slot);
                     copy_async_commit();
@@ -556,12 +557,12 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         x_offset += kSplitK * (kStageChunks * kChunkOfX);
     }
     if constexpr (kCluster > 1) {
-        // The other block's copies arrive here even if this block has no rows left to compute. This block must not
-        // exit, and free its shared memory, before they have arrived.
+        // The other block of the cluster copies x to this block even if it has no rows left to compute. This block must
+        // not exit, which would free its shared memory, before those copies have arrived.
         for (; x_next < x.ready + 8 * kXSegments; x_next += 8) barrier_wait(x_next, 0);
     }
 
-    if constexpr (kScalesRows<kFormat>) copy_async_wait<0>();  // a warp without rows has not waited for the scales
+    if constexpr (kScalesRows<kFormat>) copy_async_wait<0>();  // warps without rows have not yet waited for the scales
     if constexpr (kSumsInRing) __syncwarp();
     else __syncthreads();
     u8* sums = shared + kScaleBytes;

@@ -1,8 +1,8 @@
-// Copies a weight in the 16-bit type of x, once for all tokens of a call. tile_wgmma decodes W again for every tile of
-// tokens, which takes longer where there are many (tile_wgmma.md).
+// Decodes a weight to the 16-bit type of x, once for all tokens of a call. tile_wgmma decodes W again for every tile of
+// tokens, which takes longer if there are many tiles (tile_wgmma.md).
 //
-// Each thread decodes one vector of 16 bytes. The result is contiguous and has the scales of W: p.out, [out_features]
-// [in_features]. Requirements: as for tile_wgmma.
+// Each thread decodes one vector of 16 bytes. p.out is contiguous, [out_features][in_features], and the scales are
+// multiplied in. Requirements: as for tile_wgmma.
 #include "weight_format.cuh"
 
 namespace mglu {
@@ -10,7 +10,7 @@ namespace mglu {
 constexpr int kType = MGLU_ELEMENT;
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
-constexpr int kColumns = 128 / Weight::kBits;  // of a vector
+constexpr int kColumns = 128 / Weight::kBits;  // columns of a vector of 16 bytes
 
 }  // namespace mglu
 
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(256) mglu_decode_weight(const __gri
     using namespace mglu;
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    const u32 vectors = p.in_features / kColumns;  // of a row
+    const u32 vectors = p.in_features / kColumns;  // vectors of a row
     const u32 item = blockIdx.x * 256 + threadIdx.x;
     const i64 row = item / vectors;
     const int column = item % vectors * kColumns;

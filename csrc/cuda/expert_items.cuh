@@ -1,4 +1,4 @@
-// Which pairs of a token and an expert a block takes, found by each block in shared memory from the expert ids.
+// Groups the (token, expert) pairs of a call by expert. Each block does this in shared memory, from the expert ids.
 #pragma once
 #include "element.cuh"
 #include "ptx.cuh"
@@ -12,23 +12,24 @@ __device__ __forceinline__ float load_expert_weight(const void* expert_weights, 
     return to_float<kExpertWeightType>(static_cast<const Bits*>(expert_weights)[pair]);
 }
 
-// An item: up to kTokens pairs of one expert, `count` sorted ones from `first` on, or for one token the pair `first`.
+// An item: up to kTokens pairs of one expert. They are the `count` sorted pairs from `first` on; if kTokens == 1, the
+// item is the pair `first`.
 struct PairRange {
     int expert;
     u16 first;
     u16 count;
 };
 
-// The items of all pairs that have an expert. For one token, its pairs in order. Otherwise pairs are sorted by expert
-// and number, so that all blocks divide them into the same items.
+// The items of all pairs whose expert id is in range. For one token, each pair is an item, in order. Otherwise pairs
+// are sorted by expert and then by number, so that all blocks find the same items.
 template <int kTokens, int kWarps>
 class ExpertItems {
     static constexpr int kSortingWarps = kWarps < 4 ? kWarps : 4;
 
     int* count_;
-    int* next_;  // [kSortingWarps][experts]: pairs of an expert in a warp's share, then the place of the next one
+    int* next_;         // [kSortingWarps][experts]: pairs of an expert in a warp's share, later the next one's position
     PairRange* items_;  // [min(pairs, pairs / kTokens + experts)]
-    u16* sorted_;       // [pairs]
+    u16* sorted_;       // [pairs], the pairs sorted by expert
 
   public:
     __device__ __forceinline__ ExpertItems(u8* memory, int pairs, int experts) {
@@ -76,11 +77,11 @@ class ExpertItems {
                 const int pair = first + lane;
                 const int expert = pair < end ? expert_of(expert_ids, id_bytes, pair, experts) : experts;
                 const u32 same = __match_any_sync(~0u, expert);
-                const int place = expert < experts ? next[expert] : 0;
+                const int position = expert < experts ? next[expert] : 0;
                 __syncwarp();
                 if (expert < experts) {
-                    sorted_[place + __popc(same & before)] = static_cast<u16>(pair);
-                    if ((same & before) == 0) next[expert] = place + __popc(same);
+                    sorted_[position + __popc(same & before)] = static_cast<u16>(pair);
+                    if ((same & before) == 0) next[expert] = position + __popc(same);
                 }
                 __syncwarp();
             }
@@ -89,8 +90,8 @@ class ExpertItems {
     }
 
   private:
-    // Divides the pairs of each expert into items. Each lane takes neighbouring experts; numbers of items and of pairs
-    // are summed in the two halves of a word.
+    // Divides the pairs of each expert into items. Each lane takes a range of experts. One prefix sum counts items in
+    // the upper and pairs in the lower half of a word.
     __device__ __forceinline__ void divide(int experts, int lane) {
         const int share = (experts + 31) / 32;
         const int begin = min(lane * share, experts), end = min(begin + share, experts);
@@ -103,20 +104,20 @@ class ExpertItems {
             if (lane >= distance) sum += lower;
         }
         if (lane == 31) *count_ = sum >> 16;
-        u32 place = sum - own;
+        u32 position = sum - own;
         for (int expert = begin; expert < end; ++expert) {
             const int pairs = pairs_of(expert, experts);
-            int first = place & 0xffff;
-            PairRange* item = items_ + (place >> 16);
+            int first = position & 0xffff;
+            PairRange* item = items_ + (position >> 16);
             for (int done = 0; done < pairs; done += kTokens)
                 *item++ = {expert, static_cast<u16>(first + done), static_cast<u16>(min(pairs - done, kTokens))};
-            place += both(pairs);
+            position += both(pairs);
 #pragma unroll
             for (int warp = 0; warp < kSortingWarps; ++warp) {
                 int& next = next_[warp * experts + expert];
-                const int of_warp = next;
+                const int warp_pairs = next;
                 next = first;
-                first += of_warp;
+                first += warp_pairs;
             }
         }
     }

@@ -1,21 +1,21 @@
-// The second half of a layer of experts: weight[expert_ids[t, k]] y[t, k] of each token t and each k of its experts. The
-// page of this kernel is experts_down.md.
+// The down projection of a layer of experts: weight[expert_ids[t, k]] y[t, k] for each token t and each of its experts
+// k. The page of this kernel is experts_down.md.
 //
-// A row of y is a pair, of a token and one of its experts. An item is up to kTokens pairs of one expert
-// (expert_items.cuh), and a unit of work is an item with a tile of kRows rows of W, all of k. Blocks stay on their SM and
-// take every gridDim.x-th unit; neighbouring units have the same rows, so that items of one expert share reads of W
-// through L2. A ring of kStages stages of 128 columns in shared memory, filled with cp.async, runs on from one unit to
-// the next: while a block writes its sums, the first stages of its next unit arrive.
+// A row of y is a (token, expert) pair. An item is up to kTokens pairs of one expert (expert_items.cuh). A work tile is
+// an item times kRows rows of W, over all of k. The kernel is persistent: each block takes every gridDim.x-th work
+// tile. Neighbouring work tiles have the same rows, so that items of one expert share reads of W through L2. cp.async
+// fills a ring of kStages stages of 128 columns in shared memory. The ring runs on from one work tile to the next:
+// while a block writes its sums, the first stages of its next work tile arrive.
 //
-// For one token (kTokens == 1) a unit is a tile of rows with all experts of the token, whose sums the block adds with
-// their weights in the order of k, and writes the result. The kTeams teams of a block, each with a ring of its own,
-// divide the stages. For more tokens the block writes the sums of each pair in float32, and combine_experts.cu adds
-// the sums of a token.
+// For one token (kTokens == 1) a work tile is kRows rows of W with all experts of the token. The block adds the
+// experts' sums with their weights, in the order of k, and writes the result. The stages are divided among kTeams teams
+// of warps, each with a ring of its own. For more tokens the block writes the sums of each pair in float32, and
+// combine_experts.cu adds the sums of a token.
 //
-// The sums of a row depend on in_features and on the launch configuration, not on the other rows of its item.
+// The order of a row's sum depends on in_features and on the launch configuration, not on the other rows of its item.
 //
-// Requirements: in_features % 8 == 0 (16 in 8 bits, 32 in 4), rows of weight and y 16-byte aligned, out_features at
-// least kRows, fewer than 65536 pairs.
+// Requirements: in_features is a multiple of 8 (of 16 for 8-bit weights, of 32 for 4-bit weights), rows of the weight
+// and of y are 16-byte aligned, out_features >= kRows, fewer than 65536 pairs.
 #include "element.cuh"
 #include "expert_items.cuh"
 #include "params.cuh"
@@ -28,12 +28,12 @@ constexpr int kType = MGLU_ELEMENT;
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
 constexpr int kTokens = MGLU_BLOCK_TOKENS;  // pairs of an item: 1, or a multiple of 8
-constexpr int kRowTiles = MGLU_ROW_TILES;   // tiles of 16 rows of a warp
-constexpr int kRowWarps = MGLU_ROW_WARPS;   // warps of a team, each with other rows
+constexpr int kRowTiles = MGLU_ROW_TILES;   // tiles of 16 rows in a warp
+constexpr int kRowWarps = MGLU_ROW_WARPS;   // warps of a team, which compute different rows
 constexpr int kTeams = MGLU_TEAMS;          // teams of a block, each with every kTeams-th stage
 constexpr int kStages = MGLU_STAGES;
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
-constexpr int kParts = MGLU_PARTS;  // the most parts of a unit
+constexpr int kParts = MGLU_PARTS;  // maximum split-K of a work tile
 
 constexpr bool kOneToken = kTokens == 1;
 static_assert(kRowWarps == 1 || kTeams < 16, "a named barrier for each team");
@@ -49,12 +49,12 @@ constexpr int kRows = 16 * kRowTiles * kRowWarps;
 using PairItems = ExpertItems<kTokens, kThreads / 32>;
 using Weight = WeightPairs<kFormat, kType>;
 constexpr int kBits = Weight::kBits;
-constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // of a stored element
+constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // bytes of a stored element
 constexpr int kScaleElementBytes = kFormat == WeightFormat::int4_group ? 2 : 4;
 
-// A stage is kRows rows of 128 columns of W, then 128 columns of each token, then the rows' scales of these columns. A
-// warp multiplies a step of 32 columns at a time, 8 neighbouring columns in each lane. The steps of a row are permuted so
-// that the rows which a warp reads at once lie in different banks.
+// A stage holds 128 columns of kRows rows of W, then of each token of y, then the rows' scales for these columns. A
+// warp multiplies steps of 32 columns, 8 neighbouring columns in each lane. The steps of a row are permuted, so that
+// the rows that a warp reads at once lie in different banks.
 constexpr int kColumns = 128;
 constexpr int kRowBytes = kColumns * kBits / 8;
 constexpr int kStepBytes = kRowBytes / 4;
@@ -65,18 +65,18 @@ constexpr int kTokensAt = kRows * kRowBytes;
 constexpr int kScalesAt = kTokensAt + kTokens * kTokenBytes;
 constexpr int kStageBytes = (kScalesAt + (kHasScales ? 4 * kRows : 0) + 255) / 256 * 256;
 constexpr int kRingBytes = kStages * kStageBytes;
-constexpr int kSumBytes = kOneToken ? 4 * kTeams * kRows : 0;  // after the rings; then come the items
+constexpr int kSumBytes = kOneToken ? 4 * kTeams * kRows : 0;  // lie after the rings, and before the items
 static_assert(kColumns == kScaledTogether, "a stage has one group of columns");
 
 __device__ __forceinline__ constexpr int permuted_step(int row) { return kBits == 4 ? row / 2 % 4 : row % 4; }
 
-// The scale of a row of an expert's weight in the first stage. Where columns have scales, the next stage's follows.
+// The address of a row's scale in the first stage. If groups of columns have scales, the next stage's scale follows.
 __device__ __forceinline__ const u8* first_scale(const DownParams& p, int expert, int row) {
     const int groups = (p.in_features + kColumns - 1) / kColumns;
-    const i64 place = kScalesRows<kFormat>                 ? row
+    const i64 index = kScalesRows<kFormat>                 ? row
                       : kFormat == WeightFormat::fp8_block ? static_cast<i64>(row / kScaledTogether) * groups
                                                            : static_cast<i64>(row) * groups;
-    return static_cast<const u8*>(p.weight_scale) + (expert * p.scale_stride + place) * kScaleElementBytes;
+    return static_cast<const u8*>(p.weight_scale) + (expert * p.scale_stride + index) * kScaleElementBytes;
 }
 
 __device__ __forceinline__ void wait_for_team(int team) {
@@ -85,28 +85,28 @@ __device__ __forceinline__ void wait_for_team(int team) {
     else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeamThreads) : "memory");
 }
 
-// What blocks compute, in order: block b takes the jobs b, b + gridDim.x and so on. A job is a unit, or in the last turn a
-// part of one.
+// The jobs of all blocks: block b takes the jobs b, b + gridDim.x and so on. A job is a work tile. In the last wave,
+// which has fewer work tiles than blocks, a job is one split-K part of a work tile.
 struct Jobs {
-    int items;  // of all experts
+    int items;  // items of all experts
     int count;
-    int stages;  // of an item
-    int whole;   // jobs that are units
-    int rest;    // units that are divided
-    int parts;   // of each of these
+    int stages;  // stages of a work tile and item
+    int whole;   // jobs that are whole work tiles
+    int rest;    // work tiles of the last wave, which are divided
+    int parts;   // split-K of these
 
     __device__ __forceinline__ Jobs(const DownParams& p, int items)
         : items(items), stages((p.in_features + kColumns - 1) / kColumns) {
-        const int units = (p.out_features + kRows - 1) / kRows * (kOneToken ? 1 : items);
+        const int work_tiles = (p.out_features + kRows - 1) / kRows * (kOneToken ? 1 : items);
         const int blocks = gridDim.x;
-        rest = kParts > 1 ? units % blocks : 0;
+        rest = kParts > 1 ? work_tiles % blocks : 0;
         parts = rest > 0 ? max(1, min(min(kParts, blocks / rest), stages)) : 1;
-        whole = units - rest;
+        whole = work_tiles - rest;
         count = whole + rest * parts;
     }
 
-    // Parts of neighbouring units are neighbours, which share reads of W as whole units do.
-    __device__ __forceinline__ int unit(int job) const { return job < whole ? job : whole + (job - whole) % rest; }
+    // The same part of neighbouring work tiles is computed by neighbouring blocks, which share reads of W through L2.
+    __device__ __forceinline__ int work_tile(int job) const { return job < whole ? job : whole + (job - whole) % rest; }
     __device__ __forceinline__ int parts_of(int job) const { return job < whole ? 1 : parts; }
     __device__ __forceinline__ int part(int job) const { return job < whole ? 0 : (job - whole) / rest; }
     __device__ __forceinline__ int first_stage(int job) const { return stages * part(job) / parts; }
@@ -114,9 +114,9 @@ struct Jobs {
         return job < whole ? stages : stages * (part(job) + 1) / parts;
     }
     __device__ __forceinline__ int items_of_job() const { return kOneToken ? items : 1; }
-    __device__ __forceinline__ int item(int job, int index) const { return kOneToken ? index : unit(job) % items; }
-    __device__ __forceinline__ int tile(int job) const { return kOneToken ? job : unit(job) / items; }
-    // A last tile that would run past the end starts higher instead, and computes some rows twice.
+    __device__ __forceinline__ int item(int job, int index) const { return kOneToken ? index : work_tile(job) % items; }
+    __device__ __forceinline__ int tile(int job) const { return kOneToken ? job : work_tile(job) / items; }
+    // A last tile that would run past the end starts at an earlier row instead, and computes some rows twice.
     __device__ __forceinline__ int row(const DownParams& p, int job) const {
         return min(tile(job) * kRows, p.out_features - kRows);
     }
@@ -129,17 +129,17 @@ class Loader {
     static constexpr int kCopies = kRows / kRowsAtOnce;
     static constexpr int kTokensAtOnce = kTeamThreads / 16;  // a token's columns are 16 vectors
     static constexpr int kTokenCopies = (kTokens + kTokensAtOnce - 1) / kTokensAtOnce;
-    static constexpr int kScaleStep = kScalesColumns<kFormat> ? kScaleElementBytes : 0;  // from stage to stage
+    static constexpr int kScaleStep = kScalesColumns<kFormat> ? kScaleElementBytes : 0;  // bytes from stage to stage
 
     const DownParams& p_;
     const Jobs& jobs_;
     const PairItems& items_;
     int team_, thread_;
     i64 weight_step_;
-    u32 weight_offset_, token_offset_;  // in a stage
-    int job_, index_ = 0, stage_;       // of the next stage
-    int end_ = 0;                       // of the stages of its job
-    int count_;                         // tokens of its item
+    u32 weight_offset_, token_offset_;  // offsets in a stage
+    int job_, index_ = 0, stage_;       // the next stage, with its job and the index of its item in the job
+    int end_ = 0;                       // end of the job's stages
+    int count_;                         // pairs of the item
     const u8* weight_;
     const u8* y_[kTokenCopies];
     const u8* scale_;
@@ -148,7 +148,7 @@ class Loader {
         if (job_ < jobs_.count) stage_ = jobs_.first_stage(job_) + team_, end_ = jobs_.end_stage(job_);
     }
 
-    // Finds the stage if it lies in a later item or job, and the addresses of that item.
+    // If the stage lies past the end of the job, moves to the next item or job. Then computes the item's addresses.
     __device__ __forceinline__ void locate() {
         while (job_ < jobs_.count && stage_ >= end_) {
             stage_ -= jobs_.stages;
@@ -208,7 +208,7 @@ class Loader {
                 y_[i] += kTeams * kTokenBytes;
             }
             if constexpr (kHasScales) {
-                // Four bytes: a scale of two bytes comes with its neighbour if that is first.
+                // cp.async copies at least four aligned bytes, so a 2-byte scale may come with the scale before it.
                 const u64 address = reinterpret_cast<u64>(scale_);
                 if (thread_ < kRows)
                     copy_async<4>(slot + kScalesAt + 4 * thread_, reinterpret_cast<const void*>(address & ~3ull),
@@ -222,10 +222,10 @@ class Loader {
     }
 };
 
-// The scales of a warp's rows g and g + 8 of each tile, for the columns of a stage.
+// The scales of a lane's rows g and g + 8 of each tile, for the columns of a stage.
 struct RowScales {
     float scale[kRowTiles][2];
-    u32 place_[kRowTiles][2];  // in the first stage, in scales of two bytes
+    u32 address_[kRowTiles][2];  // of the scale in the first stage, in units of 2-byte scales
 
     __device__ __forceinline__ RowScales(const DownParams& p, int expert, int row) {
 #pragma unroll
@@ -234,7 +234,7 @@ struct RowScales {
             for (int half = 0; half < 2; ++half) {
                 scale[r][half] = 1.0f;
                 if constexpr (kScaleElementBytes == 2)
-                    place_[r][half] =
+                    address_[r][half] =
                         static_cast<u32>(reinterpret_cast<u64>(first_scale(p, expert, row + 16 * r + 8 * half)) / 2);
             }
     }
@@ -246,12 +246,13 @@ struct RowScales {
             for (int half = 0; half < 2; ++half) {
                 const u32 word = load_shared_4(address + 4 * (16 * r + 8 * half));
                 if constexpr (kScaleElementBytes == 4) scale[r][half] = __uint_as_float(word);
-                else scale[r][half] = __uint_as_float((place_[r][half] + stage) % 2 ? word & 0xffff0000u : word << 16);
+                else
+                    scale[r][half] = __uint_as_float((address_[r][half] + stage) % 2 ? word & 0xffff0000u : word << 16);
             }
     }
 };
 
-// A warp's sums of an item: rows g and g + 8 of each tile of 16 rows, tokens 2q and 2q + 1 of each 8.
+// A lane's sums of an item: rows g and g + 8 of each tile of 16 rows, tokens 2q and 2q + 1 of every 8.
 struct Accumulators {
     float sum[kRowTiles][kTokenTiles][4];
 
@@ -284,7 +285,7 @@ struct Accumulators {
         }
     }
 
-    // Adds the sums of a group of columns times the scales of the rows.
+    // Adds the sums of a group of columns, multiplied by the scales of the rows.
     __device__ __forceinline__ void add(const Accumulators& group, const RowScales& scales) {
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r)
@@ -303,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     extern __shared__ __align__(256) u8 shared[];
     const int lane = threadIdx.x % 32;
     const int team = threadIdx.x / kTeamThreads;
-    const int warp = threadIdx.x % kTeamThreads / 32;  // of the team
+    const int warp = threadIdx.x % kTeamThreads / 32;  // index in the team
     const int g = lane / 4;
     const int q = lane % 4;
     const int warp_row = warp * (16 * kRowTiles) + g;
@@ -326,18 +327,18 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
     u32 slot = ring, free_slot = ring + (kStages - 1) * kStageBytes;
     for (int job = blockIdx.x; job < jobs.count; job += gridDim.x) {
         const int row = jobs.row(p, job), end = jobs.end_stage(job);
-        float total[kRowTiles][2] = {};  // of one token
+        float total[kRowTiles][2] = {};  // weighted sum of the experts, for one token
         int stage = jobs.first_stage(job) + team;
         for (int index = 0; index < jobs.items_of_job(); ++index, stage -= jobs.stages) {
-            if (kTeams > 1 && stage >= end) continue;  // other teams have all stages of this item
+            if (kTeams > 1 && stage >= end) continue;  // other teams compute all stages of this item
             const PairRange item = items[jobs.item(job, index)];
             const float expert_weight =
                 kOneToken ? load_expert_weight<kExpertWeightType>(p.expert_weights, item.first) : 1.0f;
             RowScales scales(p, item.expert, row + warp_row);
             Accumulators acc = {};
             for (; stage < end; stage += kTeams) {
-                copy_async_wait<kStages - 2>();  // this thread's copies of the oldest stage have arrived,
-                wait_for_team(team);             // and so have the others', which have read the stage before it
+                copy_async_wait<kStages - 2>();  // this thread's copies of the oldest stage have arrived
+                wait_for_team(team);             // all threads' have, and the team has read the stage before it
                 loader.load_next(free_slot);
                 scales.load(slot + kScalesAt + 4 * warp_row, stage);
                 if constexpr (kScalesColumns<kFormat>) {
@@ -372,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
                     }
         }
         if constexpr (kOneToken) {
-            __syncthreads();  // the sums of the unit before have been read
+            __syncthreads();  // the sums of the previous work tile have been read
             if (q == 0)
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)

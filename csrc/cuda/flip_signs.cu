@@ -1,9 +1,9 @@
-// Writes F_i * W for every mask, and with MGLU_WITH_WEIGHT W itself before them: the stacked weights of one library
-// GEMM (training.md). F_i is -1 where M_i = 1 and 1 elsewhere, so that a product with it flips sign bits, in float16
-// and bfloat16 alike. With MGLU_PARTS it writes M_i * W and (1 - M_i) * W for every mask instead.
+// Writes F_i * W for every mask, the stacked weights of one library GEMM (training.md). With MGLU_WITH_WEIGHT the stack
+// begins with W. F_i is -1 where M_i = 1 and 1 elsewhere, so multiplying by it flips sign bits of float16 or bfloat16.
+// With MGLU_PARTS the kernel writes M_i * W and (1 - M_i) * W for every mask instead.
 //
-// W holds the rows of all experts, one expert after the other. Each expert has its own stack of matrices. A
-// layer without experts is one expert.
+// W holds the rows of all experts, one expert after the other, and each expert has its own stack. A layer without
+// experts counts as one expert.
 //
 // The kernel is bound by its writes; W and the mask bits are read once.
 #include "columns.cuh"
@@ -16,7 +16,7 @@ struct Params {
     void* out;               // [rows / expert_rows, kMatrices, expert_rows, columns], contiguous
     i64 weight_row_stride;
     i64 rows;
-    i64 expert_rows;  // of one expert
+    i64 expert_rows;  // rows of one expert
     int columns;
 };
 
@@ -25,7 +25,7 @@ constexpr bool kWithWeight = MGLU_WITH_WEIGHT;
 constexpr bool kParts = MGLU_PARTS;
 constexpr int kMatrices = kParts ? 2 * kMasks : kMasks + kWithWeight;
 static_assert(!kParts || !kWithWeight, "the parts have no W beside them");
-constexpr int kType = kFloat16;  // serves bfloat16 as well: the sign bit is in the same place
+constexpr int kType = kFloat16;  // serves bfloat16 too, whose sign bit is the same
 
 }  // namespace mglu
 

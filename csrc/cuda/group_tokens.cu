@@ -1,19 +1,19 @@
-// Groups the rows of a call of experts by expert, and divides each expert's rows into items (work.cuh), in one block.
+// Sorts the rows of a call by expert, and divides each expert's rows into items (work.cuh), in one block.
 //
-// From ids: a stable counting sort. Each warp counts the experts of a range of rows; the sums of these counts, over warps
-// and then over experts, tell where the first row of each warp and expert goes. From offs the rows are sorted already.
-// Rows without an expert form a last group.
+// With expert ids, this is a stable counting sort. Each warp counts the experts of a range of rows. Prefix sums of the
+// counts, over warps and then over experts, give the sorted position of the first row of each warp and expert. With
+// offs (MGLU_SORTED) the rows are sorted already. Rows without an expert form the last group.
 //
-// With MGLU_ORDER it writes the order of rows instead of items, for library products of sorted rows: the rows in the
-// order of places and the place of each row, int64 [rows] each, and then the end of each expert's places, int32
-// [experts].
+// With MGLU_ORDER the kernel writes the order of rows instead of items, for library GEMMs of sorted rows. These are the
+// rows in sorted order and the sorted position of each row, int64 [rows] each, then the end of each expert's rows,
+// int32 [experts].
 #include "items.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
 
-constexpr bool kSorted = MGLU_SORTED;  // offs instead of ids
+constexpr bool kSorted = MGLU_SORTED;  // the kernel gets offs instead of expert ids
 #if defined(MGLU_ORDER) && MGLU_ORDER
 constexpr bool kOrder = true;
 #else
@@ -22,9 +22,9 @@ constexpr bool kOrder = false;
 static_assert(!kOrder || !kSorted, "sorted rows are in order");
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBatch = 4;  // rows of a lane that are read together
+constexpr int kBatch = 4;  // rows that a lane reads together
 
-// Replaces each value by the result of an operation over all values up to it; one warp calls this.
+// An inclusive prefix sum, or another associative operation, in place. One warp calls this.
 template <typename Operation>
 __device__ __forceinline__ void scan(int* values, int count, Operation operation) {
     const int lane = threadIdx.x % 32, each = (count + 31) / 32;
@@ -41,8 +41,8 @@ __device__ __forceinline__ void scan(int* values, int count, Operation operation
         for (int i = first; i < end; ++i) values[i] = operation(before, values[i]);
 }
 
-// The lanes with the same number, of up to 11 bits: a ballot for each bit, since match.any takes a turn for each number
-// that occurs.
+// The lanes that hold the same number, of up to 11 bits. It takes one ballot per bit; match.any would take one step for
+// each distinct number.
 __device__ __forceinline__ u32 lanes_with(int number) {
     u32 same = ~0u;
 #pragma unroll
@@ -64,16 +64,16 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
     const auto sum = [](int a, int b) { return a + b; };
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int groups = p.experts + 1;
-    int* ends = shared;                // the places where groups end
-    int* item_ends = ends + groups;    // the table's entries where groups end
-    int* counts = item_ends + groups;  // [kWarps][groups]: rows, and then each warp's first place
+    int* ends = shared;                // the sorted position at which each group ends
+    int* item_ends = ends + groups;    // the entry of the table at which each group ends
+    int* counts = item_ends + groups;  // [kWarps][groups]: number of rows, later the position of a warp's first row
     int* own = counts + warp * groups;
-    // The rows of a warp.
+    // The rows that this warp counts.
     const int range = ((p.rows + kWarps - 1) / kWarps + 31) / 32 * 32;
     const int first = min(warp * range, p.rows), end = min(first + range, p.rows);
     const int warps = (p.rows + range - 1) / max(range, 1);
 
-    // The groups of a lane's rows among the next 32 * kBatch, which are read together.
+    // The groups of the kBatch rows that a lane reads together.
     struct Batch {
         int group[kBatch];
     };
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
         for (int i = threadIdx.x; i < warps * groups; i += kThreads) counts[i] = 0;
     wait_for_earlier_kernels();
     if constexpr (kSorted) {
-        // Ends that are clamped and ascend keep every place in one group.
+        // Clamp the ends and make them ascend, so that every row belongs to exactly one group.
         for (int g = threadIdx.x; g < groups; g += kThreads)
             ends[g] = g < p.experts ? max(0, min(static_cast<const int*>(p.expert_ids)[g], p.rows)) : p.rows;
         __syncthreads();
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
         for (int g = threadIdx.x; g < groups; g += kThreads)
             item_ends[g] = (ends[g] - before(ends, g) + p.item_rows - 1) / p.item_rows;
     } else {
-        Batch batch = read(first);  // before the barrier: reading takes longest
+        Batch batch = read(first);  // before the barrier, since reading takes longest
         __syncthreads();
         for (int base = first; base < end; base += 32 * kBatch) {
             if (base > first) batch = read(base);
@@ -140,9 +140,9 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
                 const u32 same = lanes_with(group);
                 const int earlier = __popc(same & ((1u << lane) - 1));
                 if (group < groups) {
-                    const int row = base + 32 * i + lane, place = before(ends, group) + own[group] + earlier;
-                    if constexpr (kOrder) order[place] = row, order[p.rows + row] = place;
-                    else rows[place] = row;
+                    const int row = base + 32 * i + lane, position = before(ends, group) + own[group] + earlier;
+                    if constexpr (kOrder) order[position] = row, order[p.rows + row] = position;
+                    else rows[position] = row;
                 }
                 __syncwarp();
                 if (group < groups && earlier == 0) own[group] += __popc(same);
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
     for (int i = threadIdx.x; i < p.max_items; i += kThreads) {
         ItemEntry entry = {-1, 0, 0, 1};
         if (i < item_ends[groups - 1]) {
-            int group = 0;  // the first one whose entries end after i
+            int group = 0;  // the first group whose entries end after i
             for (int step = 1024; step > 0; step /= 2)
                 if (group + step <= groups && item_ends[group + step - 1] <= i) group += step;
             const int first_entry = before(item_ends, group), count = item_ends[group] - first_entry;

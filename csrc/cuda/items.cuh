@@ -1,18 +1,18 @@
-// The table of items that group_tokens.cu writes and the kernels of experts read (work.cuh), and the ids of experts.
+// The table of items, which group_tokens.cu writes and the kernels of experts read (work.cuh), and the ids of experts.
 #pragma once
 #include "ptx.cuh"
 
 namespace mglu {
 
-// An entry of the table.
+// An entry of the table: `count` rows of one expert, which are consecutive in the order sorted by expert.
 struct alignas(16) ItemEntry {
-    int expert;      // -1: these rows belong to no expert, and their result is zeros
-    int first;       // the first place
-    int count;       // places: 0 where there are fewer items than entries
-    u32 neighbours;  // entries of the same expert, and in the upper half how many of them are before this one
+    int expert;      // -1 if these rows belong to no expert; their result is zeros
+    int first;       // sorted position of the first row
+    int count;       // number of rows; 0 in entries after the last item
+    u32 neighbours;  // lower half: number of entries of this expert; upper half: how many of them come before this one
 };
 
-// The expert of a row, or `experts` for an id out of range.
+// Returns the expert of a row, or `experts` if its id is out of range.
 __device__ __forceinline__ int expert_of(const void* expert_ids, int id_bytes, int row, int experts) {
     if (id_bytes == 4) {
         const u32 id = static_cast<const u32*>(expert_ids)[row];

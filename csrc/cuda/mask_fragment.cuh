@@ -1,19 +1,19 @@
-// Mask bits in the form that a lane of a tensor-core operand needs: sparse-MMA metadata (decode_mma.cu, tile_wgmma.cu)
-// or sign flips (tile_wgmma.cu).
+// Turns mask bits into what a lane of an MMA needs: metadata of sparse MMAs (decode_mma.cu, tile_wgmma.cu) or sign
+// flips of weights (tile_wgmma.cu).
 #pragma once
 #include "ptx.cuh"
 
 namespace mglu {
 
-// Powers of two in constant memory, where the compiler does not see their values. It would turn the products below into
-// shifts, which share a pipe with the LOP3 that follows; products with constant memory run on another pipe.
+// Powers of two in constant memory, whose values the compiler does not see. Otherwise it would turn the multiplications
+// below into shifts, which run on the same pipe as the LOP3 that follows; multiplications run on another pipe.
 __constant__ u32 powers_of_two[16] = {1u << 0, 1u << 1, 1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
                                       1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
 
-// Sign flips where x is in its natural order. The input is mask bytes of a row of W, one for every 8 columns. Thread q
-// of four needs bits 2q and 2q + 1 of each byte. flips(byte) has them at bits 15 and 31; flip_signs() drops the other
-// bits, which are noise. Two bytes share a word, so that two weights under a mask cost half a PRMT, one LOP3, and one
-// and a half products on another pipe.
+// Sign flips for x in its natural order. The input is mask bytes of a row of W, one for every 8 columns. Thread q of
+// four needs bits 2q and 2q + 1 of each byte. flips(byte) returns them at bits 15 and 31; the other bits are noise,
+// which flip_signs() ignores. Two bytes share a word, so two weights and a mask cost half a PRMT and one LOP3, and on
+// another pipe one and a half multiplications.
 template <int kBytes>
 struct SignFlips {
     static constexpr int kWords = (kBytes + 3) / 4;
@@ -34,27 +34,28 @@ struct SignFlips {
     }
 };
 
-// The mask bytes of two neighbouring groups A and B of 8 columns of a row of W: 2 x kMasks bytes, contiguous in the
-// packed format, rearranged into words (A_i, A_i+1, B_i, B_i+1).
+// The mask bytes of two neighbouring octets A and B (of 8 columns) of a row of W. These 2 x kMasks bytes are contiguous
+// in the packed format. Here they are rearranged into words (A_i, A_i+1, B_i, B_i+1).
 template <int kMasks>
 struct MaskWords {
     static constexpr int kWords = (kMasks + 1) / 2;
     u32 word[kWords];
 
-    // Sign flips where x is permuted (permute_x.cu), so that a register holds weight j of A and weight j of B. Moves
-    // bit j of mask i's two bytes to bits 15 and 31; the other bits are noise. This is a left shift, by 15 - j for even
-    // masks and 7 - j for odd ones, so two weights under a mask cost one product and one LOP3.
+    // Sign flips for permuted x (permute_x.cu), where a register holds weight j of A and weight j of B. Moves bit j of
+    // mask i's two bytes to bits 15 and 31; the other bits are noise. This is a left shift, by 15 - j for even masks
+    // and 7 - j for odd ones, so two weights and a mask cost one multiplication and one LOP3.
     __device__ __forceinline__ u32 flips(int i, int j) const {
         const int distance = (i % 2 ? 7 : 15) - j;
         return distance == 0 ? word[i / 2] : word[i / 2] * powers_of_two[distance];
     }
 };
 
-// Metadata of a sparse product whose B has rows (x_k, 0, x_l, 0), or (0, x_k, 0, x_l) with kZeroFirst. Every four bits
-// hold two row numbers: the first value meets row 0 or 1, the second one row 2 or 3.
-// Where x is selected for all values, these are rows 0 and 2, or 1 and 3. Mask bits become metadata in one instruction,
-// `~bits & even | select_all`, or with kZeroFirst `bits & even | select_all & ~even`. A LOP3 takes only one constant as an
-// immediate, so this struct keeps its constants in registers.
+// Metadata of a sparse MMA whose B has rows (x_k, 0, x_l, 0), or (0, x_k, 0, x_l) with kZeroFirst. Every four bits of
+// metadata hold two row numbers: the first value is multiplied with row 0 or 1, the second with row 2 or 3.
+// `select_all` selects x for all values, which is rows 0 and 2, or 1 and 3 with kZeroFirst.
+//
+// Mask bits become metadata in one LOP3: `~bits & even | select_all`, or with kZeroFirst `bits & even | select_all &
+// ~even`. A LOP3 takes only one constant as an immediate, so this struct keeps its constants in registers.
 template <bool kZeroFirst>
 struct MetadataConstants {
     u32 even = 0x55555555u, select_all = kZeroFirst ? 0xddddddddu : 0x88888888u;
@@ -69,8 +70,8 @@ struct MetadataConstants {
     }
 };
 
-// The metadata that one lane supplies, a word for each mask. It is made from the mask bits of columns 16q to 16q + 15
-// in rows g (top) and g + 8 (bottom), either of the even columns (odd = 0) or of the odd ones (odd = 1).
+// The metadata that one lane supplies, a word for each mask. The words come from the mask bits of columns 16q to 16q +
+// 15 of rows g (top) and g + 8 (bottom): of the even columns with odd = 0, of the odd columns with odd = 1.
 template <int kMasks>
 struct SparseMetadata {
     u32 word[kMasks];
@@ -87,13 +88,13 @@ struct SparseMetadata {
     }
 };
 
-// The A operands of two sparse products: the even weights, or the odd ones, of 16 rows and 64 columns. Product `half`
-// (which is also its metadata selector) takes columns 32 half to 32 half + 31, whose mask bits the lanes q = 2 half and
-// 2 half + 1 hold.
+// The A operands of two sparse MMAs: the even weights, or the odd ones, of 16 rows and 64 columns. MMA number `half`
+// takes columns 32 half to 32 half + 31. Its metadata selector is `half` too, since the lanes q = 2 half and 2 half + 1
+// hold the mask bits of these columns.
 struct SparseWeights {
     u32 value[2][4];
 
-    // The pair of values of row g + 8 bottom from the 4 weights at column 16 source + 4 q.
+    // Two values of row g + 8 * bottom: the even (or odd) ones of the 4 weights from column 16 source + 4 q on.
     __device__ __forceinline__ u32& pair(int source, int bottom) { return value[source / 2][source % 2 * 2 + bottom]; }
 };
 

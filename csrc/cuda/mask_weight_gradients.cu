@@ -1,5 +1,6 @@
-// Sums the gradient of the mask weights over the columns: dr_i = sum_d G * R_i for every token, with R_i = dy/dr_i,
-// which forward kept (training.md). A warp sums one token and mask in float32, in an order that depends on sizes alone.
+// Computes the gradients of the mask weights: for every token and mask i, the sum over columns of G * R_i. G is the
+// gradient of the result, and the forward pass kept R_i = dy/dr_i (training.md). A warp sums one token and mask in
+// float32, in an order that depends only on the sizes.
 //
 // The kernel is bound by one read of R. Neighbouring warps read the same row of G, which comes from memory once.
 #include "columns.cuh"

@@ -1,4 +1,4 @@
-// The weight of a mask's term in the result: mask_weights[token, mask], or 1 where a call has none.
+// The weight of a mask's term in the result: mask_weights[token, mask], or 1 in a call without mask weights.
 #pragma once
 #include "element.cuh"
 #include "params.cuh"

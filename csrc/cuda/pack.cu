@@ -1,8 +1,8 @@
-// Packs masks [n_masks, out_features, in_features] in any strides into the packed format (packed_masks.cuh). The source
-// is logits, whose masks are `logit > 0`, or bool, one byte for each mask bit. blockIdx.y is one of several such layers.
+// Packs masks [n_masks, out_features, in_features] with any strides into the packed format (packed_masks.cuh). The
+// source holds bool masks, one byte each, or logits, whose masks are `logit > 0`. blockIdx.y is the expert.
 //
-// The kernel is bound by one read of its input. A thread makes the bytes of all masks for eight columns, so that
-// neighbouring threads read neighbouring elements of each mask and write neighbouring bytes.
+// The kernel is bound by one read of its input. A thread packs all masks of eight columns, so that neighbouring threads
+// read neighbouring elements of each mask and write neighbouring bytes.
 #include "element.cuh"
 #include "packed_masks.cuh"
 #include "ptx.cuh"
@@ -18,10 +18,10 @@ struct Params {
     i64 expert_stride;
     int out_features;
     int in_features;
-    int vector;  // whether rows are contiguous and start at multiples of 16 bytes (8 for bytes)
+    int vector;  // 1 if rows are contiguous and start at multiples of 16 bytes (of 8 bytes for bool)
 };
 
-constexpr int kBool = 3;  // a source type beyond ElementType: bool, one byte each
+constexpr int kBool = 3;  // bool, one byte each, a source type that ElementType lacks
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr int kThreads = 256;
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_pack(const __g
         bytes[i] = static_cast<u8>(bits);
     }
     u8* out = p.packed + (blockIdx.y * octets_per_expert + octet_index) * kMasks;
-    if constexpr (kMasks % 4 == 0) {  // out is at a multiple of 4: aligned words
+    if constexpr (kMasks % 4 == 0) {  // `out` is aligned to words of 4 bytes
 #pragma unroll
         for (int w = 0; w < kMasks / 4; ++w)
             reinterpret_cast<u32*>(out)[w] = bytes[4 * w] | bytes[4 * w + 1] << 8 | bytes[4 * w + 2] << 16 |

@@ -1,8 +1,8 @@
 // The layout of the packed mask format, version 1 (mglu_ops/masks.py), for device code and for the CPU kernels.
 //
 // packed_masks is uint8 [out_features, packed_octets(in_features), n_masks]. An octet is eight consecutive columns of
-// W, k to k + 7 with k % 8 == 0, for which each mask has one byte: bit k % 8 (least significant first) of byte [r, k /
-// 8, i] is M_i[r, k]. The bits past in_features in a row's last octet are 0.
+// W, k to k + 7 with k % 8 == 0. Each mask has one byte for an octet: bit k % 8 (least significant first) of byte [r, k
+// / 8, i] is M_i[r, k]. The bits past in_features in a row's last octet are 0.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -22,13 +22,14 @@ MGLU_HOST_DEVICE constexpr Int packed_octets(Int in_features) {
     return (in_features + (kOctet - 1)) / kOctet;
 }
 
-// Contiguous bytes that hold all masks of `columns` columns of a row; `columns` is a multiple of 8.
+// The number of contiguous bytes that hold all masks of `columns` columns of a row; `columns` is a multiple of 8.
 template <class Int>
 MGLU_HOST_DEVICE constexpr Int mask_bytes(Int columns, Int n_masks) {
     return columns / kOctet * n_masks;
 }
 
-// The bit of column j in one mask's byte, and a byte in which that bit is `bit` and the others are 0.
+// The first function reads the bit of column j of an octet from a mask's byte. The second returns a byte with only that
+// bit set, to `bit`.
 template <class Byte>
 MGLU_HOST_DEVICE constexpr bool mask_bit(Byte byte, int j) {
     return byte >> j & 1;

@@ -1,11 +1,11 @@
 // The parameters of the kernels plain, decode_mma, tile_wgmma and permute_x, and of the kernels of experts.
 //
-// A kernel takes one struct: first its pointers, then strides and sizes, then tensor maps, one field a line. A kernel of
-// experts takes ItemParams as a second one. The structs are declared in CUDA alone. Python reads the names, types and
-// order of their fields from the source (mglu_ops/backends/parameters.py), and csrc/library includes this header.
+// A kernel takes one struct: first its pointers, then strides and sizes, then tensor maps, one field per line. A kernel
+// of experts takes ItemParams as a second struct. Only this file declares the structs: Python reads the names, types
+// and order of their fields from it (mglu_ops/backends/parameters.py), and csrc/library includes it.
 //
-// Where tile_wgmma reads a permuted x, a launch of permute_x precedes it on the same stream. permute_x has the same
-// parameters except for `out`, the 16-byte aligned memory of the copy, which tile_wgmma receives as its `x`.
+// If tile_wgmma reads a permuted x, permute_x runs before it on the same stream. permute_x has the same parameters
+// except for `out`, the 16-byte aligned memory of the copy, which tile_wgmma receives as its `x`.
 #pragma once
 #include "types.cuh"
 
@@ -16,7 +16,7 @@ struct Params {
     const void* weight;        // [out_features, in_features]
     const u8* packed_masks;    // the packed format (packed_masks.cuh)
     const void* mask_weights;  // [tokens, n_masks], or null
-    const void* weight_scale;  // as the weight's format has it (weight_format.cuh), or null
+    const void* weight_scale;  // the scales of the weight's format (weight_format.cuh), or null
     void* out;                 // [tokens, out_features], contiguous
     i64 x_row_stride;          // strides count stored elements; an element of the masks is a byte
     i64 x_column_stride;
@@ -30,28 +30,28 @@ struct Params {
     int tokens;
     int out_features;
     int in_features;
-    int x_is_vectorizable;  // whether x allows 16-byte loads: contiguous rows that start at multiples of 16 bytes
+    int x_is_vectorizable;  // 1 if x allows 16-byte loads: contiguous rows that start at multiples of 16 bytes
 };
 
-// What a kernel of experts takes beside the layer parameters of expert 0 (work.cuh).
+// The second struct of a kernel of experts, whose first struct describes the layer of expert 0 (work.cuh).
 struct ItemParams {
-    const void* expert_ids;  // int32 or int64 [tokens][top_k]; read only where blocks find their items themselves
-    const int* items;        // what group_tokens wrote: [max_items][4], then the places' rows, [rows]
+    const void* expert_ids;  // int32 or int64 [tokens][top_k]; read only if blocks find their items themselves
+    const int* items;        // written by group_tokens: ItemEntry [max_items], then the rows sorted by expert, [rows]
     i64 weight_stride;       // bytes from one expert to the next
     i64 mask_stride;
     i64 scale_stride;
     int id_bytes;
     int experts;
-    int rows;       // of the result, of all experts together
-    int top_k;      // x has a row for every top_k rows of the result
-    int is_sorted;  // place i is row i: the rows are sorted by expert already
+    int rows;       // rows of the result, of all experts together
+    int top_k;      // row i of the result is computed from row i / top_k of x
+    int is_sorted;  // 1 if the rows are sorted by expert already
     int max_items;
 };
 
-// Of group_tokens.
+// The parameters of group_tokens.
 struct GroupParams {
     const void* expert_ids;  // int32 or int64 [rows], or offs, int32 [experts]
-    int* out;                // ItemEntry [max_items], then for ids the rows in the order of places, [rows]
+    int* out;                // ItemEntry [max_items], then for expert ids the rows sorted by expert, [rows]
     int id_bytes;
     int experts;
     int rows;
@@ -59,18 +59,18 @@ struct GroupParams {
     int max_items;
 };
 
-// Of experts_down.
+// The parameters of experts_down. A pair is a (token, expert) pair.
 struct DownParams {
     const void* y;               // [pairs, in_features], contiguous
     const void* weight;          // [experts, out_features, in_features]
-    const void* weight_scale;    // as the format has it, for each expert; contiguous, or null
+    const void* weight_scale;    // the scales of the format for each expert, contiguous, or null
     const void* expert_ids;      // [pairs]
     const void* expert_weights;  // [pairs]
     void* out;                   // [out_features] for one token, else float32 [kParts, pairs, out_features], and then
-                                 // with kParts > 1 the parts of each pair and tile of rows, u8 [pairs, tiles]
+                                 // with kParts > 1 the number of parts of each pair and row tile, u8 [pairs, tiles]
     i64 weight_stride;           // stored elements from one expert to the next
-    i64 weight_row_stride;       // and from one row to the next
-    i64 scale_stride;            // scales of an expert
+    i64 weight_row_stride;       // stored elements from one row to the next
+    i64 scale_stride;            // number of scales of an expert
     int id_bytes;
     int pairs;
     int experts;
@@ -78,10 +78,10 @@ struct DownParams {
     int in_features;
 };
 
-// Of combine_experts.
+// The parameters of combine_experts.
 struct CombineParams {
-    const void* products;        // as DownParams::out, or with `places` [rows, out_features] in another order
-    const i64* places;           // the row of each pair in products, or null: its own
+    const void* products;        // DownParams::out, or with `places` [rows, out_features] in another order
+    const i64* places;           // the row of each pair in `products`, or null if pair i has row i
     const void* expert_ids;      // [tokens, top_k]
     const void* expert_weights;  // [tokens, top_k]
     void* out;                   // [tokens, out_features]
@@ -91,7 +91,7 @@ struct CombineParams {
 };
 
 struct TileParams : Params {
-    TensorMap x_map;       // [tokens][in_features], in boxes of kTokens (at most all tokens) by 64
+    TensorMap x_map;       // [tokens][in_features], in boxes of min(kTokens, tokens) by 64
     TensorMap weight_map;  // [out_features][in_features], in boxes of kBlockRows / kCluster by 64
     TensorMap masks_map;   // [out_features][bytes of a row], in boxes of kBlockRows / kCluster by kMaskRowBytes
 };
@@ -102,7 +102,7 @@ struct TrainingTileParams : TileParams {
 };
 
 struct TrainingItemParams : TrainingTileParams {
-    TensorMap out_row_map;  // the same matrices in boxes of one token, for an expert's last tokens
+    TensorMap out_row_map;  // out_map's matrix in boxes of one token, for an expert's last tokens
     TensorMap partials_row_map;
 };
 

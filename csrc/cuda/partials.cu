@@ -1,24 +1,24 @@
-// Turns the products t = x W^T and f_i = x (F_i * W)^T into the result y and its partial derivatives P = dy/dt and
-// Q_i = dy/df_i, which backward needs (training.md):
+// Computes the result y from the products t = x W^T and f_i = x (F_i * W)^T, with the partial derivatives that the
+// backward pass needs, P = dy/dt, Q_i = dy/df_i and R_i = dy/dr_i (training.md):
 //
 //   g_i = (t - f_i) / 2,   v_i = (t + f_i) / 2,   y = sum_i r_i act(g_i) v_i
 //   P = sum_i r_i (act'(g_i) v_i + act(g_i)) / 2,   Q_i = r_i (act(g_i) - act'(g_i) v_i) / 2,   R_i = act(g_i) v_i
 //
-// A token has several entries, each a row of `columns` elements. The products are t, then the f_i. The partials are P,
-// then the Q_i, then with mask weights the R_i. Partials may overwrite products of the same dtype: a thread reads an
-// element before it writes it, and no other thread reads it. Arithmetic is in float32, and every element is read and
-// written once.
+// A token has several entries, each a row of `columns` elements. The products are t, then f_1, f_2, ... The partials
+// are P, then the Q_i, then with mask weights the R_i. Partials may overwrite products of the same dtype: a thread
+// reads an element before it writes it, and no other thread reads it. Arithmetic is in float32, and every element is
+// read and written once.
 //
-// The library's GEMMs of experts round products to 16 bits. There t comes alone, in float32 (MGLU_TOTAL), since its
-// error is in every gate and value; or the products are g_i and v_i, one after the other (MGLU_PARTS).
+// Grouped GEMMs of a library round products to 16 bits, and an error of t would enter every gate and value. So for
+// experts t may be a separate float32 tensor (MGLU_TOTAL), or the products are g_1, v_1, g_2, v_2, ... (MGLU_PARTS).
 #include "activation.cuh"
 #include "columns.cuh"
 
 namespace mglu {
 
 struct Params {
-    const void* total;         // t [tokens, columns], contiguous, if it is not the first product; or null
-    const void* products;      // [tokens, 1 (t) + kMasks, columns] with contiguous columns; 2 kMasks in parts
+    const void* total;         // t [tokens, columns], contiguous, with MGLU_TOTAL; else null
+    const void* products;      // [tokens, entries, columns] with contiguous columns
     void* partials;            // [tokens, kMasks + 1 or 2 kMasks + 1, columns] with contiguous columns
     const void* mask_weights;  // [tokens, kMasks], or null
     void* result;              // [tokens, columns] with contiguous columns
@@ -42,8 +42,8 @@ static_assert(!kParts || kTotalType < 0, "gates and values need no t");
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1 without mask weights
 constexpr bool kWeighted = kMaskWeightType >= 0;
-constexpr int kColumns = 4;  // of a thread; with 8, registers do not suffice to load the next mask ahead
-constexpr int kBlocksPerSm = kWeighted || !kVector ? 4 : 5;  // as many as fit without spills
+constexpr int kColumns = 4;  // columns of a thread; with 8, there are too few registers to load the next mask ahead
+constexpr int kBlocksPerSm = kWeighted || !kVector ? 4 : 5;  // as many as fit without register spills
 
 __device__ __forceinline__ float load_mask_weight(const Params& p, i64 token, int mask) {
     if constexpr (kWeighted) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ float load_mask_weight(const Params& p, i64 token, in
     }
 }
 
-// The sums of a thread's columns, and the offsets of its next mask.
+// The sums of a thread's columns, and the offsets of its next products and partials.
 struct Sums {
     i64 product, partial;
     float half_total[kColumns];     // t / 2; unused with MGLU_PARTS
@@ -66,7 +66,7 @@ struct Sums {
 // Adds kCount masks from `mask` on. All their products are loaded before the first is used.
 template <int kCount>
 __device__ __forceinline__ void add_masks(Sums& sums, const Params& p, const Position<kColumns>& at, int mask) {
-    Group<kProductsType, kColumns> gates[kCount], flipped[kCount];  // in parts, g_i and v_i
+    Group<kProductsType, kColumns> gates[kCount], flipped[kCount];  // f_i in `flipped`; with MGLU_PARTS g_i and v_i
     float mask_weight[kCount];
 #pragma unroll
     for (int j = 0; j < kCount; ++j, sums.product += p.products_entry_stride) {

@@ -1,13 +1,13 @@
-// Copies x for tile_wgmma.cu with permuted columns, so that a stage's x is one contiguous block (tile_wgmma.md).
+// Copies x for tile_wgmma.cu with permuted columns, so that the x of a stage is one contiguous block (tile_wgmma.md).
 //
 // The copy is [tile of kTokens tokens][chunk of 64 columns][token][64], with zeros past the last token and the end of
-// k. Two permutations apply to the 64 columns of a token and chunk. First, seen as an 8x8 matrix, they are transposed:
-// column 8 o + j goes to 8 j + o. In this order a lane of the mainloop needs only two bytes of each mask
-// (mask_fragment.cuh). Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that wgmma
-// expects of its B operand. A warp permutes 8 tokens of one chunk.
+// k. Two permutations apply to the 64 columns of a token and chunk. First, they are transposed as an 8x8 matrix: column
+// 8 o + j goes to 8 j + o. In this order a lane of the mainloop needs only two bytes of each mask (mask_fragment.cuh).
+// Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that wgmma expects of its B
+// operand. A warp permutes 8 tokens of one chunk.
 //
-// For experts (MGLU_ITEMS) x is gathered in the order of places, and the copy is [place][whole chunks], from which TMA
-// loads the tokens of an item. With MGLU_PERMUTED = 0 its columns keep their order.
+// For experts (MGLU_ITEMS), the copy is [row][whole chunks]: the rows of x sorted by expert, from which TMA loads the
+// rows of an item. With MGLU_PERMUTED = 0 the columns keep their order.
 #include "params.cuh"
 #include "ptx.cuh"
 #include "work.cuh"
@@ -28,8 +28,8 @@ constexpr bool kPermute = true;
 extern "C" __global__ void __launch_bounds__(256)
     mglu_permute_x(const __grid_constant__ mglu::Params p MGLU_ITEM_PARAMS) {
     using namespace mglu;
-    // tile_wgmma may start, and load W, while this kernel runs. It waits for this kernel alone, since this kernel has
-    // waited for all earlier ones.
+    // tile_wgmma may start and load W while this kernel runs. It only has to wait for this kernel, which has waited for
+    // all earlier ones.
     wait_for_earlier_kernels();
     let_next_kernel_start();
     const int lane = threadIdx.x % 32;
@@ -41,9 +41,9 @@ extern "C" __global__ void __launch_bounds__(256)
     const int first = item / chunks * 8;
     const int k = chunk * 64 + 2 * lane;
     const u16* x = static_cast<const u16*>(p.x);
-    const auto row_of_x = [&](int token) {
+    const auto x_row = [&](int token) {
 #if MGLU_ITEMS
-        return row_of_x_at(items, token);
+        return x_row_at(items, token);
 #else
         return token;
 #endif
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int n = 0; n < 8; ++n) {
         pair[n] = 0;
         if (first + n >= p.tokens || k >= p.in_features) continue;
-        const u16* from = x + row_of_x(first + n) * p.x_row_stride + k * p.x_column_stride;
+        const u16* from = x + x_row(first + n) * p.x_row_stride + k * p.x_column_stride;
         pair[n] = p.x_is_vectorizable ? *reinterpret_cast<const u32*>(from)
                                       : from[0] | static_cast<u32>(from[p.x_column_stride]) << 16;
     }

@@ -1,7 +1,7 @@
-// The kernel for every call that the fast kernels cannot take: any dtype, stride, alignment and in_features (plain.md).
+// The kernel for calls that no faster kernel takes: any dtype, strides, alignment and in_features (plain.md).
 //
-// A warp computes one row of W for up to kTokens tokens. Its lanes read eight columns each, as vectors where rows are
-// aligned.
+// A warp computes one row of W for up to kTokens tokens. Each lane reads eight columns at a time, as vectors if the
+// rows are aligned.
 #include "activation.cuh"
 #include "element.cuh"
 #include "packed_masks.cuh"
@@ -22,14 +22,15 @@ using Bits = typename Element<kType>::Bits;
 using X = StoredWeight<WeightFormat::dense, kType>;
 using Weight = StoredWeight<static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT), kType>;
 
-// The bytes of eight columns, and of one load of `load_octet`.
+// The bytes of eight stored columns.
 template <class Stored>
 constexpr int kOctetBytes = sizeof(typename Stored::Bits) * kOctet / Stored::kColumns;
+// The bytes of one load in load_octet().
 template <class Stored>
 constexpr int kLoad = kOctetBytes<Stored> < 16 ? kOctetBytes<Stored> : 16;
 
-// Loads eight consecutive columns from column k on. Columns past the end of the row are zero. `vector`: whether rows
-// are contiguous and aligned to whole loads.
+// Loads eight consecutive columns from column k on; columns past the end of the row are zero. With `vector`, rows are
+// contiguous and aligned to the size of a load.
 template <class Stored>
 __device__ __forceinline__ void load_octet(float (&value)[8], const typename Stored::Bits* row, i64 stride, int k,
                                            int end, bool vector) {
@@ -108,13 +109,13 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps)
         const float scale = Weight::scale(p, row, k);
 #pragma unroll
         for (int j = 0; j < 8; ++j) w[j] *= scale;
-        float product[kTokens]
-                     [kOctet];  // t and all s_i sum these same rounded products, so that t - s_i loses no precision
+        // t and all s_i sum the same rounded products, so that rounding them causes no error in t - s_i.
+        float product[kTokens][kOctet];
 #pragma unroll
         for (int n = 0; n < kTokens; ++n) {
             float value[8];
             const int token = min(first_token + n, p.tokens - 1);
-            load_octet<X>(value, x + rows.of_x(token) * p.x_row_stride, p.x_column_stride, k, p.in_features, x_vector);
+            load_octet<X>(value, x + rows.x_row(token) * p.x_row_stride, p.x_column_stride, k, p.in_features, x_vector);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 product[n][j] = value[j] * w[j];
@@ -142,11 +143,11 @@ extern "C" __global__ void __launch_bounds__(32 * mglu::kWarps)
         for (int i = 0; i < kMasks; ++i) {
             const float gate = warp_sum(s[i][n]);
             if (token < p.tokens)
-                sum += load_mask_weight<MGLU_MASK_WEIGHTS>(p, rows.of_result(token), i) *
+                sum += load_mask_weight<MGLU_MASK_WEIGHTS>(p, rows.result_row(token), i) *
                        (activate<kActivation, kType != kFloat32>(gate) * (sum_t - gate));
         }
         if (lane == 0 && token < p.tokens)
-            static_cast<Bits*>(p.out)[static_cast<i64>(rows.of_result(token)) * p.out_features + row] =
+            static_cast<Bits*>(p.out)[static_cast<i64>(rows.result_row(token)) * p.out_features + row] =
                 from_float<kType>(sum);
     }
 }

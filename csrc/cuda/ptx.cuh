@@ -1,5 +1,5 @@
-// Wrappers of the PTX instructions that the kernels use, one function each. Nothing in this folder includes a header
-// from outside it, so that NVRTC compiles the kernels on a machine without a CUDA toolkit.
+// Wrappers of PTX instructions, one function each. No file in this folder includes a header from outside the folder, so
+// that NVRTC compiles the kernels on a machine without a CUDA toolkit.
 #pragma once
 #include "types.cuh"
 
@@ -15,17 +15,19 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// The L2 cache policy of a copy. Data that is read exactly once should be evicted first, or it would push out x and
-// other kernels' data. The constants are what ptxas makes of createpolicy.fractional with evict_first and evict_normal
-// for sm_80, 89, 90, 100 and 120. As constants they cost nothing. The instruction's result would lie in a register,
-// which every copy would move to a uniform register (10 of the 180 instructions of a stage).
+// The L2 cache policy of a copy. Data that is read exactly once should be evicted first, so that it does not push out x
+// and other kernels' data.
+//
+// The constants are what ptxas encodes for createpolicy.fractional with evict_first and evict_normal on sm_80, 89, 90,
+// 100 and 120. The instruction itself would put the policy in a register, which each copy would move to a uniform
+// register: 10 of the 180 instructions of a stage.
 __device__ __forceinline__ u64 cache_policy(bool read_once) {
     return read_once ? 0x12f0000000000000ull : 0x16f0000000000000ull;
 }
 
-// Copies from global to shared memory without passing through registers. The bytes from `valid` up to kBytes arrive as
-// zeros, and with `valid` 0 nothing is read, so that the end of a row needs no branch. Copies of 16 bytes bypass L1
-// (.cg); smaller ones cannot.
+// Copies kBytes from global to shared memory asynchronously. The bytes from `valid` on arrive as zeros, and with
+// `valid` 0 nothing is read, so that the end of a row needs no branch. Copies of 16 bytes bypass L1 (.cg); smaller ones
+// cannot.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(u32 destination, const void* source, u32 valid, u64 policy) {
     static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "the sizes cp.async knows");
@@ -68,7 +70,7 @@ __device__ __forceinline__ void store_global(void* destination, const u32 (&from
     }
 }
 
-// Prefetches a line into L2.
+// Prefetches a cache line into L2.
 __device__ __forceinline__ void prefetch(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -115,7 +117,7 @@ constexpr bool kHasTma = true;
 // barrier_init and before the block's first barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Arrives, and makes the phase also wait for `bytes` bytes of bulk copies.
+// Arrives, and makes the phase end only when `bytes` bytes of bulk copies have arrived too.
 __device__ __forceinline__ void barrier_arrive_expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -128,8 +130,8 @@ __device__ __forceinline__ void bulk_copy(u32 destination, const void* source, u
         : "memory");
 }
 
-// Copies to every block of a cluster: to the same offset in each block's shared memory, signalling the barrier at the
-// same offset there.
+// Copies to every block of a cluster. `destination` and `barrier` stand for the same offsets in each block's shared
+// memory.
 template <int kBlocks>
 __device__ __forceinline__ void bulk_copy_multicast(u32 destination, const void* source, u32 bytes, u32 barrier) {
     asm volatile(
@@ -139,7 +141,7 @@ __device__ __forceinline__ void bulk_copy_multicast(u32 destination, const void*
         : "memory");
 }
 
-// --- clusters: blocks that run at the same time and reach each other's shared memory ---
+// --- clusters: blocks that run at the same time and can access each other's shared memory ---
 
 #if defined(MGLU_CLUSTER) && MGLU_CLUSTER > 1
 #define MGLU_CLUSTER_DIMS __cluster_dims__(MGLU_CLUSTER, 1, 1)
@@ -153,8 +155,7 @@ __device__ __forceinline__ u32 rank_in_cluster() {
     return rank;
 }
 
-// The address in block `rank` of the cluster that corresponds to this block's shared `address`, and an arrival at a
-// barrier there.
+// Maps this block's shared `address` to block `rank` of the cluster. The second function arrives at a barrier there.
 __device__ __forceinline__ u32 address_in_cluster(u32 address, u32 rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -164,9 +165,9 @@ __device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// A cluster's barrier in two halves: after the wait, every thread of every block has arrived. Barriers that were
-// initialised before the arrival can be signalled by other blocks after the wait. No other memory is ordered, since
-// that would need a fence of the whole GPU.
+// The barrier of a cluster in two halves: after the wait, every thread of every block has arrived. After the wait,
+// blocks may signal mbarriers that other blocks initialised before they arrived. No other memory is ordered, since that
+// would take a fence for the whole GPU.
 __device__ __forceinline__ void arrive_in_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -212,7 +213,7 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
                  : "memory");
 }
 
-// The same, each matrix transposed: the lane receives elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+// The same, with each matrix transposed: the lane receives elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
 __device__ __forceinline__ void load_transposed_matrices(u32 (&to)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -226,7 +227,7 @@ __device__ __forceinline__ u32 load_shared_4(u32 address) {
     return v;
 }
 
-// Reads the last bits of a word, 32, 16 or 8 of them.
+// Reads a number of 32, 16 or 8 bits.
 template <int kBits>
 __device__ __forceinline__ u32 load_shared_bits(u32 address) {
     if constexpr (kBits == 32) return load_shared_4(address);
@@ -240,16 +241,16 @@ __device__ __forceinline__ u32 load_shared_bits(u32 address) {
     return v;
 }
 
-// Makes a value opaque, so that it stays in its register. Without this ptxas recomputes addresses from the kernel's
-// parameters at every stage (70 instructions a stage).
+// Makes a value opaque to the compiler, so that it stays in its register. Otherwise ptxas recomputes addresses from the
+// kernel's parameters (70 instructions in each stage).
 template <typename T>
 __device__ __forceinline__ void keep_in_register(T& value) {
     if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(value));
     else asm volatile("" : "+r"(value));
 }
 
-// 2^x and 1 / x in one instruction each, with a relative error of at most 2^-22. Denormal operands and results count
-// as 0.
+// 2^x and 1 / x in one instruction each, with a relative error of at most 2^-22. Subnormal operands and results become
+// 0.
 __device__ __forceinline__ float exp2_approximate(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -268,20 +269,20 @@ __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high) {
     return __byte_perm(low, high, kSelector);
 }
 
-// Flips the signs of two packed 16-bit floats where bits 15 and 31 are set: one LOP3.
+// Flips the sign of each of two packed 16-bit floats if bit 15 (or 31) of `bits` is set. One LOP3.
 __device__ __forceinline__ u32 flip_signs(u32 value, u32 bits) { return value ^ (bits & 0x80008000u); }
 
-// Sparse MMA: D (16x8, float32) += A (16x32) B (32x8, column major) in float16 or bfloat16, where A has two values in
-// every four columns. With g = lane / 4 and q = lane % 4 a thread holds
+// Sparse MMA: D (16x8, float32) += A (16x32) B (32x8, column major) in float16 or bfloat16. A has two values in every
+// four columns. With g = lane / 4 and q = lane % 4, a thread holds
 //
-// - of A's values: a0 = row g, columns 4q to 4q + 3; a1 = the same columns of row g + 8; a2 and a3 = rows g and g + 8,
+// - A's values: a0 = row g, columns 4q to 4q + 3; a1 = the same columns of row g + 8; a2 and a3 = rows g and g + 8,
 //   16 columns further;
-// - of B: b_n = rows 8n + 2q and 8n + 2q + 1 of column g;
-// - of D: (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
+// - B: b_n = rows 8n + 2q and 8n + 2q + 1 of column g;
+// - D: (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
 //
-// The metadata comes from the threads q = 2 kSelector (columns 0 to 15) and q = 2 kSelector + 1 (columns 16 to 31) of
-// every four: row g in the lower half of the word and row g + 8 in the upper half, four bits for every four columns.
-// Two of these bits say in which column the first value is, the other two in which column the second is.
+// Of every four threads, q = 2 kSelector supplies the metadata of columns 0 to 15, and q = 2 kSelector + 1 of columns
+// 16 to 31. The lower half of the word is row g and the upper half row g + 8. Every four columns have four bits: two
+// bits are the column of the first value, and two the column of the second.
 template <bool kBfloat16, int kSelector>
 __device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
 #define MGLU_MMA(type)                                                                                      \
@@ -295,11 +296,12 @@ __device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)
 #undef MGLU_MMA
 }
 
-// D (16x8, float32) += A (16x16) B (16x8, column major) in float16 or bfloat16. With g and q as above a thread holds
+// D (16x8, float32) += A (16x16) B (16x8, column major) in float16 or bfloat16. With g and q as above, a thread holds
 //
-// - of A: a0 = row g, columns 2q and 2q + 1; a1 = the same columns of row g + 8; a2 and a3 = rows g and g + 8, 8 columns
+// - A: a0 = row g, columns 2q and 2q + 1; a1 = the same columns of row g + 8; a2 and a3 = rows g and g + 8, 8 columns
 //   further;
-// - of B: rows 2q and 2q + 1 of column g, and 8 rows further; of D: as above.
+// - B: rows 2q and 2q + 1 of column g, then the same 8 rows further;
+// - D: as above.
 template <bool kBfloat16>
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #define MGLU_MMA(type)                                                                  \
@@ -319,9 +321,9 @@ __device__ __forceinline__ u32 transpose(u32 fragment) {
     return result;
 }
 
-// The value of lane 4 n + lane % 4. A constant n needs no register; a full lane index would.
-__device__ __forceinline__ float of_four_lanes(float value, int n) {
-    constexpr int kOwnLowBits = 3 << 8 | 31;  // bits 0 and 1 of the source lane are this lane's own
+// Returns the value of lane 4 n + lane % 4. With a constant n this needs no register for the source lane.
+__device__ __forceinline__ float shuffle_from_quad(float value, int n) {
+    constexpr int kOwnLowBits = 3 << 8 | 31;  // bits 0 and 1 of the source lane are those of this lane
     float result;
     asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xffffffff;"
                  : "=f"(result)
@@ -329,8 +331,8 @@ __device__ __forceinline__ float of_four_lanes(float value, int n) {
     return result;
 }
 
-// Programmatic dependent launch (sm_90 and later): everything after the wait sees what earlier kernels of the stream
-// wrote. Without the launch attribute both functions do nothing.
+// Programmatic dependent launch (sm_90 and later): after wait_for_earlier_kernels(), a kernel sees what earlier kernels
+// of the stream wrote. Without the launch attribute both functions do nothing.
 constexpr bool kHasDependentLaunch = kHasTma;  // both came with sm_90
 
 __device__ __forceinline__ void wait_for_earlier_kernels() {

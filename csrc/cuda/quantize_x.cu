@@ -1,20 +1,20 @@
 // Rounds x to float8_e4m3fn, each token with its own scale.
 //
-// The scale of a token is the smallest power of two, not below 2^-126, that brings its largest magnitude to at most 448,
-// the largest number of the type. It is 1 for zeros, and NaN where x is not finite (mglu_ops/formats.py). A block takes
-// one token, and a thread 8 columns at a time.
+// The scale of a token is the smallest power of two from 2^-126 on that brings its largest magnitude to at most 448,
+// the largest number of the type. It is 1 if x is all zeros, and NaN if x is not finite (mglu_ops/formats.py). A block
+// takes one token, and a thread 8 columns at a time.
 //
 // With kTokens > 0 the copy is for tile_wgmma.cu (tile_fp8.cuh): [tile of kTokens tokens][chunk of 128 columns][token]
-// [128], with zeros past the last token and the end of k, then the scales of the tokens in float32. Two permutations
-// apply to the 128 columns of a token and chunk. First, seen as a 16x8 matrix, they are transposed: column 8 o + j goes
-// to 16 j + o. Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that wgmma expects of
-// its B operand. Such a launch needs in_features % 8 == 0.
+// [128], with zeros past the last token and the end of k, followed by the scales of the tokens in float32. Two
+// permutations apply to the 128 columns of a token and chunk. First, they are transposed as a 16x8 matrix: column 8 o +
+// j goes to 16 j + o. Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that wgmma
+// expects of its B operand. Such a launch needs in_features % 8 == 0.
 //
-// For experts (MGLU_ITEMS) the tokens are places, in whose order x is gathered. There kTokens = 1, so that the copy is
-// [place][chunk of 128 columns][128] with the first permutation only, from which TMA loads the tokens of an item.
+// For experts (MGLU_ITEMS) kTokens is 1, and the copy holds the rows of x sorted by expert, from which TMA loads the
+// rows of an item: [row][chunk of 128 columns][128], with the first permutation only.
 //
-// With kTokens = 0 the copy is [tokens][in_features] in x's type: the rounded numbers times their scales, at most the
-// largest finite number of the type.
+// With kTokens = 0 the copy is [tokens][in_features] in x's type: the rounded numbers times their scales, clamped to
+// the finite numbers of the type.
 #include "element.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
@@ -25,11 +25,11 @@ namespace mglu {
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kTokens = MGLU_TOKEN_COLUMNS;
 constexpr int kThreads = 256;
-constexpr int kOctets = 16;  // groups of 8 columns of a chunk
+constexpr int kOctets = 16;  // octets (8 columns) of a chunk
 using Bits = Element<kType>::Bits;
 constexpr Bits kLargest = kType == kFloat16 ? 0x7bff : kType == kBfloat16 ? 0x7f7f : 0x7f7fffff;
 
-// Columns 8 octet to 8 octet + 7 of a token in row `row` of x, zeros past the end.
+// Loads 8 columns of a token, which is row `row` of x. Columns past the end are zero.
 __device__ __forceinline__ void load_octet(float (&x)[8], const Params& p, int token, int row, int octet) {
     const Bits* from = static_cast<const Bits*>(p.x) + row * p.x_row_stride + 8 * octet * p.x_column_stride;
     const int count = token < p.tokens ? min(p.in_features - 8 * octet, 8) : 0;
@@ -49,7 +49,8 @@ __device__ __forceinline__ void load_octet(float (&x)[8], const Params& p, int t
     }
 }
 
-// Four numbers of magnitude up to 448 in fp8. Only tile_wgmma's architecture has to have the instruction.
+// Converts four numbers, of magnitude up to 448 after multiplication by `factor`, to fp8. Only tile_wgmma, on Hopper,
+// needs this function, so older architectures may lack its instruction.
 __device__ __forceinline__ u32 in_fp8(const float* x, float factor) {
     u32 result = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -61,15 +62,15 @@ __device__ __forceinline__ u32 in_fp8(const float* x, float factor) {
     return result;
 }
 
-// The number of fp8 that is nearest to x, of magnitude up to 448: a sum with 1.5 times 2^23 units of its last digit is
-// rounded to that digit.
+// Rounds x, of magnitude up to 448, to the nearest number of fp8. Adding a number that is 1.5 * 2^23 times the value of
+// fp8's last digit makes float32 round at that digit. Below 2^-6, where fp8 is subnormal, the digit is constant.
 __device__ __forceinline__ float rounded_to_fp8(float x) {
-    const u32 exponent = max(__float_as_uint(x) & 0x7f800000u, 121u << 23);  // 2^-6, the least of a normal number
+    const u32 exponent = max(__float_as_uint(x) & 0x7f800000u, 121u << 23);  // 2^-6
     const float large = 1.5f * __uint_as_float(exponent + (20u << 23));
     return (x + large) - large;
 }
 
-// Of the 4x4 bytes of four neighbouring lanes, a word each, lane r gets the bytes r of all.
+// Transposes the 4x4 bytes of four neighbouring lanes, which hold a word each: lane r gets byte r of each lane.
 __device__ __forceinline__ u32 transpose_among_4(u32 word, int r) {
     const u32 neighbour = __shfl_xor_sync(~0u, word, 1);
     const u32 even = r % 2 ? neighbour : word, odd = r % 2 ? word : neighbour;
@@ -87,19 +88,19 @@ extern "C" __global__ void __launch_bounds__(256)
     let_next_kernel_start();
     const int token = blockIdx.x;
 #if MGLU_ITEMS
-    const int row_of_x = row_of_x_at(items, token);
+    const int x_row = x_row_at(items, token);
 #else
-    const int row_of_x = token;
+    const int x_row = token;
 #endif
     const int chunks = (p.in_features + 127) / 128;
     __shared__ u32 greatest_of[kThreads / 32];
 
-    // Magnitudes compare like the integers of their bits, and NaN is the largest.
+    // Magnitudes order like their bits as integers, with NaN above infinity.
     u32 greatest = 0;
 #pragma unroll 4
     for (int octet = threadIdx.x; octet < chunks * kOctets; octet += kThreads) {
         float x[8];
-        load_octet(x, p, token, row_of_x, octet);
+        load_octet(x, p, token, x_row, octet);
 #pragma unroll
         for (int k = 0; k < 8; ++k) greatest = max(greatest, __float_as_uint(x[k]) & 0x7fffffffu);
     }
@@ -109,7 +110,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int w = 0; w < kThreads / 32; ++w) greatest = max(greatest, greatest_of[w]);
 
-    // 448 is 1.75 times 2^8: a larger fraction needs the next power of two.
+    // The smallest power of two that brings the magnitude to at most 448 = 1.75 * 2^8: fractions above 1.75 need one
+    // more.
     const int exponent = static_cast<int>(greatest >> 23) - 8 + ((greatest & 0x7fffffu) > 0x600000u);
     const bool finite = greatest < 0x7f800000u;
     const u32 power = greatest == 0 ? 127u << 23 : static_cast<u32>(max(exponent, 1)) << 23;
@@ -126,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int first = 0; first < chunks * kOctets; first += kThreads) {
         const int octet = first + threadIdx.x;
         float x[8];
-        load_octet(x, p, token, row_of_x, octet);
+        load_octet(x, p, token, x_row, octet);
         if constexpr (kTokens > 0) {
             const int r = threadIdx.x % 4;
             u32 word[2];
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
                 const float value = rounded_to_fp8(x[k] * factor) * scale;
-                // A comparison with NaN is false, so NaN stays.
+                // Clamp. Comparisons with NaN are false, so NaN stays.
                 if (8 * octet + k < p.in_features)
                     to[k] = from_float<kType>(value > largest ? largest : value < -largest ? -largest : value);
             }

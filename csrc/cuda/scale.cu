@@ -1,7 +1,8 @@
-// Multiplies the gradient G of the result by the partial derivatives that forward kept: dt = G * P and b_i = G * Q_i,
-// the operands of backward's GEMMs (training.md). A token has kEntries entries, each a row of `columns` elements.
+// Multiplies the gradient G of the result by the partial derivatives that the forward pass kept: grad_t = G * P and
+// grad_f_i = G * Q_i, the operands of the backward GEMMs (training.md). A token has kEntries entries, each a row of
+// `columns` elements.
 //
-// The kernel is memory-bound: each partial is read once, each product written once.
+// The kernel is memory-bound: each partial is read once, and each product is written once.
 #include "columns.cuh"
 
 namespace mglu {

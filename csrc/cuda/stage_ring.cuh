@@ -1,7 +1,7 @@
 // A warp's ring of stages in shared memory, which the warp itself fills with cp.async.
 //
-// A stage is kRows rows of 8 kOctets columns: the weights in blocks of 64 columns, each block row by row (8 kBits bytes
-// a row), then the mask bytes row by row. All lanes of the warp copy; a warp waits for no other warp.
+// A stage is kRows rows of 8 kOctets columns. It holds the weights in blocks of 64 columns, each block row by row (8
+// kBits bytes per row), then the mask bytes row by row. All lanes of the warp copy, and no warp waits for another.
 #pragma once
 #include "packed_masks.cuh"
 #include "params.cuh"
@@ -13,17 +13,17 @@ template <int kRows_, int kOctets_, int kBits_, int kMasks_, int kMaskVector_>
 struct StageShape {
     static constexpr int kRows = kRows_;
     static constexpr int kOctets = kOctets_;
-    static constexpr int kBits = kBits_;                       // of a weight: 16, 8 or 4
-    static constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // of a stored element, which strides count
+    static constexpr int kBits = kBits_;                       // bits of a weight: 16, 8 or 4
+    static constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // bytes of a stored element, the unit of strides
     static constexpr int kMasks = kMasks_;
-    static constexpr int kMaskVector = kMaskVector_;  // bytes of a lane's copy of masks
+    static constexpr int kMaskVector = kMaskVector_;  // bytes that one cp.async copies of the masks
     static constexpr int kWeightBytes = kRows * kOctets * kBits;
-    static constexpr int kBlockRowBytes = 8 * kBits;  // 64 columns of a row
+    static constexpr int kBlockRowBytes = 8 * kBits;  // bytes of 64 columns of a row
     static constexpr int kMaskRowBytes = mask_bytes(kOctets * kOctet, kMasks);
     static constexpr int kBytes = kWeightBytes + kRows * kMaskRowBytes;
-    // Swizzles that spread the rows over the banks. A warp reads a quarter of a block's row in all of its rows at once:
-    // the n-th quarter of row r lies at n ^ swizzle_of(r). Reads of masks touch two rows, which collide only where a row
-    // is a multiple of 128 bytes. There, odd rows swap neighbouring 16-byte vectors.
+    // Swizzles that spread the rows over the banks. A warp reads one quarter of all rows of a block at once, so the
+    // n-th quarter of row r lies at n ^ swizzle_of(r). Reads of masks touch two rows, which conflict only if a row is a
+    // multiple of 128 bytes; then odd rows swap neighbouring 16-byte vectors.
     static constexpr int kQuarterBytes = kBlockRowBytes / 4;
     static __device__ __forceinline__ int swizzle_of(int row) {
         return kBits == 16 ? row % 4 : kBits == 8 ? row / 2 % 4 : row / 4 % 2 * 2;
@@ -32,25 +32,24 @@ struct StageShape {
 };
 
 // Copies one warp's 16 rows from global memory into its ring, stage by stage. A lane keeps one pointer into W and one
-// into the masks; its other copies are a warp-uniform number of rows further.
+// into the masks; its other copies are a number of rows further that is the same for all lanes.
 template <typename Shape, int kStep>  // a warp takes every kStep-th stage of k
 class StageLoader {
     static constexpr int kRows = Shape::kRows;
     static constexpr int kOctets = Shape::kOctets;
-    static constexpr int kWeightVectors = kOctets * Shape::kBits / 16;  // of 16 bytes in a row of a stage
+    static constexpr int kWeightVectors = kOctets * Shape::kBits / 16;  // 16-byte vectors in a row of a stage
     static constexpr int kVectorOctets = kOctets / kWeightVectors;
     static constexpr int kMasks = Shape::kMasks;
     static constexpr int kMaskVector = Shape::kMaskVector;
     static constexpr int kMaskRowBytes = Shape::kMaskRowBytes;
-    // In one copy instruction every lane copies one vector. With V vectors in a row, the instruction copies 32 / V
-    // rows.
+    // In one copy instruction every lane copies one vector, so the instruction copies 32 / kWeightVectors rows.
     static constexpr int kRowsPerCopy = 32 / kWeightVectors;
     static constexpr int kWeightCopies = kRows / kRowsPerCopy;
     static constexpr int kVectorsPerRow = kMaskRowBytes / kMaskVector;
     static constexpr int kMaskVectors = kRows * kVectorsPerRow;
     static constexpr int kMaskCopies = (kMaskVectors + 31) / 32;
-    // If V divides 32 or is divided by it, a lane's copies of the masks are a constant number of rows (or 32 vectors)
-    // apart. Otherwise each needs its own offset.
+    // If kVectorsPerRow is a divisor or a multiple of 32, a lane's copies of the masks are a constant number of rows,
+    // or 32 vectors, apart. Otherwise each copy needs its own offset.
     static constexpr bool kUniformCopies = 32 % kVectorsPerRow == 0 || kVectorsPerRow % 32 == 0;
     static constexpr int kMaskRowsPerCopy = kVectorsPerRow < 32 ? 32 / kVectorsPerRow : 1;
     static constexpr int kMaskCopiesPerRow = kUniformCopies && kVectorsPerRow > 32 ? kVectorsPerRow / 32 : 1;
@@ -62,11 +61,11 @@ class StageLoader {
     const u8* masks_;
     i64 weight_step_;
     i64 mask_step_;
-    u32 weight_slot_offset_;  // in a slot of the ring
+    u32 weight_slot_offset_;  // offset of the lane's first copy in a slot of the ring
     u32 mask_row_offset_[kOffsets];
     u32 mask_slot_offset_[kOffsets];
     int lane_;
-    int octets_left_;  // groups of 8 columns of the row from the next stage on
+    int octets_left_;  // octets of the row from the next stage on
     u64 policy_;
 
     template <int kBytes, bool kPrefetch>
@@ -120,8 +119,8 @@ class StageLoader {
     template <bool kPrefetch = false>
     __device__ __forceinline__ void load_next(u32 slot) {
         const int lane = lane_;
-        // Weights past the end of the row become zeros. Mask bits there are multiplied by zero: they may be anything,
-        // but must not be read from memory.
+        // Weights past the end of the row become zeros. Mask bits past the end may be anything, since they select among
+        // zeros, but must not be read from memory.
         const u8* weight = weight_;
 #pragma unroll
         for (int c = 0; c < kWeightCopies; ++c) {

@@ -1,4 +1,4 @@
-// The configuration of tile_wgmma.cu, and what it determines: the layout of a stage, registers, the order of tiles.
+// The configuration of tile_wgmma.cu, and what follows from it: the layout of a stage, registers, the order of tiles.
 #pragma once
 #include "activation.cuh"
 #include "packed_masks.cuh"
@@ -13,8 +13,8 @@ constexpr int kType = MGLU_ELEMENT;
 constexpr int kMasks = MGLU_N_MASKS;
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
 constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
-constexpr int kTokens = MGLU_TOKEN_COLUMNS;         // tokens of a tile: N of the wgmma
-constexpr int kBlockRows = MGLU_BLOCK_ROWS;         // rows of W of a tile, a multiple of 16
+constexpr int kTokens = MGLU_TOKEN_COLUMNS;         // tokens of a tile, N of the wgmma
+constexpr int kBlockRows = MGLU_BLOCK_ROWS;         // rows of W in a tile, a multiple of 16
 constexpr int kMaskGroups = MGLU_MASK_GROUPS;  // warpgroups that share 64 rows, each with a part of the masks: 1 or 2
 constexpr int kPasses = MGLU_PASSES;           // passes over k, each with an equal part of the masks
 constexpr int kStages = MGLU_STAGES;           // stages in the ring
@@ -25,11 +25,11 @@ constexpr bool kSparse = MGLU_SPARSE != 0;     // masks are the metadata of spar
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
 constexpr bool kFp8 = MGLU_FP8 != 0;               // x and W are multiplied in fp8 (tile_fp8.cuh)
-constexpr bool kPermutedX = MGLU_PERMUTED != 0;    // p.x is the copy that permute_x.cu or quantize_x.cu has made
-constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks: their rows are 16-byte aligned
+constexpr bool kPermutedX = MGLU_PERMUTED != 0;    // p.x is the copy that permute_x.cu or quantize_x.cu has written
+constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks, whose rows must be 16-byte aligned
 constexpr bool kExperts = kItems == Items::table;
 #if defined(MGLU_TRAIN) && MGLU_TRAIN
-constexpr bool kTrain = true;                // also write what backward needs (tile_training.cuh)
+constexpr bool kTrain = true;                // also write the partial derivatives (tile_training.cuh)
 constexpr int kBoxTokens = MGLU_BOX_TOKENS;  // tokens of a box that TMA stores, a multiple of 8
 #else
 constexpr bool kTrain = false;
@@ -40,12 +40,12 @@ constexpr int kRowGroups = (kBlockRows + 63) / 64;
 constexpr int kConsumers = kRowGroups * kMaskGroups;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kColumns = kTokens / 2;           // sums of one product that a thread holds
-constexpr int kChunkColumns = kFp8 ? 128 : 64;  // of in_features: 128 bytes of a row of x
-// Whether a launch that copies x precedes this one. It gathers the x of experts, unless x is sorted and dense products
-// read it as it is.
+constexpr int kChunkColumns = kFp8 ? 128 : 64;  // columns of a chunk: 128 bytes of a row of x
+// True if permute_x or quantize_x runs first and copies x. For experts the copy is sorted by expert. Experts need no
+// copy if x is sorted already and products are dense.
 constexpr bool kCopiedX = kPermutedX || (kExperts && kSparse);
 constexpr bool kTiledX = kPermutedX && !kExperts;  // in the copy, a stage of a tile is one contiguous block
-constexpr int kSwath = 8;                          // row tiles that are visited together for each tile of tokens
+constexpr int kSwath = 8;                          // row tiles that are visited one after the other for the same tokens
 constexpr int kPassMasks = kMasks / kPasses;
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and at least one warpgroup");
 static_assert(kMaskGroups == 1 || kMaskGroups == 2, "one warpgroup for all masks, or two");
@@ -59,9 +59,9 @@ static_assert(!kFp8 || (kPermutedX && !kSparse && kPasses == 1 && kStageChunks =
 static_assert(!kTrain || kFormat == WeightFormat::dense, "in training W has the type of x");
 static_assert(!kTrain || kTokens % kBoxTokens == 0, "whole boxes");
 
-// Registers per thread, in multiples of 8. A launch gives each thread 168, 128 or 96, some of which move from the
-// producer warpgroup to the consumers. The producer keeps more where its warps expand x (kSparse), and most where the
-// consumers have few sums.
+// Registers per thread, in multiples of 8. A launch gives each thread 168, 128 or 96; some move from the producer
+// warpgroup to the consumers. The producer keeps more if its warps expand x (kSparse), and most if the consumers have
+// few sums.
 constexpr bool kFewSpareRegisters = (kPassMasks / kMaskGroups + 1) * kTokens / 2 > 112;
 constexpr int kDenseProducerRegisters = !kExperts ? 24 : kCluster > 1 || !kCopiedX ? 40 : 32;
 constexpr int kProducerRegisters = !kSparse ? kDenseProducerRegisters : kFewSpareRegisters ? 40 : 72;
@@ -69,19 +69,23 @@ constexpr int kLaunchRegisters = kConsumers == 2 ? 3 * 168 : kConsumers == 3 ? 4
 constexpr int kConsumerRegisters =
     kConsumers == 1 ? 255 : (kLaunchRegisters - kProducerRegisters) / (8 * kConsumers) * 8;
 
-// A stage of the ring: x [kStageChunks][kTokens][64] with the 16-byte vector v of row r at v ^ (r % 8), W
-// [kStageChunks][kBlockRows][64], swizzled likewise (weight_offset()), then the masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. TMA
-// moves multiples of 16 bytes per row, hence kMaskSpan.
+// A stage of the ring holds
 //
-// For sparse products x is [kStageChunks][2][kTokens][64]: each half has 32 columns, first the even ones, each followed
-// by a zero, then the odd ones.
+// - x [kStageChunks][kTokens][64], with the 16-byte vector v of row r at v ^ (r % 8);
+// - W [kStageChunks][kBlockRows][64], swizzled in the same way (weight_offset());
+// - masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. kMaskSpan makes these a multiple of
+//   16
+//   bytes, the unit of TMA.
+//
+// For sparse products x is [kStageChunks][2][kTokens][64]. Each half of a chunk has 32 columns, first the even ones,
+// then the odd ones, each element followed by a zero.
 constexpr int kMaskSpan = kFp8 || kMasks % 2 == 0 ? 1 : 2;
 constexpr int kMaskRowBytes = mask_bytes(kChunkColumns * kMaskSpan, kMasks);
 constexpr bool kSwizzleMasks = kMasks == 16 && !kFp8;  // rows of 128 bytes, swizzled like the rows of W
 constexpr int kXChunkBytes = kTokens * (kSparse ? 256 : 128);
 constexpr int kXBytes = kStageChunks * kXChunkBytes;
-constexpr int kWeightRowBytes = kChunkColumns / 8 * Weight::kBits;                  // a chunk of a row
-constexpr int kWeightBoxColumns = kWeightRowBytes / (Weight::kBits == 16 ? 2 : 1);  // of stored elements
+constexpr int kWeightRowBytes = kChunkColumns / 8 * Weight::kBits;                  // bytes of a chunk of a row
+constexpr int kWeightBoxColumns = kWeightRowBytes / (Weight::kBits == 16 ? 2 : 1);  // stored elements of it
 constexpr int kWeightChunkBytes = kBlockRows * kWeightRowBytes;
 constexpr int kWeightBytes = kStageChunks * kWeightChunkBytes;
 constexpr int kMaskBytes = kBulkMasks ? kStageChunks / kMaskSpan * kBlockRows * kMaskRowBytes : 0;
@@ -89,36 +93,37 @@ constexpr int kStageBytes = (kXBytes + kWeightBytes + kMaskBytes + 1023) / 1024 
 static_assert(!kBulkMasks || kStageChunks % kMaskSpan == 0,
               "an odd number of masks is loaded for two chunks at a time");
 
-// Where TMA puts byte `byte` of a row of a chunk of W. Its swizzle permutes the 16-byte vectors of rows of 128, 64 or 32
-// bytes; `row` is the row modulo 8.
+// The offset at which TMA puts byte `byte` of a row of a chunk of W. Its swizzle permutes the 16-byte vectors of rows
+// of 128, 64 or 32 bytes. `row` is the row modulo 8.
 __device__ __forceinline__ u32 weight_offset(int row, int byte) {
     const int swizzle = kWeightRowBytes == 128 ? row : kWeightRowBytes == 64 ? row / 2 % 4 : row / 4 % 2;
     return (byte / 16 ^ swizzle) * 16 + byte % 16;
 }
 
-// The first product of a warpgroup. The products of a pass (t if the pass computes it, then one for each mask) are
-// divided among the warpgroups of the same rows.
+// The first product of warpgroup `group`. The products of a pass (t if the pass computes it, then one for each mask)
+// are divided among the warpgroups that share rows.
 __host__ __device__ constexpr int first_product(int group, int products) {
-    const int longer = products % kMaskGroups;  // this many warpgroups, the first ones, have one product more
+    const int longer = products % kMaskGroups;  // the first `longer` warpgroups have one product more
     return group * (products / kMaskGroups) + (group < longer ? group : longer);
 }
 
-// Whether every pass computes t, or only the first. Two warpgroups that share rows keep in step only if all passes have
-// the same number of products: without t in later passes they were a fifth slower.
+// True if every pass computes t, false if only the first does. Two warpgroups that share rows keep in step only if all
+// passes have the same number of products: without t in later passes they took a fifth more time.
 constexpr bool kTotalInEachPass = kPasses == 1 || kMaskGroups == 2;
 
-// In training the ring is followed by the boxes to be stored: two for each warpgroup and output, each of kBoxTokens
-// rows of 128 bytes. The outputs are Q_i for the warpgroup's masks of a pass, with mask weights R_i, then y and P.
+// In training, the boxes to be stored follow the ring in shared memory: two for each warpgroup and output, each of
+// kBoxTokens rows of 128 bytes. The outputs of a warpgroup are Q_i for its masks of a pass, with mask weights also R_i,
+// then y and P.
 __host__ __device__ constexpr int boxes_of_masks(int masks) { return kMaskWeightType < 0 ? masks : 2 * masks; }
 constexpr int kBoxBytes = kBoxTokens * 128;
 constexpr int kBoxes = boxes_of_masks((kPassMasks + kMaskGroups - 1) / kMaskGroups) + 2;
 constexpr int kStagingBytes = kTrain ? kConsumers * 2 * kBoxes * kBoxBytes : 0;
 
-// Next comes the memory through which a warpgroup passes t and the sum of its terms (in training also the sum of P's
-// terms) to the second warpgroup of its rows and to the next pass, then the barriers. In training a single warpgroup
-// keeps t in registers from pass to pass.
+// Next in shared memory is the exchange, and after it the barriers. Through the exchange a warpgroup passes t and the
+// sum of its terms to the second warpgroup of its rows and to the next pass; in training also the sum of P's terms. In
+// training without a second warpgroup, t stays in registers from pass to pass.
 constexpr bool kKeepTotal = kTrain && kMaskGroups == 1 && kPasses > 1;
-constexpr int kExchanged = kTrain && !kKeepTotal ? 3 : 2;  // arrays with one float for each sum
+constexpr int kExchanged = kTrain && !kKeepTotal ? 3 : 2;  // arrays of the exchange, with one float for each sum
 constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kColumns * kExchanged * 512 : 0;
 
 template <bool kWithResults, bool kOfItems>
@@ -151,7 +156,7 @@ __device__ __forceinline__ int stage_count(const Params& p) {
     return (p.in_features + kChunkColumns * kStageChunks - 1) / (kChunkColumns * kStageChunks);
 }
 
-// A slot of the ring, and the parity of the number of times that the ring has wrapped around.
+// A slot of the ring, and the parity of the number of times that the position has wrapped around.
 struct RingPosition {
     int slot = 0;
     u32 parity = 0;

@@ -1,21 +1,21 @@
-// The mainloop of tile_wgmma.cu where x and W are multiplied in fp8.
+// The mainloop of tile_wgmma.cu if x and W are multiplied in fp8.
 //
-// quantize_x.cu has rounded x to float8_e4m3fn and permuted its columns. W is stored in that type, and a mask flips the
-// sign of a byte. A chunk has 128 columns, which have one scale in `fp8_block`. A lane holds columns 32q to 32q + 31 of
-// its two rows: register j has columns j, 8 + j, 16 + j and 24 + j of them, so that one shift brings their mask bits to
-// the signs of the four bytes.
+// quantize_x.cu has rounded x to float8_e4m3fn and permuted its columns. W is stored in the same type. Masks flip the
+// signs of its bytes. A chunk has 128 columns, which share a scale in `fp8_block`. A lane holds columns 32q to 32q + 31
+// of two rows. Register j holds columns j, 8 + j, 16 + j and 24 + j of these, so that one shift moves their mask bits
+// to the sign bits of the four bytes.
 //
-// wgmma adds products of fp8 with some 14 bits, so the products of a chunk are added to the sums in float32. They are
-// computed one product at a time, in one set of registers (tile_wgmma.md).
+// wgmma keeps only about 14 bits when it adds fp8 products. So each chunk has its own sums, which are added in float32.
+// t and the masks' products are computed one after the other, in one set of registers (tile_wgmma.md).
 #pragma once
 #include "tile_mainloop.cuh"
 
 namespace mglu {
 
 constexpr int kChunkSteps = 4;             // wgmmas of 32 columns in a chunk
-using Fp8Fragments = u32[kChunkSteps][4];  // their A operands
+using Fp8Fragments = u32[kChunkSteps][4];  // the A operands of a chunk's wgmmas
 
-// Loads a lane's 32 bytes of a row of W, and transposes them: register j gets bytes 8b + j as byte b.
+// Loads a lane's 32 bytes of a row of W, and transposes them: byte b of register j is byte 8b + j.
 __device__ __forceinline__ void load_octets(u32 (&registers)[8], u32 row, int g, int q) {
     u32 word[8];
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_octets(u32 (&registers)[8], u32 row, int g,
     }
 }
 
-// The mask bits of a lane's 32 columns of a row, a word for each mask, the first column in the lowest bit.
+// Loads the mask bits of a lane's 32 columns of a row: a word for each mask, with the first column in the lowest bit.
 template <int kFirst, int kCount>
 __device__ __forceinline__ void load_octet_masks(u32 (&bits)[kCount], u32 address) {
     u32 stream[kMasks];
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_octet_masks(u32 (&bits)[kCount], u32 addres
     }
 }
 
-// The same from global memory, for rows of masks that are not aligned for TMA. Bytes past the end are not read.
+// The same from global memory, for masks whose rows are not aligned for TMA. Bytes past the end of a row are not read.
 template <int kFirst, int kCount>
 __device__ __forceinline__ void read_octet_masks(u32 (&bits)[kCount], const u8* row, int octet, int octets) {
 #pragma unroll
@@ -63,8 +63,8 @@ __device__ __forceinline__ void read_octet_masks(u32 (&bits)[kCount], const u8* 
     }
 }
 
-// sums += the products of a chunk with x, of 128 columns from descriptor b on, times the scales of the lane's two rows
-// where scales belong to columns.
+// Multiplies a chunk with the x of descriptor b and adds the products to `sums`. If groups of columns have scales, the
+// products are multiplied by the scales of the lane's two rows.
 __device__ __forceinline__ void add_products(float (&sums)[kColumns], const Fp8Fragments& fragments, u64 b,
                                              const float (&scale)[2]) {
     float partial[kColumns];
@@ -80,12 +80,12 @@ __device__ __forceinline__ void add_products(float (&sums)[kColumns], const Fp8F
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-        asm volatile("" : "+f"(partial[c]));  // it is read only after the wait
+        asm volatile("" : "+f"(partial[c]));  // keeps the compiler from reading it before the wait
         sums[c] = kScalesColumns<kFormat> ? fmaf(partial[c], scale[c % 4 / 2], sums[c]) : sums[c] + partial[c];
     }
 }
 
-// Accumulates the products of all of k, and multiplies them by the scales of their tokens.
+// Accumulates all products of a tile over k, and multiplies them by the scales of the tokens.
 template <bool kTotal, int kFirst, int kCount>
 __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCount>& sums, const Params& p, u32 ring,
                                                u32 full, u32 empty, const LaunchTile& tile, int warpgroup_row,
@@ -93,7 +93,7 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
     const int lane = threadIdx.x % 32;
     const int g = lane / 4;
     const int q = lane % 4;
-    const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + g;  // of the tile, and row + 8
+    const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + g;  // the lane holds this row and row + 8
     const int stages = stage_count(p);
     const u8* mask_rows = p.packed_masks + (tile.stored_row(p) + row) * p.mask_row_stride;
     for (int stage = 0; stage < stages; ++stage) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
         if constexpr (kTotal) add_products(sums.t, fragments, b, scale);
 #pragma unroll
         for (int m = 0; m < kCount; ++m) {
-            // The fragments have the signs of mask m - 1, which are flipped where the masks differ.
+            // The fragments have the signs of mask m - 1. Flip those at which masks m - 1 and m differ.
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const u32 flips = m == 0 ? bits[half][0] : bits[half][m] ^ bits[half][m - 1];
@@ -134,8 +134,8 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
         position.advance();
     }
     // The scales of tokens follow the copy of x.
-    const int copied = kTiledX ? (p.tokens + kTokens - 1) / kTokens : p.tokens;  // tiles, or tokens
-    constexpr int kBytes = kTiledX ? kXBytes : kChunkColumns;                    // of a stage
+    const int copied = kTiledX ? (p.tokens + kTokens - 1) / kTokens : p.tokens;  // tiles or tokens of the copy
+    constexpr int kBytes = kTiledX ? kXBytes : kChunkColumns;                    // bytes of one of these in a stage
     const void* copy_end = static_cast<const u8*>(p.x) + static_cast<i64>(copied) * stages * kBytes;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {

@@ -1,5 +1,5 @@
-// The mainloop of a consumer warpgroup of tile_wgmma.cu: fragments of W and masks from the ring, products,
-// accumulators.
+// The mainloop of a consumer warpgroup of tile_wgmma.cu. It loads fragments of W and masks from the ring, and issues
+// the wgmmas.
 #pragma once
 #include "activation.cuh"
 #include "element.cuh"
@@ -13,8 +13,8 @@ namespace mglu {
 // Loads a lane's mask words from the ring, for masks kFirst to kFirst + kCount - 1 of a pass and columns 16q to 16q +
 // 15 of a chunk. `row` is the address of the row's masks of the chunk, `swizzle` the row modulo 8.
 //
-// Wide loads read all masks of the pass, whichever are needed. Eight lanes then read neighbouring bytes, while narrow
-// loads of rows 64 or 128 bytes apart would meet in one bank (30 million conflicts at 8 masks).
+// Wide loads read all masks of the pass, even those that the lane does not need, so that eight lanes read neighbouring
+// bytes. Narrow loads from rows 64 or 128 bytes apart would conflict in one bank (30 million conflicts with 8 masks).
 template <int kFirst, int kCount, bool kWideLoads = kSwizzleMasks || (kPasses > 1)>
 __device__ __forceinline__ MaskWords<kCount> load_pass_words(u32 row, int q, int swizzle, int pass) {
     MaskWords<kWideLoads ? kPassMasks : kMasks> all;
@@ -36,15 +36,15 @@ __device__ __forceinline__ MaskWords<kCount> load_pass_words(u32 row, int q, int
     MaskWords<kCount> masks;
 #pragma unroll
     for (int w = 0; w < MaskWords<kCount>::kWords; ++w) {
-        const int i = kFirst + 2 * w;  // if i is odd, the two masks come from two words
+        const int i = kFirst + 2 * w;  // if i is odd, the two masks come from different words
         const int next = i / 2 + 1 < MaskWords<kPassMasks>::kWords ? i / 2 + 1 : i / 2;
         masks.word[w] = i % 2 == 0 ? all.word[i / 2] : pick_bytes<0x6341>(all.word[i / 2], all.word[next]);
     }
     return masks;
 }
 
-// Reads the same words from global memory, byte by byte, for rows of masks that are not aligned for TMA. `row` points
-// at the masks of the row, and the columns start at 8 `octet`. Bytes past the end of the row are not read.
+// Reads the same words from global memory, byte by byte, for masks whose rows are not aligned for TMA. `row` points to
+// the masks of the row, and the first column is 8 * octet. Bytes past the end of the row are not read.
 template <int kFirst, int kCount>
 __device__ __forceinline__ MaskWords<kCount> read_pass_words(const u8* row, int octet, int octets, int pass) {
     const u8* first = row + static_cast<i64>(octet) * kMasks + pass * kPassMasks + kFirst;
@@ -62,8 +62,8 @@ __device__ __forceinline__ MaskWords<kCount> read_pass_words(const u8* row, int 
     return masks;
 }
 
-// Loads from the ring the mask bytes of 8 kOctets columns of a row of W, for the masks of a pass. `row` is the address
-// of the row's masks of the chunk, `swizzle` the row modulo 8.
+// Loads from the ring the bytes of a pass's masks for 8 kOctets columns of a row of W. `row` is the address of the
+// row's masks of the chunk, `swizzle` the row modulo 8.
 template <int kOctets>
 __device__ __forceinline__ void load_pass_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], u32 row, int octet,
                                                 int swizzle, int pass) {
@@ -82,8 +82,8 @@ __device__ __forceinline__ void load_pass_bytes(u32 (&bytes)[(kOctets * kPassMas
     }
 }
 
-// Reads the same bytes from global memory, for rows of masks that are not aligned for TMA. Bytes past the end of the
-// row are not read.
+// Reads the same bytes from global memory, for masks whose rows are not aligned for TMA. Bytes past the end of the row
+// are not read.
 template <int kOctets>
 __device__ __forceinline__ void read_pass_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], const u8* row, int octet,
                                                 int octets, int pass) {
@@ -119,14 +119,14 @@ __device__ __forceinline__ void release_stage(u32 empty, int lane) {
     }
 }
 
-// Which of 8 rows of W is row g of a sparse product: 0, 5, 2, 7, 1, 4, 3, 6. In this order the first and the second 16
-// lanes, which load 8 bytes each, use each bank once, both in W (vector v of row r at v ^ r) and in masks of 32, 64 or
-// 128 bytes a row.
+// The row of W, of every 8, that is row g of a sparse MMA: 0, 5, 2, 7, 1, 4, 3, 6. In this order each half of a warp,
+// whose lanes load 8 bytes each, uses every bank once, both for W (vector v of row r at v ^ r) and for masks of 32, 64
+// or 128 bytes per row.
 __device__ __forceinline__ int sparse_row(int g) { return g % 2 * 4 | (g & 2) | (g / 4 ^ g % 2); }
 
-// The scales of the current stage for a lane's two rows of W, 8 rows apart, where scales belong to 128 columns. They are
-// loaded a stage ahead, so that nothing waits for them, and multiply the weights, which are rounded to x's type as in a
-// layer whose weights were decoded first.
+// The scales of the current stage for a lane's two rows of W, 8 rows apart, if groups of 128 columns have scales. They
+// are loaded a stage ahead, so that nothing waits for them. They multiply the weights, and the products are rounded to
+// x's type, as decode_weight does.
 struct StageScales {
     float now[2], next[2];
 
@@ -144,33 +144,33 @@ struct StageScales {
         if constexpr (kScalesColumns<kFormat>) now[0] = next[0], now[1] = next[1];
         load_next(p, row, stage + 1);
     }
-    // The scale of a row's weights.
-    __device__ __forceinline__ auto of(int half) const {
+    // The scale of row 8 * half of the lane.
+    __device__ __forceinline__ auto scale(int half) const {
         if constexpr (kScalesColumns<kFormat>) return now[half];
         else return Unscaled();
     }
 };
 
-// The accumulators of 64 rows: t if kTotal, then f_i (with kSparse s_i) of the masks kFirst to kFirst + kCount - 1 of a
+// The accumulators of 64 rows: t if kTotal, then f_i (s_i with kSparse) of masks kFirst to kFirst + kCount - 1 of a
 // pass.
 template <bool kTotal, int kFirst, int kCount>
 struct Accumulators {
     float t[kColumns];
     float f[kCount][kColumns];
 
-    // A chunk has kBatches batches of kSteps wgmmas. The wgmmas of a batch for one product (t, or a mask) are one
-    // commit group. Groups are ordered by batches, and within a batch t precedes the masks.
+    // A chunk has kBatches batches of kSteps wgmmas for each product (t or a mask). The wgmmas of a batch and product
+    // are one commit group. Groups are ordered by batches, and within a batch t precedes the masks.
     static constexpr int kBatches = 4 / kSteps;
     static constexpr int kProducts = kCount + (kTotal ? 1 : 0);
     static constexpr int kWgmmaGroups = kBatches * kProducts;
-    // Whether registers allow loading fragments before the wait for earlier products.
+    // True if there are registers to load fragments before the wait for earlier products.
     static constexpr bool kLoadEarly = kProducts * kColumns + 128 <= kConsumerRegisters;
     static_assert(kSparse || kFp8 || kWgmmaGroups * kStageChunks >= 2, "a stage is released during the next one");
     static_assert(kCount > 0, "each warpgroup has a mask");
 
-    // How many groups may still run when this group's fragments are written: one, since fragments alternate between two
-    // sets of registers, but none where the previous group used the same set (an odd number of masks in a chunk, and no
-    // t between them).
+    // How many groups may still run when this group's fragments are written. It is one, since fragments alternate
+    // between two sets of registers, or none if the previous group used the same set (an odd number of masks in a
+    // chunk, and no t between them).
     __device__ __forceinline__ static constexpr int pending(int group) {
         return group == 0 && !kTotal && kBatches * kCount % 2 == 1 ? 0 : 1;
     }
@@ -185,7 +185,8 @@ struct Accumulators {
     }
 
     __device__ __forceinline__ static void multiply(float (&sums)[kColumns], const u32 (&a)[kSteps][4], u64 b) {
-        // Pin the fragments' last write here: otherwise ptxas fences again, or makes the groups wait for each other.
+        // Keep the last write of the fragments here. Otherwise ptxas adds fences, or makes the groups wait for each
+        // other.
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) asm volatile("" ::"r"(a[s][0]), "r"(a[s][1]), "r"(a[s][2]), "r"(a[s][3]));
         wgmma_fence();
@@ -194,7 +195,7 @@ struct Accumulators {
         wgmma_commit();
     }
 
-    // Loads the lane's masks of a chunk from the ring or from global memory, for row `row_in_8` + 8 half of the warp.
+    // Loads the lane's masks of a chunk from the ring or from global memory, for row `row_in_8` + 8 * half of the warp.
     __device__ __forceinline__ static void load_mask_words(MaskWords<kCount>& bits, const Params& p, u32 masks,
                                                            const u8* mask_rows, int half, int q, int row_in_8,
                                                            int chunk_of_row, int pass) {
@@ -205,7 +206,7 @@ struct Accumulators {
                                                    p.in_features / kOctet, pass);
     }
 
-    // A lane's fragments of 16 rows of W (rows g and g + 8) and of their masks, one batch of a chunk at a time. For
+    // A lane's fragments of W (rows g and g + 8 of the warp) and of their masks, one batch of a chunk at a time. For
     // each step, `weight` is wgmma's A operand, and flips(mask, batch, step, r) the sign flips of its register r.
     // Fragments are loaded either before or after the wait for earlier products.
     struct Fragments {
@@ -221,26 +222,26 @@ struct Accumulators {
         __device__ __forceinline__ Fragments(const Params& p, int tile_row, int warp_row, int pass)
             : p(p), pass(pass), row(warp_row + g), mask_rows(p.packed_masks + (tile_row + row) * p.mask_row_stride) {}
 
-        // The offset of 64 weights of the row (half = 0) or of the row 8 further (half = 1) in a stage.
+        // The offset in a stage of a chunk's weights of the row (half = 0), or of the row 8 further (half = 1).
         __device__ __forceinline__ u32 weight_row(int chunk, int half) const {
             return kXBytes + chunk * kWeightChunkBytes + (row + 8 * half) * kWeightRowBytes;
         }
 
-        // The offset of the row's masks of a chunk in a stage.
+        // The offset in a stage of the row's masks of a chunk.
         __device__ __forceinline__ u32 mask_offset(int chunk) const {
             return kXBytes + kWeightBytes + (chunk / kMaskSpan * kBlockRows + row) * kMaskRowBytes +
                    chunk % kMaskSpan * mask_bytes(64, kMasks);
         }
     };
 
-    // Columns in their natural order. A step covers 16 columns; a lane holds two of every 8. It reads the mask bytes of
-    // all columns, and uses two bits of each byte.
+    // Columns in their natural order. A step covers 16 columns, and a lane holds two of every 8. It reads the mask
+    // bytes of all columns, and uses two bits of each byte.
     struct NaturalOrder : Fragments {
         using Fragments::weight;
-        static constexpr int kOctets = 2 * kSteps;  // of a batch
+        static constexpr int kOctets = 2 * kSteps;  // octets of a batch
         static constexpr int kBytes = kOctets * kPassMasks;
         static constexpr bool kLoadNaturalEarly = kProducts * kColumns + 100 <= kConsumerRegisters;
-        const u32 matrix;  // dense weights are read as matrices, to which the lane contributes this address
+        const u32 matrix;  // the lane's address for ldmatrix, which reads dense weights
         u32 bytes[2][(kBytes + 3) / 4];
 
         __device__ __forceinline__ NaturalOrder(const Params& p, int tile_row, int warp_row, int pass)
@@ -265,7 +266,7 @@ struct Accumulators {
                         const int column = 16 * step + r / 2 * 8 + 2 * this->q;
                         const u32 bits = load_shared_bits<2 * Weight::kBits>(
                             slot + this->weight_row(chunk, r % 2) + weight_offset(this->g, column * Weight::kBits / 8));
-                        weight[s][r] = Weight::neighbours(bits, this->scales.of(r % 2));
+                        weight[s][r] = Weight::neighbours(bits, this->scales.scale(r % 2));
                     }
                 }
             }
@@ -286,12 +287,12 @@ struct Accumulators {
         }
     };
 
-    // Columns as permute_x.cu has permuted them. A lane holds 16 neighbouring columns of a chunk, so that it reads a
-    // quarter of the mask bytes that it would in natural order.
+    // Columns in the order of permute_x.cu. A lane holds 16 neighbouring columns of a chunk, so that it reads a quarter
+    // of the mask bytes that it would read in natural order.
     struct PermutedColumns : Fragments {
         using Fragments::weight;
         static constexpr int kOctetWords = Weight::kBits / 4;
-        u32 octets[2][2 * kOctetWords];  // rows g and g + 8, columns 16q to 16q + 15, as they are stored
+        u32 octets[2][2 * kOctetWords];  // stored weights of rows g and g + 8, columns 16q to 16q + 15
         MaskWords<kCount> bits[2];
 
         using Fragments::Fragments;
@@ -306,7 +307,7 @@ struct Accumulators {
         __device__ __forceinline__ void load(u32 slot, int chunk, int chunk_of_row) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                constexpr int kWords = kOctetWords < 2 ? 2 : 4;  // of a load
+                constexpr int kWords = kOctetWords < 2 ? 2 : 4;  // words of a load
 #pragma unroll
                 for (int w = 0; w < 2 * kOctetWords; w += kWords) {
                     u32 words[kWords];
@@ -315,7 +316,7 @@ struct Accumulators {
 #pragma unroll
                     for (int j = 0; j < kWords; ++j) octets[half][w + j] = words[j];
                 }
-                if constexpr (kBatches == 1 && !kLoadEarly) {  // at once, since registers are few
+                if constexpr (kBatches == 1 && !kLoadEarly) {  // interleave now, since there are few registers
                     interleave(half, 0);
 #pragma unroll
                     for (int s = 0; s < kSteps; ++s)
@@ -327,12 +328,12 @@ struct Accumulators {
                 load_mask_words(bits[half], this->p, slot + this->mask_offset(chunk), this->mask_rows, half, this->q,
                                 this->g, chunk_of_row, this->pass);
         }
-        // Interleaves a row's two vectors A and B to pairs (A_j, B_j).
+        // Interleaves a row's two octets A and B to pairs (A_j, B_j).
         __device__ __forceinline__ void interleave(int half, int batch) {
 #pragma unroll
             for (int s = 0; s < kSteps; ++s) {
                 Weight::across(weight[s][half], weight[s][2 + half], octets[half], octets[half] + kOctetWords,
-                               batch * kSteps + s, this->scales.of(half));
+                               batch * kSteps + s, this->scales.scale(half));
             }
         }
         __device__ __forceinline__ u32 flips(int mask, int batch, int step, int r) const {
@@ -340,7 +341,7 @@ struct Accumulators {
         }
     };
 
-    // Accumulates the products of all of k, stage by stage.
+    // Accumulates the products over k, stage by stage.
     template <typename FragmentsOfW>
     __device__ __forceinline__ void accumulate(const Params& p, u32 ring, u32 full, u32 empty, const LaunchTile& tile,
                                                int warpgroup_row, int pass, RingPosition& position) {
@@ -349,7 +350,7 @@ struct Accumulators {
         FragmentsOfW fragments(p, tile.stored_row(p), warpgroup_row + threadIdx.x / 32 % 4 * 16, pass);
         const int row = tile.scaled_row(p) + fragments.row;
         fragments.scales.load_next(p, row, 0);
-        u32 unreleased = 0;  // the empty barrier of the previous stage until its release
+        u32 unreleased = 0;  // empty barrier of the previous stage, until that is released
         for (int stage = 0; stage < stages; ++stage) {
             fragments.scales.advance(p, row, stage);
             const u32 slot = wait_for_stage(ring, full, position);
@@ -364,7 +365,7 @@ struct Accumulators {
                     if (group % kProducts == 0) fragments.before_wait(slot, chunk, chunk_of_row, batch);
                     if (pending(group) == 0) wgmma_wait<0>();
                     else wgmma_wait<1>();
-                    // Only the latest group, which belongs to this stage, still runs: release the previous stage.
+                    // Only the latest group still runs, which belongs to this stage, so release the previous one.
                     if (chunk * kWgmmaGroups + group == 1 && unreleased) release_stage(unreleased, lane);
                     if (group % kProducts == 0) fragments.after_wait(slot, chunk, chunk_of_row, batch);
                     if (mask < 0) {
@@ -387,9 +388,9 @@ struct Accumulators {
         release_stage(unreleased, lane);
     }
 
-    // Accumulates by sparse products, whose fragments serve t and all masks. The products of a chunk's even weights are
-    // one commit group, and the products of its odd weights another. While one runs, the fragments of the other are
-    // made.
+    // Accumulates sparse products, whose fragments serve t and all masks. The wgmmas of a chunk's even weights are one
+    // commit group, and those of its odd weights another. While one group runs, the fragments of the other are
+    // computed.
     __device__ __forceinline__ void accumulate_sparse(const Params& p, u32 ring, u32 full, u32 empty,
                                                       const LaunchTile& tile, int warpgroup_row, int pass,
                                                       RingPosition& position) {
@@ -397,7 +398,7 @@ struct Accumulators {
         const int g = lane / 4;
         const int q = lane % 4;
         const int row_in_8 = sparse_row(g);
-        const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + row_in_8;  // and row + 8
+        const int row = warpgroup_row + threadIdx.x / 32 % 4 * 16 + row_in_8;  // the lane also holds row + 8
         const int stages = stage_count(p);
         const int scaled_row = tile.scaled_row(p) + row;
         const u8* mask_rows = p.packed_masks + (tile.stored_row(p) + row) * p.mask_row_stride;
@@ -435,15 +436,15 @@ struct Accumulators {
                     wgmma_wait<1>();
                     if (chunk == 0 && odd == 1 && unreleased) release_stage(unreleased, lane);
                     if (!kLoadEarly && odd == 0) load();
-                    // A fragment is written only now: the products that last read its registers have ended, while those
-                    // of the other fragment may still run. So each is divided and decoded separately.
+                    // Write a fragment only now. The wgmmas that last read its registers have ended, while wgmmas of
+                    // the other fragment may still run. So each fragment is decoded separately.
                     SparseWeights weight;
 #pragma unroll
                     for (int i = 0; i < 8; ++i) {
                         u32(&word)[Weight::kWords] = words[i / 2][i % 2];
                         if constexpr (kFormat != WeightFormat::dense) keep_in_register(word[0]);
                         u32 pair[2];
-                        Weight::divide(pair[0], pair[1], word, scales.of(i % 2));
+                        Weight::divide(pair[0], pair[1], word, scales.scale(i % 2));
                         weight.pair(i / 2, i % 2) = pair[odd];
                     }
                     const SparseMetadata<kCount> metadata(bits[0], bits[1], odd, constants);
@@ -457,8 +458,8 @@ struct Accumulators {
         release_stage(unreleased, lane);
     }
 
-    // Multiplies one fragment with both halves of a chunk. `x` is the address of the even or odd columns of the first
-    // half.
+    // Multiplies the even or odd weights of both halves of a chunk with x. `x` is the address of the even or odd
+    // columns of the first half.
     __device__ __forceinline__ void multiply_sparse(const SparseWeights& weight, const SparseMetadata<kCount>& metadata,
                                                     const MetadataConstants<false>& constants, u32 x) {
 #pragma unroll
@@ -482,7 +483,7 @@ struct Accumulators {
             Product::template run_sparse<kSelector>(f[i], weight.value[kSelector], b, metadata.word[i]);
     }
 
-    // Multiplies the sums by the scales of their rows. `row` is the first of the warp's rows.
+    // Multiplies the sums by the scales of their rows. `row` is the warp's first row.
     __device__ __forceinline__ void scale_rows(const Params& p, int row) {
         if constexpr (kFormat != WeightFormat::dense && !kScalesColumns<kFormat>) {
             const int g = threadIdx.x % 32 / 4;
@@ -498,8 +499,8 @@ struct Accumulators {
         }
     }
 
-    // Adds the terms of this warpgroup's masks to `sum` in order, so that the bits do not depend on how masks are
-    // divided. `row` has the mask weights; a token that is not stored may have a row past the end.
+    // Adds the terms of this warpgroup's masks to `sum`, in order, so that a result's bits do not depend on how masks
+    // are divided. `row` is the token's row of the mask weights; it may be past the end if the token is not stored.
     __device__ __forceinline__ float add_terms(const Params& p, float sum, float total, int column, int row,
                                                int pass) const {
 #pragma unroll

@@ -5,8 +5,8 @@
 
 namespace mglu {
 
-// Loads W and masks of a stage. In a cluster, each block loads its part of the rows for all blocks. Weights past the
-// end of the row become zeros; mask bits there, which flip or select zeros, may be anything.
+// Loads W and masks of a stage. In a cluster, each block loads its share of the rows for all blocks. Weights past the
+// end of a row become zeros. Mask bits past the end may be anything, since they flip or select zeros.
 __device__ __forceinline__ void load_weights_and_masks(const TileParams& tp, u32 slot, u32 barrier, int row, int stage,
                                                        u32 x_bytes, u64 policy) {
     constexpr int kRows = kBlockRows / kCluster;
@@ -25,9 +25,10 @@ __device__ __forceinline__ void load_weights_and_masks(const TileParams& tp, u32
                                (stage * (kStageChunks / kMaskSpan) + span) * kMaskRowBytes, row, barrier, policy);
 }
 
-// Prefetches the beginning of the first stage into L2 while earlier kernels still run. They may write to it; the loads
-// after the wait then see what they wrote. With more than 64 rows a block prefetches only one box, as much as the TMA
-// unit can finish before the wait ends (all boxes: 1 to 4% less time at 64 rows, up to 2% more at 112).
+// Prefetches the beginning of the first stage into L2 while earlier kernels still run. They may write to W, but the
+// loads after the wait see what they wrote. Up to 64 rows a block prefetches all boxes, which saves 1 to 4% of the
+// time. With more rows it prefetches one box, since all boxes would not arrive before the wait ends (2% more time at
+// 112 rows).
 __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp, const Tiles& tiles) {
     constexpr int kRows = kBlockRows / kCluster;
     constexpr bool kAll = kRows <= 64;
@@ -41,22 +42,22 @@ __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp, const
 }
 
 __device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles, u32 ring, u32 landed, u32 empty) {
-    // Other kernels of a model may have evicted the descriptors. In a model this saves 0.4 to 0.8% of a token's time;
-    // where launches of this kernel follow each other it saves nothing.
+    // Other kernels may have evicted the descriptors. In a model this prefetch saves 0.4 to 0.8% of a token's time; in
+    // consecutive launches of this kernel it saves nothing.
     if constexpr (!kTiledX) tma_prefetch_descriptor(tp.x_map);
     tma_prefetch_descriptor(tp.weight_map);
     if constexpr (kBulkMasks) tma_prefetch_descriptor(tp.masks_map);
     const Params& p = tp;
     const int stages = stage_count(p);
     const int count = tiles.count(p);
-    const int last_x_tile = (p.tokens - 1) / kTokens;  // the last block of a cluster may be past it
-    // Most experts have one item, and the items of an expert are multiplied at the same time.
+    const int last_x_tile = (p.tokens - 1) / kTokens;  // the last block of a cluster may be past this tile
+    // With experts W counts as read once: most experts have one item, and an expert's items run at the same time.
     const u64 policy = cache_policy((kExperts || p.tokens <= kTokens) && kPasses == 1);
-    // The bytes that barriers expect include zeros outside the matrix. A box has no more rows than there are tokens,
-    // since loading rows past the end would cost time.
+    // The bytes that barriers expect include zeros past the end of a row. A box has at most as many rows as there are
+    // tokens, since loading rows past the last token would cost time.
     const u32 x_bytes = kTiledX ? kXBytes : kStageChunks * min(kTokens, p.tokens) * 128;
-    // With a copied x, W and masks fill the ring before the wait: the launch that copies x has waited for all earlier
-    // kernels, so only x may still be unwritten.
+    // If x is copied, W and masks fill the ring before the wait. The kernel that copies x has waited for all earlier
+    // kernels, so only x may not be written yet.
     const int prefilled = kCopiedX && (!kExperts || tiles.first() < count) ? min(kStages, stages) : 0;
     if constexpr (kCopiedX)
         for (int stage = 0; stage < prefilled; ++stage)
@@ -83,7 +84,7 @@ __device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles
                 if constexpr (kTiledX) {
                     bulk_copy(slot, permuted_x, kXBytes, barrier);
                 } else {
-                    // For sparse products x lands in the chunk's second half, where the expansion reads it.
+                    // For sparse products x arrives in the second half of the chunk, where the expansion reads it.
 #pragma unroll
                     for (int chunk = 0; chunk < kStageChunks; ++chunk)
                         tma_load_box<1>(slot + (chunk + 1) * kXChunkBytes - kTokens * 128, tp.x_map,
@@ -94,30 +95,29 @@ __device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles
             }
         }
     }
-    // Other blocks of the cluster still signal this block's barriers when they release a stage, so it must not exit
-    // earlier.
+    // Do not exit yet: other blocks of the cluster still signal this block's barriers when they release a stage.
     for (int s = 0; kCluster > 1 && s < kStages; ++s, position.advance())
         barrier_wait(empty + 8 * position.slot, position.parity ^ 1);
 }
 
 // --- the warps that put a zero after each element of x ---
 
-constexpr int kExpandWarps = 3;                           // the warpgroup's fourth warp has the producer thread
-constexpr int kTokenGroups = kStageChunks * kTokens / 8;  // of a stage; a group is 8 tokens of a chunk
-// Token groups that a warp holds in registers at once: all of them if the consumers leave enough registers.
+constexpr int kExpandWarps = 3;                           // the warpgroup's fourth warp contains the producer thread
+constexpr int kTokenGroups = kStageChunks * kTokens / 8;  // token groups of a stage, each 8 tokens of a chunk
+// Token groups that a warp holds in registers at once: all of its groups if the consumers leave enough registers.
 constexpr int kGroupsAtOnce =
     kConsumers == 1 || !kFewSpareRegisters ? (kTokenGroups + kExpandWarps - 1) / kExpandWarps : 1;
 
-// Expands x of a stage. A lane takes the 8 columns from 8 (lane % 8) on of tokens lane / 8 and lane / 8 + 4 of each
-// group.
+// Expands x of a stage in place. A lane takes 8 columns, from 8 (lane % 8) on, of tokens lane / 8 and lane / 8 + 4 of
+// each token group.
 __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
-    const u32 half = lane % 8 / 4;  // the half of the chunk to which the lane's columns belong
+    const u32 half = lane % 8 / 4;  // the half of the chunk that contains the lane's columns
     const u32 from = kTokens * 128 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
-    // Four lanes of eight write the even columns first and four the odd ones, so that no banks conflict.
+    // Of eight lanes, four write their even columns first and four their odd columns, so that banks do not conflict.
     const u32 to = half * (kTokens * 128) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
     const u32 first = half ? 0x4432 : 0x4410;
     const u32 second = half ? 0x4410 : 0x4432;
-    constexpr u32 kOther = 4 * 128 + 4 * 16;  // address bits that differ for the second token
+    constexpr u32 kOther = 4 * 128 + 4 * 16;  // address bits in which the second token differs
     const auto start_of = [x](int group) {
         return x + group / (kTokens / 8) * kXChunkBytes + group % (kTokens / 8) * 1024;
     };
@@ -132,7 +132,7 @@ __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
                 columns[i][1] = load_shared_16(start_of(group) + (from ^ kOther));
             }
         }
-        __syncwarp();  // all lanes read before any writes, since expansion is in place
+        __syncwarp();  // all lanes have read; now they may write in place
 #pragma unroll
         for (int i = 0; i < kGroupsAtOnce; ++i) {
             const int group = start + i * kExpandWarps;

@@ -1,5 +1,5 @@
-// The epilogue of tile_wgmma.cu in training. It writes y and the partial derivatives of y, so that backward needs
-// neither t and f_i nor the activation:
+// The epilogue of tile_wgmma.cu in training. It writes y and the partial derivatives of y, so that the backward pass
+// needs neither t and f_i nor the activation:
 //
 //     P   = dy/dt   = sum_i r_i (act(g_i) + act'(g_i) v_i) / 2
 //     Q_i = dy/df_i = r_i (act(g_i) - act'(g_i) v_i) / 2
@@ -13,12 +13,12 @@
 
 namespace mglu {
 
-// The boxes of 64 rows of W by kBoxTokens tokens that a warpgroup stores by TMA, one for each output. There are two
-// sets of boxes: the warpgroup fills one while the TMA unit reads the other. A box has a row of 128 bytes for each
-// token, with the 128-byte swizzle.
+// The boxes that a warpgroup stores by TMA, one for each output. A box is 64 rows of W by kBoxTokens tokens, with a row
+// of 128 bytes for each token in the 128-byte swizzle. There are two sets of boxes: the warpgroup fills one while the
+// TMA unit reads the other.
 //
-// A box past the last token is clipped. The tokens after an item's last one belong to the next expert, so its last box
-// is stored token by token; the swizzle follows from the address in shared memory.
+// TMA clips a box at the last token. The tokens after an item belong to the next expert, so its last box is stored
+// token by token; the swizzle follows from the address in shared memory.
 class StoredBoxes {
     struct Maps {
         const TensorMap& of_boxes;
@@ -29,8 +29,8 @@ class StoredBoxes {
     const int warp_ = threadIdx.x / 32 % 4;
     const int lane_ = threadIdx.x % 32;
     const int barrier_ = 8 + threadIdx.x / 128;  // named barrier of the warpgroup
-    const u32 boxes_;                            // both sets of the warpgroup
-    u32 column_;                                 // where in a box this lane puts a column of the warp's fragments
+    const u32 boxes_;                            // address of the warpgroup's two sets
+    u32 column_;                                 // address in a box of this lane's column of the warp's fragments
     u32 filling_ = 0;                            // offset of the set that is being filled: 0 or kSetBytes
 
     static constexpr u32 kSetBytes = kBoxes * kBoxBytes;
@@ -45,8 +45,8 @@ class StoredBoxes {
         keep_in_register(column_);
     }
 
-    // Puts 16 rows of W by 8 tokens, from the tile's token 8 j on, into a box. A thread has the values of rows g and g
-    // + 8, tokens 2q and 2q + 1.
+    // Puts 16 rows of W by 8 tokens into a box, from the tile's token 8 j on. A thread has the values of rows g and
+    // g + 8, tokens 2q and 2q + 1.
     __device__ __forceinline__ void put(int box, int j, const float (&value)[4]) const {
         store_matrices_transposed(column_ + filling_ + box * kBoxBytes + j % (kBoxTokens / 8) * 1024,
                                   from_floats<kType>(value[0], value[1]), from_floats<kType>(value[2], value[3]));
@@ -60,13 +60,13 @@ class StoredBoxes {
         put(boxes_of_masks(kCount) + 1, j, p);
     }
 
-    // Stores the boxes of kCount masks from `first_mask` on, and with `done` also y and P. Their first row of W is
-    // `row`, and the tile's tokens end before `end`. Each warp issues every fourth store.
+    // Stores the boxes of kCount masks from `first_mask` on, and with `done` also the boxes of y and P. The first row
+    // of W is `row`, and the tile's tokens end before `end`. Each warp issues every fourth store.
     template <int kCount>
     __device__ __forceinline__ void store(const Params& p, int row, int token, int end, int first_mask, bool done) {
         constexpr int kOfMasks = boxes_of_masks(kCount);
         fence_async_proxy();
-        if (lane_ == 0) store_wait_read();  // the other set's boxes, to be filled next
+        if (lane_ == 0) store_wait_read();  // wait for the other set, which is filled next
         named_sync<128>(barrier_);
         if (lane_ == 0 && token < end) {
 #pragma unroll 1
@@ -74,9 +74,8 @@ class StoredBoxes {
                 const u32 source = boxes_ + filling_ + box * kBoxBytes;
                 const int of_mask = first_mask + (box < kCount ? box : kMasks + box - kCount);
                 const int partial = box < kOfMasks ? 1 + of_mask : 0;
-                // Only backward reads the partial derivatives, so they may leave L2 before what this kernel reads
-                // again.
-                if constexpr (!kExperts) {  // one store would choose its map at run time, which costs registers
+                // The partial derivatives are not read until the backward pass, so they may leave L2 first.
+                if constexpr (!kExperts) {  // two stores: choosing the map of one at run time would cost registers
                     if (box == kOfMasks) tma_store_box(y_.of_boxes, row, token, source, cache_policy(false));
                     else
                         tma_store_box(partials_.of_boxes, partial * p.out_features + row, token, source,
@@ -102,8 +101,8 @@ class StoredBoxes {
     }
 };
 
-// The mask weights of eight tokens from `token` on, for kCount masks from `first_mask` on. For its tokens 2q and 2q +
-// 1 a thread loads the weights of masks g, g + 8 and so on; get() shuffles the other masks' weights.
+// The mask weights of eight tokens from `token` on, for kCount masks from `first_mask` on. A thread loads the weights
+// of tokens 2q and 2q + 1 for masks g, g + 8 and so on; get() gets other masks' weights from other lanes.
 template <int kCount>
 class MaskWeights {
     float loaded_[2][(kCount + 7) / 8];
@@ -112,10 +111,10 @@ class MaskWeights {
     __device__ __forceinline__ MaskWeights(const Params& p, int token, int first_mask) {
         if constexpr (kMaskWeightType < 0) return;
         u32 lane = threadIdx.x % 32;
-        keep_in_register(lane);  // otherwise the addresses of all tokens of the tile occupy registers in all passes
+        keep_in_register(lane);  // otherwise the addresses of all tokens stay in registers in all passes
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            // Results past the last token are not stored.
+            // Clamp the token; results past the last token are not stored.
             const int row = min(static_cast<int>(token + lane % 4 * 2 + c), p.tokens - 1);
 #pragma unroll
             for (int i = 0; i < kCount; i += 8)
@@ -127,12 +126,12 @@ class MaskWeights {
     // The weight of the mask first_mask + i for token 2q + c; 1 without mask weights.
     __device__ __forceinline__ float get(int i, int c) const {
         if constexpr (kMaskWeightType < 0) return 1.0f;
-        else return of_four_lanes(loaded_[c][i / 8], i % 8);
+        else return shuffle_from_quad(loaded_[c][i / 8], i % 8);
     }
 };
 
-// Adds the terms of a warpgroup's masks to y, and their share of 2 P to `twice_p`; puts Q_i and R_i into boxes. Handles
-// 16 rows of W by 8 tokens, the tile's j-th 8, from `token` on. `first_mask` is the first mask of `sums`.
+// Adds the terms of a warpgroup's masks to y, and their terms of 2 P to `twice_p`, and puts Q_i and R_i into boxes. It
+// handles 16 rows of W by the tile's j-th 8 tokens, which begin at `token`. `first_mask` is the first mask of `sums`.
 template <bool kTotal, int kFirst, int kCount>
 __device__ __forceinline__ void add_terms_and_derivatives(const Params& p,
                                                           const Accumulators<kTotal, kFirst, kCount>& sums,

@@ -1,33 +1,38 @@
 // MGLU for 9 tokens and more on Hopper: one read of W, masks and x serves all n_masks + 1 products. The page of this
 // kernel is tile_wgmma.md.
 //
-// With t = x W^T and f_i = x (W, sign flipped where M_i = 1)^T, gate_i = (t - f_i) / 2 and value_i = (t + f_i) / 2. A
-// block computes tiles of kBlockRows rows of W by kTokens tokens. The producer, one thread of its own warpgroup, loads
-// stages of kStageChunks chunks of 64 columns of W, masks and x into a ring in shared memory by TMA
-// (tile_producer.cuh). Consumer warpgroups hold the sums of 64 rows and of their part of the masks in registers
-// (tile_mainloop.cuh). They read a chunk of their rows once, as wgmma's A operand, and multiply it with x (B), first
-// unchanged and then with the signs that each mask flips, which costs a product and one LOP3 for two weights. While the
-// tensor cores work on one mask, the signs of the next are flipped in a second set of registers. The epilogue (this
-// file) computes terms and their sum in registers and writes only the result, and in training its partial derivatives
-// (tile_training.cuh). Where the sums of all masks would leave few tokens per tile, the kernel makes several passes
-// over k.
+// With t = x W^T and f_i = x (F_i * W)^T, where F_i is -1 where M_i = 1 and 1 elsewhere, gate_i = (t - f_i) / 2 and
+// value_i = (t + f_i) / 2. A block computes tiles of kBlockRows rows of W by kTokens tokens.
 //
-// With kSparse, masks are the metadata of sparse products, as in decode_mma.cu: s_i = x (M_i * W)^T needs no flips, and
-// a chunk's fragments serve t and all masks. Each element of x is then followed by a zero, which three warps of the
-// producer's warpgroup put there. B has twice the bytes, and wgmma reads at most 128 bytes of shared memory a clock. 32
-// columns reach that limit, so sparse products serve few tokens.
+// The producer is one thread in a warpgroup of its own. It loads stages by TMA into a ring in shared memory:
+// kStageChunks chunks of 64 columns of W, masks and x (tile_producer.cuh).
+//
+// A consumer warpgroup holds the sums of 64 rows and of its share of the masks in registers (tile_mainloop.cuh). It
+// reads a chunk of its rows once, as wgmma's A operand. It multiplies the chunk with x (B), first unchanged and then
+// with the signs that each mask flips, which costs a multiplication and one LOP3 for two weights. While the tensor
+// cores work on one mask, the signs of the next are flipped in a second set of registers.
+//
+// The epilogue (this file) computes and sums the terms in registers and writes only the result, and in training its
+// partial derivatives (tile_training.cuh). If the sums of all masks would leave few tokens per tile, the kernel makes
+// several passes over k.
+//
+// With kSparse, masks are the metadata of sparse MMAs, as in decode_mma.cu: s_i = x (M_i * W)^T needs no sign flips,
+// and a chunk's fragments serve t and all masks. Three warps of the producer's warpgroup put a zero after each element
+// of x. B then has twice the bytes, and wgmma reads at most 128 bytes of shared memory per clock. 32 tokens reach that
+// limit, so sparse products serve few tokens.
 //
 // Blocks with the same rows and neighbouring tokens may form a cluster, in which they load W and masks for each other.
-// A cluster halves the reads from L2 and their power. A slot of the ring is refilled when all warps of all blocks have
+// That halves the reads from L2 and their power. A slot of the ring is refilled when all warps of all blocks have
 // released it.
 //
-// W in 8 or 4 bits is decoded to 16 bits in registers, once for all products of a pass. Scales of rows multiply the sums,
-// and scales of 128 columns the weights.
+// W in 8 or 4 bits is decoded to 16 bits in registers, once for all products of a pass. Scales of rows multiply the
+// sums, and scales of groups of 128 columns multiply the weights.
 //
 // The sums of a token do not depend on other tokens: every accumulator sums k in ascending steps of 16.
 //
-// Requirements: x in 16 bits, in_features % 8 == 0 (16 for W in 8 bits, 32 in 4), rows of weight and of an x that is not
-// permuted 16-byte aligned, masks contiguous inside a row, out_features >= kBlockRows; in training out_features % 8 == 0.
+// Requirements: x has 16-bit elements. in_features is a multiple of 8 (of 16 for 8-bit weights, of 32 for 4-bit
+// weights). Rows of the weight, and of x unless it is permuted, are 16-byte aligned. Masks are contiguous inside a row.
+// out_features >= kBlockRows, and in training out_features % 8 == 0.
 #include "element.cuh"
 #include "tile_producer.cuh"
 #include "tile_mainloop.cuh"
@@ -41,7 +46,7 @@ __device__ __forceinline__ void load_4(float (&value)[4], const float4* from) {
     value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
 }
 
-// Writes 16 rows of 8 tokens. The calling thread holds rows g and g + 8 of tokens 2q and 2q + 1.
+// Writes 16 rows of 8 tokens. A thread holds rows g and g + 8 of tokens 2q and 2q + 1.
 __device__ __forceinline__ void store(const Params& p, const LaunchTile& tile, const float (&y)[4], int row, int owned,
                                       int token, int lane) {
     const auto pack = [](float low, float high) {
@@ -50,11 +55,11 @@ __device__ __forceinline__ void store(const Params& p, const LaunchTile& tile, c
     const auto transpose_pair = [lane](u32 pair) {
         const u32 rows = transpose(pair);  // rows 2 (lane % 4) and 2 (lane % 4) + 1 of A
         if constexpr (!kSparse) return rows;
-        // The rows of sparse products are in the order of sparse_row().
+        // Rows of sparse MMAs are in the order of sparse_row().
         const u32 other = __shfl_xor_sync(~0u, rows, 2);
         return lane % 4 < 2 ? pick_bytes<0x5410>(rows, other) : pick_bytes<0x7632>(rows, other);
     };
-    // Two neighbouring rows of one token, and the two rows 8 further.
+    // Two neighbouring rows of one token, then the two rows 8 further.
     const u32 half[2] = {transpose_pair(pack(y[0], y[1])), transpose_pair(pack(y[2], y[3]))};
     token += lane / 4;
     if (token >= tile.end(p)) return;
@@ -71,25 +76,29 @@ __device__ __forceinline__ void store(const Params& p, const LaunchTile& tile, c
     }
 }
 
-// The memory through which warpgroups of the same rows, and successive passes, exchange t and the sum of terms. Each
-// thread exchanges with the same thread of the other warpgroup, or with itself in the next pass.
+// Shared memory through which a warpgroup passes t and the sum of its terms to the warpgroup with the same rows and to
+// the next pass. Each thread exchanges with the same thread of the other warpgroup, or with itself in the next pass.
 struct Exchange {
     float4* totals;   // t, unless a thread keeps it (kKeepTotal)
     float4* terms;    // the sum of terms so far
     float4* twice_p;  // in training the sum of 2 P's terms so far
-    int written;      // named barrier: the first warpgroup has written all
-    int read;         // named barrier: the second has read all, and may have written `terms` for the next pass
+    int written;      // named barrier: the first warpgroup has written all arrays
+    int read;         // named barrier: the second has read all arrays, and may have written `terms` for the next pass
 };
 
-constexpr int kExchangeStride = kColumns / 4 * 128;  // from one array to the next, in float4
+constexpr int kExchangeStride = kColumns / 4 * 128;  // distance from one array to the next, in float4
 constexpr int kKept = kKeepTotal ? kColumns : 1;
 
 // Stands in for StoredBoxes outside training.
 struct NoBoxes {};
 
-// One pass over k by warpgroup kGroup of those that share 64 rows, with or without t among its products, then the
-// epilogue of its masks. The last warpgroup writes the result in the last pass. not_first: an earlier pass, of this or
-// an earlier tile, has used the exchange; more: another pass follows; kept_total: t, if kKeepTotal.
+// Runs one pass over k and then the epilogue of the pass's masks. kGroup is the index of this warpgroup among those
+// that share 64 rows, and kWithTotal tells if the pass computes t. The last warpgroup writes the result in the last
+// pass.
+//
+// - not_first: an earlier pass, of this tile or an earlier one, has used the exchange
+// - more: another pass follows
+// - kept_total: t, if kKeepTotal
 template <int kGroup, bool kWithTotal, typename Boxes>
 __device__ __forceinline__ void run_pass(const Params& p, u32 ring, u32 full, u32 empty, const Exchange& exchange,
                                          const LaunchTile& tile, int row_group, int pass, bool not_first, bool more,
@@ -178,8 +187,8 @@ __device__ __forceinline__ void consume(const Params& p, const Tiles& tiles, u32
     for (int index = tiles.first(); index < count; index += tiles.step()) {
         const LaunchTile tile = tiles.at(p, index);
         const bool last = index + tiles.step() >= count;
-        // One loop with two branches: as two separate loops, the two kinds of pass compile to wgmmas that wait for each
-        // other (ptxas warning C7513).
+        // Keep one loop with two branches. In two separate loops the two kinds of pass compile to wgmmas that wait for
+        // each other (ptxas warning C7513).
 #pragma unroll 1
         for (int pass = 0; pass < kPasses; ++pass) {
             const bool more = pass < kPasses - 1 || !last;
@@ -195,7 +204,7 @@ __device__ __forceinline__ void consume(const Params& p, const Tiles& tiles, u32
     if constexpr (kTrain) boxes.finish();
 }
 
-// A warpgroup's boxes, in the memory of all warpgroups. A template, since only training has maps of the results.
+// A warpgroup's boxes, in the memory of all warpgroups. It is a template, since only training has maps of the results.
 template <typename KernelParams>
 __device__ __forceinline__ auto boxes_of(const KernelParams& tp, u32 memory) {
     if constexpr (!kTrain) return NoBoxes();
@@ -213,9 +222,9 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
     const u32 ring = shared_address(shared);
     const u32 staging = ring + kStages * kStageBytes;
     float4* exchange_memory = reinterpret_cast<float4*>(shared + kStages * kStageBytes + kStagingBytes);
-    // Three barriers for each slot of the ring. landed: the copies have arrived; full: x is expanded as well (the same
-    // barrier as `landed` where x is not expanded); empty: all consumers, of all blocks of the cluster, have released
-    // it.
+    // Each slot of the ring has three barriers. landed: the copies have arrived. full: x is expanded too; without an
+    // expansion it is the same barrier as `landed`. empty: all consumers of all blocks of the cluster have released the
+    // slot.
     const u32 landed = staging + kStagingBytes + kExchangeBytes;
     const u32 full = kSparse ? landed + 8 * kStages : landed;
     const u32 empty = full + 8 * kStages;
@@ -231,9 +240,9 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
     __syncthreads();
     let_next_kernel_start();
 #if MGLU_ITEMS
-    // Where a launch gathers x, group_tokens has ended, since that launch has waited for it.
+    // If a kernel copies x, it has waited for group_tokens, whose table is therefore complete.
     if constexpr (!kCopiedX) wait_for_earlier_kernels();
-    const Tiles tiles = Tiles::of<kThreads>(items);
+    const Tiles tiles = Tiles::create<kThreads>(items);
 #else
     const Tiles tiles;
 #endif

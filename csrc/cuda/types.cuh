@@ -1,4 +1,4 @@
-// The types of parameters. This header and params.cuh are plain C++, so that csrc/library includes them too.
+// The types of kernel parameters. This header and params.cuh are plain C++, since csrc/library includes them too.
 #pragma once
 
 namespace mglu {
@@ -9,7 +9,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// A descriptor of a matrix in global memory for TMA, which copies boxes of it. The driver encodes it (CUtensorMap).
+// Describes a matrix in global memory, from which TMA copies boxes. The driver encodes it (CUtensorMap).
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };

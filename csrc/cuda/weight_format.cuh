@@ -1,4 +1,4 @@
-// How the formats of W are decoded, once for all masks, where W leaves memory.
+// Decodes the formats of W. A weight is decoded once for all masks, right after it is loaded.
 #pragma once
 #include "element.cuh"
 #include "params.cuh"
@@ -6,8 +6,8 @@
 
 namespace mglu {
 
-// The weights of one format, for x of type kType. `decode` gives the number that is stored for one of the kColumns
-// neighbouring columns of an element. A weight is that number times `scale`, which is the same for aligned groups of
+// The weights of one format, for x of type kType. A stored element holds kColumns neighbouring columns, and `decode`
+// returns the number of one of them. The weight is that number times `scale`, which is the same for aligned groups of
 // kScaledTogether columns.
 template <WeightFormat kFormat, int kType>
 struct StoredWeight;
@@ -29,7 +29,7 @@ struct WithRowScales {
 struct Fp8 {
     using Bits = u8;
 
-    // The product rebases the exponent, and turns subnormal numbers into normal ones.
+    // The multiplication rebases the exponent, and makes subnormal numbers normal.
     static __device__ __forceinline__ float decode(Bits bits, int) {
         const u32 sign = static_cast<u32>(bits & 0x80) << 24, magnitude = bits & 0x7f;
         if (magnitude == 0x7f) return __uint_as_float(0x7fc00000u);
@@ -78,13 +78,13 @@ struct StoredWeight<WeightFormat::int4_group, kType> {
     }
 };
 
-// Whether scales belong to columns (and rows) of W, or to whole rows.
+// kScalesColumns: each group of 128 columns of a row has a scale. kScalesRows: each row has one scale.
 template <WeightFormat kFormat>
 constexpr bool kScalesColumns = kFormat == WeightFormat::fp8_block || kFormat == WeightFormat::int4_group;
 template <WeightFormat kFormat>
 constexpr bool kScalesRows = kFormat != WeightFormat::dense && !kScalesColumns<kFormat>;
 
-// a * b + c, and a * b, of two pairs of 16-bit elements.
+// a * b + c for pairs of 16-bit elements.
 template <int kType>
 __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
     u32 result;
@@ -93,7 +93,7 @@ __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
     return result;
 }
 
-// In place of a scale: weights are wanted without theirs.
+// Takes the place of a scale if weights are wanted without scales.
 struct Unscaled {
     friend __device__ __forceinline__ float operator*(float weight, Unscaled) { return weight; }
 };
@@ -103,21 +103,21 @@ constexpr bool kIsUnscaled = false;
 template <>
 constexpr bool kIsUnscaled<Unscaled> = true;
 
-// A pair of elements of type kFrom times a scale, as elements of type kTo.
+// Multiplies a pair of elements of type kFrom by a scale, and converts the products to kTo.
 template <int kFrom, int kTo, typename Scale>
 __device__ __forceinline__ u32 convert_pair(u32 pair, Scale scale) {
     return from_floats<kTo>(to_float<kFrom>(pair & 0xffffu) * scale, to_float<kFrom>(pair >> 16) * scale);
 }
 
-// Weights as pairs of 16-bit elements for tensor cores: exact without their scales, and rounded with them. A pair has
-// its first weight in the lower half. Scale is float where scales belong to columns, or Unscaled.
+// Decodes weights to pairs of 16-bit elements for tensor cores, with the first weight in the lower half. Without their
+// scales weights are exact; with them they are rounded. Scale is float if groups of columns have scales, else Unscaled.
 //
-// - load: four neighbouring weights of a row in shared memory, as they are stored
-// - divide: of these, the even ones (columns 0 and 2) and the odd ones
-// - neighbours: two neighbouring weights, from a word of 2 kBits bits
-// - across: of two groups A and B of 8 neighbouring weights, the pairs (A_2s, B_2s) and (A_2s+1, B_2s+1)
-// - octet: four pairs of 8 neighbouring weights
-// - order_octet: 8 neighbouring x, in pairs of the same columns
+// - load: loads four neighbouring stored weights of a row from shared memory
+// - divide: splits these four into the pairs of columns (0, 2) and (1, 3)
+// - neighbours: returns a pair of neighbouring weights from 2 kBits bits
+// - across: returns the pairs (A_2s, B_2s) and (A_2s+1, B_2s+1) of two octets (8 neighbouring weights) A and B
+// - octet: returns the four pairs of an octet, in an order that suits the format
+// - order_octet: puts 8 neighbouring x into the order of `octet`
 template <WeightFormat kFormat, int kType>
 struct WeightPairs;
 
@@ -148,8 +148,8 @@ struct WeightPairs<WeightFormat::dense, kType> {
     }
 };
 
-// Formats of bytes. `decode` turns the four bytes of a word into two pairs. The bytes of the lower one are the digits of
-// kLow, the last digit first, and so on.
+// Formats of one byte per weight. `decode<kLow, kHigh>` turns the four bytes of a word into two pairs. The first pair
+// has the bytes whose numbers are the hex digits of kLow, the last digit first; the second pair has those of kHigh.
 template <typename Bytes>
 struct BytePairs {
     static constexpr int kBits = 8, kWords = 1;
@@ -187,7 +187,7 @@ struct Fp8Pairs : BytePairs<Fp8Pairs<kType>> {
     static __device__ __forceinline__ void decode(u32& low, u32& high, u32 word, Scale scale) {
         word = pick_bytes<kHigh << 8 | kLow>(word, 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        // float16 by one conversion a pair, and bfloat16 from there by float32: no other way keeps NaN.
+        // One instruction converts a pair to float16. bfloat16 is converted from that through float32, which keeps NaN.
         asm("{\n\t.reg .b16 first, second;\n\tmov.b32 {first, second}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, first;\n\t"
             "cvt.rn.f16x2.e4m3x2 %1, second;\n\t}"
             : "=r"(low), "=r"(high)
@@ -207,10 +207,11 @@ struct WeightPairs<WeightFormat::fp8_row, kType> : Fp8Pairs<kType> {};
 template <int kType>
 struct WeightPairs<WeightFormat::fp8_block, kType> : Fp8Pairs<kType> {};
 
-// An integer becomes the last bits of a number whose last bit has the value 1; what it is too large by is subtracted.
+// int8: an integer is put into the last bits of a floating-point number whose last bit has the value 1. The offset is
+// then subtracted.
 template <int kType>
 struct WeightPairs<WeightFormat::int8_row, kType> : BytePairs<WeightPairs<WeightFormat::int8_row, kType>> {
-    // The selector of a pair's bytes, each with a byte of the second word above it.
+    // The selector of pick_bytes() that puts each byte of a pair below a byte of the second word.
     static __host__ __device__ constexpr u32 below(u32 bytes) { return 0x4040 | (bytes & 15) | (bytes & 0xf0) << 4; }
 
     template <u32 kLow, u32 kHigh, typename Scale>
@@ -228,7 +229,8 @@ struct WeightPairs<WeightFormat::int8_row, kType> : BytePairs<WeightPairs<Weight
     static __device__ __forceinline__ u32 subtract_1152(u32 pair) {
         return multiply_add<kType>(pair, 0x3c003c00u, 0xe480e480u);
     }
-    // bfloat16 has 8 significant bits: 128 + the last seven bits, less 128, or less 256 for a negative number.
+    // bfloat16 has 8 significant bits. The number is 128 + the last seven bits; 128 is subtracted, or 256 if the
+    // integer is negative.
     static __device__ __forceinline__ u32 without_offset(u32 pair) {
         return multiply_add<kType>(pair & 0xff80ff80u, 0xbf80bf80u, pair & 0xff7fff7fu);
     }
@@ -243,7 +245,7 @@ struct WeightPairs<WeightFormat::int4_group, kType> {
     }
     template <typename Scale = Unscaled>
     static __device__ __forceinline__ void divide(u32& even, u32& odd, const u32 (&word)[kWords], Scale scale = {}) {
-        decode(even, odd, pick_bytes<0x4140>(word[0], 0), scale);  // column 0 at bit 0, 1 at 4, 2 at 16, 3 at 20
+        decode(even, odd, pick_bytes<0x4140>(word[0], 0), scale);  // column 0 moves to bit 0, 1 to 4, 2 to 16, 3 to 20
     }
     template <typename Scale = Unscaled>
     static __device__ __forceinline__ u32 neighbours(u32 bits, Scale scale = {}) {
@@ -269,19 +271,20 @@ struct WeightPairs<WeightFormat::int4_group, kType> {
         }
     }
 
-    // The pairs of the four bits from bits 0 and 16 on, and from bits 4 and 20 on. Other bits do not matter.
+    // Decodes the four-bit weights at bits 0 and 16 to `first`, and those at bits 4 and 20 to `second`. Other bits are
+    // ignored.
     template <typename Scale>
     static __device__ __forceinline__ void decode(u32& first, u32& second, u32 word, Scale scale) {
         if constexpr (kType == kFloat16) {
             first = multiply_add<kType>(with_exponent<0x000f000fu>(word), 0x3c003c00u, 0xe408e408u);  // - 1032
-            // Here the number is 1024 + 16 (w + 8): times 1 / 16, less 72.
+            // The number is 1024 + 16 (w + 8). Multiply by 1 / 16 and subtract 72.
             second = multiply_add<kType>(with_exponent<0x00f000f0u>(word), 0x2c002c00u, 0xd480d480u);
         } else {
             first = multiply_add<kType>(with_exponent<0x000f000fu>(word), 0x3f803f80u, 0xc308c308u);  // - 136
             second = multiply_add<kType>(with_exponent<0x000f000fu>(word >> 4), 0x3f803f80u, 0xc308c308u);
         }
         if constexpr (!kIsUnscaled<Scale>) {
-            if constexpr (kType == kBfloat16) {  // the scale is a bfloat16
+            if constexpr (kType == kBfloat16) {  // the scale is bfloat16 too
                 const u32 scales = from_floats<kBfloat16>(scale, scale);
                 first = multiply_add<kType>(first, scales, 0x80008000u);  // - 0
                 second = multiply_add<kType>(second, scales, 0x80008000u);
@@ -292,7 +295,7 @@ struct WeightPairs<WeightFormat::int4_group, kType> {
         }
     }
 
-    // (word & kMask) | exponent by one LOP3, which the compiler divides into two where it sees two constants.
+    // (word & kMask) | exponent in one LOP3. The compiler would use two instructions for two constants.
     template <u32 kMask>
     static __device__ __forceinline__ u32 with_exponent(u32 word) {
         u32 result;

@@ -1,4 +1,4 @@
-// The formats in which W is stored, for the kernels of GPUs and of CPUs; mglu_ops/formats.py describes the same ones.
+// The formats in which W is stored, for the kernels of GPUs and CPUs (mglu_ops/formats.py).
 #pragma once
 
 namespace mglu {
@@ -8,12 +8,12 @@ enum class WeightFormat : long long {
     fp8_row = 1,     // float8_e4m3fn, with a float32 scale for each row
     fp8_block = 2,   // float8_e4m3fn, with a float32 scale for each block of 128 x 128
     int8_row = 3,    // int8, with a float32 scale for each row
-    int4_group = 4,  // two columns in a byte, each plus 8, with a bfloat16 scale for each 128 columns of a row
+    int4_group = 4,  // two columns in a byte, each w + 8, with a bfloat16 scale for each 128 columns of a row
 };
 
 constexpr int kWeightFormats = 5;
 
-// The columns that share a scale in fp8_block and int4_group, and the rows in fp8_block.
+// The number of columns that share a scale in fp8_block and int4_group, and the number of rows in fp8_block.
 constexpr int kScaledTogether = 128;
 
 }  // namespace mglu

@@ -1,22 +1,22 @@
-// Turns the products D_0 = dt^T x and D_i = b_i^T x into the gradients of the weight and of the mask logits
+// Computes the gradients of the weight and of the mask logits from the products D_0 = grad_t^T x and D_i = grad_f_i^T x
 // (training.md):
 //
-//   dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i
+//   grad_weight = D_0 + sum_i F_i * D_i,   grad_logits_i = -2 W * D_i
 //
-// If one of the two is not needed, inputs that only it uses are not read. The gradients may have different dtypes.
-// Where dtypes agree, dW may overwrite D_0 and dlogits_i may overwrite D_i: a thread reads an element before it writes
-// it, and no other thread reads it. Arithmetic is in float32, and each element is read and written once.
+// If one of the two gradients is not needed, inputs that only it uses are not read. The gradients may have different
+// dtypes. A gradient may overwrite D_0 or D_i of the same dtype: a thread reads an element before it writes it, and no
+// other thread reads it. Arithmetic is in float32, and each element is read and written once.
 //
-// W holds the rows of all experts, one expert after the other. Each expert has its own stack of D_i, and of
-// dlogits_i. A layer without experts is one expert.
+// W holds the rows of all experts, one expert after the other. Each expert has its own stacks of D_i and of
+// grad_logits_i. A layer without experts counts as one expert.
 #include "columns.cuh"
 
 namespace mglu {
 
 struct Params {
-    const void* total;       // D_0 [rows, columns], contiguous; for dW
-    const void* weight;      // [rows, columns] with contiguous columns; for dlogits
-    const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous; for dW
+    const void* total;       // D_0 [rows, columns], contiguous; for grad_weight
+    const void* weight;      // [rows, columns] with contiguous columns; for grad_logits
+    const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous; for grad_weight
     const void* products;    // D_i [rows / expert_rows, kMasks, expert_rows, columns]; each matrix is contiguous
     void* weight_gradient;
     void* logits_gradient;
@@ -24,29 +24,30 @@ struct Params {
     i64 products_stride;  // from one mask to the next
     i64 logits_stride;
     i64 rows;
-    i64 expert_rows;  // of one expert
+    i64 expert_rows;  // rows of one expert
     i64 columns;
 };
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kTotalType = MGLU_TOTAL;
 constexpr int kMasks = MGLU_N_MASKS;
-constexpr int kWeightType = MGLU_WEIGHT_GRADIENT;  // the gradients' dtypes, -1 for one that is not needed
+constexpr int kWeightType = MGLU_WEIGHT_GRADIENT;  // the gradients' dtypes; -1 if a gradient is not needed
 constexpr int kLogitsType = MGLU_LOGITS_GRADIENT;
 constexpr bool kWeight = kWeightType >= 0;
 constexpr bool kLogits = kLogitsType >= 0;
 
 // The offsets of a mask's 8 columns in each tensor. They advance from mask to mask by the tensor's stride.
-struct MaskPlace {
+struct MaskOffsets {
     const u8* masks;
     i64 product, logits;
     int count;
 };
 
-// Writes dlogits of the next kCount masks and adds their F_i * D_i to dW. All D_i are loaded before the first is used.
+// Writes grad_logits of the next kCount masks, and adds their F_i * D_i to grad_weight. All D_i are loaded before the
+// first is used.
 template <int kCount>
 __device__ __forceinline__ void add_masks(float (&sum)[kOctet], const Group<kType, kOctet>& weight, const Params& p,
-                                          MaskPlace& at) {
+                                          MaskOffsets& at) {
     OctetMasks<kCount> masks;
     if constexpr (kWeight) masks = OctetMasks<kCount>::load(at.masks);
     at.masks += kCount;
@@ -90,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
         weight = load_group<kType, kOctet>(p.weight, index.row * p.weight_row_stride + index.column, index.count);
 
     const i64 expert = static_cast<u32>(index.row) / static_cast<u32>(p.expert_rows);
-    const i64 before = expert * (kMasks - 1) * p.expert_rows * p.columns + element;  // of the first mask's matrix
-    MaskPlace at{p.packed_masks + octet * kMasks, before, before, index.count};
+    const i64 before = expert * (kMasks - 1) * p.expert_rows * p.columns + element;  // in the first mask's matrix
+    MaskOffsets at{p.packed_masks + octet * kMasks, before, before, index.count};
 #pragma unroll 1
     for (int mask = 0; mask + kMasksAtOnce <= kMasks; mask += kMasksAtOnce) add_masks<kMasksAtOnce>(sum, weight, p, at);
     if constexpr (kMasks % kMasksAtOnce > 0) add_masks<kMasks % kMasksAtOnce>(sum, weight, p, at);

@@ -1,12 +1,12 @@
-// Hopper's instructions for warpgroups (sm_90a): asynchronous matrix products, TMA copies of boxes, register limits.
+// Wrappers of Hopper's instructions for warpgroups (sm_90a): wgmma, TMA copies of boxes, register limits.
 #pragma once
 #include "ptx.cuh"
 
 namespace mglu {
 
-// Copies a box of a matrix to shared memory; its first element is at (row, column), and elements outside the matrix
-// become zeros. With kBlocks > 1 it goes to the same offset in every block of the cluster, signalling each one's
-// barrier.
+// Copies the box of a matrix that begins at (row, column) to shared memory; elements outside the matrix become zeros.
+// With kBlocks > 1 the box goes to the same offset in every block of the cluster, and each block's barrier is
+// signalled.
 template <int kBlocks>
 __device__ __forceinline__ void tma_load_box(u32 destination, const TensorMap& map, int column, int row, u32 barrier,
                                              u64 policy) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ void tma_load_box(u32 destination, const TensorMap& m
         : "memory");
 }
 
-// Copies a box of matrix number `slice` of a stack of matrices in the same way.
+// The same for matrix number `slice` of a stack of matrices.
 template <int kBlocks>
 __device__ __forceinline__ void tma_load_box_3d(u32 destination, const TensorMap& map, int column, int row, int slice,
                                                 u32 barrier, u64 policy) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ void tma_load_box_3d(u32 destination, const TensorMap
         : "memory");
 }
 
-// Stores a box from shared memory, which fence_async_proxy() has made visible; elements outside the matrix are not
-// written. The stores that a thread issues before store_commit() form a group, for whose end it can wait.
+// Stores a box from shared memory; call fence_async_proxy() after writing it. Elements outside the matrix are not
+// stored. The stores that a thread issues before store_commit() form a group, for which it can wait.
 __device__ __forceinline__ void tma_store_box(const TensorMap& map, int column, int row, u32 source, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;" ::"l"(
@@ -56,8 +56,8 @@ __device__ __forceinline__ void tma_store_box(const TensorMap& map, int column, 
 }
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// The first waits until this thread's stores have read their boxes, which may then be filled again; the second waits
-// until the matrices are written.
+// store_wait_read() waits until this thread's stores have read their boxes, which may then be filled again.
+// store_wait() waits until the matrices are written.
 __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
@@ -90,7 +90,8 @@ __device__ __forceinline__ void named_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Moves registers between warpgroups: a producer needs few, a consumer many. kRegisters is the new number per thread.
+// Moves registers from warpgroups that need few (producers) to those that need many (consumers). kRegisters is the new
+// number per thread.
 template <int kRegisters>
 __device__ __forceinline__ void raise_register_limit() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -112,34 +113,34 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The descriptor of a B operand in shared memory: rows of 128 bytes (64 elements of k), one for each column of the
-// product, in the 128-byte swizzle (16-byte vector v of row n lies at v ^ (n % 8)). Blocks of 8 rows are 1024 bytes
-// apart. Adding 2 to the descriptor advances by 16 elements of k.
+// The descriptor of a B operand in shared memory with a row of 128 bytes (64 elements along k) for each column of the
+// product, in the 128-byte swizzle: 16-byte vector v of row n lies at v ^ (n % 8). Blocks of 8 rows are 1024 bytes
+// apart. Adding 2 to the descriptor advances by 16 elements along k.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
     return static_cast<u64>(1) << 62 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(1) << 16 |
            static_cast<u64>((address & 0x3ffff) >> 4);
 }
 
-// The descriptor of a B operand whose rows in shared memory go along k: boxes of 64 columns of the product, each with a
-// row of 128 bytes per k, in the 128-byte swizzle. Blocks of 8 k are 1024 bytes apart, boxes `box_bytes`. Adding 128 to
-// the descriptor advances by 16 elements of k.
+// The descriptor of a transposed B operand, with a row in shared memory for each k. It consists of boxes of 64 columns
+// of the product, whose rows of 128 bytes are in the 128-byte swizzle. Blocks of 8 rows are 1024 bytes apart, and boxes
+// are `box_bytes` apart. Adding 128 to the descriptor advances by 16 rows.
 __device__ __forceinline__ u64 transposed_descriptor(u32 address, u32 box_bytes) {
     return static_cast<u64>(1) << 62 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(box_bytes >> 4) << 16 |
            static_cast<u64>((address & 0x3ffff) >> 4);
 }
 
 // D (64 x N, float32) += A (64 x 16, in registers) B (16 x N, in shared memory), by a warpgroup. Warp w holds rows 16 w
-// to 16 w + 15 of A and D. With g = lane / 4 and q = lane % 4, a0 is elements 2q and 2q + 1 of row g, a1 the same
+// to 16 w + 15 of A and D. With g = lane / 4 and q = lane % 4, a0 is elements 2q and 2q + 1 of row g, and a1 the same
 // elements of row g + 8; a2 and a3 are 8 elements further. d[4 j + r] is column 8 j + 2q (even r) or 8 j + 2q + 1 (odd
-// r), of row g (r < 2) or g + 8.
+// r) of row g (r < 2) or g + 8.
 //
-// run_sparse: A (64 x 32) has two values in every four columns, with metadata as for mma_sparse_16x8x32 (ptx.cuh); B is
-// 32 x N.
+// run_sparse() takes A (64 x 32) with two values in every four columns, B (32 x N), and metadata as for
+// mma_sparse_16x8x32 (ptx.cuh).
 template <int N, bool kBfloat16>
 struct Wgmma;
 
-// The same for A (64 x 32) and B (32 x N) of float8_e4m3fn: a0 is elements 4q to 4q + 3 of row g, a2 elements 16 further.
-// Adding 2 to the descriptor advances by 32 elements. Without kAdd, D is overwritten.
+// The same for A (64 x 32) and B (32 x N) of float8_e4m3fn. a0 is elements 4q to 4q + 3 of row g, and a2 is 16 elements
+// further. Adding 2 to the descriptor advances by 32 elements along k. Without kAdd, D is overwritten.
 template <int N>
 struct Fp8Wgmma;
 
@@ -219,7 +220,7 @@ MGLU_WGMMA(128, MGLU_D64, "%64, %65, %66, %67", "%68", "%69", "%70", MGLU_F64(0)
 MGLU_WGMMA(160, MGLU_D80, "%80, %81, %82, %83", "%84", "%85", "%86", MGLU_F64(0), MGLU_F16(64))
 MGLU_WGMMA(192, MGLU_D96, "%96, %97, %98, %99", "%100", "%101", "%102", MGLU_F64(0), MGLU_F32(64))
 
-// D (64 x 256, float32) += A (64 x 16, in registers) B (16 x 256, in shared memory, its rows along k).
+// D (64 x 256, float32) += A (64 x 16, in registers) B (16 x 256, in shared memory, transposed).
 template <bool kBfloat16>
 struct WgmmaOfRows;
 

@@ -1,5 +1,5 @@
-// Which rows of W and which tokens a block takes, for each kernel of the forward pass, and of which expert. Nothing else
-// depends on how blocks are numbered.
+// Assigns rows of W, tokens and experts to the blocks of each kernel of the forward pass. No other file depends on how
+// blocks are numbered.
 #pragma once
 #include "items.cuh"
 #include "params.cuh"
@@ -14,37 +14,37 @@ struct Work {
     int token;
 };
 
-// A grid of two dimensions, rows by tokens (plain).
+// The work of a block in a grid of rows by tokens (plain).
 template <int kRows, int kTokens>
 __device__ __forceinline__ Work<i64> work_in_grid() {
     return {static_cast<i64>(blockIdx.x) * kRows, static_cast<int>(blockIdx.y) * kTokens};
 }
 
-// Blocks with the same rows and different tokens are neighbours, so that only the first reads W from memory
-// (decode_mma).
+// The work of a block in a grid where blocks with the same rows and different tokens are neighbours, so that only the
+// first reads W from memory (decode_mma).
 template <int kRows, int kTokens>
 __device__ __forceinline__ Work<int> work_of_neighbours(const Params& p) {
     const int groups = (p.tokens + kTokens - 1) / kTokens;
     return {static_cast<int>(blockIdx.x / groups) * kRows, static_cast<int>(blockIdx.x % groups) * kTokens};
 }
 
-// The tokens of a block are consecutive rows of x, of the mask weights and of the result, from those on that its
-// parameters were narrowed to.
+// Maps a block's tokens to rows of x and of the result if both are in order.
 struct RowsInOrder {
     static constexpr bool kConsecutive = true;
-    __device__ __forceinline__ int of_x(int token) const { return token; }
-    __device__ __forceinline__ int of_result(int token) const { return token; }
+    __device__ __forceinline__ int x_row(int token) const { return token; }
+    __device__ __forceinline__ int result_row(int token) const { return token; }
 };
 
 // --- Experts: a block computes an item, up to kTokens rows of one expert's layer -------------------------------------
 //
-// The rows of the result are numbered token * top_k + k. They have places, which are sorted by expert, and an item is a
-// range of places. group_tokens.cu writes the items of a call. Where rows are few, blocks find their items themselves.
+// The rows of the result are numbered token * top_k + k. An item is a range of these rows in the order sorted by
+// expert. group_tokens.cu sorts the rows and writes a table of items. With few rows, blocks find their items
+// themselves.
 
 enum class Items : int {
     none = 0,   // a layer without experts
-    table = 1,  // from group_tokens
-    found = 2,  // every row leads an item if an item's rows of its expert, or none, are before it
+    table = 1,  // read from group_tokens' table
+    found = 2,  // found by each block: every kTokens-th row of an expert begins an item
 };
 
 #ifndef MGLU_ITEMS
@@ -59,12 +59,12 @@ constexpr Items kItems = static_cast<Items>(MGLU_ITEMS);
 
 struct Item {
     int expert;     // as in ItemEntry
-    int count;      // rows; 0: the block has nothing to do
-    int row_block;  // which of the `row_blocks` blocks of the item this is
+    int count;      // number of rows; 0 if the block has nothing to do
+    int row_block;  // index of this block among the `row_blocks` blocks of the item
 };
 
-// Blocks with the same rows of W and different items of one expert are neighbours, so that only the first reads W from
-// memory. Entries without rows come last.
+// Reads a block's item from the table. Blocks with the same rows of W and different items of one expert are neighbours,
+// so that only the first reads W from memory. Entries without rows come last.
 __device__ __forceinline__ Item item_of_table(const ItemParams& p, int block, int row_blocks, int* rows) {
     const ItemEntry* entries = reinterpret_cast<const ItemEntry*>(p.items);
     int index = block / row_blocks;
@@ -76,12 +76,13 @@ __device__ __forceinline__ Item item_of_table(const ItemParams& p, int block, in
         index = first + block_of_expert % count;
         entry = entries[index];
     }
-    const int place = entry.first + static_cast<int>(threadIdx.x);
-    if (threadIdx.x < entry.count) rows[threadIdx.x] = p.is_sorted ? place : p.items[4 * p.max_items + place];
+    const int position = entry.first + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < entry.count) rows[threadIdx.x] = p.is_sorted ? position : p.items[4 * p.max_items + position];
     return {entry.expert, entry.count, block_of_expert / count};
 }
 
-// Every warp looks for the rows that have the expert of row `block % rows`; a lane takes every 32nd row.
+// Finds the item that begins with row `block % rows`, without a table. Every warp searches for the rows of that row's
+// expert, a lane every 32nd row. The item is empty unless a multiple of kTokens rows of the expert come earlier.
 template <int kTokens>
 __device__ __forceinline__ Item find_item(const ItemParams& p, int block, int* rows) {
     const int lane = threadIdx.x % 32, leader = block % p.rows;
@@ -101,13 +102,13 @@ __device__ __forceinline__ Item find_item(const ItemParams& p, int block, int* r
     return {expert < p.experts ? expert : -1, count, block / p.rows};
 }
 
-// The row of x for a place, after group_tokens has ended.
-__device__ __forceinline__ int row_of_x_at(const ItemParams& p, int place) {
-    return p.is_sorted ? place : p.items[4 * p.max_items + place] / p.top_k;
+// The row of x at a position of the order sorted by expert. group_tokens must have ended.
+__device__ __forceinline__ int x_row_at(const ItemParams& p, int position) {
+    return p.is_sorted ? position : p.items[4 * p.max_items + position] / p.top_k;
 }
 
-// The item of this block, one of `row_blocks` blocks of the item, a multiple of kCluster; the blocks of a cluster have
-// the same item. All threads of the block call this after they have waited for earlier kernels. After the block's next
+// The item of this block. An item has `row_blocks` blocks, a multiple of kCluster, and the blocks of a cluster have the
+// same item. All threads of the block call this after they have waited for earlier kernels. After the block's next
 // barrier, `rows` holds the numbers of the item's rows of the result.
 template <int kTokens, int kCluster>
 __device__ __forceinline__ Item item_of_block(const ItemParams& p, int row_blocks, int* rows) {
@@ -118,7 +119,7 @@ __device__ __forceinline__ Item item_of_block(const ItemParams& p, int row_block
     return item;
 }
 
-// The parameters of one expert's layer, for the rows of an item.
+// Narrows the parameters to the layer of an item's expert.
 __device__ __forceinline__ Params narrow_to_item(Params p, const ItemParams& items, const Item& item) {
     p.weight = static_cast<const u8*>(p.weight) + item.expert * items.weight_stride;
     p.packed_masks += item.expert * items.mask_stride;
@@ -127,45 +128,46 @@ __device__ __forceinline__ Params narrow_to_item(Params p, const ItemParams& ite
     return p;
 }
 
-// The rows of an item, from shared memory.
+// Maps an item's tokens to rows of x and of the result. `rows` is in shared memory.
 struct RowsOfItem {
     static constexpr bool kConsecutive = false;
     const int* rows;
     int top_k;
 
-    __device__ __forceinline__ int of_x(int token) const { return rows[token] / top_k; }
-    __device__ __forceinline__ int of_result(int token) const { return rows[token]; }
+    __device__ __forceinline__ int x_row(int token) const { return rows[token] / top_k; }
+    __device__ __forceinline__ int result_row(int token) const { return rows[token]; }
 };
 
-// Writes zeros to a block's share of the rows of an item without an expert: up to kRows columns of the result.
+// Writes zeros to an item whose rows have no expert. A block writes up to kRows columns of the result.
 template <int kRows, typename Bits>
 __device__ __forceinline__ void store_zeros(const Params& p, const RowsOfItem& rows, int count, i64 first) {
     for (int i = threadIdx.x; i < count * kRows; i += blockDim.x)
         if (first + i % kRows < p.out_features)
             static_cast<Bits*>(
-                p.out)[static_cast<i64>(rows.of_result(i / kRows)) * p.out_features + first + i % kRows] = 0;
+                p.out)[static_cast<i64>(rows.result_row(i / kRows)) * p.out_features + first + i % kRows] = 0;
 }
 
-// --- tile_wgmma --------------------------------------------------------------------------------------------------------
+// --- tile_wgmma
+// --------------------------------------------------------------------------------------------------------
 
 struct Tile {
-    int row;    // first row of the block; lower than `owned` if the tile would run past the end
-    int owned;  // the tile writes the rows from here on
+    int row;    // first row of W; less than `owned` if the tile would run past the end
+    int owned;  // first row that the tile writes
     int token;
 
-    // The tile's first row as a row of all stored weights and masks, and of all scales.
+    // The tile's first row in the weights and masks, and in the scales.
     __device__ __forceinline__ int stored_row(const Params&) const { return row; }
     __device__ __forceinline__ int scaled_row(const Params&) const { return row; }
     __device__ __forceinline__ int first_token() const { return token; }
-    // The end of the tokens that belong to the tile, and where a token's result and its mask weights are.
+    // The end of the tile's tokens, and a token's rows of the result and of the mask weights.
     __device__ __forceinline__ int end(const Params& p) const { return p.tokens; }
     __device__ __forceinline__ int result_row(int token) const { return token; }
     __device__ __forceinline__ int row_of_weights(int token) const { return token; }
 };
 
-// The tiles of tile_wgmma, whose blocks loop over them. Tiles are ordered by swaths of kSwath row tiles, and by tokens
-// within a swath, so that blocks that run at the same time share W and x in L2. The blocks of a cluster have the same
-// rows and consecutive tokens; the last block may have no token to write.
+// The order of the tiles of tile_wgmma, over which its blocks loop. A swath is kSwath row tiles. Tiles are ordered by
+// swaths, and by tokens within a swath, so that blocks that run at the same time share W and x in L2. The blocks of a
+// cluster have the same rows and consecutive tokens; the last block may have no token to write.
 template <int kRows, int kTokens, int kCluster, int kSwath>
 struct TileOrder {
     static __device__ __forceinline__ int row_tiles(const Params& p) { return (p.out_features + kRows - 1) / kRows; }
@@ -178,7 +180,7 @@ struct TileOrder {
 
     using Taken = Tile;
 
-    // This block's part of the cluster's tile `index`, if there are `columns` clusters along tokens.
+    // This block's tile of cluster tile `index`. There are `columns` clusters along tokens.
     static __device__ __forceinline__ Tile at(const Params& p, int index, int columns) {
         const int swath = index / (kSwath * columns);
         const int inside = index - swath * (kSwath * columns);
@@ -192,15 +194,16 @@ struct TileOrder {
     }
 };
 
-// A tile of an item. Its tokens are places, and each block of a cluster has kTokens of them. Scales of kRowsOfScale rows
-// belong together. The entry is read where it is needed, since it would occupy registers while sums are accumulated.
+// A tile of an item. Its tokens are positions in the order sorted by expert, kTokens for each block of a cluster.
+// kRowsOfScale rows of W share a scale. The item's entry is read whenever it is needed, since it would occupy registers
+// while sums are accumulated.
 template <int kTokens, int kCluster, int kRowsOfScale>
 struct ItemTile {
     int row;
     int owned;
     int item;
     const ItemEntry* entries;
-    const int* rows;  // of all places; null where place i is row i
+    const int* rows;  // the rows sorted by expert; null if they are sorted already
 
     __device__ __forceinline__ int stored_row(const Params& p) const {
         return entries[item].expert * p.out_features + row;
@@ -218,21 +221,21 @@ struct ItemTile {
     }
 };
 
-// The tiles of tile_wgmma for experts, in the order of TileOrder: items take the place of tiles of tokens. The items of
-// an expert are neighbours, so that its weights are read from memory once.
+// The order of tile_wgmma's tiles for experts. It is TileOrder with items in place of tiles of tokens. The items of an
+// expert are neighbours, so that its weights are read from memory once.
 template <int kRows, int kTokens, int kCluster, int kSwath, int kRowsOfScale>
 class ItemOrder {
-    using Order = TileOrder<kRows, 1, 1, kSwath>;  // of items, as if they were tokens
+    using Order = TileOrder<kRows, 1, 1, kSwath>;  // with items in place of tokens
     const ItemEntry* const entries_;
     const int* const rows_;
-    int items_ = 0;  // entries with an expert, which are the first ones
+    int items_ = 0;  // number of entries with an expert, which come first
 
   public:
     using Taken = ItemTile<kTokens, kCluster, kRowsOfScale>;
 
     // All kThreads threads of the block call this, after group_tokens has ended.
     template <int kThreads>
-    static __device__ __forceinline__ ItemOrder of(const ItemParams& p) {
+    static __device__ __forceinline__ ItemOrder create(const ItemParams& p) {
         ItemOrder order(p);
         for (int first = 0; first < p.max_items; first += kThreads) {
             const int i = first + static_cast<int>(threadIdx.x);
@@ -258,9 +261,9 @@ class ItemOrder {
     __device__ __forceinline__ void clear_other_rows(const Params& p, int max_items) const {
         for (int i = items_ + blockIdx.x; i < max_items && entries_[i].count > 0; i += gridDim.x) {
             const ItemEntry entry = entries_[i];
-            for (int place = entry.first; place < entry.first + entry.count; ++place) {
+            for (int position = entry.first; position < entry.first + entry.count; ++position) {
                 u16* out = static_cast<u16*>(p.out);
-                out += static_cast<i64>(rows_ != nullptr ? rows_[place] : place) * p.out_features;
+                out += static_cast<i64>(rows_ != nullptr ? rows_[position] : position) * p.out_features;
                 for (int c = threadIdx.x; c < p.out_features; c += kThreads) out[c] = 0;
             }
         }
