@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import TOKENS, VOCABULARY, mglus, tiny
+from hf_models import BY_NAME, MIXTURES, TOKENS, VOCABULARY, mglus, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -209,9 +209,10 @@ def test_the_balance_is_computed_for_each_layer() -> None:
         assert load_balancing_loss((one, other), 2, 1).item() == pytest.approx(2, rel=1e-3)
 
 
-def test_the_balance_is_added_in_training() -> None:
-    model = tiny(**ROUTED).train()
-    plain = tiny(**{**ROUTED, "router_aux_loss_coef": 0.0}).train()
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in MIXTURES])
+def test_the_balance_is_added_in_training(name: str) -> None:
+    model = tiny(name, **ROUTED).train()
+    plain = tiny(name, **{**ROUTED, "router_aux_loss_coef": 0.0}).train()
     output = model(TOKENS, labels=TOKENS)
     assert len(output.router_logits) == 2
     language = plain(TOKENS, labels=TOKENS).loss

@@ -30,8 +30,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-# Of mixtures, beside SIZES; mixtral's experts have the intermediate_size.
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# In addition to SIZES.
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 28, **EXPERTS},
+    "mixtral": EXPERTS,
+}
 BY_NAME: dict[str, Architecture] = {a.config.model_type.removeprefix("mglu_"): a for a in ARCHITECTURES}
 MIXTURES = ("qwen3_moe", "mixtral")
 TOKENS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -39,8 +43,7 @@ TOKENS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual
 
 def sizes_of(name: str) -> dict[str, Any]:
     """The sizes of the tiny models of an architecture."""
-    own = {"moe_intermediate_size": 28} if name == "qwen3_moe" else {}
-    return {**SIZES, **own, **(EXPERTS if name in MIXTURES else {})}
+    return {**SIZES, **OWN_SIZES.get(name, {})}
 
 
 def tiny(name: str = "llama", **changes: Any) -> Any:
