@@ -82,6 +82,7 @@ def _derived(mixin: type[Any], base: type[Any], difference: str, attributes: dic
 MGLULlamaConfig, MGLULlamaModel, MGLULlamaForCausalLM = _classes("Llama")
 MGLUQwen2Config, MGLUQwen2Model, MGLUQwen2ForCausalLM = _classes("Qwen2")
 MGLUQwen3Config, MGLUQwen3Model, MGLUQwen3ForCausalLM = _classes("Qwen3")
+MGLUGemma3TextConfig, MGLUGemma3TextModel, MGLUGemma3ForCausalLM = _classes("Gemma3", "Gemma3Text")
 MGLUMistralConfig, MGLUMistralModel, MGLUMistralForCausalLM = _classes("Mistral")
 MGLUQwen3MoeConfig, MGLUQwen3MoeModel, MGLUQwen3MoeForCausalLM = _classes("Qwen3Moe")
 MGLUMixtralConfig, MGLUMixtralModel, MGLUMixtralForCausalLM = _classes("Mixtral")

@@ -35,6 +35,13 @@ EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 28, **EXPERTS},
     "mixtral": EXPERTS,
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 2.0,
+        "tie_word_embeddings": False,  # otherwise, a tiny model repeats its last token
+    },
 }
 BY_NAME: dict[str, Architecture] = {a.config.model_type.removeprefix("mglu_"): a for a in ARCHITECTURES}
 MIXTURES = ("qwen3_moe", "mixtral")
