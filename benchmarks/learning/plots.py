@@ -1,24 +1,20 @@
-"""Plots of the training runs, drawn from their result files."""
+"""Plots of the training runs with the corpus `python`."""
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 from benchmarks import plots
-from benchmarks.learning.claims import CONFIDENCE, GELU, losses_of
-from benchmarks.learning.comparisons import NAMES, PAPERS
+from benchmarks.learning.comparisons import ERRORS, GELU, PAPERS, Study
 from benchmarks.learning.experiments import BEST, LARGER, SWIGLU
 from benchmarks.learning.recipe import Recipe
-from benchmarks.learning.tables import Finished, by_recipe, deviation, label, mean_loss, runs
-from mglu_ops.nn.leveling import level_gain
+from benchmarks.learning.tables import by_recipe, curves, is_leveled, label, runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,86 +27,45 @@ STYLES = {
 """The layers of the paper's learning curves. Each one that was trained is drawn, with its first seed."""
 
 
-def first_seeds(found: Iterable[Finished], wanted: Iterable[Recipe]) -> list[Finished]:
-    """The finished runs of some recipes, in the order of the recipes."""
-    by_recipe = {run.recipe: run for run in found}
-    return [by_recipe[recipe] for recipe in wanted if recipe in by_recipe]
-
-
-def curves(found: Sequence[Finished]) -> Figure:
+def learning_curves(results: Path) -> Figure:
     """The held-out loss by text read: after the first tenth, and enlarged for the second half."""
     figure, panels = plots.figure_of(2, 2.6, sharex=False)
-    chosen = first_seeds(found, STYLES)
+    first, points = by_recipe(runs(results)).run, curves(results)
     for axes, share in zip(panels, (0.1, 0.5), strict=True):
-        for run in chosen:
-            every = [(float(row["megabytes"]), float(row["held_out"])) for row in run.rows]
-            points = [(x, y) for x, y in every if x >= share * run.recipe.megabytes]
-            plots.draw_line(axes, label(run.recipe), STYLES[run.recipe], points)
+        for recipe, style in STYLES.items():
+            shown = points[(points.run == first.get(recipe)) & (points.megabytes >= share * recipe.megabytes)]
+            plots.draw_line(axes, label(recipe), style, zip(shown.megabytes, shown.held_out, strict=True))
         axes.set_ylabel("held out, nats a byte")
     panels[-1].set_xlabel("training text, MB")
     plots.draw_legend(figure, panels[0])
     return figure
 
 
-def by_masks(found: Sequence[Finished]) -> Figure:
+def by_masks(results: Path) -> Figure:
     """The final loss by number of masks, with the paper's recipe and with ours; a bar spans the seeds."""
     figure, (axes,) = plots.figure_of(1, 3.2)
-    losses = losses_of(found, Recipe.size)
+    losses = {one: of.held_out for one, of in runs(results).groupby("recipe", sort=False)}
     for name, recipes, style in (("the paper's recipe", PAPERS, plots.EAGER), ("our recipe", BEST, plots.CUDA)):
-        points = [(n_masks, losses[one]) for n_masks, one in recipes.items() if one in losses]
-        plots.draw_line(axes, name, style, [(n_masks, statistics.fmean(of)) for n_masks, of in points])
-        for n_masks, of in points:
-            axes.plot([n_masks, n_masks], [min(of), max(of)], color=style.color, linewidth=1)
-    for name, one, linestyle in (("SwiGLU", SWIGLU, "-."), ("SwiGLU, product times 1.6", LARGER, ":")):
+        points = {n_masks: losses[one] for n_masks, one in recipes.items() if one in losses}
+        plots.draw_line(axes, name, style, [(n_masks, of.mean()) for n_masks, of in points.items()])
+        for n_masks, of in points.items():
+            axes.plot([n_masks, n_masks], [of.min(), of.max()], color=style.color, linewidth=1)
+    for name, one, linestyle in (("SwiGLU", SWIGLU, "-."), ("scaled SwiGLU", LARGER, ":")):
         if one in losses:
-            mean, style = statistics.fmean(losses[one]), plots.SWIGLU._replace(linestyle=linestyle)
-            plots.draw_line(axes, name, style, [(n_masks, mean) for n_masks in PAPERS])
+            style = plots.SWIGLU._replace(linestyle=linestyle)
+            plots.draw_line(axes, name, style, [(n_masks, losses[one].mean()) for n_masks in PAPERS])
     axes.set_ylabel("held out, nats a byte")
     plots.powers_of_two(axes, "masks", list(PAPERS))
     plots.draw_legend(figure, axes)
     return figure
 
 
-def gate_ratios(found: Sequence[Finished]) -> Figure:
-    """The share of ones in the masks of each layer at the end, as in the paper's Figure 14."""
-    figure, (axes,) = plots.figure_of(1, 3.0)
-    for run in first_seeds(found, [one for n_masks, one in PAPERS.items() if n_masks < 16]):
-        ratios = json.loads(run.rows[-1]["gate_ratios"])
-        style = STYLES[run.recipe]._replace(marker=plots.BY_MASKS[run.recipe.n_masks].marker)
-        plots.draw_line(axes, label(run.recipe), style, list(enumerate(ratios, 1)))
-    axes.axhline(0.5, **plots.THIN)
-    axes.set(xlabel="layer", ylabel="gate ratio")
-    plots.draw_legend(figure, axes)
-    return figure
-
-
-class Point(NamedTuple):
-    """A layer's costs and its loss over seeds: megabytes a token, PFLOP of training, nats a byte, and the noise."""
-
-    recipe: Recipe
-    megabytes: float
-    pflop: float
-    loss: float
-    noise: float
-
-
-def families() -> dict[str, tuple[plots.Style, Callable[[Recipe], bool]]]:
-    """The legend of the Pareto plot: a name, a style, and which recipes it is for."""
-
-    def with_masks(n_masks: int, recipe: Recipe) -> bool:
-        return recipe.layer == "mglu" and recipe.n_masks == n_masks
-
-    return {
-        "GLU, any gate": (plots.Style(plots.SWIGLU.color, "D"), lambda one: one.layer == "glu"),
-        "ReLU squared": (
-            plots.Style("#000000", "x"),
-            lambda one: (one.layer, one.activation) == ("lu", "relu_squared"),
-        ),
-        **{
-            f"{name}, any gate": (plots.BY_MASKS[n_masks], partial(with_masks, n_masks))
-            for n_masks, name in NAMES.items()
-        },
-    }
+FAMILIES = {
+    "GLU, any gate": ("glu", plots.Style(plots.SWIGLU.color, "D")),
+    "ReLU squared": ("lu", plots.Style("#000000", "x")),
+    **{f"{label(best)}, any gate": (n_masks, plots.BY_MASKS[n_masks]) for n_masks, best in BEST.items()},
+}
+"""The legend of the Pareto plot: the name of a family to its layer, or to its number of masks, and to its style."""
 
 
 def is_pareto(recipe: Recipe) -> bool:
@@ -121,28 +76,19 @@ def is_pareto(recipe: Recipe) -> bool:
     and converted models.
     """
     rate = 0.3 if recipe.layer == "mglu" else 1.0
-    free = ("activation", "width", "size", "weight_gain")
-    plain = replace(
-        Recipe(recipe.layer, recipe.n_masks, mask_lr=rate), **{name: getattr(recipe, name) for name in free}
-    )
-    gain = level_gain(recipe.n_masks, recipe.activation) if recipe.layer == "mglu" else recipe.weight_gain
-    return recipe == plain and abs(recipe.weight_gain - gain) < 1e-3
+    free = {name: getattr(recipe, name) for name in ("activation", "width", "size", "weight_gain")}
+    is_plain = recipe == Recipe(recipe.layer, recipe.n_masks, mask_lr=rate, **free)
+    is_shown = recipe.layer == "glu" or (recipe.layer, recipe.activation) == ("lu", "relu_squared")
+    return is_plain and (is_shown or (recipe.layer == "mglu" and is_leveled(recipe)))
 
 
-def pareto_points(found: Sequence[Finished], size: str) -> list[Point]:
-    """The points of a model's size; the noise is two standard errors of the mean over seeds."""
-    one_seed = deviation(losses_of(found, size).values())
-    return [
-        Point(
-            recipe,
-            seeds[0].load,
-            float(seeds[0].facts["tflop"]) / 1000,
-            mean_loss(seeds),
-            CONFIDENCE * one_seed / math.sqrt(len(seeds)),
-        )
-        for recipe, seeds in by_recipe(found).items()
-        if recipe.size == size and is_pareto(recipe)
-    ]
+def pareto_points(results: Path, size: str) -> pd.DataFrame:
+    """The points of a model's size: recipe, megabytes a token, PFLOP of training, loss, and two standard errors."""
+    of, study = by_recipe(runs(results)), Study(results)
+    of = of[[one.size == size and is_pareto(one) for one in of.index]]
+    noise = ERRORS * study.deviations[size] / study.unit / of.seeds.map(math.sqrt)
+    columns = {"megabytes": of.load, "pflop": of.tflop / 1000, "loss": of.held_out, "noise": noise}
+    return pd.DataFrame(columns).rename_axis("recipe").reset_index()
 
 
 def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -154,24 +100,24 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
     return best
 
 
-def pareto(found: Sequence[Finished]) -> Figure:
+def pareto(results: Path) -> Figure:
     """The held-out loss by bytes read a token and by training operations, with the best layer for each cost."""
     figure, panels = plots.figure_of(4, 3.0, sharex=False, columns=2)
     sizes, costs = ("25M", "90M"), {"megabytes": "MB read a token", "pflop": "PFLOP of training"}
     for axes, (cost, size) in zip(panels, product(costs, sizes), strict=True):
-        points = pareto_points(found, size)
-        for name, (style, belongs) in families().items():
-            own = [one for one in points if belongs(one.recipe)]
-            places = [getattr(one, cost) for one in own], [one.loss for one in own]
+        points = pareto_points(results, size)
+        points = points.assign(family=[one.n_masks if one.has_masks else one.layer for one in points.recipe])
+        for name, (family, style) in FAMILIES.items():
+            own = points[points.family == family]
             look: Any = {"color": style.color, "marker": style.marker, "markersize": 4, "linestyle": "none"}
-            axes.errorbar(*places, [one.noise for one in own], elinewidth=0.4, label=name, **look)
-        best = frontier((getattr(one, cost), one.loss) for one in points)
+            axes.errorbar(own[cost], own.loss, own.noise, elinewidth=0.4, label=name, **look)
+        best = frontier(zip(points[cost], points.loss, strict=True))
         if best:
             axes.step(*zip(*best, strict=True), where="post", label="lowest loss at no higher cost", **plots.THIN)
         axes.set(title=f"{size} weights with SwiGLU", xlabel=costs[cost], ylabel="held out, nats a byte")
         if cost == "pflop":
             axes.set_xscale("log")
-            ticks = sorted({round(one.pflop) for one in points})
+            ticks = sorted({round(one) for one in points.pflop})
             axes.set_xticks(ticks, map(str, ticks))
             axes.minorticks_off()
     plots.draw_legend(figure, panels[0])
@@ -179,12 +125,11 @@ def pareto(found: Sequence[Finished]) -> Figure:
 
 
 PLOTS = {
-    "learning_curves": curves,
+    "learning_curves": learning_curves,
     "learning_by_masks": by_masks,
-    "learning_gate_ratios": gate_ratios,
     "learning_pareto": pareto,
 }
-"""Name of a plot to the function that draws it from the finished runs."""
+"""Name of a plot to the function that draws it from the folder of the results."""
 
 
 def draw(results: Path, out: Path) -> list[Path]:
@@ -193,5 +138,4 @@ def draw(results: Path, out: Path) -> list[Path]:
     Raises:
         FileNotFoundError: no run is finished.
     """
-    found = runs(results)
-    return [plots.save(picture, [found], out / f"{name}.svg") for name, picture in PLOTS.items()]
+    return [plots.save(picture, [results], out / f"{name}.svg") for name, picture in PLOTS.items()]

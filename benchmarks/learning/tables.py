@@ -1,22 +1,25 @@
-"""The results of the training runs as Markdown tables: for each experiment, for the masks, and for choosing a layer."""
+"""The training runs as frames, and their tables: of each experiment, of masks, and for choosing a layer."""
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frames import form, markdown
+import pandas as pd
+
+from benchmarks.frames import form, grid, markdown
 from benchmarks.learning import cost
 from benchmarks.learning.experiments import (
+    AGAIN,
     BEST,
     EXPERIMENTS,
+    LARGER,
+    SLOW,
     SWIGLU,
     USUAL,
     leveled_glu,
@@ -24,118 +27,86 @@ from benchmarks.learning.experiments import (
     same_training,
 )
 from benchmarks.learning.gather import RESULTS
-from benchmarks.learning.recipe import KINDS, SIZES, SLOPE, Recipe
+from benchmarks.learning.recipe import KINDS, SIZES, Recipe
 from benchmarks.records import read_table
+from mglu_ops.nn.leveling import glu_level_gain, level_gain, lu_level_gain
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A finished run.
-
-    Attributes:
-        recipe: its recipe.
-        facts: the facts in the head of its file.
-        rows: its learning curve.
-        ms: the time of a training step in milliseconds; NaN if it was not measured.
-    """
-
-    recipe: Recipe
-    facts: dict[str, str]
-    rows: list[dict[str, str]]
-    ms: float
-
-    @property
-    def loss(self) -> float:
-        return float(self.rows[-1]["held_out"])
-
-    @property
-    def load(self) -> float:
-        """Megabytes that decoding reads for a token: all weights in 16 bits, and the masks; of its experts only."""
-        weights = float(self.facts["weights"]) - float(self.facts.get("idle_weights", 0))
-        bits = float(self.facts["mask_bits"]) * self.recipe.active / self.recipe.experts
-        return (2 * weights + bits / 8) / 1e6
-
-    @property
-    def bytes_of_token(self) -> float:
-        """The mean number of bytes of held-out text in a token."""
-        return float(self.facts["corpus.held_out_bytes"]) / float(self.facts["corpus.held_out_tokens"])
-
-
-def recipe_of(row: Mapping[str, str]) -> Recipe:
-    """The recipe of a row of a table of runs. Empty fields have their defaults."""
-    values: dict[str, Any] = {}
-    for name, kind in KINDS.items():
-        if text := row.get(f"recipe.{name}", ""):
-            values[name] = text == "True" if kind is bool else kind(text)
-    return Recipe(**values)
-
-
-def runs(results: Path, corpus: str = "python") -> list[Finished]:
-    """All runs in the tables of a corpus.
+def read(path: Path) -> pd.DataFrame:
+    """A table that `benchmarks.learning.gather` wrote, whose head is in `attrs`.
 
     Raises:
-        FileNotFoundError: the corpus has no tables.
+        FileNotFoundError: it is not there.
     """
-    path, costs = results / RESULTS.name / f"{corpus}_runs.csv", results / f"{cost.NAME}.csv"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such table; `python -m benchmarks.learning.gather` makes it")
-    ms = {row["name"]: float(row["ms"]) for row in read_table(costs)[1]} if costs.is_file() else {}
-    (shared, rows), (_, points) = read_table(path), read_table(path.with_name(f"{corpus}_curves.csv"))
-    curves: dict[str, list[dict[str, str]]] = {}
-    for point in points:
-        curves.setdefault(point["run"], []).append(point)
-    found = []
-    for row in rows:
-        recipe = recipe_of(row)
-        found.append(Finished(recipe, shared | row, curves[row["run"]], ms.get(cost.layer_of(recipe).name, math.nan)))
+    head = read_table(path)[0]
+    found = pd.read_csv(path, skiprows=len(head), dtype={"commit": str, "torch": str})
+    found.attrs = head
     return found
 
 
-def by_recipe(found: Iterable[Finished]) -> dict[Recipe, list[Finished]]:
-    """The runs of each recipe, which differ by seed, by the recipe with seed 0."""
-    of: dict[Recipe, list[Finished]] = {}
-    for run in found:
-        of.setdefault(replace(run.recipe, seed=0), []).append(run)
-    return of
+def curves(results: Path, corpus: str = "python") -> pd.DataFrame:
+    """The points of all learning curves of a corpus."""
+    return read(results / RESULTS.name / f"{corpus}_curves.csv")
 
 
-def mean_loss(seeds: Iterable[Finished]) -> float:
-    """The mean over seeds, in nats a byte."""
-    return statistics.fmean(run.loss for run in seeds)
+def runs(results: Path, corpus: str = "python") -> pd.DataFrame:
+    """The runs of a corpus, in the order of their names.
+
+    Besides the columns of the table it has `recipe`, with seed 0; `seed`; `load`, the megabytes that decoding reads for
+    a token, which are all weights in 16 bits and the masks, but of its experts only; and `ms`, the time of a training
+    step in milliseconds, if it was measured.
+    """
+    found, costs = read(results / RESULTS.name / f"{corpus}_runs.csv"), results / f"{cost.NAME}.csv"
+    ms = {row["name"]: float(row["ms"]) for row in read_table(costs)[1]} if costs.is_file() else {}
+    recipes = [recipe_of(row) for row in found.to_dict("records")]
+    active = found["recipe.active"] / found["recipe.experts"]
+    return found.assign(
+        recipe=[replace(recipe, seed=0) for recipe in recipes],
+        seed=found["recipe.seed"],
+        load=(2 * (found.weights - found.idle_weights) + found.mask_bits * active / 8) / 1e6,
+        ms=[ms.get(cost.layer_of(recipe).name) for recipe in recipes],
+    ).astype({"ms": float})
 
 
-def deviation(losses: Iterable[Sequence[float]]) -> float:
-    """The standard deviation between seeds, pooled over recipes with two seeds or more; NaN if there is none."""
-    several = [of for of in losses if len(of) > 1 and all(map(math.isfinite, of))]
-    freedom = sum(len(of) - 1 for of in several)
-    squares = sum((len(of) - 1) * statistics.variance(of) for of in several)
-    return math.sqrt(squares / freedom) if several else math.nan
+def recipe_of(row: Mapping[str, Any]) -> Recipe:
+    """The recipe of a run. Fields that are missing have their defaults."""
+    given = {name: row.get(f"recipe.{name}") for name in KINDS}
+    return Recipe(**{name: KINDS[name](value) for name, value in given.items() if pd.notna(value)})
 
 
-def peak_gb(seeds: Iterable[Finished]) -> float:
-    """The most memory of training, in gigabytes; NaN on a CPU."""
-    return max(float(run.facts["peak_mb"]) for run in seeds) / 1000
+def by_recipe(found: pd.DataFrame) -> pd.DataFrame:
+    """A row for each recipe: mean losses over seeds, the largest memory, and all else of the first seed.
+
+    `seeds` counts the seeds, and `distance` is the largest distance between two of their losses.
+    """
+    seeds = found.groupby("recipe", sort=False)
+    of = found.drop_duplicates("recipe").set_index("recipe")
+    losses = {name: seeds[name].agg(statistics.fmean) for name in found if name.startswith("held_out")}
+    distance = seeds.held_out.max() - seeds.held_out.min()
+    return of.assign(**losses, seeds=seeds.size(), distance=distance, peak_mb=seeds.peak_mb.max())
 
 
-def source(found: Sequence[Finished]) -> str:
-    """The line above a table: devices, torch, commits and text."""
-    devices, commits = (list(dict.fromkeys(run.facts[what] for run in found)) for what in ("device", "commit"))
-    facts = found[0].facts
-    return (
-        f"{' and '.join(devices)}, torch {facts['torch']}, commits {', '.join(commit[:7] for commit in commits)}; "
-        f"text `{facts['corpus.kind']}` {facts['corpus.digest']}, "
-        f"{float(facts['corpus.held_out_bytes']) / 1e6:.1f} MB held out."
-    )
+def bytes_of_token(found: pd.DataFrame) -> float:
+    """The mean number of bytes of held-out text in a token."""
+    return float(found.attrs["corpus.held_out_bytes"]) / float(found.attrs["corpus.held_out_tokens"])
 
 
-def timed_source(found: Sequence[Finished], results: Path) -> str:
-    """The line above a table with times of a step, if steps were timed."""
-    path = results / f"{cost.NAME}.csv"
-    if not path.is_file():
-        return source(found)
-    facts, _ = read_table(path)
-    commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
-    return f"{source(found)} Times of a step: one {facts['device']}, commit {commits}."
+def sources(results: Path) -> str:
+    """A row for each corpus: its text, and where and with which commits its runs were trained."""
+    lines, costs = [], results / f"{cost.NAME}.csv"
+    for path in sorted((results / RESULTS.name).glob("*_runs.csv")):
+        found = read(path)
+        facts, held_out = found.attrs, f"{float(found.attrs['corpus.held_out_bytes']) / 1e6:.1f} MB"
+        text = [facts["corpus.kind"], facts["corpus.digest"], held_out]
+        where = (", ".join(one.unique()) for one in (found.device, found.torch, found.commit.str[:7]))
+        lines.append([f"`{path.stem.removesuffix('_runs')}`", *text, len(found), *where])
+    if costs.is_file():
+        facts = read_table(costs)[0]
+        commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
+        lines.append(["times of a step", "random", "", "", "", facts["device"], facts["torch"], commits])
+    return markdown(["corpus", "text", "digest", "held out", "runs", "devices", "torch", "commits"], lines)
 
 
 def experiment(results: Path, name: str) -> str:
@@ -148,151 +119,135 @@ def experiment(results: Path, name: str) -> str:
     Raises:
         FileNotFoundError: the corpus of the experiment has no tables.
     """
-    found = runs(results, "python" if name in USUAL else "texts")
-    of, lines, missing = by_recipe(found), [], []
-    for recipe in dict.fromkeys(replace(one, seed=0) for one in EXPERIMENTS[name]):
-        if recipe in of:
-            dense = baseline(recipe)
-            leveled = replace(dense, weight_gain=leveled_glu("silu").weight_gain)
-            lines.append(cells(of[recipe], of.get(dense) or of.get(leveled)))
-        else:
-            missing.append(label(recipe))
-    parts = [timed_source(found, results)]
-    if lines:
-        parts.append(markdown(lines[0], [[*one.values()] for one in lines]))
+    of = by_recipe(runs(results, "python" if name in USUAL else "texts"))
+    wanted = dict.fromkeys(replace(one, seed=0) for one in EXPERIMENTS[name])
+    shown = of.reindex([one for one in wanted if one in of.index])
+    missing = [label(one) for one in wanted if one not in of.index]
+    parts = [grid("feed-forward layer", cells(shown, of).set_axis(shown.index.map(label)))] if len(shown) else []
     if missing:
         parts.append(f"Not run: {'; '.join(missing)}.")
     return "\n\n".join(parts)
 
 
-def cells(seeds: Sequence[Finished], swiglu: Sequence[Finished] | None) -> dict[str, str]:
-    """The cells of a recipe in the table of an experiment, by their headings."""
-    one, losses = seeds[0], [run.loss for run in seeds]
-    has_masks, last = one.recipe.has_masks, one.rows[-1]
-    return {
-        "feed-forward layer": label(one.recipe),
-        "weights": f"{float(one.facts['weights']) / 1e6:.1f} M",
-        "MB a token": f"{one.load:.1f}",
-        "nats a byte": f"{mean_loss(seeds):.4f}" + (f" ({max(losses) - min(losses):.4f})" if len(seeds) > 1 else ""),
-        **{
-            column.removeprefix("held_out_"): f"{statistics.fmean(float(run.rows[-1][column]) for run in seeds):.4f}"
-            for column in last
-            if column.startswith("held_out_")
-        },
-        "to SwiGLU": f"{mean_loss(seeds) - mean_loss(swiglu):+.4f}" if swiglu and swiglu is not seeds else "",
-        "seeds": str(len(seeds)),
-        "gate ratio": f"{float(last['gate_ratio']):.3f}" if has_masks else "",
-        "flipped": f"{float(last['flipped']):.1%}" if has_masks else "",
-        "PFLOP": f"{float(one.facts['tflop']) / 1000:.1f}",
-        "ms a step": "" if one.recipe.distilled else form("{:.1f}")(one.ms),  # timed without a teacher
-        "memory": form("{:.1f} GB")(peak_gb(seeds)),
-    }
+def cells(shown: pd.DataFrame, of: pd.DataFrame) -> pd.DataFrame:
+    """The cells of some recipes in the table of an experiment; `of` has all recipes."""
+    gaps = [of.held_out[one] - of.held_out[dense] if dense else None for one, dense in baselines(of, shown.index)]
+    distance = shown.distance.where(shown.seeds > 1)
+    kinds = [name for name in shown if name.startswith("held_out_")]
+    masks = shown.index.map(lambda one: one.has_masks)
+    timed = shown.index.map(lambda one: not one.distilled)  # steps were timed without a teacher
+    return pd.DataFrame(
+        {
+            "weights": (shown.weights / 1e6).map("{:.1f} M".format),
+            "MB a token": shown.load.map("{:.1f}".format),
+            "nats a byte": shown.held_out.map("{:.4f}".format) + distance.map(form(" ({:.4f})")),
+            **{name.removeprefix("held_out_"): shown[name].map("{:.4f}".format) for name in kinds},
+            "to SwiGLU": pd.Series(gaps, shown.index, dtype=float).map(form("{:+.4f}")),
+            "seeds": shown.seeds.astype(str),
+            "gate ratio": shown.gate_ratio.where(masks).map(form("{:.3f}")),
+            "flipped": shown.flipped.where(masks).map(form("{:.1%}")),
+            "PFLOP": (shown.tflop / 1000).map("{:.1f}".format),
+            "ms a step": shown.ms.where(timed).map(form("{:.1f}")),
+            "memory": (shown.peak_mb / 1000).map(form("{:.1f} GB")),
+        }
+    )
+
+
+def baselines(of: pd.DataFrame, recipes: pd.Index) -> list[tuple[Recipe, Recipe | None]]:
+    """Each recipe with the SwiGLU recipe of the same size, learning rate and text; None for SwiGLU itself."""
+    pairs = []
+    for one in recipes:
+        lr = Recipe.lr if one.start is not None else one.lr
+        dense = Recipe("glu", size=one.size, megabytes=one.skip + one.megabytes, lr=lr)
+        dense = replace(dense, experts=one.experts, active=one.active)
+        swiglus = (dense, replace(dense, weight_gain=leveled_glu("silu").weight_gain))
+        found = next((swiglu for swiglu in swiglus if swiglu in of.index), one)
+        pairs.append((one, None if found == one else found))
+    return pairs
 
 
 def choice(results: Path) -> str:
-    """What a user decides by: the loss and the costs of SwiGLU and of SwiMGLU with our recipe.
+    """What a user decides by: the loss and the costs of SwiGLU and of masks with our recipe.
 
     A model needs a finished run of SwiGLU to be in the table.
     """
     found = runs(results)
-    layers = {
-        "SwiGLU": SWIGLU,
-        **{f"SwiMGLU, n_m = {n_masks}": recipe for n_masks, recipe in BEST.items()},
-        "SwiGLU with as many bytes as n_m = 1": replace(SWIGLU, width=same_load(1)),
-        "SwiGLU with as many training operations as n_m = 4": replace(SWIGLU, width=same_training(4)),
-    }
-    lines, of = [], by_recipe(found)
+    of, unit = by_recipe(found), bytes_of_token(found)
+    costs = of.assign(peak_gb=of.peak_mb / 1000)[["load", "ms", "peak_gb"]]
+    layers = {label(one): one for one in (SWIGLU, *BEST.values())}
+    layers["SwiGLU with as many bytes as 1 mask"] = replace(SWIGLU, width=same_load(1))
+    layers["SwiGLU with as many training operations as 4 masks"] = replace(SWIGLU, width=same_training(4))
+    lines = []
     for size, (name, recipe) in product(SIZES, layers.items()):
-        one, swiglu = (of.get(replace(layer, size=size)) for layer in (recipe, SWIGLU))
-        if one and swiglu:
-            pairs = ((seeds[0].load, seeds[0].ms, peak_gb(seeds)) for seeds in (one, swiglu))
-            ratios = [form(f"{ours:.1f} ({{:.2f}})")(ours / theirs) for ours, theirs in zip(*pairs, strict=True)]
-            gap = (mean_loss(one) - mean_loss(swiglu)) * one[0].bytes_of_token
-            lines.append([size, name, f"{gap:+.3f}", *ratios])
+        one, swiglu = (replace(layer, size=size) for layer in (recipe, SWIGLU))
+        if one in of.index and swiglu in of.index:
+            ours, theirs = costs.loc[one], costs.loc[swiglu]
+            ratios = [form(f"{cost:.1f} ({{:.2f}})")(cost / other) for cost, other in zip(ours, theirs, strict=True)]
+            lines.append([size, name, f"{unit * (of.held_out[one] - of.held_out[swiglu]):+.3f}", *ratios])
     head = ["model", "layer", "loss to SwiGLU", "MB a token", "ms a training step", "GB of training memory"]
-    return f"{timed_source(found, results)}\n\n{markdown(head, lines)}"
-
-
-def baseline(recipe: Recipe) -> Recipe:
-    """The SwiGLU run with the same seed, size, learning rate and text, which a run is compared with."""
-    megabytes = recipe.skip + recipe.megabytes
-    lr = Recipe.lr if recipe.start is not None else recipe.lr
-    dense = Recipe("glu", size=recipe.size, megabytes=megabytes, lr=lr, seed=recipe.seed)
-    return replace(dense, experts=recipe.experts, active=recipe.active)
+    return markdown(head, lines)
 
 
 def label(recipe: Recipe) -> str:
-    """The name of a recipe in a table: its layer, and the fields that differ from the layer's default recipe."""
-    activation = {"silu": "SiLU", "gelu": "GELU", "relu": "ReLU", "relu_squared": "ReLU squared"}[recipe.activation]
-    gated = {"silu": "Swi{}", "gelu": "Ge{}", "relu": "Re{}"}.get(recipe.activation, f"{{}} with {activation}")
-    glu, mglu = gated.format("GLU"), gated.format("MGLU")
-    names = {
-        "lu": activation,
-        "glu": glu,
-        "glu_shared": f"{glu}, one shared matrix (no masks)",
-        "mglu": mglu,
-        "no_gate_mask": f"{mglu}, no gate mask",
-        "no_value_mask": f"{mglu}, no value mask",
-    }
-    words = {
-        "top_k": f"Top-{recipe.top_k}",
-        "learned": "fixed masks",
-        "size": f"{recipe.size} model",
-        "width": f"{recipe.width:.3g} times as wide",
-        "experts": f"{recipe.experts} experts",
-        "active": f"{recipe.active} active",
-        "megabytes": f"{recipe.megabytes:g} MB",
-        "lr": f"learning rate {recipe.lr:g}",
-        "last_rate": f"last rate {recipe.last_rate:g}",
-        "mask_lr": f"masks at {recipe.mask_lr:g} times the rate",
-        "mask_stop": f"masks frozen after {recipe.mask_stop:.0%}",
-        "logits_std": f"logits from N(0, {recipe.logits_std:g})",
-        "gate_ratio": f"gate ratio {recipe.gate_ratio:g} at the start",
-        "straight_through": f"{recipe.straight_through} gradient, slope {SLOPE:g}",
-        "continuous": f"continuous masks in the first {recipe.continuous:.0%} of the steps",
-        "flips": f"{recipe.flips:g} flips of a mask bit by accumulators",
-        "scaled_sum": "sum / sqrt(n_m)",
-        "scale": f"times {recipe.scale:g}",
-        "weight_gain": f"initial weights times {recipe.weight_gain:g}",
-        "down_gain": f"initial down projection times {recipe.down_gain:g}",
-        "start": f"converted by `{recipe.start}`",
-        "distilled": "distilled",
-        "skip": f"after {recipe.skip:g} MB of the teacher",
-        "structure": recipe.structure,
-        "centered": "centered gradient",
-        "decay": f"SR-STE decay {recipe.decay:g}",
-        "vocabulary": f"{recipe.vocabulary} tokens",
-        "paired": "paired seeds",
-    }
-    layer = names[recipe.layer] + (f", n_m = {recipe.n_masks}" if recipe.has_masks else "")
-    return ", ".join([layer, *(words[name] for name in recipe.changes if name != "activation")])
+    """The name of a recipe in a table: its layer, and the fields of `Recipe` that differ from our recipe.
 
-
-def masks(results: Path) -> str:
-    """The gate ratio of each layer at the end, as in the paper's Figure 14, and the agreement and the flips of masks.
-
-    Flips are the share of bits that one step changes: the step before the first point of the curve, and the last step.
+    Without masks, `leveled` says that the layer starts with leveled weights, which ReLU squared does unless its name
+    has another `weight_gain`.
     """
-    shown = {
-        one for one in EXPERIMENTS["layers"] + EXPERIMENTS["best"] if one.has_masks and one.learned and not one.seed
+    gate = {"silu": "SiLU", "gelu": "GELU", "relu": "ReLU", "relu_squared": "ReLU squared"}[recipe.activation]
+    glus = {"silu": "SwiGLU", "gelu": "GeGLU", "relu": "ReGLU", "relu_squared": "GLU with ReLU squared"}
+    glu = ("scaled " * is_scaled(recipe) + "leveled " * (recipe.weight_gain != 1)) + glus[recipe.activation]
+    masks = f"Top-{recipe.top_k} of " * bool(recipe.top_k) + f"{recipe.n_masks} mask" + "s" * (recipe.n_masks > 1)
+    masks += f" with {gate}" * (recipe.activation != "silu")
+    names = {
+        "lu": gate + ", weight_gain 1" * (not is_leveled(recipe)),
+        "glu": glu,
+        "glu_shared": f"{glu}, one shared matrix",
+        "mglu": masks,
+        "no_gate_mask": f"{masks}, on the value only",
+        "no_value_mask": f"{masks}, on the gate only",
     }
-    found = sorted((run for run in runs(results) if run.recipe in shown), key=lambda run: run.recipe.n_masks)
-    if not found:
-        raise FileNotFoundError(f"{results}: no result of a layer with masks is here")
-    lines = []
-    for run in found:
-        first, last = run.rows[0], run.rows[-1]
-        ratios = [f"{ratio:.3f}" for ratio in json.loads(last["gate_ratios"])]
-        agreement = form("{:.3f}")(float(last["agreement"]))  # NaN for one mask
-        flips = [f"{float(row['flips']):.2%}" for row in (first, last)]
-        lines.append([label(run.recipe), *ratios, agreement, *flips])
-    head = ["feed-forward layer", *range(1, len(lines[0]) - 3), "agreement", "flips, early", "flips, last"]
-    return f"{source(found)}\n\n{markdown(head, lines)}"
+    known = {"size": "{} model", "width": "{:.3g} times as wide", "megabytes": "{:g} MB", "learned": "not learned"}
+    said = {"layer", "activation", "top_k", "weight_gain", "mask_lr", *["scale"] * is_scaled(recipe)}
+    words = [
+        known.get(name, name if value is True else f"{name} {{}}").format(value)
+        for name, value in recipe.changes.items()
+        if name not in said
+    ]
+    return ", ".join([names[recipe.layer], *how_masks_learn(recipe), *words])
+
+
+def is_scaled(recipe: Recipe) -> bool:
+    return recipe.layer == LARGER.layer and recipe.scale == LARGER.scale
+
+
+def how_masks_learn(recipe: Recipe) -> list[str]:
+    """The words for masks that start or learn with other weights or another rate than by our recipe."""
+    if not recipe.has_masks:
+        return []
+    has_rate = recipe.learned and not recipe.flips
+    other_rate = has_rate and recipe.mask_lr != SLOW.mask_lr
+    if other_rate and recipe.mask_lr == 1 and recipe.weight_gain == 1 and recipe.start is None:
+        return ["the paper's recipe"]
+    other_weights = not is_leveled(recipe) and recipe.start is None
+    return ["the paper's weights"] * other_weights + [f"mask_lr {recipe.mask_lr:g}"] * other_rate
+
+
+def is_leveled(recipe: Recipe) -> bool:
+    """Whether the initial weights let the result start as large as the sum of four masks with the same activation."""
+    gains = {
+        "lu": lambda: lu_level_gain(recipe.activation),
+        "glu": lambda: glu_level_gain(recipe.activation),
+        "mglu": lambda: level_gain(recipe.n_masks, recipe.activation, top_k=recipe.top_k),
+    }
+    again = {one.layer: one.weight_gain for one in AGAIN}
+    gain = gains[recipe.layer]() if recipe.layer in gains else again[recipe.layer]
+    return abs(recipe.weight_gain - gain) < 1e-3
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
+    "learning_sources": sources,
     **{f"learning_{name}": partial(experiment, name=name) for name in EXPERIMENTS if name != "structure"},
-    "learning_mask_statistics": masks,
     "learning_choice": choice,
 }
 """Name of a table to the function that makes it from the folder of the results."""

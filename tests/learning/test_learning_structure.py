@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from learning_fixtures import VOCABULARY, rows_of, tiny_run
 
-from benchmarks.learning import experiments, gather, paired, schedule, train, training
+from benchmarks.learning import comparisons, experiments, gather, schedule, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.structure import PrunedGLU, StructuredMGLU, two_of_four
 from benchmarks.records import read_table
@@ -179,7 +180,7 @@ def test_differences_are_of_runs_with_the_same_seed(text, tmp_path, monkeypatch)
         name: replace(one, vocabulary=None, megabytes=tiny_run(text, 4).megabytes)
         for name, one in experiments.STRUCTURE.items()
     }
-    monkeypatch.setattr(paired, "STRUCTURE", layers)
+    monkeypatch.setattr(comparisons, "STRUCTURE", layers)
     names = ("SwiGLU", "one free mask", "one 2:4 mask")
     losses = dict(zip(names, ((0.70, 0.72), (0.71, 0.74), (0.72, 0.75, 0.80)), strict=True))
     for name, of in losses.items():
@@ -190,15 +191,17 @@ def test_differences_are_of_runs_with_the_same_seed(text, tmp_path, monkeypatch)
             found = read_table(path)[1][-1]["held_out"]
             path.write_text(path.read_text().replace(found, str(loss)))
     gather.gather([tmp_path / "runs"], tmp_path / "learning", "pinned")
-    monkeypatch.setattr(paired, "CORPORA", ("pinned",))
-    short, (_, about, lines, _, _) = text.sizes.digest[:7], paired.table(tmp_path).split("\n\n")
+    monkeypatch.setattr(comparisons, "PAIRED", ("pinned",))
+    _, _, first, _, third, fourth, *_ = comparisons.structure(tmp_path).splitlines()
     # Differences 0.01 and 0.02 have the deviation 0.00707, and an interval of 12.706 * 0.00707 / sqrt(2).
-    assert [line.removeprefix(f"| {short} ") for line in lines.splitlines()[2:]] == [
-        "| 25M | SwiGLU | 2 | 0.7100 | 0.01414 | -0.0150 ± 0.0635 | 0.00707 |  |  |",
-        "| 25M | one free mask | 2 | 0.7250 | 0.02121 |  |  | +0.0150 ± 0.0635 | 0.00707 |",
-        "| 25M | one 2:4 mask | 3 | 0.7567 | 0.04041 | +0.0100 ± 0.0000 | 0.00000 | +0.0250 ± 0.0635 | 0.00707 |",
-    ]
+    assert first.startswith("| one free mask | SwiGLU | +0.0150 ± 0.0635 |")
+    assert third.startswith("| one 2:4 mask | one free mask | +0.0100 ± 0.0000 |")
+    assert fourth.startswith("| one 2:4 mask | SwiGLU | +0.0250 ± 0.0635 |")
+    lines = [line.split(" | ") for line in comparisons.structure_losses(tmp_path).splitlines()]
+    assert lines[0][1].startswith("pinned, 25M, held out")
+    assert [line[1] for line in lines[2:5]] == ["0.7100 ± 0.0141 (2)", "0.7250 ± 0.0212 (2)", "0.7567 ± 0.0404 (3)"]
     # The variances 0.0002, 0.00045 and 0.00163, weighted by their 1, 1 and 2 degrees of freedom.
-    assert about == f"**Held-out text.** Standard deviation between seeds: 0.03129 in the 25M model on {short}."
-    assert paired.difference({0: 1.0}, {1: 1.0}) is None
-    assert str(paired.difference({0: 1.5}, {0: 1.0})) == "+0.5000"
+    assert lines[-1][1] == "0.03129"
+    one, other = pd.Series([1.5]), pd.Series([1.0], [1])
+    assert comparisons.difference(one, other) is None  # no seed is in both
+    assert str(comparisons.difference(one, other.set_axis([0]))) == "+0.5000"

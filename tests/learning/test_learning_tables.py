@@ -6,9 +6,10 @@ from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks.learning import claims, cost, experiments, gather, tables
+from benchmarks.learning import comparisons, cost, experiments, gather, tables
 from benchmarks.learning.experiments import PAPER
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
@@ -43,11 +44,13 @@ def test_recipes_survive_their_table(tmp_path):
         loss = {"held_out_python": 0.7 + one.seed, "held_out_c": 0.8}
         finished(tmp_path, one, 0.75, "texts", gate_ratio=0.5, flipped=0.1, **loss)
     tabled(tmp_path, "texts")
-    head, _, first, *_ = [line.split(" | ") for line in tables.TABLES["learning_text"](tmp_path).splitlines()[2:]]
+    head, _, first, *_ = [line.split(" | ") for line in tables.TABLES["learning_text"](tmp_path).splitlines()]
     losses = {name: value for name, value in zip(head, first, strict=True) if name in ("python", "c")}
     assert losses == {"python": "1.7000", "c": "0.8000"}
-    assert {run.recipe for run in tables.runs(tmp_path)} == set(every)
-    assert tables.recipe_of({"recipe.layer": "glu", "recipe.top_k": ""}) == Recipe("glu")
+    found = tables.runs(tmp_path)
+    recipes = {replace(one, seed=seed) for one, seed in zip(found.recipe, found.seed, strict=True)}
+    assert recipes == {*every}
+    assert tables.recipe_of({"recipe.layer": "glu", "recipe.top_k": float("nan")}) == Recipe("glu")
     for name in tables.TABLES:
         assert "Not run" not in tables.TABLES[name](tmp_path)
 
@@ -78,30 +81,60 @@ def test_runs_are_gathered_once_and_are_of_one_text(tmp_path):
         tabled(tmp_path)
 
 
-def test_plots_show_the_curves_and_the_gate_ratios(tmp_path):
+@pytest.mark.parametrize("one", [*experiments.chosen(experiments.USUAL)[:1], *experiments.BEST.values()], ids=str)
+def test_a_row_of_a_recipe_has_means_over_its_seeds(one, tmp_path):
+    for seed, loss in enumerate((0.70, 0.72, 0.74)):
+        finished(tmp_path, replace(one, seed=seed), loss, gate_ratio=0.5 + seed, flipped=0.1 + seed)
+    of = tables.by_recipe(tables.runs(tabled(tmp_path)))
+    assert [*of.index] == [one]
+    row = of.loc[one]
+    assert (row.seeds, row.held_out, row.distance) == (3, pytest.approx(0.72), pytest.approx(0.04))
+    assert (row.gate_ratio, row.flipped, row.load, row.peak_mb) == (0.5, 0.1, 41, 1234.5)
+
+
+def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path):
+    for seed, loss in enumerate((0.70, float("nan"))):
+        finished(tmp_path, Recipe("glu", seed=seed), loss)
+    assert np.isnan(tables.by_recipe(tables.runs(tabled(tmp_path))).held_out[Recipe("glu")])
+
+
+def test_labels_say_what_differs_from_our_recipe():
+    best, names = experiments.BEST, {}
+    for one in {replace(one, seed=0) for one in experiments.chosen([*experiments.USUAL, "text"])}:
+        names.setdefault(tables.label(one), []).append(one)
+    same = [of for of in names.values() if len(of) > 1]
+    assert all(not one.learned for of in same for one in of)  # their rate means nothing
+    assert [tables.label(one) for one in (best[1], best[8], PAPER, experiments.SLOW)] == [
+        "1 mask",
+        "8 masks",
+        "4 masks, the paper's recipe",
+        "4 masks",
+    ]
+    assert tables.label(replace(experiments.LARGER, width=0.75)) == "scaled SwiGLU, 0.75 times as wide"
+    assert tables.label(replace(best[2], weight_gain=1.0, mask_lr=0.1)) == "2 masks, the paper's weights, mask_lr 0.1"
+    assert tables.label(replace(experiments.AGAIN[1], size="90M")) == "Top-2 of 4 masks, 90M model"
+
+
+def test_plots_show_the_curves(tmp_path):
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     from benchmarks.learning import plots
 
     finished(tmp_path, Recipe("glu"), 0.73)
     finished(tmp_path, Recipe("mglu", n_masks=4), 0.74)
     finished(tmp_path, Recipe("mglu", n_masks=4, seed=1), 0.76)
-    found = tables.runs(tabled(tmp_path))
-    lines = {line.get_label(): line.get_xydata().tolist() for line in plots.curves(found).axes[0].get_lines()}
-    assert lines == {"SwiGLU": [[60, 0.73]], "SwiMGLU, n_m = 4": [[60, 0.74]]}
+    results = tabled(tmp_path)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in plots.learning_curves(results).axes[0].lines}
+    assert lines == {"SwiGLU": [[60, 0.73]], "4 masks, the paper's recipe": [[60, 0.74]]}
     for seed, loss in enumerate((0.70, 0.72)):
         finished(tmp_path, replace(experiments.BEST[1], seed=seed), loss)
-    lines = {
-        line.get_label(): line.get_xydata().tolist()
-        for line in plots.by_masks(tables.runs(tabled(tmp_path))).axes[0].lines
-    }
+    tabled(tmp_path)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in plots.by_masks(results).axes[0].lines}
     assert lines["the paper's recipe"] == [[4, 0.75]]
     assert lines["our recipe"] == [[1, pytest.approx(0.71)]]
     assert lines["SwiGLU"] == [[n_masks, 0.73] for n_masks in (1, 2, 4, 8, 16)]
     assert [[1, 0.70], [1, 0.72]] in lines.values()  # from the best seed to the worst
-    (ratios, *_) = plots.gate_ratios(found).axes[0].get_lines()
-    assert (ratios.get_label(), ratios.get_xydata().tolist()) == ("SwiMGLU, n_m = 4", [[1, 0.5], [2, 0.52]])
     paths = plots.draw(tmp_path, tmp_path / "out")
-    labels = {"curves": "SwiMGLU, n_m = 4", "by_masks": "our recipe", "gate_ratios": "SwiMGLU, n_m = 4"}
+    labels = {"curves": "4 masks, the paper's recipe", "by_masks": "our recipe"}
     labels["pareto"] = "lowest loss at no higher cost"
     assert [path.name for path in paths] == [f"learning_{name}.svg" for name in labels]
     for path, label in zip(paths, labels.values(), strict=True):
@@ -135,34 +168,33 @@ def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_pat
     for one, losses in ((experiments.SWIGLU, (0.8, 0.82)), (experiments.BEST[1], (0.78, 0.80)), (PAPER, (0.1, 0.1))):
         for seed, loss in enumerate(losses):
             finished(tmp_path, replace(one, seed=seed), loss)
-    points = plots.pareto_points(tables.runs(tabled(tmp_path)), "25M")
-    assert [(one.recipe, one.loss, one.megabytes, one.pflop) for one in points] == [
-        (experiments.SWIGLU, pytest.approx(0.81), 41, 6.004),
-        (experiments.BEST[1], pytest.approx(0.79), 41, 6.004),
+    points = plots.pareto_points(tabled(tmp_path), "25M")
+    assert points[["recipe", "loss", "megabytes", "pflop"]].values.tolist() == [
+        [experiments.SWIGLU, pytest.approx(0.81), 41, 6.004],
+        [experiments.BEST[1], pytest.approx(0.79), 41, 6.004],
     ]
     squares = 2 * 2 * 0.01**2  # of two layers, whose seeds are 0.01 from their mean; PAPER's have none
-    assert points[0].noise == pytest.approx(2 * (squares / 3 / 2) ** 0.5)
+    assert points.noise[0] == pytest.approx(2 * (squares / 3 / 2) ** 0.5)
 
 
-def claim(text: str) -> claims.Claim:
-    (found,) = [one for one in claims.CLAIMS if one.text == text]
+def claim(text: str) -> comparisons.Claim:
+    (found,) = [one for one in comparisons.CLAIMS if one.text == text]
     return found
 
 
 def test_claims_and_comparisons_are_about_recipes_that_are_run():
     every = set(experiments.chosen(experiments.EXPERIMENTS))
-    assert every >= claims.COMPARED
-    for one in chain(*claims.COMPARISONS.values(), *claims.CHOICES.values()):
-        assert all(every >= {*one.at(size)} for size in one.sizes)
-    asked = [(one.layer, one.other) for comparisons in claims.COMPARISONS.values() for one in comparisons]
-    assert len(set(asked)) == len(asked)
+    assert comparisons.compared() <= every
+    for asked in [*comparisons.COMPARISONS.values(), *comparisons.LATER.values()]:
+        assert every.issuperset(chain(*asked))
+        assert len({tuple(map(tables.label, pair)) for pair in asked}) == len(asked)
     assert claim("SwiGLU is better than GELU").published == pytest.approx(0.0849, abs=1e-4)
     assert claim("four masks are as good as SwiGLU, to 1%").published == pytest.approx(-0.0084, abs=1e-4)
 
 
-def test_the_page_explains_every_experiment():
-    text = (Path(claims.__file__).parent / "README.md").read_text()
-    assert all(f"| `{name}` |" in text for name in experiments.EXPERIMENTS)
+def test_the_tables_explain_every_experiment():
+    text = (experiments.RESULTS.parent / "learning_tables.md").read_text()
+    assert all(f"`{name}`" in text for name in experiments.EXPERIMENTS)
 
 
 def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
@@ -177,25 +209,30 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     finished(tmp_path, Recipe("mglu", n_masks=4), 0.7334)
     finished(tmp_path, Recipe("mglu", n_masks=8), 0.7200)
     finished(tmp_path, Recipe("mglu", n_masks=4, top_k=1), float("nan"))
-    found = tables.runs(tabled(tmp_path))
+    study = comparisons.Study(tabled(tmp_path))
 
-    def of(text: str) -> tuple[float, tuple[int, int], str]:
-        measured = claims.measure(claim(text).better, claim(text).worse, found)
-        return pytest.approx(measured.advantage), measured.seeds, claims.verdict(claim(text), measured)
+    def of(text: str) -> tuple[float, str]:
+        found = study.difference(claim(text).worse, claim(text).better)
+        return pytest.approx(found.mean), comparisons.verdict(claim(text), found)
 
-    assert of("SwiGLU is better than GELU") == (0.008, (2, 2), "reproduced")
-    assert of("SwiGLU with one shared matrix is worse than GELU") == (0.004, (2, 1), "undecided")
-    assert of("one mask is better than GELU") == (-0.002, (1, 2), "undecided")
-    assert of("one mask is worse than SwiGLU") == (0.010, (2, 1), "reproduced")
-    assert of("four masks are as good as SwiGLU, to 1%") == (-0.0116, (1, 2), "undecided")
-    assert of("eight masks are better than SwiGLU") == (0.042, (1, 2), "reproduced")
-    assert of("no masks are worse than one mask") == (0.002, (1, 1), "undecided")
-    noise = claims.measure(Recipe("glu"), Recipe("lu", activation="gelu"), found).noise
-    assert noise == pytest.approx(4 * 2 * 0.001 / 2**0.5)
-    assert "The standard deviation between seeds is 0.0007 nats a byte" in claims.claims(tmp_path)
-    (line,) = [one for one in claims.claims(tmp_path).splitlines() if one.startswith("| Top-1")]
+    assert of("SwiGLU is better than GELU") == (0.008, "reproduced")
+    assert of("SwiGLU with one shared matrix is worse than GELU") == (0.004, "undecided")
+    assert of("one mask is better than GELU") == (-0.002, "undecided")
+    assert of("one mask is worse than SwiGLU") == (0.010, "reproduced")
+    assert of("four masks are as good as SwiGLU, to 1%") == (-0.0116, "undecided")
+    assert of("eight masks are better than SwiGLU") == (0.042, "reproduced")
+    assert of("no masks are worse than one mask") == (0.002, "undecided")
+    noises = {
+        text: study.difference(*(claim(text)[1:3])).noise
+        for text in ("SwiGLU is better than GELU", "one mask is worse than SwiGLU", "no masks are worse than one mask")
+    }
+    assert [*noises.values()] == pytest.approx([4 * 2 * 0.001 / 2**0.5 * seeds**0.5 for seeds in (1, 3 / 2, 2)])
+    assert study.deviations["25M"] == pytest.approx(4 * 0.001 / 2**0.5)
+    (line,) = [one for one in comparisons.claims(tmp_path).splitlines() if one.startswith("| Top-1")]
     assert line.endswith("not reproduced: a run diverged |")
-    assert claims.measure(replace(PAPER, n_masks=2), replace(PAPER, n_masks=1), found) is None
+    assert study.difference(replace(PAPER, n_masks=2), replace(PAPER, n_masks=1)) is None
+    cells = [study.cell(*claim(text)[1:3], "25M") for text in noises]
+    assert cells == ["**-0.008 ± 0.006**", "**-0.010 ± 0.007**", "-0.002 ± 0.008"]
 
 
 @pytest.mark.gpu
