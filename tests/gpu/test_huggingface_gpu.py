@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed on every machine with a GPU")
-from hf_models import TOKENS, frozen, mglus, tiny, tiny_swiglu
+from hf_models import BY_NAME, TOKENS, frozen, mglus, tiny, tiny_swiglu
 from transformers import CompileConfig
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ def graphs(model: Any, expected: list[list[int]] | None = None) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("form", ["logits", "packed"])
 def test_cuda_graphs_give_the_same_tokens_in_as_few_graphs_as_swiglu(name: str, form: str) -> None:
     sizes = {"initializer_range": 0.5, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 96}
@@ -41,5 +41,5 @@ def test_cuda_graphs_give_the_same_tokens_in_as_few_graphs_as_swiglu(name: str, 
     expected = generated(model)
     if form == "packed":
         assert all(mglu.packed_masks.is_cuda for mglu in mglus(frozen(model)))
-    # Mistral's sliding-window cache costs every model a second graph.
+    # A sliding-window cache, as in Mistral and Gemma 3, costs every model a second graph.
     assert graphs(model, expected) <= graphs(tiny_swiglu(name, **sizes).cuda())

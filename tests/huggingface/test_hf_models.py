@@ -148,6 +148,13 @@ def test_a_wrong_configuration_is_refused(changes: dict[str, Any], words: str) -
         mt.MGLULlamaConfig(**changes)
 
 
+def test_the_activation_has_the_name_that_its_configuration_gives_it() -> None:
+    with pytest.raises(Exception, match=r"hidden_activation: got 'xielu', must be one of silu, swish"):
+        mt.MGLUGemma3TextConfig(hidden_activation="xielu")
+    model = tiny("gemma3_text", hidden_act="mish", hidden_activation="relu2")
+    assert [mglu.activation for mglu in mglus(model)] == ["relu_squared"] * 2
+
+
 def test_a_configuration_survives_as_text() -> None:
     keys = {"n_masks": 4, "mask_top_k": 2, "learnable_masks": False, "router_aux_loss_coef": 0.5}
     config = mt.MGLUQwen3Config(weight_init="leveled", **keys, **SIZES)
