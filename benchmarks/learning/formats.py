@@ -24,7 +24,6 @@ from benchmarks.learning.corpus import Corpus, load
 from benchmarks.learning.experiments import BEST, LEAST_SECONDS, SWIGLU, is_done
 from benchmarks.learning.gather import RESULTS
 from benchmarks.learning.recipe import Recipe, projection_weights
-from benchmarks.learning.tables import label
 from benchmarks.learning.train import corpus_facts, run
 from benchmarks.learning.training import Training, keep_all_graphs
 from benchmarks.records import environment, write_table
@@ -57,7 +56,7 @@ def rows_of(training: Training) -> list[dict[str, Any]]:
         row = {
             "run": recipe.name,
             "model": recipe.size,
-            "layer": label(Recipe(recipe.layer, recipe.n_masks)),
+            "layer": f"SwiMGLU, n_m = {recipe.n_masks}" if recipe.has_masks else "SwiGLU",
             "format": name,
             "held_out": float(f"{training.losses()['held_out']:.6g}"),
             "error": float(f"{errors.square().mean().sqrt().item():.3g}"),
