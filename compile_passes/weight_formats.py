@@ -135,7 +135,7 @@ def _decodings(weight: Node, transposed: bool) -> list[_Decoding]:
         if ends:
             found.append(_Decoding(weight, transposed, products, casts[: ends[0] + 1], scales))
     if not packed and not found:
-        raise Refusal(f"`{line(products[-1])}` is no product of a tensor of 8 or 4 bits and scales")
+        raise Refusal(f"`{line(products[-1])}` is not a product of a tensor of 8 or 4 bits and scales")
     return packed + found
 
 

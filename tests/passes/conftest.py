@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the pass."""
+"""Fixtures for the tests of the pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import mglu_ops
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_latency_of_guards() -> Iterator[None]:
-    """Skip a measurement that Dynamo only logs, because its flush of the caches takes a third of a test's time."""
+    """Skip a measurement of Dynamo that is only logged: it flushes the caches, a third of a test's time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
@@ -25,20 +25,20 @@ def _no_latency_of_guards() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fake_tensors_in_the_main_thread() -> None:
-    """Use them here first: without a GPU, torch 2.11 crashes in fake tensors once the first thread to use them ends."""
+    """Use fake tensors in the main thread first. Without a GPU, torch 2.11 crashes once their first thread ends."""
     with FakeTensorMode():
         pass
 
 
 @pytest.fixture
 def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Inductor run the graphs that its passes before autograd leave, instead of compiling them."""
+    """Make Inductor run the graphs after its passes before autograd, instead of generating code for them."""
     monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=interpreted))
 
 
 @pytest.fixture
 def unchanged_inductor() -> Iterator[None]:
-    """Start and end a test with Inductor's own slot for passes, an empty report, and nothing compiled."""
+    """Start and end a test with an empty slot for passes in Inductor, an empty report, and nothing compiled."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     slot, report = inductor_config.pre_grad_custom_pass, mglu_ops.fusion_report()

@@ -1,11 +1,11 @@
 """Run many random programs through the pass: `python tests/passes/run_random_programs.py blocks --programs 2000`.
 
     blocks     one or two layers among regions, views, writes and casts (`blocks`), counted by part
-    perturbed  a right layer with one change (`perturbed_programs`), counted by family of changes
+    perturbed  a correct layer with one change (`perturbed_programs`), counted by family of changes
 
-`source_programs` says what must hold for each. The script prints each failure with its program and the options that
-repeat it, and at the end how many programs were fused, refused with a reason, silent (neither), skipped or failed. It
-exits with 1 if there was a failure.
+`source_programs` says what must hold for each program. The script prints each failure with its program and the options
+that repeat it. At the end it prints how many programs were fused, refused with a reason, silent (neither), skipped or
+failed. It exits with 1 if there was a failure.
 
     blocks --seed 7                  print and run one program
     perturbed --seed 7 --index 1234  print and run one program
@@ -28,11 +28,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy
 
 OUTCOMES = ("fused", "refused", "silent", "skipped", "failed")
 Key = tuple[int, int | None]
-"""The seed of a block, or the seed and index of a perturbed program."""
+"""The seed of a block, or the seed and the index of a perturbed program."""
 
 
 def start_process() -> None:
-    """Poison new memory, as the tests do, and turn off what torch logs and measures."""
+    """Fill new memory with NaN, as the tests do, and turn off logs and measurements of torch."""
     import torch
 
     torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def start_process() -> None:
 
 
 def judge(key: Key) -> tuple[str, str, tuple[str, ...]]:
-    """The outcome of a program, why it failed, and the families that it counts for."""
+    """The outcome of a program, the reason for a failure, and the families under which it is counted."""
     from blocks import block_program
     from perturbed_programs import perturbation, place, program
     from source_programs import SourceProgram, through_the_pass

@@ -1,4 +1,4 @@
-"""Activations: refused because of their derivative at a kink, and named where they are unknown."""
+"""Activations that are refused because of their derivative at a kink, and unknown ones, which the report names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME = 10 * BUDGET[torch.float64]
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_factor_with_the_mask_itself_is_the_gate_of_a_symmetric_product(swapped: bool) -> None:
-    """This way one operator reads the logits and packs them, and nothing has to compute the complement."""
+    """With this choice one operator reads the logits and packs them, and no node computes the complement."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         gate, value = F.linear(x, weight * (logits[0] > 0)), F.linear(x, weight * (logits[0] <= 0))
@@ -30,7 +30,7 @@ def test_the_factor_with_the_mask_itself_is_the_gate_of_a_symmetric_product(swap
 
 
 def test_a_symbolic_float_is_named() -> None:
-    """Under `dynamic=True` Dynamo turns such a number into an input of the graph, which may have any value."""
+    """Under `dynamic=True` Dynamo makes a float an input of the graph, so its value is unknown."""
     layer = with_activation(lambda g: 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))))
     named, capture = tensors(2), Capture()
     assert_same(results(capture.compile(layer), named), results(layer, named), SAME)
@@ -42,7 +42,7 @@ def test_a_symbolic_float_is_named() -> None:
     assert "whose value is unknown when compiling" in reason
 
 
-# Functions with the values of relu, and their gradient at 0.
+# For functions with the values of relu: their gradient at 0, and the function.
 KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "clamp": ("1", lambda g: g.clamp(min=0)),
     "clamp of a position": ("1", lambda g: g.clamp(0)),
@@ -59,7 +59,7 @@ KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", KINKS)
 def test_relu_with_another_gradient_at_0_is_fused_only_in_inference(name: str) -> None:
-    """In rows where a mask is all value, the gate is exactly 0, so the gradient at 0 matters."""
+    """The gate is exactly 0 in rows where its mask is all 0, so the gradient at 0 matters."""
     gradient, function = KINKS[name]
     layer, named = with_activation(function), tensors(2)
     with torch.no_grad():

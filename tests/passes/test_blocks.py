@@ -1,6 +1,6 @@
-"""Random whole blocks give what eager gives, and leave their inputs as eager does.
+"""Random blocks, which the module `blocks` draws, have eager's results and leave their inputs as eager does.
 
-`blocks` draws them; `python tests/passes/run_random_programs.py blocks` runs any number.
+`python tests/passes/run_random_programs.py blocks` runs any number of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_block(seed: int) -> None:
 
 @pytest.mark.long
 def test_every_part_occurs() -> None:
-    """A seed is one block, and few are needed for all parts."""
+    """A few seeds, each of which is one block, contain all parts."""
     blocks = [block_program(seed) for seed in range(1500)]
     assert [block_program(seed) for seed in range(0, 1500, 50)] == blocks[::50]
     wanted = {f"{title}: {name}" for title, table in TABLES.items() for name in table}
@@ -39,7 +39,7 @@ def test_every_part_occurs() -> None:
 
 @pytest.mark.parametrize("region", ["checkpoint", "inference_mode", "autocast to bfloat16", "no_grad"])
 def test_layers_in_regions_are_fused(region: str) -> None:
-    """The pass sees the body of a higher-order operator too."""
+    """A region is the body of a higher-order operator, which is a graph of its own."""
     blocks = (block_program(seed) for seed in range(1000))
     regions = (block for block in blocks if {f"region: {region}", "extent: whole", "layer: dense"} <= {*block.parts})
     assert any(through_the_pass(block) == "fused" for block in regions)

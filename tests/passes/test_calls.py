@@ -1,4 +1,4 @@
-"""Effects of calls: what they write to, whose memory they share, whether they draw or multiply."""
+"""Side effects of calls: what they write to, whose memory they share, and if they draw random numbers or multiply."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INPUTS: dict[str, Tensor] = {
 
 
 def call(target: Any, *args: Any, op: str = "", root: nn.Module | None = None, **kwargs: Any) -> Node:
-    """A call in a graph of its own. Strings are the names of `INPUTS`; `unknown` is an input without example."""
+    """A call in a graph of its own. Strings name the `INPUTS`; `unknown` is an input without an example value."""
     graph, inputs = Graph(root), {}
 
     def held(argument: Any) -> Any:
@@ -44,8 +44,8 @@ def call(target: Any, *args: Any, op: str = "", root: nn.Module | None = None, *
     return graph.create_node(op, target, tuple(map(held, args)), {name: held(value) for name, value in kwargs.items()})
 
 
-def of_the_user(*tensors: Tensor) -> None:
-    """Stand for a function that may do anything."""
+def unknown_function(*tensors: Tensor) -> None:
+    """Stand for a function of another library, which may do anything."""
 
 
 FIRST, BOTH = frozenset({0}), frozenset({0, 1})
@@ -61,7 +61,7 @@ UNKNOWN = Effect(FIRST, FIRST, draws=True, is_known=False)
     ("node", "effect"),
     [
         (call(torch.add, "a", "b"), NONE),
-        (call(operator.and_, "bits", "bits"), NONE),  # the trailing underscore only avoids a keyword of Python
+        (call(operator.and_, "bits", "bits"), NONE),  # not in place: the trailing underscore avoids a keyword
         # Writes
         (call("add_", "a", "b"), WRITES),
         (call(operator.iadd, "a", "b"), WRITES),
@@ -71,7 +71,7 @@ UNKNOWN = Effect(FIRST, FIRST, draws=True, is_known=False)
         (call(torch.add, "a", 1, out="b"), Effect(writes=frozenset({1}), shares=frozenset({1}))),
         (call(torch._foreach_add_, ["a", "b"], 1.0), Effect(writes=BOTH, shares=BOTH, returns_target=True)),
         (call(F.batch_norm, "a", "mean", "variance", training=True), Effect(frozenset({1, 2}), draws=True)),
-        (call(F.batch_norm, "a", "mean", "variance"), DRAWS),  # it makes empty tensors
+        (call(F.batch_norm, "a", "mean", "variance"), DRAWS),  # it makes empty tensors, whose memory is uninitialised
         (call(torch.native_batch_norm, "a", None, None, "mean", "variance", True, 0, 0), Effect(frozenset({1, 2}))),
         (call("t_", "a"), RESHAPES),
         (call("detach_", "a"), RESHAPES),
@@ -95,12 +95,12 @@ UNKNOWN = Effect(FIRST, FIRST, draws=True, is_known=False)
         (call("a", op="placeholder"), NONE),
         (call("weight", op="get_attr", root=nn.Linear(2, 2)), NONE),
         (call(torch._C._set_grad_enabled, False), NONE),
-        # Anything
-        (call(of_the_user, "a"), UNKNOWN),
-        (call(of_the_user, "a", "b"), Effect(BOTH, BOTH, draws=True, is_known=False)),
+        # Unknown calls
+        (call(unknown_function, "a"), UNKNOWN),
+        (call(unknown_function, "a", "b"), Effect(BOTH, BOTH, draws=True, is_known=False)),
         (call(torch.autograd.backward, "a"), UNKNOWN),
-        (call("of_the_user", "a"), UNKNOWN),
-        # Calls that cannot be run, by their schemas
+        (call("unknown_function", "a"), UNKNOWN),
+        # Calls that cannot be run, so that their schemas decide
         (call(torch.add, "a", "unknown"), Effect(shares=BOTH)),
         (call(torch.add, "a", 1, out="unknown"), Effect(writes=BOTH, shares=BOTH)),
         (call("add_", "unknown", 1), Effect(writes=FIRST, shares=FIRST)),
@@ -123,7 +123,7 @@ def test_a_call_without_inputs_that_returns_a_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     [
         ((F.dropout, "a", 0.5, False), (F.dropout, "a", 0.5, True)),
         (("clamp", "a", 1), ("clamp_", "a", 1)),
@@ -132,20 +132,20 @@ def test_a_call_without_inputs_that_returns_a_tensor() -> None:
         (("clone", "a"), ("clone", "empty")),
     ],
 )
-def test_calls_that_differ_have_effects_of_their_own(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+def test_calls_that_differ_have_effects_of_their_own(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
     watcher = Watcher()
-    assert watcher.effect(call(*one)) != watcher.effect(call(*other))
+    assert watcher.effect(call(*first)) != watcher.effect(call(*second))
 
 
 # --- Modules and bodies ----------------------------------------------------------------------------------------------
 
 
-class OfTheUser(nn.Linear):
-    """A module that may do anything."""
+class UnknownModule(nn.Linear):
+    """Stand for a module of another library, which may do anything."""
 
 
 def body(function: Callable[[Tensor], Any]) -> GraphModule:
-    """The graph of a function of one tensor, with examples."""
+    """The graph of a function of one tensor, with example values."""
     gm = torch.fx.symbolic_trace(function)
     record_examples(gm, [torch.ones(2, 2)])
     return gm
@@ -157,7 +157,7 @@ def body(function: Callable[[Tensor], Any]) -> GraphModule:
         (nn.Linear(2, 2), MULTIPLIES),
         (nn.Dropout(), DRAWS),
         (nn.ReLU(inplace=True), WRITES),
-        (OfTheUser(2, 2), UNKNOWN),
+        (UnknownModule(2, 2), UNKNOWN),
         (body(lambda a: a.neg_()), Effect(writes=FIRST, shares=FIRST)),
     ],
 )

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: Dynamo splits graphs between buckets, and the report says so if that splits a layer."""
+"""DistributedDataParallel: Dynamo splits graphs between buckets, and the report says so if a split cuts a layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 SAME = 8 * BUDGET[torch.float32]
 SIZE = 32
 BYTES = 4 * SIZE * SIZE
-"""The bytes of a weight, or of the logits of one mask."""
+"""The bytes of a weight, and of one mask's logits."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ SPELLINGS: dict[str, Spelling] = {
 
 
 class Layer(nn.Module):
-    """MGLU with masks that are trained, or with a bool buffer."""
+    """MGLU with trained masks, or with a bool buffer as the mask."""
 
     def __init__(self, spelling: str = "product", learned: bool = True, n_masks: int = 1) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def _report(
     optimise: bool = True,
     through_inductor: bool = False,
 ) -> FusionReport:
-    """The report of a training step under DDP, after checking that it computes what eager does."""
+    """The report of a training step under DDP, which must compute what eager does."""
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", min(bucket_bytes, first_bucket_bytes or bucket_bytes))
     x = torch.randn(6, SIZE)
     expected = model(x)
@@ -129,7 +129,7 @@ def _report(
 def test_layer_is_fused_or_its_split_is_reported(
     monkeypatch: pytest.MonkeyPatch, spelling: str, learned: bool, n_masks: int
 ) -> None:
-    """This holds for any position of the split, which depends on how many weights a bucket holds."""
+    """The size of a bucket, in weights, decides the position of the split."""
     for weights in range(1, 8):
         model = Model(*(Layer(spelling, learned, n_masks) for _ in range(2)))
         report = _report(monkeypatch, model, weights * BYTES)
@@ -143,7 +143,7 @@ def test_layer_is_fused_or_its_split_is_reported(
 
 @pytest.mark.parametrize("spelling", ["product", "product of transposes"])
 def test_layer_whose_mask_comes_from_another_part_is_reported(monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
-    """Gate and value are in one part, and the mask is an input of it."""
+    """Gate and value are in one part of the graph, and the mask is an input of this part."""
     report = _report(monkeypatch, Model(Layer(spelling)), 2 * BYTES)
     assert {site.reason for site in report.missed} == {SPLIT_BY_DDP}
 
@@ -161,7 +161,7 @@ def test_advice_of_the_report_lets_all_layers_fuse(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 def test_other_reasons_are_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer is in the body of a higher-order operator, which is a separate graph, with a float mask."""
+    """The first layer has a float mask, and is in the body of a higher-order operator, which is a separate graph."""
     mask = (torch.randn(SIZE, SIZE) > 0).float()
     checkpointed = OfSource("checkpoint(gated, x, w, m)", w=parameter(SIZE, SIZE), m=mask)
     report = _report(monkeypatch, Model(checkpointed, Layer()), BYTES)
@@ -188,7 +188,7 @@ def test_layers_between_the_splits_are_fused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def tied() -> OfSource:
-    """A weight that is read twice, scaled, and multiplied by an activation of its shape."""
+    """A model without a layer: a weight is read twice, scaled, and multiplied by an activation of its shape."""
     weight = nn.Parameter(torch.randn(6, SIZE) / SIZE**0.5)
     return OfSource("linear(x * w, v, b) @ w.t() @ w", w=weight, v=parameter(SIZE, SIZE), b=parameter(SIZE))
 

@@ -1,4 +1,4 @@
-"""A rule that raises an error, or adds a guard, knows nothing of a node; any other error leaves the graph as it was."""
+"""Errors inside of the pass: an error of a rule costs one node its value, any other leaves the graph unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only rule for `relu` raises an error."""
+    """Replace the rules for `relu` by one that raises an error."""
 
     def broken(recogniser: Any, node: Node, call: Any) -> Any:
         raise ZeroDivisionError("a bug")
@@ -40,7 +40,7 @@ def broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _add_rule(monkeypatch: pytest.MonkeyPatch, rule: Rule) -> None:
-    """Let a rule replace all rules of its symbol."""
+    """Replace all rules for a symbol by one rule."""
     rules = {**evaluate.WEIGHT_RULES_BY_SYMBOL, **dict.fromkeys(rule.symbols, (rule,))}
     monkeypatch.setattr(evaluate, "WEIGHT_RULES_BY_SYMBOL", rules)
 
@@ -54,7 +54,7 @@ def _left_alone(capture: Capture) -> None:
 @pytest.mark.usefixtures("broken_rule")
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_rule_that_raises_an_error_knows_nothing_of_a_node(strict: bool) -> None:
-    """Other layers of the graph are fused, and the report counts the error."""
+    """Other layers of the graph are still fused, and the report counts the error."""
 
     def two(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
         return layer(x, weight, masks) + torch.relu(2 * x).sum()
@@ -82,7 +82,7 @@ def test_strict_mode_raises_an_error_of_the_pass(monkeypatch: pytest.MonkeyPatch
 def test_an_error_while_nodes_are_made_leaves_the_graph_as_it_was(
     written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of two layers fails after the nodes of the first were made; `written` adds a write to a copy."""
+    """The second of two layers fails after the nodes of the first were made; with `written`, the view is a copy."""
 
     def two(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
         copy = weight.clone()

@@ -1,7 +1,7 @@
-"""Masked pairs of experts: which spellings become `mglu::grouped_forward` and `mglu::grouped_forward_ste`.
+"""Layers of experts, which become `mglu::grouped_forward` or `mglu::grouped_forward_ste`.
 
-Experts have x `[E, t, h]` and a batched product, or x `[S, h]` sorted by expert and `grouped_mm`. A loop over experts
-is a layer for each expert.
+Either x is `[E, t, h]` and the product is batched, or x is `[S, h]`, sorted by expert, and the product is `grouped_mm`.
+A loop over experts becomes one dense layer per expert.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from compile_passes.exported import fuse_exported
 
 SAME = 10 * BUDGET[torch.float64]
 E, T, D, H, MASKS = 4, 8, 8, 8, 2
-"""The sizes are even, so that shapes do not reveal a transpose."""
+"""Numbers of experts, tokens, output features, input features and masks. D equals H, to hide a transpose."""
 
 TRAINED, FIXED = ("x", "w", "l"), ()
 
@@ -48,7 +48,7 @@ def compiled(source: str, trained: tuple[str, ...] = FIXED, **options: Any) -> C
 
 
 def fused(source: str, trained: tuple[str, ...] = FIXED, **options: Any) -> Capture:
-    """The capture of a program that must become one operator, which replaces all products."""
+    """Compile a program that must become one operator, which replaces all products."""
     capture = compiled(source, trained, strict=True, **options)
     operator = "grouped_forward_ste" if "l" in trained else "grouped_forward"
     assert [site.operator for site in capture.report.fused] == [operator]
@@ -86,7 +86,7 @@ BOOL_MASKS = {
 
 
 def layer(product: str, masks: str, gate: str = "w * m{i}", value: str = "w * (1 - m{i})") -> str:
-    """The source of a layer whose terms have these masked weights."""
+    """The source of a layer. The parts are templates for mask i: the product, the masks, and the masked weights."""
     g, v = (f"({product.format(a=a)})" for a in (gate, value))
     terms = [f"{masks}; y{{i}} = silu({g}) * {v}".format(i=i) for i in range(MASKS)]
     return "; ".join([*terms, " + ".join(f"y{i}" for i in range(MASKS))])
@@ -94,7 +94,7 @@ def layer(product: str, masks: str, gate: str = "w * m{i}", value: str = "w * (1
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_products(product: str) -> None:
-    """In inference and in training each product is known, and the masks are read where the program has them."""
+    """Each product is recognised in inference and in training, and the masks are read without copies."""
     source = PRODUCTS[product]
     assert fused(layer(source, BOOL_MASKS["comparison"], value="w * ~m{i}")).calls["stack"] == 0
     assert fused(layer(source, MASKS_OF_LOGITS["slice"]), TRAINED).calls["stack"] == 0
@@ -102,7 +102,7 @@ def test_products(product: str) -> None:
 
 @pytest.mark.parametrize("masks", MASKS_OF_LOGITS)
 def test_trained_masks(masks: str) -> None:
-    """The operator reads the logits of all masks if the program has them in one tensor, or else a stack of them."""
+    """The operator reads the logits of all masks from one tensor if the program has it, and else from a new stack."""
     capture = fused(layer(PRODUCTS["bmm"], MASKS_OF_LOGITS[masks]), TRAINED)
     assert capture.calls["stack"] == (masks in ("one for each mask", "autograd.Function"))
     assert capture.calls["detach"] == 0
@@ -110,7 +110,7 @@ def test_trained_masks(masks: str) -> None:
 
 @pytest.mark.parametrize("masks", BOOL_MASKS)
 def test_fixed_masks(masks: str) -> None:
-    """The weight and x still receive their gradients."""
+    """With fixed masks, the weight and x still receive their gradients."""
     capture = fused(layer(PRODUCTS["bmm"], BOOL_MASKS[masks], value="w * ~m{i}"), ("x", "w"))
     assert capture.calls["stack"] == (masks == "of its own")
 
@@ -152,8 +152,8 @@ def test_other_parts_of_a_layer(part: str) -> None:
     fused(f"m = l[:, 0] > 0; {PARTS[part]}", ("x", "w"))
 
 
-def test_real_masks() -> None:
-    """A real mask is fused only if the caller vouches for it."""
+def test_float_masks() -> None:
+    """A float mask is fused only under `assume_binary`."""
     source = "silu(x @ (w * o).mT) * (x @ (w * (1 - o)).mT)"
     assert "nothing proves to be binary" in compiled(source).reasons[0]
     function = from_source("x, w, m", "silu(x @ (w * m).mT) * (x @ (w * (1 - m)).mT)", {})
@@ -165,7 +165,7 @@ def test_real_masks() -> None:
 
 
 def test_operators_that_the_program_calls() -> None:
-    """They are reported as layers that are there already."""
+    """They are reported as layers that call the operator already."""
     source = (
         "e = torch.arange(1, 5, dtype=torch.int32) * 8; r = x.flatten(0, 1); "
         "p = torch.zeros(4, 8, 1, 2, dtype=torch.uint8); "
@@ -179,7 +179,7 @@ def test_operators_that_the_program_calls() -> None:
     ]
 
 
-# --- What is not one layer of each expert ----------------------------------------------------------------------------
+# --- Programs that are not layers of experts -------------------------------------------------------------------------
 
 REFUSED = {
     "silu(x @ (w * m).mT) * (x.flip(0) @ (w * ~m).mT)": "project different inputs",
@@ -191,7 +191,7 @@ REFUSED = {
     "g = x @ (w * m).mT; x.add_(1); silu(g) * (x @ (w * ~m).mT)": "project different inputs",
     "g = x @ (w * m).mT; (silu(g) * (x @ (w * ~m).mT), g)": "which the operator would replace",
     "torch.sin(x @ (w * m).mT) * (x @ (w * ~m).mT)": "reads a product with a masked weight by `sin`",
-    # Products of other shapes: nothing may be broadcast
+    # Products of other shapes, because nothing may be broadcast
     "silu(x[:1] @ (w * m).mT) * (x[:1] @ (w * ~m).mT)": "by `matmul`",
     "silu(x[0] @ (w * m).mT) * (x[0] @ (w * ~m).mT)": "by `matmul`",
     "silu(x @ (w[:1] * m[:1]).mT) * (x @ (w[:1] * ~m[:1]).mT)": "by `matmul`",
@@ -201,9 +201,9 @@ REFUSED = {
     "silu(einsum('eth,edh->edt', x, w * m)) * einsum('eth,edh->edt', x, w * ~m)": "by `einsum`",
     "silu(einsum('eth,eht->et', x, w * m)) * einsum('eth,eht->et', x, w * ~m)": "by `einsum`",
     "silu(einsum('eth,edh,edh->etd', x, w, m.double())) * einsum('eth,edh->etd', x, w * ~m)": "by `einsum`",
-    # One weight, and a stack of its masks, which are not experts
+    # One weight with a stack of masks, which are not experts
     "silu(x @ (w[0] * m).mT) * (x @ (w[0] * ~m).mT)": "by `matmul`",
-    # Experts of a weight that was masked as a whole
+    # Weights of experts that are masked together, before a loop selects one
     "a, b = w * m, w * ~m; silu(linear(x[0], a[0])) * linear(x[0], b[0])": "by `getitem`",
     "y = x @ cat([w * m, w * ~m], 1).mT; silu(y[..., :8]) * y[..., 8:]": "by `cat`",
 }
@@ -211,7 +211,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("source", sample(REFUSED, every=2))
 def test_refused(source: str) -> None:
-    """The program computes what it did, and the report says why."""
+    """A refused program is unchanged, and the report gives the reason."""
     capture = compiled(f"x, w, m = x * 1, w * 1, l[:, 0] > 0; {source}", ("x", "w") if "_(" not in source else ())
     assert capture.report.fused == []
     assert any(REFUSED[source] in reason for reason in capture.reasons), capture.reasons
@@ -227,7 +227,7 @@ def test_refused(source: str) -> None:
     ],
 )
 def test_ordinary_products(source: str) -> None:
-    """A mask of tokens, some of which are padding, is not taken for a mask of weights."""
+    """A mask that marks padding tokens is not taken for a mask of weights."""
     assert compiled(f"real = (l > 0)[:, 0, :, :1]; {source}").reasons == []
 
 
@@ -237,7 +237,7 @@ def test_a_slope_that_does_not_pass() -> None:
 
 
 def test_experts_that_the_operators_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU float64 is not trained; in inference there is no such limit."""
+    """On a GPU, the operators do not train experts in float64, but they run them in inference."""
     monkeypatch.setattr(proof, "untrainable_reason", lambda device, dtype: "no products")
     source = f"m = l[:, 0] > 0; {TERM}"
     reasons = compiled(source, ("x",)).reasons
@@ -261,7 +261,7 @@ GROUPED = {
 
 
 def grouped_tensors(trained: tuple[str, ...]) -> dict[str, Tensor]:
-    """As `tensors`, in bfloat16, with x `[S, h]` and offs; the last row belongs to no expert."""
+    """Like `tensors`, in bfloat16, with x `[S, h]` and offs. The last row belongs to no expert."""
     named = tensors(dtype=torch.bfloat16)
     named["x"] = named["x"].flatten(0, 1)[:ROWS]
     named = {name: t.detach().requires_grad_(name in trained) for name, t in named.items()}
@@ -269,7 +269,7 @@ def grouped_tensors(trained: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def grouped(source: str, trained: tuple[str, ...]) -> Capture:
-    """Compile a program with offs, and compare the rows of experts with eager's; grouped_mm leaves others undefined."""
+    """Compile a program with offs, and compare the experts' rows with eager's. `grouped_mm` leaves others undefined."""
     whole = from_source("x, w, l, o, offs", source, {})
 
     def function(**named: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def test_other_offsets(way: str) -> None:
 
 
 def test_offsets_that_are_written_later() -> None:
-    """Backward reads the offsets, so a later write matters in training only."""
+    """Backward reads the offsets, so a write after the layer matters in training only."""
     source = f"offs, m = offs * 1, l[:, 0] > 0; y = silu({G}) * {V}; offs[:1].sub_(2); y"
     assert len(grouped(source, FIXED).report.fused) == 1
     capture = Capture()
@@ -323,7 +323,7 @@ def test_offsets_that_are_written_later() -> None:
 
 @pytest.mark.parametrize("trained", [TRAINED, FIXED])
 def test_a_symbolic_number_of_tokens(trained: tuple[str, ...]) -> None:
-    """One compilation serves any number of tokens, and the pass adds no guard."""
+    """One compilation serves all numbers of tokens, because the pass adds no guard."""
     function = from_source("x, w, l, o", layer(PRODUCTS["bmm"], MASKS_OF_LOGITS["slice"]), {})
     capture, plain = Capture(strict=True), Capture(fuse=False)
     known = []
@@ -371,7 +371,7 @@ LOOPS = {
     [*((masks, TRAINED) for masks in LOOPS), ("masks of all", ("x", "w")), ("masks of all", FIXED)],
 )
 def test_loops_over_experts(masks: str, trained: tuple[str, ...]) -> None:
-    """Each expert is a layer of its own whose weight is a view, and the stacked weight receives all gradients."""
+    """Each expert is a layer of its own, whose weight is a view. The stacked weight receives all gradients."""
 
     def function(x: Tensor, w: Tensor, l: Tensor, o: Tensor) -> Tensor:
         space: dict[str, Any] = {"ste": straight_through, "M": straight_through(l)}
@@ -393,7 +393,7 @@ def test_loops_over_experts(masks: str, trained: tuple[str, ...]) -> None:
 
 
 def test_a_loop_that_writes_to_the_stacked_weight() -> None:
-    """A write to one expert's weight is a write to the storage of all."""
+    """A write to one expert's weight counts as a write to the shared storage of all experts."""
     body = "[gated(x[e], w[e], m[e], ~m[e]) for e in range(4)]"
     layer_of = "w = w * 1; m = l[:, 0] > 0; y = {}; w[1].mul_(2); stack(y)".format
     assert len(compiled(layer_of(body)).report.fused) == E
@@ -421,7 +421,7 @@ class _Experts(nn.Module):
 
 @pytest.mark.parametrize("product", ["bmm", "einsum", "grouped_mm"])
 def test_exported(product: str) -> None:
-    """The masks are packed when the program is exported, and any number of tokens may follow."""
+    """The masks are packed during export, and the program accepts any number of tokens."""
     projection = GROUPED["public"] if product == "grouped_mm" else PRODUCTS[product]
     model = _Experts(layer(projection, MASKS_OF_LOGITS["slice"]))
     offs = (torch.tensor(ENDS, dtype=torch.int32),) if product == "grouped_mm" else ()

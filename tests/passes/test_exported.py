@@ -1,4 +1,4 @@
-"""Exported programs are fused, with their masks packed, and compute what the model computes."""
+"""Exported programs are fused with packed masks, and compute what the model computes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_strict_refuses_a_model_without_a_layer() -> None:
 
 @pytest.mark.long
 def test_a_long_chain_of_constants_is_evaluated() -> None:
-    """The chain is longer than Python's stack is deep."""
+    """The chain is longer than Python's recursion limit."""
 
     def mask(stored: Tensor) -> Tensor:
         for _ in range(1200):
@@ -117,7 +117,7 @@ def test_a_long_chain_of_constants_is_evaluated() -> None:
 
 
 def test_autocast_around_the_pass_does_not_change_constants() -> None:
-    """The logits are a product of two matrices. A product in bfloat16 would change some of their signs."""
+    """The logits are a product of two matrices. In bfloat16 some of them would have another sign."""
     module, x = Masked(torch.randn(64, 64), lambda stored: stored @ stored > 0), torch.randn(5, 64)
     program = export(module, x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -138,7 +138,7 @@ def test_shared_masks_are_packed_once() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_weight_is_stored_once(tied: bool) -> None:
-    """The weight is `[in_features, out_features]`; a tied model uses it for a second product."""
+    """The weight is `[in_features, out_features]`. A tied model also uses it in a second product."""
     source = "m = (l > 0).to(x.dtype); y = term(x @ (weight * m), x @ (weight * (1 - m))); "
     module = OfSource(source + ("y @ weight.t()" if tied else "y"), weight=parameter(20, 6), l=parameter(20, 6))
     fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)
@@ -157,7 +157,7 @@ def test_a_weight_is_stored_once(tied: bool) -> None:
     ],
 )
 def test_operations_that_the_rewrite_adds_can_be_saved(total: str) -> None:
-    """The verifier of exported programs accepts only ATen operators, and so does `torch.export.save`."""
+    """The verifier of exported programs and `torch.export.save` accept only ATen operators."""
     source = f"terms = [gated(x, w, m) for m in (l > 0).to(x.dtype)]; {total}"
     module = OfSource(source, w=parameter(6, 20), l=parameter(3, 6, 20), a=parameter(3), b=parameter(6))
     fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)

@@ -1,4 +1,4 @@
-"""Exported programs that write to their own tensors: what a program changes is not taken for a constant."""
+"""Exported programs that write to their own tensors: a tensor that the program changes is not a constant."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def flip(tensor: Tensor) -> None:
 torch.library.define("mglu_tests::flip_", "(Tensor(a!) mask) -> ()")
 torch.library.impl("mglu_tests::flip_", "CompositeExplicitAutograd", flip)
 
-# Some of these are views only of some tensors, and no schema tells of which.
+# Some of these are views of some tensors and copies of others, which no schema tells.
 VIEWS = (
     "{t}",
     "{t}[0]",
@@ -83,15 +83,15 @@ BEFORE, BETWEEN, AFTER = 0, 2, 4
 
 
 def writing_model(mask: str, *writes: tuple[int, str, str], copied: bool = False, no_grad: bool = True) -> OfSource:
-    """A layer with writes at some of five places: before, after and between its steps.
+    """A layer with writes at some of five positions: before, after and between its steps.
 
-    `writes` holds for each write the place, the tensor, and one of `WRITES`. If `copied`, the mask is cloned.
+    `writes` has the position, the tensor and one of `WRITES` for each write. If `copied`, the mask is cloned.
     """
     torch.manual_seed(0)
     masks = torch.rand(2, 6, 8) > 0.5
     tensors = {"weight": parameter(6, 8), "logits": parameter(6, 8), "masks": masks}
     if "second" in (mask, *(name for _, name, _ in writes)):
-        tensors["second"] = masks[1]  # torch decomposes no writes to memory that buffers share
+        tensors["second"] = masks[1]  # added only on demand: torch cannot decompose writes to shared buffers
     steps = [f"m = ({mask}){'.clone()' if copied else ''}", "g = linear(x, weight * m)"]
     steps += ["v = linear(x, weight * flipped(m))", "y = silu(g) * v", "y"]
     for place, name, write in sorted(writes, reverse=True):
@@ -116,8 +116,8 @@ def test_a_mask_that_the_model_writes_to_is_not_folded(kind: str, place: int) ->
         assert_agrees_at_each_call(module, saved_and_loaded(program), x)
     if place == AFTER:
         functional = program.run_decompositions({})
-        # The comparison is with the functional program, because decomposing changes what a write does to an alias that
-        # no schema declares ("dropout").
+        # Compare with the functional program: decomposing changes the effect of a write to an alias that no schema
+        # declares ("dropout").
         assert_agrees_at_each_call(copy.deepcopy(functional).module(), functional, x)
     module(x)
     assert torch.equal(module.masks[0], before[0]) == (kind == TO_A_COPY)
@@ -136,7 +136,7 @@ def writing_models(draw: st.DrawFn) -> OfSource:
 @given(module=writing_models(), grad=st.booleans(), loaded=st.booleans())
 def test_random_writes_are_seen_at_each_call(module: OfSource, grad: bool, loaded: bool) -> None:
     x = torch.randn(3, 8)
-    grad = grad and not loaded  # torch cannot save a body of `no_grad` without results
+    grad = grad and not loaded  # torch cannot save a body of `no_grad` that has no results
     program = export(copy.deepcopy(module), x, grad=grad)
     with torch.set_grad_enabled(grad):
         assert_agrees_at_each_call(module, saved_and_loaded(program) if loaded else program, x)
@@ -155,11 +155,11 @@ def test_parameters_that_the_model_writes_to_are_not_folded(name: str) -> None:
     assert "fused_weight" not in fused.state_dict or name == "logits"
 
 
-# --- Operators that do more than return a function of their inputs ----------------------------------------------------
+# --- Operators with side effects --------------------------------------------------------------------------------------
 
 
 def test_running_statistics_are_not_folded() -> None:
-    """The mask is the sign of a running mean. A batch norm in training changes it, and no schema says so."""
+    """The mask is the sign of a running mean, which a batch norm in training changes. No schema declares that."""
     source = "x, y = x[:, :20], x[:, 20:]; m = mean.view(6, 20) > 0; z = gated(x, w, m, ~m); "
     source += "z.sum() + F.batch_norm(y, mean, variance, training=True, momentum=0.9).sum()"
     module, x = (
@@ -175,7 +175,7 @@ _COUNTS = [0]
 
 @torch.library.impl("mglu_tests::count", "CompositeExplicitAutograd")
 def _count(mask: Tensor) -> Tensor:
-    """Return something else at each call, which the schema does not tell."""
+    """Return another value at each call, without saying so in the schema."""
     _COUNTS[0] += 1
     return mask ^ bool(_COUNTS[0] % 2)
 

@@ -1,4 +1,4 @@
-"""Formulas of activations: what they compute, how they are written, and how exactly they are compared."""
+"""Formulas of activations: their values, their texts, and the precision with which they are compared."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ POINTS = torch.linspace(-3, 2, 9, dtype=torch.float64)
 
 
 def value(formula: Formula | None, g: Tensor = POINTS) -> Tensor:
-    """What a formula computes of the variable g."""
+    """The value of a formula at the variable g."""
     assert formula is not None
 
-    def of_atom(atom: Atom) -> Tensor:
+    def atom_value(atom: Atom) -> Tensor:
         return g if atom.argument is None else FUNCTIONS[atom.name](value(atom.argument, g))
 
     result = torch.zeros_like(g)
     for monomial, coefficient in formula.terms:
         product = torch.full_like(g, coefficient)
         for atom, exponent in monomial:
-            product = product * of_atom(atom) ** exponent
+            product = product * atom_value(atom) ** exponent
         result = result + product
     return result
 

@@ -1,6 +1,6 @@
-"""Programs on which the pass was wrong before it followed the four rules of compile_passes/README.md, rule by rule.
+"""Programs for each of the four rules of compile_passes/README.md, on which a pass without the rule is wrong.
 
-Each gives eager's results and gradients, a missing gradient included, and leaves its inputs as eager does.
+Each program has eager's results and gradients (a missing gradient included), and leaves its inputs as eager does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def draw(x: Tensor) -> Tensor:
     return torch._standard_gamma(x.abs())
 
 
-# Ways in which a write between gate and value reaches what the value reads; `test_calls` has what each call writes to.
+# Writes between gate and value to a tensor that the value reads. (`test_calls` tests what each call writes to.)
 WRITES = (
     "x.add_(1)",
     "x.__ipow__(2)",
@@ -51,21 +51,21 @@ WRITES = (
     "m[0].fill_(True)",
 )
 
-# Parts of the reasons why they are refused in inference and in training, or None where they are fused -> programs.
+# Programs by parts of the reasons for refusing them, in inference and in training; None where they are fused.
 PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
     # Rule 1: a value is its callable, its bound arguments, and the versions of its inputs.
     ("different inputs", "different inputs"): (
         "two(torch.add(x, y, alpha=2), torch.sub(x, y, alpha=2), w * m, w * ~m)",
         "two(x.chunk(3)[2], x.split(3)[2], w * m, w * ~m)",
         "two(draw(x), draw(x), w * m, w * ~m)",
-        # Rule 2: `batch_norm` writes to its arguments 1 and 2, and its schema does not say so.
+        # Rule 2: `batch_norm` writes to its running statistics without saying so in its schema.
         "x = x.detach(); g = linear(x[0], w * m); "
         "torch.batch_norm(y, None, None, x[0], x[1].abs(), True, 0.1, 1e-5, False); silu(g) * linear(x[0], w * ~m)",
-        # `dropout` in evaluation returns an alias.
+        # `dropout` in eval mode returns an alias.
         "x, w = x.detach().clone(), w.detach(); alias = dropout(x, 0.5, training=False); g = linear(x, w * m); "
         "alias.mul_(2); silu(g) * linear(x, w * ~m)",
     ),
-    # For one row both give the same shape, but `repeat` counts repetitions.
+    # The same numbers mean sizes for `expand` and repetitions for `repeat`.
     ("different weights", "different weights"): ("two(x, x, w[:1].expand(11, 11) * m, w[:1].repeat(11, 1) * ~m)",),
     ("two different masks", "two different masks"): (
         "a, b = where(m, l > 0, y > 0), m.where(l > 0, y > 0); gated(x, w, a, ~b)",
@@ -79,7 +79,7 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
         "a, b = torch.zeros(11).double(), torch.ones(11).double(); x = F.batch_norm(x, a, b, training=True); "
         "(gated(x, w, m, ~m), a, b)",
         "total = torch.zeros_like(x); total.add_(gated(x, w, m, ~m)); total.mul_(2); total + 1",
-        # In inference the soft mask is not needed, but its draw decides which numbers are drawn afterwards.
+        # In inference the soft mask is unused, but its call decides which random numbers are drawn afterwards.
         "s = l * torch.bernoulli(torch.full_like(l, 0.5)); m = (l > 0).double() + s - s.detach(); "
         "(gated(x, w, m), torch.rand(3).double())",
         # Rule 4: roles belong to a weight and a site.
@@ -98,19 +98,19 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
     ),
     (None, "which backward needs"): (
         "y = gated(x, w, m, ~m); with torch.no_grad(): w.div_(w.norm()); y",
-        # Autograd does not see the write, and eager's backward reads the new values.
+        # Autograd does not see this write, so eager's backward reads the new values.
         "m = ste(l); y = gated(x, w, m); m.data.mul_(0.5); y",
     ),
-    # Tracing records only the last state of a tensor, in which this one has no gradient.
+    # Tracing records only the final state of a tensor, in which this one requires no gradient.
     ("such as detach_", "such as detach_"): ("y = gated(x, w, m, ~m); later = y + 1; y.detach_(); later",),
-    # Nothing is known of a tensor before such a call, even if a write to it is a function of its old value.
+    # The shape of a tensor before such a call is unknown, even if a write to it is a function of its old value.
     ("does not know", "does not know"): ("g = w.clone(); g.mul_(m); g.t_(); g.t_(); of_weights(x, g, w * ~m)",),
-    # Tracing records only the last shape of a tensor, so the pass does not know which shape the layer reads.
+    # Tracing records only the final shape of a tensor, so the shape that the layer reads is unknown.
     ("the shape of `x` is unknown, or a call such as t_", "the shape of `x` is unknown, or a call such as t_"): (
         "x, w = x.detach().clone(), w.detach(); y = gated(x, w, m, ~m); x.transpose_(0, 1); (y, x)",
         "x, w = x.detach().clone(), w.detach(); y = gated(x, w, m, ~m); x.unsqueeze_(0); (y, x)",
     ),
-    # Rule 4: eager gives the logits a gradient of zeros, with which an optimizer decays them.
+    # Rule 4: eager gives the logits a gradient of zeros, so an optimizer with weight decay changes them.
     (None, "gradient of zeros"): ("gated(x, w, sigmoid(l).round())",),
 }
 
@@ -149,7 +149,8 @@ def _assert_equal(found: Tensor | None, wanted: Tensor | None, what: str) -> Non
 def test_a_gradient_hook_inside_of_a_layer_refuses_it(hooked: str, compiled_autograd: bool) -> None:
     """Rule 3: what a rule looks through is part of the site.
 
-    The operator would give the hook another gradient, or none. A newer torch records every hook in the graph.
+    With the operator the hook would see another gradient, or none. Newer versions of torch record every hook in the
+    graph.
     """
     named = {name: t for name, t in tensors(training=True).items() if name in ("x", "w", "l")}
     layer = "total = (l > 0).double() + l; m = total - l.detach(); g = w * m; y = of_weights(x, g, w * (1 - m))"
@@ -176,7 +177,7 @@ def test_a_fill_outside_of_a_layer_stays_unchanged() -> None:
     half = named["x"].half()
     try:
         wanted = function(half, named["m"])
-    except RuntimeError:  # torch 2.15 refuses the number
+    except RuntimeError:  # torch 2.15 rejects the number
         with pytest.raises(RuntimeError, match="without overflow"):
             compiled(half, named["m"])
         return
@@ -185,7 +186,7 @@ def test_a_fill_outside_of_a_layer_stays_unchanged() -> None:
 
 
 def test_a_weight_that_is_filled_with_zeros_gives_zeros() -> None:
-    """The pass evaluates `zeros.mul_(mask)` at both values of the mask."""
+    """The pass evaluates `zeros.mul_(mask)`, which writes to its operand, at both values of the mask."""
     source = "w = w * 2; w.zero_(); g, v = w.clone(), w.clone(); g.mul_(m); v.mul_(~m); of_weights(x, g, v)"
     named = tensors(training=False)
     compiled = Capture().compile(from_source("x, w, m", source, {}))

@@ -1,4 +1,4 @@
-"""Masks at inference through Inductor: packed at each call, or once where freezing makes them constants."""
+"""Masks in inference with Inductor are packed at each call, or once if freezing makes them constants."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_mask_changed_in_place_takes_effect_at_the_next_call(name: str) -> None:
-    """This includes a change through `.data`, which no version counter records."""
+    """Changes through `.data` count too, which no version counter records."""
     mode, settings = MODES[name]
     model, x = layer().eval(), torch.randn(3, 16)
     with mglu_ops.fusion(strict=True) as report, inductor_config.patch(settings), torch.no_grad():
@@ -51,7 +51,7 @@ def test_a_mask_changed_in_place_takes_effect_at_the_next_call(name: str) -> Non
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")
 @pytest.mark.parametrize("name", MODES)
 def test_freezing_packs_the_masks_once(name: str) -> None:
-    """Freezing makes the parameters constants: nothing is packed at a call, and a later change has no effect."""
+    """Freezing makes the parameters constants: no call packs masks, and later changes have no effect."""
     mode, settings = MODES[name]
     model, x = layer().eval(), torch.randn(3, 16)
     settings = {**settings, "freezing": True}
@@ -85,7 +85,7 @@ def test_freezing_does_nothing_to_a_model_that_trains() -> None:
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples on a CPU; the pass warns")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_real_masks_are_proved_by_their_values_where_freezing_fixes_them(dtype: torch.dtype) -> None:
+def test_float_masks_are_proved_by_their_values_where_freezing_fixes_them(dtype: torch.dtype) -> None:
     x = torch.randn(3, 16)
     for values, frozen in ((2, True), (2, False), (4, True)):
         torch._dynamo.reset()

@@ -37,28 +37,28 @@ def _fresh() -> Iterator[None]:
 # --- Inside a custom backend -----------------------------------------------------------------------------------------
 
 
-def _left_out(inputs: list[Any]) -> None:
-    """No inputs, as in `fuse(gm)`."""
+def _omitted(inputs: list[Any]) -> None:
+    """Omit the inputs, as in `fuse(gm)`."""
 
 
 def _real(inputs: list[Any]) -> list[Any]:
-    """Real inputs, which Dynamo passes to its backend."""
+    """Return the real inputs that Dynamo passes to its backend."""
     return inputs
 
 
 def _fake(inputs: list[Any]) -> list[Any]:
-    """Fake inputs, which AOTAutograd makes from the real ones."""
+    """Return fake inputs, as AOTAutograd makes them."""
     mode = TracingContext.get().fake_mode
     assert mode is not None
     return [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs]
 
 
 class Backend:
-    """A backend that fuses each graph, with the inputs that `inputs` returns, and passes it to `then`."""
+    """A backend that fuses each graph with the result of `inputs`, and passes it on to `then`."""
 
     def __init__(
         self,
-        inputs: Callable[[list[Any]], list[Any] | None] = _left_out,
+        inputs: Callable[[list[Any]], list[Any] | None] = _omitted,
         before: Callable[[GraphModule], None] | None = None,
         then: Callable[[GraphModule, list[Any]], Any] = lambda gm, _: gm.forward,
     ) -> None:
@@ -81,7 +81,7 @@ class Backend:
 
 
 def _check(backend: Backend, model: nn.Module, training: bool, **options: Any) -> None:
-    """Compile a model, run it with three numbers of tokens, and compare it with eager."""
+    """Compile a model, run it with three different numbers of tokens, and compare it with eager."""
     compiled = torch.compile(model, backend=backend, fullgraph=True, **options)
     with torch.set_grad_enabled(training):
         for tokens in (3, 7, 12):
@@ -93,7 +93,7 @@ def _check(backend: Backend, model: nn.Module, training: bool, **options: Any) -
 
 
 def _add_a_node(gm: GraphModule) -> None:
-    """Add a node without an example, as a pass of the user may do."""
+    """Add a node without an example value, as a user's pass may do."""
     output = gm.graph.output_node()
     (result,) = output.args[0]
     with gm.graph.inserting_before(output):
@@ -104,15 +104,15 @@ def _add_a_node(gm: GraphModule) -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "dynamic", "training", "before"),
-    family([_left_out, _real, _fake], [True, None, False], [True, False], [None, _add_a_node], most=4),
+    family([_omitted, _real, _fake], [True, None, False], [True, False], [None, _add_a_node], most=4),
 )
 def test_fuse_in_a_backend(
     inputs: Callable[..., Any], dynamic: bool | None, training: bool, before: Callable[[GraphModule], None] | None
 ) -> None:
-    """A graph that another pass has changed must be run again; its shapes stay symbolic."""
+    """A graph that another pass has changed is run again to record examples, and its shapes stay symbolic."""
     backend = Backend(inputs, before)
     _check(backend, layer(), training, dynamic=dynamic)
-    graphs = {True: 1, None: 2, False: 3}[dynamic]  # None: Dynamo makes the tokens dynamic when they change
+    graphs = {True: 1, None: 2, False: 3}[dynamic]  # None: dynamic once the size changes
     assert backend.operators == ["forward_ste" if training else "forward"] * graphs
     if before is not None:
         (result,) = backend.fused[-1].graph.output_node().all_input_nodes
@@ -120,7 +120,7 @@ def test_fuse_in_a_backend(
 
 
 def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that switch autocast and bodies of higher-order operators have no value, and need none."""
+    """This holds although nodes that switch autocast, and bodies of higher-order operators, have no values."""
     monkeypatch.setattr(prepare, "_run", lambda *_, **__: pytest.fail("the graph was run"))
     model = layer()
 
@@ -158,7 +158,7 @@ def test_fused_module_still_tells_which_inputs_are_parameters() -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 drops the examples of the placeholders on a CPU")
-@pytest.mark.parametrize("inputs", [_left_out, _real])
+@pytest.mark.parametrize("inputs", [_omitted, _real])
 def test_fuse_in_a_backend_with_parameters_in_the_graph(inputs: Callable[..., Any]) -> None:
     """Freezing turns parameters into attributes of the graph."""
 
@@ -172,7 +172,7 @@ def test_fuse_in_a_backend_with_parameters_in_the_graph(inputs: Callable[..., An
 
 
 def test_fuse_in_a_backend_with_a_data_dependent_size() -> None:
-    """The symbol of the size has no value, and running the graph creates another symbol, which must not remain."""
+    """The symbol of the size has no value. Running the graph creates another symbol, which must not remain."""
 
     class Selected(nn.Module):
         def __init__(self) -> None:
@@ -264,7 +264,7 @@ def test_fuse_an_exported_program(kind: str, dynamic: bool, training: bool) -> N
 
 
 def test_numbers_that_export_makes_attributes_are_known() -> None:
-    """Writes of a number to parts of a weight: `torch.export` makes the number an attribute."""
+    """For a write of a number to parts of a weight, `torch.export` makes the number an attribute."""
     source = "g, v = w.clone(), w.clone(); g[~m] = 0; v[m] = 0; term(x @ g.T, x @ v.T)"
     x, report, module = (
         torch.randn(3, 16),
@@ -282,7 +282,7 @@ def test_numbers_that_export_makes_attributes_are_known() -> None:
 
 
 class Plain(nn.Module):
-    """A layer that `torch.fx.symbolic_trace` can trace, and modules that it does not trace into."""
+    """A layer that `torch.fx.symbolic_trace` can trace, with modules of torch that it does not trace into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ def test_fuse_a_symbolically_traced_module(training: bool, is_fake: bool) -> Non
 
 
 class NormedTwice(Plain):
-    """A layer whose gate and value each call the norm, which gives both the same x."""
+    """A layer whose gate and value call the norm separately, with equal results."""
 
     def forward(self, x: Tensor) -> Tensor:
         m = (self.logits > 0).float()
@@ -322,7 +322,7 @@ class NormedTwice(Plain):
 
 
 class MaskOfAModule(Plain):
-    """A layer whose mask is made by a module."""
+    """A layer whose mask a module of torch computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ class MaskOfAModule(Plain):
 
 
 @pytest.mark.parametrize("model", [NormedTwice, MaskOfAModule])
-def test_calls_of_a_module_of_torch_are_read_by_what_they_do(model: type[nn.Module]) -> None:
+def test_calls_of_a_module_of_torch_are_read_by_their_function(model: type[nn.Module]) -> None:
     x, report = torch.randn(3, 16), FusionReport()
     gm = torch.fx.symbolic_trace(model())
     fused = mglu_ops.fuse(gm, [x], report=report, strict=True)

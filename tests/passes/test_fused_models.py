@@ -1,4 +1,4 @@
-"""Graphs with several layers, and what remains of a graph after the pass."""
+"""Graphs with several layers, and the graph that the pass leaves."""
 
 from __future__ import annotations
 
@@ -59,24 +59,24 @@ def test_layers_of_one_graph(checkpoint: bool) -> None:
 
 EXPERTS = "e = stack([w, w.flip(0), 2 * w]); sum(x[:, i, None] * {} for i in range(3))"
 
-# The operators that they become, and refused layers -> graphs of x, w and logits l.
+# Programs of x, w and logits l, by the operators that they become and the layers that are refused.
 GRAPHS: dict[str, tuple[str, ...]] = {
-    # Each expert is one slice of the weights, with its own slice of the masks or with the mask of all experts.
+    # Each expert is one slice of the weights, with its own slice of the masks or with a mask that all experts share.
     "forward_ste forward_ste forward_ste": (
         EXPERTS.format("gated(x, e[i], ste(l)[i])"),
         EXPERTS.format("gated(x, e[i], ste(l)[0])"),
     ),
     "forward forward forward": (EXPERTS.format("gated(x, e[i], (l > 0)[i], ~(l > 0)[i])"),),
-    # Each layer reads the result of the one before; the last also makes its mask from it.
+    # Each layer reads the result of the one before. The last one also computes its mask from that result.
     "forward_ste forward_ste forward": (
         "y = gated(x, w, ste(l[0])); y = gated(y, w, ste(l[1])); m = (y.t() @ y) > 0; gated(y, w, m, ~m)",
     ),
-    # All three share a weight, which is also used outside of them.
+    # Three layers share a weight, which is also used elsewhere.
     "forward_ste forward_ste refused": (
         "m = ste(l[1]); y = F.relu(linear(x, w * m)) * linear(x, w * (1 - m.detach())); "
         "gated(x, w, ste(l[0])) + gated(x + 1, w, ste(l[2])) + linear(x, w) + 0 * y.detach()",
     ),
-    # In or beside the body of an operator, in inference
+    # Layers inside and outside of the body of a higher-order operator, in inference
     "forward": (
         "torch.utils.checkpoint.checkpoint(lambda x, w, l: gated(x, w, ste(l[0])), x, w, l, use_reentrant=True)",
         "y = gated(x, w, ste(l[0]))[None, None]; flex_attention(y, y, y)",
@@ -89,17 +89,17 @@ def scanned(total: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return total + y, y.clone()
 
 
-@pytest.mark.parametrize(("found", "source"), [(key, one) for key, sources in GRAPHS.items() for one in sources])
-def test_layers_of_one_graph_of_functions(found: str, source: str) -> None:
+@pytest.mark.parametrize(("operators", "source"), [(key, s) for key, sources in GRAPHS.items() for s in sources])
+def test_layers_of_one_graph_of_functions(operators: str, source: str) -> None:
     def make() -> dict[str, Tensor]:
         named = dict(zip("xwl", layer_tensors().values(), strict=True))
-        return {name: t.detach() for name, t in named.items()} if found == "forward" else named
+        return {name: t.detach() for name, t in named.items()} if operators == "forward" else named
 
     report = compare(from_source("x, w, l", source, globals()), make, SAME).report
-    assert " ".join([*(site.operator for site in report.fused), *["refused"] * len(report.missed)]) == found
+    assert " ".join([*(site.operator for site in report.fused), *["refused"] * len(report.missed)]) == operators
 
 
-# --- The report, and what is left of the graph -----------------------------------------------------------------------
+# --- The report, and the graph after the pass ------------------------------------------------------------------------
 
 
 def test_report_names_modules_and_lines() -> None:
@@ -133,7 +133,7 @@ def _layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
 
 
 def test_source_line_is_the_users_under_a_default_device() -> None:
-    """The mode of `set_default_device` puts frames of torch between the user's line and the node."""
+    """`set_default_device` puts frames of torch between the user's line and the node."""
     capture = Capture()
     with torch.device("cpu"):
         capture.compile(_layer)(*layer_tensors().values())
@@ -142,7 +142,7 @@ def test_source_line_is_the_users_under_a_default_device() -> None:
 
 
 def test_long_sum_causes_no_error() -> None:
-    """The pass reads a residual stream that is longer than Python's stack is deep."""
+    """The pass reads a residual stream that is longer than Python's recursion limit."""
     graph = Graph()
     x = node = graph.placeholder("x")
     x.meta["example_value"] = torch.empty(2, 2)

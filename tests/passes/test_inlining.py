@@ -1,4 +1,4 @@
-"""Bodies of `torch.no_grad()` in exported graphs are inlined; values, gradients and writes stay as they were."""
+"""Bodies of `torch.no_grad()` in exported graphs are inlined without changing values, gradients or writes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MASKS = {
     "under no_grad": from_source("l", "with torch.no_grad(): m = (l > 0).float(); m + l - l.detach()", {}),
     "decorated": lambda logits: hard(logits) + logits - logits.detach(),
     "two bodies": two_bodies,
-    # The body returns an operand, which keeps its gradient.
+    # The body returns an operand unchanged, with its gradient.
     "with its operand": from_source("l", "with torch.no_grad(): m, l = (l > 0).float(), l; m + l - l.detach()", {}),
 }
 
@@ -92,7 +92,8 @@ def test_hard_mask_in_an_exported_program_is_found(kind: str, strict: bool) -> N
 def hand_made(turns_on: bool, inner_turns_on: bool | None = None) -> GraphModule:
     """A graph that computes `y = x * w` in a body and returns `y * w`.
 
-    Unless `inner_turns_on` is None, the body calls another body, which computes `y = y * w`.
+    If `inner_turns_on` is not None, the body calls another body, which computes `y = y * w`. `turns_on` and
+    `inner_turns_on` are the grad modes of the two bodies.
     """
 
     def body(call: GraphModule | None) -> GraphModule:
@@ -149,7 +150,7 @@ def test_bodies_that_record_a_gradient_are_inlined_for_inference_only(
 
 
 class Autocast(nn.Module):
-    """A body of `no_grad` that calls a body of autocast, which is not inlined."""
+    """A `no_grad` block that contains an autocast block, whose body is not inlined."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +187,7 @@ def test_inlined_body_may_write_to_a_parameter(trains: bool) -> None:
 
 
 class Body(nn.Module):
-    """A body that reads only its operand, calls a module, or reads a parameter."""
+    """A model whose `no_grad` block reads only its operand, calls a module, or reads a parameter."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

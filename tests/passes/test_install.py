@@ -47,7 +47,7 @@ def test_enable_and_disable() -> None:
     assert report.graphs == 1
     mglu_ops.disable_fusion()  # does nothing
     with pytest.raises(ZeroDivisionError), mglu_ops.fusion(strict=True) as report:
-        1 / 0  # noqa: B018 (the error of a user's code in the block)
+        1 / 0  # noqa: B018 (an error of user code inside the block)
     trace(layer())
     assert report.graphs == 0
 
@@ -92,7 +92,7 @@ def test_blocks_nest_and_have_reports_of_their_own() -> None:
 
 
 def test_enabling_and_disabling_inside_a_block() -> None:
-    """The options of the block hold until its end; the calls inside it take effect after that."""
+    """The options of the block hold until its end. The calls inside of the block take effect afterwards."""
     mglu_ops.enable_fusion()
     with mglu_ops.fusion() as block:
         mglu_ops.disable_fusion()
@@ -107,7 +107,7 @@ def test_enabling_and_disabling_inside_a_block() -> None:
 
 
 def test_enabling_leaves_the_callbacks_of_others() -> None:
-    """`torch._dynamo.reset` would remove them, and raise an error while another thread compiles a backward pass."""
+    """`torch._dynamo.reset` would remove them, and would fail while another thread compiles a backward pass."""
     calls: list[Any] = []
     callback_handler.register_start_callback(calls.append)
     with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0"):
@@ -136,7 +136,7 @@ def test_inductor_without_passes_is_reported(strict: bool) -> None:
 def test_graphs_that_inductor_keeps_belong_to_the_sources_of_the_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hash of the sources is a part of the key of Inductor's cache."""
+    """A hash of the sources is part of the key of Inductor's cache."""
     monkeypatch.setattr(fusion, "__file__", str(tmp_path / "fusion.py"))
     hashes = set()
     for text in ("a = 1", "a = 2"):
@@ -151,7 +151,7 @@ def test_graphs_that_inductor_keeps_belong_to_the_sources_of_the_pass(
 
 
 def test_strict_raises_for_a_missed_layer() -> None:
-    """Torch wraps the error in an error of its own."""
+    """Torch wraps the error in one of its own."""
     report = mglu_ops.enable_fusion(strict=True)
     with pytest.raises(Exception, match=r"FusionError: strict fusion: .*proves to be binary"):
         trace(soft_mask())
@@ -184,7 +184,7 @@ def test_assume_binary_checks_at_run_time() -> None:
 
 @pytest.mark.parametrize("kind", ["a pass", "a function without uuid", "a list of passes"])
 def test_passes_in_the_slot_are_run_first_and_once(kind: str) -> None:
-    """This holds however many blocks are around the compilation."""
+    """This holds for any number of enclosing blocks."""
     if kind == "a list of passes" and not hasattr(inductor_config, "pre_grad_pass_timing"):
         pytest.skip("the slot holds no list")
     theirs = [Recorder("first"), Recorder("second")]
@@ -214,7 +214,7 @@ def test_another_library_overwrites_the_slot() -> None:
 
 @pytest.mark.parametrize("enabled", ["in the process", "in a block"])
 def test_another_library_gives_its_pass_to_one_compilation(enabled: str) -> None:
-    """Settings for one compilation replace the settings of the thread; vLLM adds its passes in this way."""
+    """Settings for one compilation replace those of the thread. vLLM adds its passes in this way."""
     theirs = Recorder()
     with mglu_ops.fusion() if enabled == "in a block" else nullcontext(mglu_ops.enable_fusion()) as report:
         trace(layer(), pre_grad_custom_pass=theirs)
@@ -237,7 +237,7 @@ def test_a_model_that_is_not_to_be_fused() -> None:
 
 
 def test_a_pass_of_ours_in_the_slot_is_run_once() -> None:
-    """AOTInductor, for example, takes the pass as an object in its settings."""
+    """AOTInductor, for example, can be given the pass as an object in its settings."""
     mine = FusionReport()
     report = mglu_ops.enable_fusion()
     trace(layer(), pre_grad_custom_pass=FusionPass(mine))
@@ -246,14 +246,14 @@ def test_a_pass_of_ours_in_the_slot_is_run_once() -> None:
 
 @pytest.mark.usefixtures("unchanged_inductor")
 def test_a_loop_over_experts_that_dynamo_leaves_to_python() -> None:
-    """The number of rows of an expert ends the graph, and the warning names the option that keeps it whole."""
+    """The data-dependent number of an expert's rows breaks the graph. The warning names the option that prevents it."""
 
     def mixture(x: torch.Tensor, weight: torch.Tensor, masks: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(len(x), weight.shape[1])
         for e in range(len(weight)):
             (rows,) = torch.where(ids == e)
-            one, m = x[rows], masks[e]
-            gate, value = (torch.nn.functional.linear(one, weight[e] * factor) for factor in (m, ~m))
+            routed, m = x[rows], masks[e]
+            gate, value = (torch.nn.functional.linear(routed, weight[e] * factor) for factor in (m, ~m))
             y.index_add_(0, rows, torch.nn.functional.silu(gate) * value)
         return y
 

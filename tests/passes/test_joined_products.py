@@ -1,4 +1,4 @@
-"""Gate and value, or all masks, from one product of x with stacked or concatenated weights."""
+"""Layers whose gates and values come from one product of x with stacked or concatenated weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def catted(x: Tensor, weights: Any) -> Tensor:
 # --- Gate and value of one mask --------------------------------------------------------------------------------------
 
 
-def _of_weights(joint: Callable[[Tensor, Tensor, Tensor], Any]) -> Pair:
+def _from_masked_weights(joint: Callable[[Tensor, Tensor, Tensor], Any]) -> Pair:
     return lambda x, w, m, c: joint(x, w * m, w * c)
 
 
@@ -43,7 +43,7 @@ def _with_the_total(total: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 JOINED_PAIRS: dict[str, Pair] = {
-    **{name: _of_weights(joint) for name, joint in JOINTS.items() if name not in WRONG_JOINTS},
+    **{name: _from_masked_weights(joint) for name, joint in JOINTS.items() if name not in WRONG_JOINTS},
     "stack of masks": lambda x, w, m, c: stacked(x, w * torch.stack([m, c])),
     "stack of the weight and the masked weight": lambda x, w, m, c: _with_the_total(*stacked(x, [w, w * m])),
     "cat of transposes, linear": lambda x, w, m, c: F.linear(x, torch.cat([(w * m).t(), (w * c).t()])).chunk(2, -1),
@@ -63,7 +63,7 @@ def test_gate_and_value_in_one_product(name: str, kind: str, mode: str) -> None:
 
 # --- All masks -------------------------------------------------------------------------------------------------------
 
-# Layers of x, w, masks ms and complements cs.
+# Layers of x, a weight w, masks ms and their complements cs.
 JOINED = (
     "_in_halves(catted(x, [w * m for m in [*ms, *cs]]).chunk(2 * N_MASKS, -1))",
     "_in_pairs(catted(x, [w * f for pair in zip(ms, cs, strict=True) for f in pair]).chunk(2 * N_MASKS, -1))",
@@ -117,23 +117,23 @@ def test_all_masks_in_one_product(source: str, kind: str, mode: str) -> None:
 
 
 def each(w: Tensor, f: Tensor) -> Tensor:
-    """The weight, masked by each of some masks."""
-    return torch.stack([w * one for one in f])
+    """A stack of the weight under each mask of f."""
+    return torch.stack([w * mask for mask in f])
 
 
 def eight(w: Tensor, f: Tensor, dim: int = 0) -> Tensor:
-    """As many masked weights as there are features."""
+    """A stack of 8 masked weights, as many as there are features."""
     return torch.stack([w * f[i % 2] for i in range(8)], dim)
 
 
-def both(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    """Gate and value `[tokens, 2 * D]` of one mask."""
+def gate_and_value(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """Gate and value of one mask, concatenated to `[tokens, 2 * D]`."""
     return catted(x, [w * m, w * ~m])
 
 
-def beside(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    """A layer; the program also has something unusual."""
-    return activated(both(x, w, m[0]).chunk(2, 1))
+def plain(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """A plain layer, for programs that also contain something unusual."""
+    return activated(gate_and_value(x, w, m[0]).chunk(2, 1))
 
 
 def square(x: Tensor) -> Tensor:
@@ -145,10 +145,10 @@ WRONG_PAIRS = [f"activated(JOINTS['{name}'](x, w * b[0], w * ~b[0]))" for name i
 
 # Programs of joined products that are not MGLU, or that no rule knows.
 NOT_JOINED = (
-    # Parts of products
-    "term(both(x, w, b[0])[:, 4:8], both(x, w, b[0])[:, 12:16])",
-    "activated(both(x, w, b[0]).unbind(-1)[:2])",
-    "activated(both(x, w, b[0]).unflatten(-1, (4, 4)).unbind(1)[:2])",
+    # Parts of a product that are not gates and values
+    "term(gate_and_value(x, w, b[0])[:, 4:8], gate_and_value(x, w, b[0])[:, 12:16])",
+    "activated(gate_and_value(x, w, b[0]).unbind(-1)[:2])",
+    "activated(gate_and_value(x, w, b[0]).unflatten(-1, (4, 4)).unbind(1)[:2])",
     "activated(stacked(x, [w * b[0], w * ~b[0]]).unbind(1)[:2])",
     "activated(stacked(x, [w * b[0], w * ~b[0]]).split(1, 1)[:2]).sum(0)",
     "activated((cat([x, x], 1) @ cat([w * b[0], w * ~b[0]])).chunk(2, 1))",
@@ -156,7 +156,7 @@ NOT_JOINED = (
     "activated(catted(x, [w[:4] * b[0, :4], w * b[0], w * ~b[0]]).split(4, 1)[1:3])",
     "activated(catted(x, [(w * b[0]).float(), w * ~b[0]]).chunk(2, 1))",
     "F.glu(catted(x, [w * b[0], w * ~b[0], *each(w, b)]))",
-    "F.glu(both(x[:4], w, b[0]), 0)",
+    "F.glu(gate_and_value(x[:4], w, b[0]), 0)",
     # Stacks along other dimensions, and of other sizes
     "term(stacked(square(x), eight(w, b)), tokens_first(square(x), eight(w, ~b))).sum(0)",
     "term(stacked(square(x), eight(w, b)), stacked(square(x), eight(w, ~b)).transpose(0, 1)).sum(0)",
@@ -210,12 +210,12 @@ NOT_JOINED = (
     "activated(einsum('hb,dh->bd', square(x), w * f) for f in (b[0], ~b[0]))",
     "einsum('bd->b', activated(catted(x, each(w, f)) for f in (b, ~b)))",
     "einsum('nbd->nd', activated(stacked(x, each(w, f)) for f in (b, ~b)))",
-    "einsum('nbtd,nb->btd', of_a_batch(x, w, b), o[:3, :2])",
-    "einsum('nbtd,bt->btd', of_a_batch(x, w, b), o[:2, :5])",
+    "einsum('nbtd,nb->btd', batch_terms(x, w, b), o[:3, :2])",
+    "einsum('nbtd,bt->btd', batch_terms(x, w, b), o[:2, :5])",
     "(activated(stacked(x[:3], each(w, f)) for f in (b, ~b)) * o[:3, :1]).sum(0)",
 )
 
-# Programs with one layer, which does not depend on the part that is unusual.
+# Programs with one layer, which the unusual part of the program does not affect.
 STILL_JOINED = (
     "activated(linear(x, w * f) for f in (cat([b, ~b, b])[:8].select(1, 0), ~cat([b, ~b, b])[:8].select(1, 0)))",
     "activated(stacked(x, each(w, f[:2]) * f[:2]) for f in (b, ~b)).sum(0)",
@@ -225,22 +225,22 @@ STILL_JOINED = (
     "activated(x[None, None] @ each(w, f).mT.unsqueeze(1).unsqueeze(2) for f in (b, ~b)).sum(0)",
     "F.glu(stacked(x, [*each(w, b), *each(w, ~b)]), 0).sum(0)",
     "activated(einsum('...h,dh', x, w * f) for f in (b[0], ~b[0]))",
-    "beside(x, w, b) + einsum('bh,dh,dh->db', x, w, b[0].to(w.dtype)).sum()",
-    "beside(x, w, b) + einsum(x, [0, 1], w * b[0], [2, 1], [0, 2])",
-    "beside(x, w, b) + einsum('bh,dh,dh,dh->bd', x, w, b[0].to(w.dtype), b[1].to(w.dtype))",
-    "beside(x, w, b) + (x.expand(2, -1, -1) @ b[:2].double()).sum(0)",
-    "beside(x, w, b) + _of_complex_masks(b[0])",
-    "beside(x, w, b) + (o - o).sum()",
-    "beside(x, w, b) + both(x, w, b[0]).narrow(1, 0, 0).sum()",
+    "plain(x, w, b) + einsum('bh,dh,dh->db', x, w, b[0].to(w.dtype)).sum()",
+    "plain(x, w, b) + einsum(x, [0, 1], w * b[0], [2, 1], [0, 2])",
+    "plain(x, w, b) + einsum('bh,dh,dh,dh->bd', x, w, b[0].to(w.dtype), b[1].to(w.dtype))",
+    "plain(x, w, b) + (x.expand(2, -1, -1) @ b[:2].double()).sum(0)",
+    "plain(x, w, b) + _complex_mask_sum(b[0])",
+    "plain(x, w, b) + (o - o).sum()",
+    "plain(x, w, b) + gate_and_value(x, w, b[0]).narrow(1, 0, 0).sum()",
 )
 
 
-def of_a_batch(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    """The terms `[n_masks, 2, 5, D]` of a batch of inputs."""
+def batch_terms(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    """The terms `[n_masks, 2, 5, D]` for a batch of two inputs."""
     return activated(torch.einsum("bth,ndh->nbtd", torch.stack([x, 2 * x]), w * f) for f in (m, ~m))
 
 
-def _of_complex_masks(m: Tensor) -> Tensor:
+def _complex_mask_sum(m: Tensor) -> Tensor:
     zeros = torch.zeros_like(m, dtype=torch.complex64)
     y = (m.to(torch.complex64) + zeros) * torch.full_like(zeros, 2)
     return (torch.sgn(y) + y).real.sum()
@@ -252,10 +252,10 @@ def thrice(w: Tensor) -> Tensor:
 
 
 def _less_repeated(x: Tensor, w: Tensor, gates: Tensor) -> Tensor:
-    return activated(stacked(x, one) for one in (gates, w.expand(4, -1, -1) - gates)).sum(0)
+    return activated(stacked(x, gates_or_values) for gates_or_values in (gates, w.expand(4, -1, -1) - gates)).sum(0)
 
 
-PARTS = [*((one, 0) for one in (*WRONG_PAIRS, *NOT_JOINED)), *((one, 1) for one in STILL_JOINED)]
+PARTS = [*((source, 0) for source in (*WRONG_PAIRS, *NOT_JOINED)), *((source, 1) for source in STILL_JOINED)]
 
 
 @pytest.mark.parametrize(("source", "count"), quick_cases(PARTS[::3], PARTS))

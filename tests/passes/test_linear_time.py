@@ -1,4 +1,4 @@
-"""The time of the pass is linear in the depth of models whose masked activations look like masked weights."""
+"""The time of the pass is linear in the depth of a model, even if its masked activations look like masked weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from compile_passes.prepare import record_examples
 
 SHALLOW, DEEP = 50, 200
 MOST_GROWTH = 2.0
-"""The largest ratio of the time per node of the deep model to the time per node of the shallow one."""
+"""The largest allowed ratio of the deep model's time per node to the shallow model's."""
 ROUNDS = 3
 
 
 class _InlineTracer(Tracer):
-    """Traces into the modules of torch.nn and reads buffers as nodes, so that the graph has Dynamo's calls."""
+    """Traces into modules of torch.nn and makes buffers nodes, so that the graph has the same calls as Dynamo's."""
 
     proxy_buffer_attributes = True
 
@@ -30,7 +30,7 @@ class _InlineTracer(Tracer):
 
 
 def traced(model: nn.Module, x: Tensor) -> Graph:
-    """The graph of a model by symbolic tracing, which takes a fraction of the time of Dynamo."""
+    """The graph of a model, by symbolic tracing, which is much faster than Dynamo."""
     module = GraphModule(model, _InlineTracer().trace(model))
     record_examples(module, [x])
     return module.graph
@@ -38,7 +38,7 @@ def traced(model: nn.Module, x: Tensor) -> Graph:
 
 @pytest.mark.parametrize("kind", quick_only_for(["masked tanh"], MASKED_LAYERS))
 def test_time_per_node_does_not_grow_with_the_depth(kind: str) -> None:
-    """Both depths are timed in turn and the least CPU times compared, so that other load does not fail the test."""
+    """The depths are timed in turn, and the least CPU times compared, so that other load does not fail the test."""
     cases = [masked(kind, layers) for layers in (SHALLOW, DEEP)]
     with torch.no_grad():
         graphs = [traced(*case.build()) for case in cases]

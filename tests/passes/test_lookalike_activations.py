@@ -1,4 +1,4 @@
-"""Functions of the gate that equal an activation almost everywhere give what eager gives."""
+"""Layers with functions of the gate that are almost an activation have eager's results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lookalikes import ALL, Layer, check
 from spellings import straight_through
 from torch import Tensor
 
-# Functions with the values of relu but another derivative at 0, and functions that equal silu only if an argument of
-# one of their parts is ignored.
+# Functions with the values of relu but another derivative at 0, and functions that would equal silu if the pass ignored
+# an argument of one of their calls.
 DOUBTFUL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda g: g.clamp(min=0),
     "clamp_min": lambda g: torch.clamp_min(g, 0),
@@ -32,7 +32,7 @@ DOUBTFUL_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# More functions with a kink, most of which have the values of relu. In torch their gradients at 0 are 0, 1/2 or 1.
+# More functions with a kink, most of which have the values of relu. Their gradients at 0 in torch are 0, 1/2 or 1.
 KINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp of a tensor": lambda g: torch.clamp(g, min=torch.zeros_like(g)),
     "threshold at 1": lambda g: F.threshold(g, threshold=1.0, value=0.0),
@@ -49,7 +49,7 @@ KINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp(min=-1)": lambda g: g.clamp(min=-1),
 }
 
-# More sums of functions that equal silu only if an argument of one of them is ignored.
+# Sums that would equal silu if the pass ignored an argument of one of their calls.
 CANCELLING: dict[str, Callable[[Tensor], Tensor]] = {
     "hardtanh": lambda g: F.hardtanh(g) - F.hardtanh(g, max_val=2.0) + F.silu(g),
     "clamp": lambda g: g.clamp(min=0) - g.clamp(min=0, max=1) + F.silu(g),

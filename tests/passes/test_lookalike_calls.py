@@ -1,4 +1,4 @@
-"""Layers whose meaning depends on one argument of one call give what eager gives."""
+"""Programs whose meaning depends on one argument of one call have eager's results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def cube(logits: Tensor) -> Tensor:
-    """Bool masks `[8, 8, 8]`, so that no shape tells one dimension from another."""
+    """Bool masks `[8, 8, 8]`, so that the shape does not tell the dimensions apart."""
     return torch.cat([logits, -logits.mT, logits.flip(1)])[:8] > 0
 
 
@@ -21,7 +21,7 @@ def square(x: Tensor) -> Tensor:
     return torch.cat([x, x.flip(0) * 2])[:H]
 
 
-# Transposes of the masked weights g of the gate and v of the value, `[8, 8]`.
+# Transposes of the masked weights `[8, 8]`: g of the gate, and v of the value.
 TRANSPOSES = (
     "g.transpose(dim0=0, dim1=0), v.transpose(dim0=0, dim1=1)",
     "g.transpose(dim0=0, dim1=0), v.transpose(dim0=0, dim1=0)",
@@ -34,7 +34,7 @@ TRANSPOSES = (
     "g.movedim(source=0, destination=0), v.movedim(source=0, destination=1)",
 )
 
-# The factors of gate and value from masks m `[8, 8, 8]`, logits l `[3, 8, 8]` and another matrix o.
+# The mask factors of gate and value, from masks m `[8, 8, 8]`, logits l `[3, 8, 8]` and another matrix o.
 FACTORS = (
     "m[0], ~m.select(dim=1, index=0)",
     "m[0], ~m.select(index=0, dim=0)",
@@ -54,7 +54,7 @@ FACTORS = (
     "l[0] > 0.5, l[0] < 0.5",
     "l[0] > 0.0, l[0] <= 1e-9",
     "l[0] > o, o > l[0]",
-    "l[0] >= -1, l[0] <= -1",  # row 0 is both
+    "l[0] >= -1, l[0] <= -1",  # both hold in row 0, where the logits are -1
     "l[0] > -1, ~(l[0] >= -1)",
     "l[0] > o[:1], l[0] <= o[:, :1]",
     "l[0] > 0, l[0].int() <= 0",
@@ -62,8 +62,8 @@ FACTORS = (
     "~(l[0] / l[0].relu()).isnan(), l[0] <= 0",
 )
 
-# Layers of the masked weights g of the gate and v of the value.
-OF_MASKED_WEIGHTS = (
+# Layers computed from the masked weights g of the gate and v of the value.
+ON_MASKED_WEIGHTS = (
     "torch.div(linear(x, g), 1 + torch.exp(-linear(x, g)), rounding_mode='floor') * linear(x, v)",
     "linear(x, g).detach() // (1 + torch.exp(-linear(x, g).detach())) * linear(x, v)",
     "torch.div(of_weights(x, g, v), 3, rounding_mode='floor')",
@@ -115,7 +115,7 @@ OTHER_LAYERS = (
     "of_weights(x, F.normalize(w + 1) * b[0], F.normalize(w + 1, dim=0) * ~b[0])",
 )
 
-# Layers that do not multiply one x by two masked forms of one weight, so the report need not mention them.
+# Programs that do not multiply one x by two masked forms of one weight, so that the report need not mention them.
 MAY_BE_SILENT = (
     "term(linear(square(x).transpose(dim0=1, dim1=1), w * b[0]), linear(square(x).t(), w * ~b[0]))",
     "term(linear(x.repeat(2, 1), w * b[0]), linear(x, w * ~b[0]).repeat(2, 1))",
@@ -141,7 +141,7 @@ def terms(x: Tensor, w: Tensor, masks: Tensor) -> list[Tensor]:
 PROGRAMS = (
     *(f"g, v = w * b[0], w * ~b[0]; g, v = {transposes}; term(x @ g, x @ v)" for transposes in TRANSPOSES),
     *(f"m = cube(l); gated(x, w, {factors})" for factors in FACTORS),
-    *(f"g, v = w * b[0], w * ~b[0]; {layer}" for layer in OF_MASKED_WEIGHTS),
+    *(f"g, v = w * b[0], w * ~b[0]; {layer}" for layer in ON_MASKED_WEIGHTS),
     *OTHER_LAYERS,
     *MAY_BE_SILENT,
 )

@@ -1,4 +1,4 @@
-"""Functions of a mask that are almost its complement give what eager gives."""
+"""Layers with functions of a mask that are almost its complement have eager's results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lookalikes import ALL, D, H, Layer, check
 from spellings import gated, straight_through
 from torch import Tensor
 
-# The dtype of the mask m, which is the factor of the gate, and the factor of the value. Torch rounds numbers to the
-# dtype of their tensor, so some of these are the complement only in some dtypes.
+# The dtype of the mask m (the factor of the gate), and the factor of the value. Torch rounds numbers to the dtype of
+# their tensor, so some of these functions are the complement in some dtypes only.
 CONSTANTS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "m < full_like(0.5) of int64": (torch.int64, lambda m: m < torch.full_like(m, 0.5)),
     "m < full_like(0.5) cast": (torch.int64, lambda m: m < torch.full_like(m, 0.5, dtype=torch.float32)),
@@ -36,23 +36,23 @@ CONSTANTS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "heaviside(0.5 of an integer)": (torch.int64, lambda m: 1 - torch.heaviside(m, torch.full_like(m, 0.5))),
 }
 
-# The mask m is 0 or 1. Comments say what torch computes where that is not plain arithmetic.
+# The same for further functions. The mask m is 0 or 1. Comments give results of torch that are not plain arithmetic.
 ARITHMETIC: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
-    "m - 1 of uint8": (torch.uint8, lambda m: m - 1),  # 255 for 0
+    "m - 1 of uint8": (torch.uint8, lambda m: m - 1),  # 255 at m = 0
     "m > -1 of uint8": (torch.uint8, lambda m: m > -1),  # torch compares with 255
-    "~m of uint8": (torch.uint8, lambda m: ~m),  # 254 and 255
+    "~m of uint8": (torch.uint8, lambda m: ~m),  # 255 and 254
     "m + m of bool": (torch.bool, lambda m: ~(m + m)),  # True + True is True
     "m + True of bool": (torch.bool, lambda m: m + True),
     "1 >> m": (torch.int64, lambda m: 1 >> m),  # the complement
-    "m * 255 + 1 of uint8": (torch.uint8, lambda m: m * 255 + 1),  # 0 for 1: the complement
+    "m * 255 + 1 of uint8": (torch.uint8, lambda m: m * 255 + 1),  # 0 at m = 1: the complement
     "(1 - m * 0.5).int()": (torch.float64, lambda m: (1 - m * 0.5).int()),  # the complement
     "m * 1.5 rounded to even": (torch.float64, lambda m: torch.round(1.5 - m * 1.5)),
     "round(decimals=-1)": (torch.float64, lambda m: 1 - torch.round(m, decimals=-1)),
     "div floor of a negative": (torch.int64, lambda m: 1 + torch.div(-m, 2, rounding_mode="floor")),  # the complement
-    "-m % 2": (torch.int64, lambda m: 1 - (-m) % 2),  # 1 for -1, of Python's sign
+    "-m % 2": (torch.int64, lambda m: 1 - (-m) % 2),  # -1 % 2 is 1, as in Python
     "0 ** m": (torch.float64, lambda m: 0**m),  # the complement
     "rsub of alpha": (torch.float64, lambda m: torch.rsub(m, 1, alpha=2)),
-    "clamp(0.5, 0.2)": (torch.float64, lambda m: 1 - m.clamp(0.5, 0.2)),  # 0.2, the greater bound
+    "clamp(0.5, 0.2)": (torch.float64, lambda m: 1 - m.clamp(0.5, 0.2)),  # always 0.2, the upper bound
     "maximum of another tensor": (torch.float64, lambda m: 1 - torch.maximum(m, m.flip(0))),
     "eq of itself": (torch.float64, lambda m: m == m),
     "flip": (torch.float64, lambda m: 1 - m.flip(0)),
@@ -72,37 +72,37 @@ ARITHMETIC: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
 MASK_FUNCTIONS = CONSTANTS | ARITHMETIC
 
 
-def with_factor(name: str, source: str, *, of_the_value: bool) -> Layer:
-    """A layer in which the function of the mask is the factor of the value, or else of the gate."""
+def with_factor(name: str, source: str, *, on_value: bool) -> Layer:
+    """A layer in which the function of the mask is the factor of the value (with `on_value`) or of the gate."""
     dtype, function = MASK_FUNCTIONS[name]
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Tensor:
         m = bits[0] if source == "buffer" else logits[0] > 0
         m = straight_through(logits[0]) if source == "straight-through" else m.to(dtype)
-        return gated(x, weight, m, function(m)) if of_the_value else gated(x, weight, function(m), m == 0)
+        return gated(x, weight, m, function(m)) if on_value else gated(x, weight, function(m), m == 0)
 
     return layer
 
 
 @pytest.mark.parametrize("name", sample(MASK_FUNCTIONS, every=3))
 def test_function_of_a_compared_mask(name: str) -> None:
-    for of_the_value in (True, False):
-        check(with_factor(name, "comparison", of_the_value=of_the_value), ("x", "weight"))
+    for on_value in (True, False):
+        check(with_factor(name, "comparison", on_value=on_value), ("x", "weight"))
 
 
 @pytest.mark.parametrize(
     "name", sample((name for name, (dtype, _) in MASK_FUNCTIONS.items() if dtype is torch.float64), every=16)
 )
 def test_function_of_a_straight_through_mask(name: str) -> None:
-    """The derivative at 0 and at 1 counts too."""
-    check(with_factor(name, "straight-through", of_the_value=True), ALL)
+    """Here the derivatives at 0 and 1 matter, too."""
+    check(with_factor(name, "straight-through", on_value=True), ALL)
 
 
 # --- Straight-through masks with rounding errors ---------------------------------------------------------------------
 
 
 HARD_FIRST: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
-    # whether it fuses, and the factor of the value; the factor of the gate is m = hard + L - L.detach()
+    # True if it is fused, and the factor of the value. The factor of the gate is m = hard + L - L.detach().
     "1 - m": (True, lambda m: 1 - m),
     "m < 0.5": (True, lambda m: m < 0.5),
     "not m.bool()": (True, lambda m: ~m.bool()),
@@ -122,7 +122,7 @@ TRAINED = {"frozen masks": ("x", "weight"), "training": ALL, "inference": ()}
 
 @pytest.mark.parametrize(("name", "mode"), family(HARD_FIRST, TRAINED))
 def test_function_of_a_mask_with_rounding_errors(name: str, mode: str) -> None:
-    """Where the mask is 1, `hard + L - L.detach()` has rounding errors: a function with a jump at 1 is not fused."""
+    """`hard + L - L.detach()` has rounding errors where it is 1, so a function with a jump at 1 is not fused."""
     fuses, function = HARD_FIRST[name]
     trained = TRAINED[mode]
 
@@ -149,12 +149,12 @@ def _chosen(logits: Tensor, base: Tensor, values: float | Tensor) -> Tensor:
     return base.scatter(1, logits.argsort(1)[:, :3], values)
 
 
-# Name -> whether it fuses, and from logits and another matrix the factors of gate and value; (m, None) is m and 1 - m.
-OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]]] = {
-    # The value or the gradient of a straight-through sum
+# True if it is fused, and the factors of gate and value from logits and another matrix; (m, None) means (m, 1 - m).
+MASKS_FROM_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]]] = {
+    # Straight-through sums with another value or gradient
     "the gradient of another tensor": (True, lambda l, o: ((_hard(l) - o).detach() + o, None)),
     "the gradient of a function": (True, lambda l, o: ((_hard(l) - l.tanh()).detach() + l.tanh(), None)),
-    "of a comparison that broadcasts": (True, lambda l, o: (_of_a_row(l), None)),
+    "of a comparison that broadcasts": (True, lambda l, o: (_compared_row(l), None)),
     "twice the mask, by a product": (False, lambda l, o: ((2 * _hard(l) - l).detach() + l, None)),
     "twice the mask, by a function": (False, lambda l, o: (_Twice.apply(l), None)),
     "a negated mask, subtracted": (True, lambda l, o: (l - l.detach() - (-_hard(l)), None)),
@@ -203,7 +203,7 @@ OF_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor
 
 
 class _Twice(torch.autograd.Function):
-    """A function whose forward holds 0 and 2."""
+    """A function whose forward returns 0 and 2."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -214,14 +214,14 @@ class _Twice(torch.autograd.Function):
         return grad
 
 
-def _of_a_row(logits: Tensor) -> Tensor:
+def _compared_row(logits: Tensor) -> Tensor:
     hard = (logits[:1] > torch.zeros_like(logits)).to(logits.dtype)
     return (hard - logits[:1]).detach() + logits[:1]
 
 
-@pytest.mark.parametrize("name", OF_LOGITS)
+@pytest.mark.parametrize("name", MASKS_FROM_LOGITS)
 def test_function_of_logits(name: str) -> None:
-    fuses, factors = OF_LOGITS[name]
+    fuses, factors = MASKS_FROM_LOGITS[name]
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Tensor:
         m, complement = factors(logits[0], other)

@@ -1,4 +1,4 @@
-"""Each spelling of masks, complements and masked weights becomes one operator, with each kind of mask."""
+"""Every spelling of masks, complements and masked weights becomes one operator, with every kind of mask."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from torch import Tensor
 
 
 def kinds_that_take(table: dict[str, tuple[str, Any]]) -> list[Any]:
-    """Each entry of a table with each kind of mask that it takes, in both modes."""
+    """Test cases: each entry of a table with each kind of mask that it supports, in both modes."""
 
     def fits(name: str, kind: str, mode: str) -> bool:
-        one = KINDS[kind]
-        return takes(table[name][0], is_bool=one.is_bool, is_integer=one.is_integer, trains=one.trains)
+        mask_kind = KINDS[kind]
+        return takes(
+            table[name][0], is_bool=mask_kind.is_bool, is_integer=mask_kind.is_integer, trains=mask_kind.trains
+        )
 
     return family(table, KINDS, MODES, fits=fits)
 
@@ -68,7 +70,7 @@ def test_gate_and_value(name: str, kind: str, mode: str) -> None:
     ("kind", "mode", "name"), [*family(["logits"], MODES, TRAINED), *family(["bool"], MODES, FIXED)]
 )
 def test_mask_of_a_stack(kind: str, mode: str, name: str) -> None:
-    """Spellings of a mask, which receive the whole stack of logits or of masks."""
+    """Each spelling of a mask receives the whole stack of logits or masks."""
 
     def program(x: Tensor, weight: Tensor, masks: Tensor, **_: Tensor) -> Tensor:
         made = [{"logits": TRAINED, "bool": FIXED}[kind][name](masks, i) for i in range(N_MASKS)]
@@ -85,7 +87,7 @@ def test_mask_of_a_stack(kind: str, mode: str, name: str) -> None:
     "name", sample(["straight_through", "no_grad block", "decorated", ".data", "autograd.Function"], every=5)
 )
 def test_masks_made_before_autocast(name: str) -> None:
-    """The masks are float32, the products bfloat16."""
+    """The masks are float32, and the products bfloat16."""
 
     def program(x: Tensor, weight: Tensor, masks: Tensor, dtype: torch.dtype | None = torch.bfloat16) -> Tensor:
         made = [TRAINED[name](masks, i) for i in range(N_MASKS)]
@@ -106,11 +108,11 @@ def test_masks_made_before_autocast(name: str) -> None:
             assert relative_error(fused[key], wanted) <= bar, key
 
 
-# --- Real tensors that are used as masks -----------------------------------------------------------------------------
+# --- Float tensors that are used as masks ----------------------------------------------------------------------------
 
-# More functions of a real tensor that equal its complement at 0 and 1.
+# More functions of a float tensor that equal its complement at 0 and 1.
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{name: one for name, (masks, one) in COMPLEMENTS.items() if masks in ("any", "real", "fixed")},
+    **{name: complement for name, (masks, complement) in COMPLEMENTS.items() if masks in ("any", "real", "fixed")},
     "1 - m / 1": lambda m: 1 - m / 1,
     "1 - m ** 2": lambda m: 1 - m**2,
     "1 - m.square()": lambda m: 1 - m.square(),
@@ -124,10 +126,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "casts": lambda m: (1 - m.float()).double(),
 }
 
-# How many operators they become under `assume_binary` -> programs of x, w, real masks m, another matrix o and bits b.
+# Programs of x, w, float masks m, another matrix o and bool masks b, by the number of operators that they become under
+# `assume_binary`.
 USED_AS_MASKS: dict[int, tuple[str, ...]] = {
     1: (
-        # The weight is multiplied by two functions of one mask
+        # Two functions of one mask multiply the weight
         "of_weights(x, w * (m[0] * m[1]), w * (1 - m[0] * m[1]))",
         "of_weights(x, w.clone() * m[0], w * (1 - m[0]))",
         "of_weights(x, where(m[0] > 0.5, w, 0), w * (1 - m[0]))",
@@ -137,7 +140,7 @@ USED_AS_MASKS: dict[int, tuple[str, ...]] = {
         "of_weights(x, w * (m[0] > 0.5), w * (1 - m[0] > 0.5))",
         "of_weights(x, w * (m[0] > 0.5), w * (torch.rsub(m[0], 1) > 0.5))",
         "of_weights(x, w * (m[0] == 1), w * (1 - m[0]).bool())",
-        # One function, and the weight without a mask
+        # One function of a mask multiplies the weight, and the unmasked weight is used too
         "of_weights(x, w * m[0], -(w * m[0]) + w)",
         "of_weights(x, w * m[0], w + -(m[0] * w))",
         "of_weights(x, w * m[0], w.clone() - w * m[0])",
@@ -146,16 +149,16 @@ USED_AS_MASKS: dict[int, tuple[str, ...]] = {
         "of_total(torch.inner(x, w), torch.inner(x, w * m[0]))",
         "of_total(torch.addmm(o.new_zeros(8), x, w.t()), linear(x, w * m[0]))",
         "of_total(einsum('bh,dh->bd', x, w), linear(x, w * m[0]))",
-        # The unmasked weight does not mask its mask, nor do the branches of a `where` mask each other
+        # The unmasked weight is not a mask of its mask, and the branches of a `where` are not masks of each other
         "(of_total(linear(x, w), linear(x, w * m[0])), linear(x, (2 * w) * m[0]))",
         "chosen = where(b[0], w, o).tanh() + where(b[0], w, 1 - o); (gated(x, w * o, b[0], ~b[0]), chosen)",
         # Stacks
-        "of_stack(einsum('bh,ndh->nbd', x, cat([w * m, w * (1 - m)])))",
+        "layer_of_stack(einsum('bh,ndh->nbd', x, cat([w * m, w * (1 - m)])))",
         "of_total(linear(x, w), einsum('bh,ndh->nbd', x, w * m)).sum(0)",
-        "of_stack(einsum('bh,ndh->nbd', x, w * stack([m[0], 1 - m[0]])))",
-        "of_stack(einsum('bh,ndh->nbd', x, w * cat([m, 1 - m])))",
-        # A per-channel mask, which is refused, and a layer whose weight is scaled by an element of that mask
-        OF_A_PER_CHANNEL_MASK := "(gated(x, w, m[0, 0], 1 - m[0, 0]), gated(x, w * m[0, 0, 1], b[0], ~b[0]))",
+        "layer_of_stack(einsum('bh,ndh->nbd', x, w * stack([m[0], 1 - m[0]])))",
+        "layer_of_stack(einsum('bh,ndh->nbd', x, w * cat([m, 1 - m])))",
+        # A refused layer with a per-channel mask, and a layer whose weight is scaled by an element of that mask
+        PER_CHANNEL_MASK := "(gated(x, w, m[0, 0], 1 - m[0, 0]), gated(x, w * m[0, 0, 1], b[0], ~b[0]))",
     ),
     2: (
         "tuple(gated(x, e, m[0], 1 - m[0]) for e in stack([w, o]).tanh())",
@@ -164,7 +167,7 @@ USED_AS_MASKS: dict[int, tuple[str, ...]] = {
     ),
 }
 
-# The reason in the report -> programs of x, w and logits m, which the programs do not use as masks.
+# Programs of x, w and logits m, which are not used as masks, by the reason in the report.
 NOT_USED_AS_MASKS: dict[str, tuple[str, ...]] = {
     "two different masks": (
         "of_weights(x, w * m[0], w * m[1])",
@@ -181,8 +184,8 @@ NOT_USED_AS_MASKS: dict[str, tuple[str, ...]] = {
 }
 
 
-def of_stack(products: Tensor) -> Tensor:
-    """The layer of all gates and all values in one stack."""
+def layer_of_stack(products: Tensor) -> Tensor:
+    """The layer, from a stack of all gates and all values."""
     return term_of_products(*products.chunk(2)).sum(0)
 
 
@@ -201,21 +204,21 @@ def each(table: dict[Any, tuple[str, ...]]) -> list[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_that_show_a_real_tensor_to_be_used_as_a_mask(name: str) -> None:
+def test_functions_that_show_a_float_tensor_to_be_used_as_a_mask(name: str) -> None:
     source = f"of_weights(x, w * m[0], w * FUNCTIONS[{name!r}](m[0]))"
     capture = _assuming(source, lambda named: named["bits"].double())
     assert [len(capture.report.fused), capture.reasons] == [1, []]
 
 
 @pytest.mark.parametrize(("count", "source"), each(USED_AS_MASKS))
-def test_a_real_tensor_that_is_used_as_a_mask(count: int, source: str) -> None:
+def test_a_float_tensor_that_is_used_as_a_mask(count: int, source: str) -> None:
     capture = _assuming(source, lambda named: named["bits"].double())
     assert len(capture.report.fused) == count
-    assert len(capture.reasons) == (source == OF_A_PER_CHANNEL_MASK)
+    assert len(capture.reasons) == (source == PER_CHANNEL_MASK)
 
 
 @pytest.mark.parametrize(("reason", "source"), each(NOT_USED_AS_MASKS))
-def test_a_real_tensor_that_is_not_used_as_a_mask(reason: str, source: str) -> None:
+def test_a_float_tensor_that_is_not_used_as_a_mask(reason: str, source: str) -> None:
     capture = _assuming(source, lambda named: named["logits"])
     assert capture.report.fused == []
     assert [reason in text for text in capture.reasons] == [True]

@@ -1,4 +1,4 @@
-"""The memory of a graph: who writes to which storage, and under which modes its nodes run."""
+"""The memory of a graph: which nodes write to which storage, and under which modes the nodes run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_modes() -> None:
     read: list[Node] = []
 
     def switch(function: Any, *arguments: Any) -> Node:
-        """Switch a mode, and read a tensor in it."""
+        """Add a node that switches a mode, and a node that reads a tensor in this mode."""
         node = graph.call_function(function, arguments)
         read.append(graph.call_method("relu", (x,)))
         return node
@@ -146,7 +146,7 @@ def test_only_an_attribute_has_the_storage_of_the_tensor_with_its_name() -> None
 
 
 def test_attributes_without_examples_share_memory() -> None:
-    """Another pass may add attributes to a graph without examples; then only their tensors tell that they share it."""
+    """Another pass may add attributes without example values. Then only their tensors tell that they share memory."""
     root, graph = nn.Module(), Graph()
     root.register_buffer("whole", torch.zeros(4))
     root.register_buffer("part", root.get_buffer("whole")[:2])

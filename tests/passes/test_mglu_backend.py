@@ -1,4 +1,4 @@
-"""The Dynamo backend "mglu", the pass as an object with a key for caches, and compilations in other processes."""
+"""The Dynamo backend "mglu", the key of the pass for compile caches, and compilations in other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The naive layer of the paper (`mglu_ops.nn.NaiveMGLU`) becomes one operator in every size, dtype and mode."""
+"""The naive layer of the paper (`mglu_ops.nn.NaiveMGLU`) becomes one operator for every size, dtype and mode."""
 
 from __future__ import annotations
 

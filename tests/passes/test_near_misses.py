@@ -1,4 +1,4 @@
-"""Near misses: which programs with two masked forms of a weight are reported, and in which words."""
+"""Near misses: the programs with two masked forms of a weight that are reported, and the words of the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def captured(source: str) -> Capture:
-    """The capture of a program of x, a weight w and a mask m, in which g and v are products with w * m and w * ~m."""
+    """Run the pass on a program of x, a weight w and a mask m; g and v stand for the products with w * m and w * ~m."""
     capture = Capture()
     for name, product in (("v", "linear(x, w * ~m)"), ("g", "linear(x, w * m)")):
         if re.search(rf"\b{name}\b", source) and f"{name} = " not in source:
@@ -26,11 +26,11 @@ def captured(source: str) -> Capture:
 
 
 FAR = "; ".join(["a, b = w * m, w * ~m", *["a, b = a.sin(), b.sin()"] * 8])
-"""The sine of a masked weight, eight times."""
+"""Statements that take the sine of both masked weights eight times."""
 FUNCTIONS = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh")
 
 
-def of_functions(count: int) -> str:
+def stacked_functions(count: int) -> str:
     return f"g = linear(x, w * m); stack([f(g) for f in ({', '.join(f'torch.{f}' for f in FUNCTIONS[:count])})]) * v"
 
 
@@ -48,10 +48,10 @@ def of_functions(count: int) -> str:
         ),
         ("checkpoint(F.linear, x, w * m) * v", "another graph reads one or both of them"),
         ("y = linear(x, w * m); y * checkpoint(F.linear, x, w * ~m)", "another graph reads one or both of them"),
-        # A product is looked for eight nodes after a mask, and at most four nodes are named.
+        # Products are searched up to eight nodes after a mask, and the reason names at most four nodes.
         (f"{FAR}; linear(x, a) * linear(x, b)", "reads a masked weight by `sin`"),
-        (of_functions(4), "by `asin` in a way"),
-        (of_functions(8), "by `asin`, and 4 more in a way"),
+        (stacked_functions(4), "by `asin` in a way"),
+        (stacked_functions(8), "by `asin`, and 4 more in a way"),
         # Weights that are masked before a graph break
         ("a, b = w * m, w * ~m; torch._dynamo.graph_break(); of_weights(x, a, b)", "another graph reads"),
         (
@@ -77,7 +77,7 @@ def test_words(source: str, words: str) -> None:
         "checkpoint(lambda x, w, m: linear(x, w * m), x, w, m) * v",
         f"{FAR}; linear(x, a.sin()) * linear(x, b.sin())",
         "einsum('bh,dh,dh,h->bd', x, w, m.float(), w[0]) * (x @ torch.eye(8))",
-        # Products that are masked by the elements of the outputs, by tokens, by one bit, or by a stack of rows
+        # Products masked per element, per token, by one bit, or by a stack of rows, instead of masked weights
         *(
             f"y, f = linear(x, w), {mask}; silu(y * f) * (y * ~f)"
             for mask in ("m[:5]", "m[:5, :1]", "m[0, 0]", "m[:2].unsqueeze(1)")
@@ -89,7 +89,7 @@ def test_no_near_miss(source: str) -> None:
 
 
 def test_a_symbolic_number_of_masks_is_reported() -> None:
-    """Fusing would need a guard on the number."""
+    """Fusing would need a guard on the number of masks."""
     layer = from_source(
         "x, weight, masks",
         "g, v = (einsum('bh,ndh->nbd', x, weight * m) for m in (masks, ~masks)); term(g, v).sum(0)",
@@ -111,7 +111,7 @@ def test_a_symbolic_number_of_masks_is_reported() -> None:
     ],
 )
 def test_a_sum_that_becomes_several_operators_says_so(source: str) -> None:
-    """Each operator reads the whole weight, which a user may not expect of one sum."""
+    """Each operator reads the whole weight, which a user may not expect."""
     function = from_source("x, w, m", source, {})
     named, capture = tensors(), Capture()
     given: dict[str, Tensor] = {"x": named["x"], "w": named["weight"], "m": named["bits"][0]}

@@ -1,4 +1,4 @@
-"""NaN and infinity in programs that are fused: where a fused layer differs from the program, and where it must not."""
+"""NaN and infinity in fused programs: where a fused layer differs from the program, and where it must not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mglu_ops.activations import ACTIVATIONS
 
 NAN_AS_0 = "a mask logit that is NaN counts as 0"
 
-# Name -> the mask of logits, and whether the report says that the program may make a NaN of a NaN logit.
+# The mask of logits, and True if the report says that the program may return NaN for a NaN logit.
 MASKS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "round(sigmoid)": (lambda l: torch.round(torch.sigmoid(l.detach())), True),
     "heaviside": (lambda l: torch.heaviside(l.detach(), torch.zeros(())), True),
@@ -37,10 +37,10 @@ def mglu(x: Tensor, weight: Tensor, logits: Tensor, make: Callable[[Tensor], Ten
 
 @pytest.mark.parametrize(("name", "training"), family(MASKS, [True, False]))
 def test_a_nan_logit_is_a_0_of_the_mask(name: str, training: bool) -> None:
-    """In training and in inference alike. An infinite logit gives a finite result too."""
+    """This holds in training and in inference. An infinite logit also gives a finite result."""
     make, is_said = MASKS[name]
     if name == "autograd.Function" and not training:
-        is_said = False  # its forward, a comparison, is what the graph holds
+        is_said = False  # the graph contains only its forward, a comparison
     torch.manual_seed(0)
     x, weight, logits = torch.randn(3, 16), torch.randn(8, 16), torch.randn(8, 16)
     below = logits.clone()
@@ -60,7 +60,7 @@ def test_a_nan_logit_is_a_0_of_the_mask(name: str, training: bool) -> None:
 
 
 def test_programs_that_make_nan_of_a_nan_logit() -> None:
-    """The report warns of these; if torch changes and this test fails, the warning can go."""
+    """The report warns of these programs. If torch changes and this test fails, remove the warning."""
     x, weight, logits = torch.randn(3, 16), torch.randn(8, 16), torch.randn(8, 16)
     logits[1, 2] = math.nan
     for make in (straight_through, MASKS["round(sigmoid)"][0]):
@@ -82,7 +82,7 @@ def test_given_masks_cause_no_warning() -> None:
     assert packings(capture.calls) > 0
 
 
-# Name -> the masked weight.
+# Functions of a weight and a mask that give the masked weight.
 MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "w * m": lambda w, m: w * m,
     "where": lambda w, m: torch.where(m, w, 0),
@@ -93,7 +93,7 @@ MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize(("name", "activation"), family(MASKED, ["silu", "relu", "tanh"]))
 def test_no_wrong_number_comes_out_where_a_weight_is_not_finite(name: str, activation: str) -> None:
-    """An infinite or NaN weight, and products that overflow, under a mask of 0 or 1."""
+    """The weight is infinite or NaN, or a product overflows, under a mask of 0 or 1."""
     masked, act = MASKED[name], ACTIVATIONS[activation].forward
 
     def program(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def test_no_wrong_number_comes_out_where_a_weight_is_not_finite(name: str, activ
 
 
 def test_where_and_a_product_differ_under_an_infinite_weight() -> None:
-    """So no fused layer can agree with both programs (compile_passes/README.md)."""
+    """Hence no fused layer can agree with both programs (compile_passes/README.md)."""
     x, weight, masks = torch.ones(2, 8), torch.randn(4, 8), torch.ones(4, 8, dtype=torch.bool)
     masks[:, 0] = False
     weight[1, 2] = -math.inf

@@ -1,7 +1,7 @@
 """Programs without an MGLU layer: the pass changes nothing, adds no guard, gives no warning and raises no error.
 
-By default 300 random programs are compared, of which 10 are quick tests. `MGLU_ORDINARY_PROGRAMS=20000` compares
-20000, and `MGLU_ORDINARY_START=300` starts after the first 300.
+By default there are 300 random programs, of which 10 are quick tests. `MGLU_ORDINARY_PROGRAMS=20000` runs 20000, and
+`MGLU_ORDINARY_START=300` skips the first 300.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from compile_passes.shapes import example
 PROGRAMS = int(os.environ.get("MGLU_ORDINARY_PROGRAMS", "300"))
 START = int(os.environ.get("MGLU_ORDINARY_START", "0"))
 ATTEMPTS = 100
-"""The most programs drawn for one test, which compares the first one that eager torch and Dynamo can run."""
+"""The most programs drawn for one test, which uses the first one that eager torch and Dynamo can run."""
 MOST_SECONDS = 2.0
-"""The most seconds that the pass may take for one of these graphs, which have about 30 nodes; it takes about 2 ms."""
+"""The most seconds that the pass may take for a graph of about 30 nodes. It takes about 2 ms."""
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` inside the block after that many seconds of CPU time."""
+    """Raise `TimeoutError` inside the block once it has used this much CPU time."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"the pass takes more than {seconds} s")
@@ -50,7 +50,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 class Watched(Both):
-    """A backend that checks everything that the pass must not change."""
+    """A backend that fails if the pass changes anything."""
 
     def run_pass(self, gm: GraphModule, example_inputs: Any) -> None:
         assert not self.before, "one graph is captured"
@@ -62,7 +62,7 @@ class Watched(Both):
 
 
 def check(program: Program) -> str:
-    """The verdict on a program; it is skipped if autograd, Dynamo or a size that depends on data forbids it."""
+    """The verdict on a program. It is skipped if autograd or Dynamo rejects it, or if a size depends on data."""
     try:
         wanted = outcomes(program, program.function())
     except Exception:
@@ -84,7 +84,7 @@ def test_random_program_is_not_changed(number: int) -> None:
     pytest.fail(f"none of {ATTEMPTS} programs could be compared")
 
 
-# Common layers. All sizes are equal, so that no shape tells what is transposed.
+# Common layers. All sizes are equal, so that no shape reveals a transpose.
 COMMON: dict[str, tuple[str, ...]] = {
     "SwiGLU": ("v0 = F.silu(F.linear(x, W, b)) * F.linear(x, V)",),
     "gating": ("v0 = torch.sigmoid(F.linear(x, W, b))", "v1 = (1 - v0) * x + v0 * torch.tanh(F.linear(x, V, b))"),
@@ -100,7 +100,7 @@ COMMON: dict[str, tuple[str, ...]] = {
         for kind, mask in {
             "bool": "m.tril()",
             "float": "torch.tril(f)",
-            "DropConnect": "torch.rand_like(W) < 2",  # eager and compiled masks are equal
+            "DropConnect": "torch.rand_like(W) < 2",  # all True, so eager and compiled agree
             "dropout": "F.dropout(torch.ones_like(W), 0.0)",
         }.items()
     },
@@ -130,7 +130,7 @@ def test_common_layers_are_not_reported(name: str) -> None:
     assert check(program) == "silent"
 
 
-# Programs that the pass once broke, by what was wrong.
+# Programs that the pass once broke, by the fault.
 REGRESSIONS: dict[str, tuple[str, ...]] = {
     "permutation by keyword": ("v0 = x.permute(dims=(1, 0))",),
     "permutation by keywords of the function": ("v0 = torch.permute(input=x, dims=(1, 0)) @ x",),
@@ -171,7 +171,7 @@ def test_regression(name: str) -> None:
 
 
 def test_fuse_needs_no_inputs_inside_a_backend() -> None:
-    """In a custom Dynamo backend, the graph itself has examples and their fake mode."""
+    """In a custom Dynamo backend, the graph itself has example values and their fake mode."""
 
     def backend(gm: GraphModule, _: Any) -> Callable[..., Any]:
         return mglu_ops.fuse(gm).forward

@@ -1,6 +1,7 @@
-"""Right programs with one perturbation give what eager gives, and leave their inputs as eager does.
+"""Correct programs with one perturbation have eager's results, and leave their inputs as eager does.
 
-`perturbed_programs` says what must hold; `python tests/passes/run_random_programs.py perturbed` runs any number.
+The module `perturbed_programs` says what must hold for them, and
+`python tests/passes/run_random_programs.py perturbed` runs any number.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def test_perturbed_program(number: int) -> None:
 
 @pytest.mark.parametrize("seed", quick_sample(range(60), every=10))
 def test_right_program(seed: int) -> None:
-    """A program without a perturbation gives what eager gives, and its layers are fused."""
+    """A program without a perturbation has eager's results, and its layers are fused."""
     right = draw(seed)
     outcome = through_the_pass(right)
     assert outcome == "fused" or _may_be_refused(right), f"{outcome}\n{right}"
 
 
 def _may_be_refused(right: Program) -> bool:
-    """Whether a float mask can be taken for the weight, or logits are trained although `round` has no gradient."""
+    """True if the pass may refuse a program: a float mask is ambiguous, or logits are trained through `round`."""
     lines = " ".join(right.statements)
     rounded = "torch.round" in lines and "detach" not in lines
     return right.given == "float" or (rounded and any(name[0] in "Ll" for name in right.trained))
@@ -68,7 +69,7 @@ def test_a_seed_and_an_index_are_one_program() -> None:
 
 
 def test_every_perturbation_at_every_position() -> None:
-    """The indices of a seed give different programs, at least one for each position in the right program."""
+    """The indices of a seed give different programs, with at least one for each position in the correct program."""
     seed = next(seed for seed in range(100) if len(draw(seed).statements) < 12)
     length = len(draw(seed).statements)
     found = list(indices(seed))
@@ -135,7 +136,7 @@ def test_a_difference_is_seen(name: str, changed: Callable[[Any], Any], message:
     ],
 )
 def test_a_failure_is_seen(changed: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that the pass breaks is a failure."""
+    """A graph that the pass breaks counts as a failure."""
 
     def broken(self: Both, gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         function = whole(self, gm, example_inputs)
@@ -148,7 +149,7 @@ def test_a_failure_is_seen(changed: Callable[[Any], Any], message: str, monkeypa
 
 
 def test_shared_memory_is_seen() -> None:
-    """Results that are the same tensor, or share memory with each other or with an input, differ from copies."""
+    """Copies differ from results that are one tensor, or that share memory with each other or with an input."""
 
     def layout(*results: str) -> dict[str, Any]:
         program = replace(PLAIN, statements=(*PLAIN.statements, "w = W * 1"), extra=results, trained=())

@@ -1,4 +1,4 @@
-"""Elementwise calls, which torch evaluates at the values of a mask, and numbers as other dtypes hold them."""
+"""Elementwise calls that torch evaluates at the values of a mask, and numbers that are rounded to a dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINED = Operand((0, 1), FLOAT, has_gradient=True)
 
 
 def call(target: Any, *args: Any, **kwargs: Any) -> tuple[Node, list[Node]]:
-    """A call, and its inputs, for which the arguments have the letters `a` and `b`."""
+    """A call and its input nodes, which the letters `a` and `b` stand for among the arguments."""
     graph = Graph()
     inputs = [graph.placeholder(name) for name in "ab"]
     op = "call_method" if isinstance(target, str) else "call_function"
@@ -39,7 +39,7 @@ def call(target: Any, *args: Any, **kwargs: Any) -> tuple[Node, list[Node]]:
         (call(operator.gt, "a", 0.5), [TRAINED], BOOL, Result((0, 1), ((0, 0),))),
         (call(torch.logical_not, "a"), [Operand((0, 1), BOOL)], BOOL, Result((1, 0), ())),
         (call(operator.add, "a", "b"), [Operand((2,), LONG, True), Operand((3,), LONG, True)], LONG, Result((5,), ())),
-        # A tensor without dimensions does not change the dtype of the result; a filled tensor does.
+        # A tensor without dimensions does not change the dtype of the result, but a filled tensor does.
         (call("mul", "a", "b"), [MASK, Operand((3,), torch.float64, True)], FLOAT, Result((0, 3), ())),
         (call("mul", "a", "b"), [MASK, Operand((3,), torch.float64)], torch.float64, Result((0, 3), ())),
         # Arguments that are equal in Python but not in torch

@@ -1,4 +1,4 @@
-"""Each condition of the proof, on sites that are made by hand: a right one with one thing changed."""
+"""Each condition of the proof, on handmade sites: a correct site with one change."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def term(
     dtype: torch.dtype = torch.float32,
     slope: float = 0,
 ) -> Term:
-    """A right term, or one with changes: `gate` and `value` are values at M = 0 and M = 1, or factors."""
+    """A correct term, or one with changes. `gate` and `value` are factors, or their values at M = 0 and M = 1."""
     mask = Mask(IN_VIEW[BITS], "m", "bool") if mask is None else mask
     factors = [
         Binary(mask, at, (sign * slope, sign * slope)) if isinstance(at, tuple) else at
         for at, sign in ((gate, 1), (value, -1))
     ]
-    one, other = (Projection(IN_VIEW[X], IN_VIEW[WEIGHT], factor, dtype) for factor in factors)
-    return Term(silu() if formula is None else formula, one, other, weight)
+    gate_projection, value_projection = (Projection(IN_VIEW[X], IN_VIEW[WEIGHT], factor, dtype) for factor in factors)
+    return Term(silu() if formula is None else formula, gate_projection, value_projection, weight)
 
 
 def changed(which: str, **changes: Any) -> Term:
-    """A right term with another gate or value."""
+    """A correct term with another gate or value."""
     right = term()
     changes = {name: IN_VIEW.get(value, value) for name, value in changes.items()}
     return replace(right, **{which: replace(getattr(right, which), **changes)})
@@ -211,8 +211,8 @@ def test_layer_with_trained_masks(complement: bool) -> None:
 
 def test_the_larger_rounding_error_counts() -> None:
     rounded = [replace(BITS_MASK, rounding=rounding) for rounding in (1e-9, 1e-8)]
-    for one, other in (rounded, reversed(rounded)):
-        ((mask, _),) = layer(term(gate=Binary(one), value=Binary(other, (1, 0)))).masks
+    for gate_mask, value_mask in (rounded, reversed(rounded)):
+        ((mask, _),) = layer(term(gate=Binary(gate_mask), value=Binary(value_mask, (1, 0)))).masks
         assert mask.rounding == 1e-8
 
 
@@ -262,7 +262,7 @@ def test_a_layer_may_hide_nan(mask: Mask, hides_nan: bool) -> None:
 
 
 def test_a_mask_with_larger_rounding_errors_than_the_layer_is_refused() -> None:
-    """The operator's mask is exact, so the results would differ by more than the layer's own rounding."""
+    """The operator's mask is exact, so its result would differ by more than the layer's own rounding."""
     rounded = replace(BITS_MASK, rounding=torch.finfo(torch.float16).eps)
     with pytest.raises(Refusal, match="rounding errors of a narrower dtype"):
         layer(term(rounded))

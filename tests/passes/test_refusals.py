@@ -1,4 +1,4 @@
-"""Each refusal of a candidate, with its reason; results and gradients equal eager's."""
+"""Refused sites: each has its reason in the report, and the results and gradients equal eager's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ A_BIAS_IN_ONE_HALF = "sigmoid(linear(x, w * b[0], o[0])) * linear(x, w * b[0]) *
 
 FOUR_TIMES_SILU = "g = linear(x, w * b[0]); (silu(silu(silu(silu(g))))"
 
-# The reason (`a|b`: a or b) -> layers.
+# Refused layers, by the reason; `a|b` stands for either reason.
 REFUSED: dict[str, tuple[str, ...]] = {
     # Masks
     "nothing proves to be binary": (
@@ -72,19 +72,19 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "of_weights(x, w * b[0], o * ~b[0])",
         "of_weights(x, F.normalize(w) * b[0], F.normalize(w, p=1.0) * ~b[0])",
     ),
-    "project different inputs": ("of_inputs(x, x + 1, w, b[0])",),
-    # A reason names the nodes where the two expressions begin to differ, but not slices, whose names tell nothing.
-    "different inputs, `l_x_` and `add [5, 8] = add(l_x_, 1)`": ("of_inputs(x.sin(), (x + 1).sin(), w, b[0])",),
+    "project different inputs": ("gated_on_two(x, x + 1, w, b[0])",),
+    # A reason names the nodes at which the two expressions begin to differ, but no slices, whose names tell nothing.
+    "different inputs, `l_x_` and `add [5, 8] = add(l_x_, 1)`": ("gated_on_two(x.sin(), (x + 1).sin(), w, b[0])",),
     "different inputs, `sin [8, 8] = sin(a)` and `sin_1 [8, 8] = sin(c)`": (
-        "a, c = l[0], l[1]; of_inputs(a.sin(), c.sin(), w, b[0])",
+        "a, c = l[0], l[1]; gated_on_two(a.sin(), c.sin(), w, b[0])",
     ),
     "different inputs, `sub [5, 8] = sub(l_x_, add)` and `sub_1 [5, 8] = sub(add_1, l_x_)`": (
-        "of_inputs(x - (x + 1), x + 1 - x, w, b[0])",
+        "gated_on_two(x - (x + 1), x + 1 - x, w, b[0])",
     ),
     "different inputs, `sin [5, 8] = sin(l_x_)` and `cos [5, 8] = cos(l_x_)`": (
-        "of_inputs(x.sin(), x.cos(), w, b[0])",
+        "gated_on_two(x.sin(), x.cos(), w, b[0])",
     ),
-    "(each call draws new random numbers)": ("of_inputs(dropout(x, 0.5), dropout(x, 0.5), w, b[0])",),
+    "(each call draws new random numbers)": ("gated_on_two(dropout(x, 0.5), dropout(x, 0.5), w, b[0])",),
     "different weights, `w [8, 8] = alias(l_weight_)` and `setitem [8, 8] = setitem(w, 0, 1)`": (
         "w = w.clone(); first = w * 2; w[0] = 1; of_weights(x, first * b[0], (w * 2) * ~b[0])",
     ),
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "gated(torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 5])), w, b[0], ~b[0]).values()",
     ),
     "is a TwoTensor, and the operator takes plain tensors": ("gated(x, TwoTensor(w, w), b[0].double()).a",),
-    # Expressions that no rule knows, of masked weights
+    # Expressions of masked weights that no rule knows
     "reads a masked weight by": (
         "term(*(torch.tensordot(x, w * f, ([1], [1])) for f in (b[0], ~b[0])))",
         "term(torch.mv(w * b[0], x[0]), torch.mv(w * ~b[0], x[0]))",
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "term(x @ (w * b[0]).transpose(0, 0), x @ (w * ~b[0]).t())",
         "term(x @ (w * b[0]).real, x @ (w * ~b[0]).T)",
     ),
-    # Expressions that no rule knows, of products
+    # Expressions of products that no rule knows
     "reads a product with a masked weight by": (
         "term(linear(x, w * b[0]), linear(x, w) - linear(2 * x, w * b[0]))",
         "term(linear(x, w * b[0]), linear(x, w) - x @ (w * b[0]))",
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "reads a product with a masked weight by `sin`": ("torch.sin(linear(x, w * b[0])) * linear(x, w * ~b[0])",),
     "2 g": ("silu(2 * linear(x, w * b[0])) * linear(x, w * ~b[0])",),
-    # The size of a formula doubles with each activation of this chain; one of more than 48 atoms would take all memory.
+    # Each activation of this chain doubles the formula. Without the limit of 48 atoms, memory would run out.
     "the gate g goes through g inv(": (f"{FOUR_TIMES_SILU} + torch.tanh(g)) * linear(x, w * ~b[0])",),
     "reads a product": (f"{FOUR_TIMES_SILU} + torch.tanh(torch.tanh(g))) * linear(x, w * ~b[0])",),
     # Other users
@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Layers that are refused, for this reason, only in training. In inference the results are compared.
+# Layers that are refused only in training, by the reason. In inference only the results are compared.
 REFUSED_IN_TRAINING: dict[str, tuple[str, ...]] = {
     "does not pass straight through": (
         "m = ste(l[0]); gated(x, w, m, m == 0)",
@@ -204,19 +204,19 @@ REFUSED_IN_TRAINING: dict[str, tuple[str, ...]] = {
         "of_weights(x, w * b[0], w.detach() * ~b[0])",
         "of_weights(x, w * b[0], without_gradient(w.clone) * ~b[0])",
     ),
-    "(only one of them takes a gradient)": ("of_inputs(x, x.detach(), w, b[0])",),
-    "project different inputs": ("of_inputs(without_gradient(lambda: x * 2), x * 2, w, b[0])",),
+    "(only one of them takes a gradient)": ("gated_on_two(x, x.detach(), w, b[0])",),
+    "project different inputs": ("gated_on_two(without_gradient(lambda: x * 2), x * 2, w, b[0])",),
     "through different tensors": (
-        "m, same = of_two_gradients(l, o); of_weights(x, w * m, w * (1 - same))",
+        "m, same = twin_masks(l, o); of_weights(x, w * m, w * (1 - same))",
         "gated(x, w, ste(l[0]), l[0] <= 0)",
         "gated(x, w, l[0] > 0, 1 - ste(l[0]))",
     ),
     "reads a masked weight by `sub`": (
-        # 1 - m + m - same has the gradient of 1 - same, where same has the values of m
-        "m, same = of_two_gradients(l, o); of_weights(x, w * m, w * (1 - m) + w * m - w * same)",
+        # `1 - m + m - same` has the gradient of `1 - same`, and `same` has the values of m
+        "m, same = twin_masks(l, o); of_weights(x, w * m, w * (1 - m) + w * m - w * same)",
     ),
     "not complementary": (
-        "m, same = of_two_gradients(l, o); linear(x, w * m) * sigmoid(linear(x, w * same)) * linear(x, w * (1 - m))",
+        "m, same = twin_masks(l, o); linear(x, w * m) * sigmoid(linear(x, w * same)) * linear(x, w * (1 - m))",
         "m = ste(l[0]); linear(x, w * m) * sigmoid(linear(x, w * m.detach())) * linear(x, w * (1 - m))",
     ),
     "gradient of zeros": (
@@ -228,7 +228,7 @@ REFUSED_IN_TRAINING: dict[str, tuple[str, ...]] = {
 }
 
 
-def of_inputs(x: Tensor, other: Tensor, w: Tensor, m: Tensor) -> Tensor:
+def gated_on_two(x: Tensor, other: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return term_of_products(F.linear(x, w * m), F.linear(other, w * ~m))
 
 
@@ -242,8 +242,8 @@ def without_gradient(function: Callable[[], Tensor]) -> Tensor:
     return function()
 
 
-def of_two_gradients(logits: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
-    """Two masks that have the same values, each of which passes its gradient to a tensor of its own."""
+def twin_masks(logits: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+    """Two masks with equal values, whose gradients go to different tensors."""
     hard = (o > 0).to(o.dtype)
     return (hard - logits[0]).detach() + logits[0], (hard - logits[1]).detach() + logits[1]
 
@@ -260,7 +260,7 @@ ACCEPTED = (
     "(gated(x, w, b[0], ~b[0]), of_weights(x, w * b[1], o * b[1]))",
     "(gated(x, w, b[0], ~b[0]), of_weights(x, l[0] * b[1], l[1] * ~b[2]), of_weights(x, l[2] * b[2], o * ~b[1]))",
     "gates = [w * ste(one) for one in l]; sum(of_weights(x, gate, w + -gate) for gate in gates)",
-    # What `addcmul` adds the products to, and its factor
+    # `addcmul`, with several first operands and factors
     *(
         f"y = torch.addcmul({start}, silu(linear(x, w * b[0])), linear(x, w * ~b[0]), value={factor}); "
         f"torch.addcmul(y, silu(linear(x, w * b[1])), linear(x, w * ~b[1]), value={factor})"
@@ -276,7 +276,7 @@ ACCEPTED = (
     "gated(x, w, (l[0] > 0).double(), (l[0] <= 0).double())",
     "gated(x, w, (l[0] > 0).int(), (l[0] <= 0).int())",
     "gated(x, w, ste(l[0]), 1 - ste(l[0]))",
-    # Products that are of one weight, although their arguments differ
+    # Products with one weight, which is written in different ways
     "of_weights(x.float(), (w * b[0]).float(), (w * ~b[0]).float())",
     "w = w.t().float(); of_total(x.float() @ w, x.float() @ (w * b[0]))",
     "term(x @ (w * b[0]).mH, x @ (w * ~b[0]).H)",
@@ -294,7 +294,7 @@ ACCEPTED = (
 
 MODES = {"training": ("x", "weight", "logits"), "inference": ()}
 
-# Sums that are not one layer, and how many layers they are in inference and in training.
+# Sums that are not one layer, with the number of layers in inference and in training.
 PARTS: dict[str, tuple[int, int]] = {
     "sum(gated(x.float(), w.float(), m, ~m).double() for m in b)": (3, 3),
     A_STACK_IS_USED: (3, 3),
@@ -355,7 +355,7 @@ def test_layer_is_accepted(source: str, mode: str) -> None:
 
 @pytest.mark.parametrize("numbers", [(1e-9, 1e-3), (1e5, 2e5)])
 def test_numbers_that_the_dtype_of_the_layer_cannot_hold(numbers: tuple[float, float]) -> None:
-    """Eager multiplies by the number in float32; as a weight of a term it would be 0 or infinite. Terms are layers."""
+    """Each term is fused alone: float16 mask weights of these numbers would be 0 or infinite. Eager uses float32."""
 
     def function(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
         return sum(number * gated(x, weight, m, ~m) for number, m in zip(numbers, bits[:2], strict=True))
@@ -368,7 +368,7 @@ def test_numbers_that_the_dtype_of_the_layer_cannot_hold(numbers: tuple[float, f
 
 @pytest.mark.parametrize("where", ["gate", "activated", "sum", "mm"])
 def test_narrower_parts_are_kept(where: str) -> None:
-    """A rounding that the user asks for, as in fake quantisation, is kept."""
+    """A rounding that the program contains, as in fake quantisation, is kept."""
 
     def narrow(t: Tensor, here: str) -> Tensor:
         return t.half().double() if where == here else t
@@ -389,13 +389,13 @@ def test_narrower_parts_are_kept(where: str) -> None:
     assert where == "sum" or capture.report.fused == []
 
 
-@pytest.mark.parametrize("of_the_gate", [True, False])
-def test_a_nan_that_one_straight_through_factor_makes_is_hidden(of_the_gate: bool) -> None:
-    """In inference the other factor may be a comparison of the same logits, which makes no NaN."""
+@pytest.mark.parametrize("on_gate", [True, False])
+def test_a_nan_that_one_straight_through_factor_makes_is_hidden(on_gate: bool) -> None:
+    """In inference the other factor may be a comparison of the same logits, which does not return NaN."""
 
     def function(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         m, hard = straight_through(logits[0]), logits[0] > 0
-        return gated(x, weight, m, ~hard) if of_the_gate else gated(x, weight, hard, 1 - m)
+        return gated(x, weight, m, ~hard) if on_gate else gated(x, weight, hard, 1 - m)
 
     named, capture = tensors(), Capture()
     named["logits"][0, 0, 0] = torch.nan
@@ -406,7 +406,7 @@ def test_a_nan_that_one_straight_through_factor_makes_is_hidden(of_the_gate: boo
 
 
 def test_terms_around_a_residual_of_a_wider_dtype_are_layers_of_their_own() -> None:
-    """Each is fused in its own dtype, in which these whole numbers are exact; their sum has no dtype that all share."""
+    """Each term is fused in its own dtype, in which these whole numbers are exact. The sum has a wider dtype."""
 
     def function(x: Tensor, weight: Tensor, bits: Tensor, residual: Tensor) -> Tensor:
         first, second = (F.relu(F.linear(x, weight * m)) * F.linear(x, weight * ~m) for m in bits[:2])

@@ -1,4 +1,4 @@
-"""The report of the fusion pass, the command that explains a model, and its log."""
+"""The report of the fusion pass, the command `report`, and the log."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def file(tmp_path: Path) -> Path:
 
 
 class Mixed(nn.Module):
-    """A layer with logits, one with packed masks, and one that cannot fuse."""
+    """A layer with logits, a layer with packed masks, and a layer that cannot be fused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_picture_shows_the_layer_before_and_after() -> None:
 
 
 def test_pass_logs_each_layer(caplog: pytest.LogCaptureFixture) -> None:
-    """The log belongs to Python's `logging`; `TORCH_LOGS="+compile_passes.fusion"` shows it too."""
+    """The pass uses Python's `logging`, and `TORCH_LOGS="+compile_passes.fusion"` shows the log, too."""
     with caplog.at_level(logging.DEBUG, logger="compile_passes.fusion"):
         report_of(Mixed())
     records = [record for record in caplog.records if record.name == "compile_passes.fusion"]

@@ -1,4 +1,4 @@
-"""The nodes that replace a layer, for layers that are made by hand."""
+"""The nodes that replace a layer, for handmade layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLES = {
     "x": torch.zeros(5, 8),
     "x3": torch.zeros(2, 5, 8),
     "weight": torch.zeros(4, 8),
-    "stored": torch.zeros(8, 4),  # a weight and masks [in_features, out_features]
+    "stored": torch.zeros(8, 4),  # a weight or mask [in_features, out_features]
     "stored_bits": torch.zeros(2, 8, 4, dtype=torch.bool),
     "bits": torch.zeros(2, 4, 8, dtype=torch.bool),
     "more": torch.zeros(3, 4, 8, dtype=torch.bool),
@@ -42,12 +42,12 @@ EXAMPLES = {
 
 
 def masks_of(bits: Any, *indices: int | None, complement: bool = False, **more: Any) -> Any:
-    """Slices of a stack of masks, as the masks of a layer, with names in place of nodes."""
+    """The masks of a layer, as slices of a stack of masks. Names stand for nodes."""
     return [(Mask(bits, (bits, i), **{"proof": "bool", "index": i, **more}), complement) for i in indices]
 
 
 def trained(node: Any, *indices: int, logits: Any = None, complement: bool = False) -> Any:
-    """Slices of a stack of straight-through masks."""
+    """The masks of a layer, as slices of a stack of straight-through masks."""
     return [
         (Mask(node, (node, i), "straight-through", Carrier(node, (node, i), logits, i), i), complement) for i in indices
     ]
@@ -57,7 +57,7 @@ BOTH = masks_of("bits", 0, 1)
 
 
 def made(masks: Any, weights: Any = (), **changes: Any) -> str:
-    """The new nodes of a layer: what each of them calls."""
+    """The new nodes of a layer, as a text of their calls."""
     graph = Graph()
     for name, example in EXAMPLES.items():
         graph.placeholder(name).meta["example_value"] = example
@@ -225,7 +225,7 @@ def test_masks_have_the_order_of_their_weights(weights: Any) -> None:
 
 
 def test_columns_that_a_program_has_taken() -> None:
-    """They are found again in the tensor of all mask weights, whose last dimension they come from."""
+    """The rewrite finds the tensor of all mask weights, from whose last dimension they were taken."""
     weights = [MaskWeight("first_column"), MaskWeight("last_column")]  # type: ignore[arg-type]
     assert (
         made(BOTH, weights, x="x3").rpartition("; ")[2]

@@ -1,6 +1,6 @@
-"""The rules of the pass: each is listed once, and two that disagree about a node are found.
+"""The rules of the pass: each is listed once, and rules that disagree about a node are found.
 
-Every other test of this folder also checks the rules, because `Capture` does it for each graph.
+Every other test in this folder also checks the rules, because `Capture` does it for each graph.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MODULES: list[ModuleType] = [value for value in vars(rules).values() if isinstan
 
 
 def test_each_rule_is_listed_once() -> None:
-    """A rule that is defined but not listed would never be asked."""
+    """A rule that is defined but not listed would never run."""
     defined = [value for module in MODULES for value in vars(module).values() if isinstance(value, Rule)]
     for table in (WEIGHT_RULES, LAYER_RULES):
         assert len(set(table)) == len(table)
     assert set(defined) == {*WEIGHT_RULES, *LAYER_RULES}
 
 
-def test_precedence_is_the_order_in_which_rules_are_asked() -> None:
+def test_precedence_is_the_order_of_the_rules() -> None:
     for first, later in PRECEDENCE:
         order = WEIGHT_RULES if first in WEIGHT_RULES else LAYER_RULES
         assert order.index(first) < order.index(later)
@@ -63,7 +63,7 @@ PROGRAMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Tensor], Any]] = {
     ("difference_of_projections", "function_of_two"): _sum_with_itself,
     ("function_of_two", "gated_product"): LAYERS["g * g.sigmoid() * v"][2],
 }
-"""For each pair of `PRECEDENCE` a program in which both rules know different values of one node."""
+"""For each pair of `PRECEDENCE`, a program in which the two rules return different values for one node."""
 
 
 @pytest.mark.parametrize("pair", PRECEDENCE, ids=lambda pair: f"{pair[0].name} before {pair[1].name}")
@@ -81,5 +81,5 @@ def test_rules_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_rules_make_no_masks_themselves(module: ModuleType) -> None:
-    """Only the recogniser does, with the shape, the dtype and the rounding errors of what a mask is made of."""
+    """Only the recogniser makes masks, so that it can add the shape, dtype and rounding errors."""
     assert not re.search(r"\b(Mask|Carrier)\(", inspect.getsource(module))

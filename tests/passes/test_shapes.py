@@ -1,4 +1,4 @@
-"""What `shapes` reads from a node: slices, ranges, columns and repetitions in all spellings, sizes and dimensions."""
+"""The module `shapes`: slices, ranges, columns and repetitions in all spellings, and sizes and dimensions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class _Recorder(Interpreter):
-    """Runs a graph and keeps the value of each node where tracing puts its example."""
+    """Runs a graph and stores the value of each node as its example value, as tracing does."""
 
     def run_node(self, node: Node) -> Any:
         node.meta["val"] = super().run_node(node)
@@ -25,7 +25,7 @@ class _Recorder(Interpreter):
 
 
 def traced(function: Callable[[Tensor], Any]) -> tuple[Node, Node]:
-    """The input x `[4, 6]` of the graph of a function, and the node of its result."""
+    """The input x `[4, 6]` and the result of the graph of a function."""
     gm = symbolic_trace(function)
     _Recorder(gm).run(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
     return ends(gm)
@@ -40,8 +40,8 @@ def value(node: Node) -> Tensor:
     return node.meta["val"]
 
 
-# Functions of x `[4, 6]`, and what their result is found to be: `slice` (dim, index), `range` (dim, start, stop),
-# `column` (index), or x `repeated` along a new dimension.
+# Functions of x `[4, 6]`, and what `shapes` reads from them: `slice` (dim, index), `range` (dim, start, stop), `column`
+# (index), or `repeated` (a new dimension along which x is repeated).
 NODES: dict[str, tuple[Callable[[Any], Any], dict[str, tuple[int, ...]]]] = {
     "select": (lambda x: x.select(1, 2), {"slice": (1, 2)}),
     "select from the end": (lambda x: x.select(-1, -2), {"slice": (1, 4)}),
@@ -171,11 +171,11 @@ def test_what_a_symbolic_size_tells() -> None:
     assert not shapes.same_shape(x, symbolic(lambda x: x.t())[1])
 
 
-# --- Examples, sizes and dimensions ----------------------------------------------------------------------------------
+# --- Example values, sizes and dimensions ----------------------------------------------------------------------------
 
 
 def test_nodes_without_examples() -> None:
-    """A graph that was not traced with inputs says nothing."""
+    """Nothing is known of a graph that was traced without inputs."""
     x, node = ends(symbolic_trace(lambda x: x.chunk(2, 1)[0]))
     assert shapes.range_of(node) is None
     assert shapes.range_of(ends(symbolic_trace(lambda x: x[:2]))[1]) is None

@@ -1,4 +1,4 @@
-"""Signatures of spellings: how their text is read, and which arguments the rules receive."""
+"""Signatures of spellings: how their text is parsed, and which arguments the rules receive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TENSOR = torch.zeros(2)
         ("dim|axis=0", (), {"dim": 1}, {"dim": 1}),
         ("dim|axis=0", (), {}, {"dim": 0}),
         ("dim=None, start='a'", (), {}, {"dim": None, "start": "a"}),
-        # Arguments that are missing, unknown or given twice
+        # Missing, unknown and repeated arguments
         ("input, other", (1,), {}, None),
         ("input", (1, 2), {}, None),
         ("input", (1,), {"other": 2}, None),
@@ -47,7 +47,7 @@ TENSOR = torch.zeros(2)
         ("input, -inplace", (1, TENSOR), {}, None),
         ("input, -size", (1, TENSOR), {}, {"input": 1}),
         ("input, -axis", (1, TENSOR), {}, {"input": 1}),
-        # All further arguments
+        # Any further arguments
         ("input, *sizes", (1, 2, 3), {}, {"input": 1, "sizes": (2, 3)}),
         ("input, *sizes", (1, [2, 3]), {}, {"input": 1, "sizes": (2, 3)}),
         ("input, *sizes", (1, 2), {}, {"input": 1, "sizes": (2,)}),

@@ -1,4 +1,4 @@
-"""Mask weights, masks and results with other uses, and which tensors require a gradient."""
+"""Mask weights, masks and results that are also used elsewhere, and tensors that require a gradient."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lookalikes import layer_tensors
 from spellings import gated, straight_through
 from torch import Tensor
 
-# The fused and the unfused layer each have rounding errors within the budget of their dtype.
+# Both the fused and the unfused layer have rounding errors within the budget of their dtype.
 SAME = 10 * BUDGET[torch.float64]
 
 
 def fused(layer: Callable[..., Any], make: Callable[[], dict[str, Tensor]] = layer_tensors) -> Capture:
-    """Compile a layer, which must leave no product with a weight, and compare it with eager."""
+    """Compile a layer and compare it with eager. No product with a weight may remain."""
     capture = Capture(strict=True)
     assert_same(results(capture.compile(layer), make()), results(layer, make()), SAME)
     assert masked_products(capture.calls) == 0
@@ -45,7 +45,7 @@ def _with_mask_weights(*shape: int) -> Callable[[], dict[str, Tensor]]:
 def test_mask_weights(way: str) -> None:
     def layer(x: Tensor, weight: Tensor, logits: Tensor, mask_weight: Tensor) -> Tensor:
         weights = [MASK_WEIGHTS[way](mask_weight, i) for i in range(3)]
-        return sum(r * gated(x, weight, straight_through(one)) for r, one in zip(weights, logits, strict=True))
+        return sum(r * gated(x, weight, straight_through(l)) for r, l in zip(weights, logits, strict=True))
 
     calls = fused(layer, _with_mask_weights(5, 3)).calls
     assert calls["mglu.forward_ste"] == 1
@@ -54,14 +54,14 @@ def test_mask_weights(way: str) -> None:
 
 def test_mask_weights_of_a_part_of_a_stack() -> None:
     def layer(x: Tensor, weight: Tensor, logits: Tensor, mask_weight: Tensor) -> Tensor:
-        terms = torch.stack([gated(x, weight, straight_through(one)) for one in logits])
+        terms = torch.stack([gated(x, weight, straight_through(l)) for l in logits])
         return (mask_weight[..., None] * terms)[1:].sum(0)
 
     assert [site.n_masks for site in fused(layer, _with_mask_weights(3, 5)).report.fused] == [2]
 
 
 def test_repeated_and_subset_masks() -> None:
-    """A mask occurs twice and another one not at all; the operator has as many masks as the sum."""
+    """One mask occurs twice and another not at all. The operator has as many masks as the sum has terms."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         masks = [straight_through(logits[i]) for i in (0, 2, 0)]
@@ -71,7 +71,7 @@ def test_repeated_and_subset_masks() -> None:
 
 
 def test_a_mask_with_other_uses_stays() -> None:
-    """A penalty on the masks adds its gradient to the layer's gradient."""
+    """A penalty on the masks adds its own gradient to that of the layer."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         m = straight_through(logits[0])
@@ -81,7 +81,7 @@ def test_a_mask_with_other_uses_stays() -> None:
 
 
 def test_result_that_is_cast_or_copied() -> None:
-    """The layer ends before a cast of its result, even if the result is also read without the cast."""
+    """The layer ends before a cast of its result, even if another node reads the result without the cast."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
         y = gated(x, weight, straight_through(logits[0]))
@@ -95,7 +95,7 @@ def test_result_that_is_cast_or_copied() -> None:
 
 
 def test_sixteen_bits_summed_in_float32() -> None:
-    """Gate, value and sum are computed in float32 and rounded once at the end."""
+    """The program computes gate, value and sum in float32, and rounds once at the end."""
 
     def layer(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
         y: Any = 0
@@ -117,7 +117,7 @@ def test_sixteen_bits_summed_in_float32() -> None:
 @pytest.mark.parametrize("trained", [("x", "logits"), ("logits",), ("x", "weight"), ("weight",), ("x",), ()])
 def test_what_requires_a_gradient(trained: tuple[str, ...]) -> None:
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        return sum(gated(x, weight, straight_through(one)) for one in logits)
+        return sum(gated(x, weight, straight_through(l)) for l in logits)
 
     def named() -> dict[str, Tensor]:
         return {name: t.detach().requires_grad_(name in trained) for name, t in layer_tensors().items()}

@@ -25,13 +25,13 @@ def _scaled(numbers: Any, terms: list[Tensor]) -> Tensor:
     return sum(number * term for number, term in zip(numbers, terms, strict=True))
 
 
-def _of_terms(total: Callable[[list[Tensor]], Tensor]) -> Callable[[list[Tensor], More], Tensor]:
+def _without_more(total: Callable[[list[Tensor]], Tensor]) -> Callable[[list[Tensor], More], Tensor]:
     return lambda terms, more: total(terms)
 
 
-# The sum of the terms of all masks.
+# Functions that sum the terms of all masks.
 TOTALS: dict[str, Callable[[list[Tensor], More], Tensor]] = {
-    **{name: _of_terms(total) for name, total in SUMS.items()},
+    **{name: _without_more(total) for name, total in SUMS.items()},
     "numbers": lambda terms, more: _scaled((0.5, -1.75), terms),
     "0.5 * the first": lambda terms, more: 0.5 * terms[0] + terms[1],
     "a difference": lambda terms, more: terms[0] - terms[1],
@@ -60,7 +60,7 @@ def test_sum(name: str, kind: str, mode: str) -> None:
     fuses_to_one(layer, KINDS[kind], mode)
 
 
-def test_zeros_to_which_a_product_is_added_are_left_out() -> None:
+def test_zeros_to_which_a_product_is_added_are_removed() -> None:
     def program(x: Tensor, weight: Tensor, masks: Tensor, **_: Tensor) -> Tensor:
         gate, value = F.linear(x, weight * masks[0]), F.linear(x, weight * ~masks[0])
         return torch.addcmul(torch.zeros(5, D, dtype=torch.float64), F.silu(gate), value)
@@ -72,8 +72,8 @@ def test_zeros_to_which_a_product_is_added_are_left_out() -> None:
 # --- Sums that are not one layer -------------------------------------------------------------------------------------
 
 
-# How many operators they become -> sums of the terms y and z. As one layer they would lose a summand or a result, or
-# would have another shape or dtype.
+# Sums of two terms y and z, by the number of operators that they become. As one layer they would lose a summand or a
+# result, or would have another shape or dtype.
 OTHER_SUMS: dict[int, tuple[str, ...]] = {
     1: (
         "(y + 0, y)",

@@ -1,4 +1,4 @@
-"""The table of spellings, read at single nodes: modules, in-place forms, and who reads the values of a node."""
+"""The table of spellings at single nodes: modules, in-place forms, and the users that read a node's values."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ THREADS = 4
 
 
 def in_threads(work: Callable[[int], Any], count: int = THREADS) -> None:
-    """Call `work(0)`, `work(1)`, ... in threads, and raise the first error of one."""
+    """Call `work(0)`, `work(1)`, ... in threads, and raise the first error."""
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(work, range(count)))
 
@@ -56,7 +56,7 @@ def masks_of(report: FusionReport) -> list[int]:
 
 @pytest.mark.parametrize("enable_in_thread", [False, True])
 def test_enabled_fusion_holds_in_every_thread(enable_in_thread: bool) -> None:
-    """In another thread than the one that enables it, too, with its options."""
+    """It also holds, with its options, in threads other than the one that enables it."""
     of_options, of_compilation = (in_a_thread, in_main) if enable_in_thread else (in_main, in_a_thread)
     of_options(lambda: mglu_ops.enable_fusion(strict=True))
     of_compilation(lambda: trace(layer()))
@@ -70,7 +70,7 @@ def test_enabled_fusion_holds_in_every_thread(enable_in_thread: bool) -> None:
 
 
 def test_the_pass_of_another_library_in_one_thread() -> None:
-    """Its settings belong to that thread or to the process, depending on the version of torch."""
+    """The library's setting belongs to that thread, or before torch 2.13 to the process."""
     theirs = Recorder()
     report = mglu_ops.enable_fusion(strict=True)
 
@@ -85,7 +85,7 @@ def test_the_pass_of_another_library_in_one_thread() -> None:
 
 @pytest.mark.long
 def test_enabling_and_disabling_at_once() -> None:
-    """No order of the calls breaks a compilation, and the last one holds."""
+    """No order of the calls breaks a compilation, and the last call holds."""
 
     def work(i: int) -> None:
         for _ in range(10):
@@ -104,7 +104,7 @@ def test_enabling_and_disabling_at_once() -> None:
 
 @pytest.mark.long
 def test_enabling_while_other_threads_run_compiled_code() -> None:
-    """The other threads compile it again. With `torch._dynamo.reset`, the process would crash after a few seconds."""
+    """The other threads compile the code again. `torch._dynamo.reset` would crash the process after a few seconds."""
     model, x = layer(), torch.randn(3, 16)
     compiled = torch.compile(model, backend="eager")
     expected, running = model(x), [True, True]
@@ -125,7 +125,7 @@ def test_enabling_while_other_threads_run_compiled_code() -> None:
 
 
 def test_enabling_again_keeps_compiled_code() -> None:
-    """For example, each worker may call `enable_fusion` before it works."""
+    """So each worker may call `enable_fusion` before it starts."""
     compiled, x = torch.compile(layer(), backend=(counter := CompileCounter())), torch.randn(3, 16)
     for strict, count in ((False, 1), (False, 1), (True, 2), (True, 2)):
         in_a_thread(lambda strict=strict: mglu_ops.enable_fusion(strict=strict))
@@ -134,7 +134,7 @@ def test_enabling_again_keeps_compiled_code() -> None:
 
 
 def test_enabling_restarts_the_count_of_compilations() -> None:
-    """Dynamo stops compiling a function after eight times; code that is dropped does not count."""
+    """Dynamo compiles a function at most eight times. Code that was dropped does not count."""
     limit = torch._dynamo.config.recompile_limit
     compiled = torch.compile(lambda x, n: x.sin() + n, backend=(counter := CompileCounter()), dynamic=False)
     for n in range(limit + 2):
@@ -151,7 +151,7 @@ def test_enabling_restarts_the_count_of_compilations() -> None:
 
 @pytest.mark.long
 def test_compilations_by_inductor_in_many_threads() -> None:
-    """Inductor compiles, trains and infers in each thread."""
+    """Each thread compiles with Inductor, and runs training and inference."""
     report = mglu_ops.enable_fusion(strict=True)
 
     def work(i: int) -> None:
@@ -168,9 +168,9 @@ def test_compilations_by_inductor_in_many_threads() -> None:
 
 
 def test_blocks_of_threads_have_reports_and_options_of_their_own() -> None:
-    """Inductor is called without Dynamo, which compiles in one thread at a time.
+    """All blocks are open at once. Before torch 2.13, threads share Inductor's settings.
 
-    All blocks are open at once. Before torch 2.13, the threads share Inductor's settings.
+    Inductor is called without Dynamo, which would compile in one thread at a time.
     """
     graphs: list[tuple[torch.fx.GraphModule, list[Tensor]]] = []
 
@@ -242,7 +242,7 @@ def test_enabled_fusion_holds_in_threads_beside_a_block() -> None:
 
 
 def test_blocks_of_asyncio_tasks_do_not_mix() -> None:
-    """Two tasks of one thread; each also compiles in a thread of the executor, which takes its block along."""
+    """Two tasks run in one thread. Each also compiles in a thread of the executor, where its block still holds."""
 
     async def task(n_masks: int) -> FusionReport:
         with mglu_ops.fusion(strict=True) as report:

@@ -1,4 +1,4 @@
-"""Abstract values: arithmetic of functions of a mask, equality of masks, and functions of a projection."""
+"""Abstract values: arithmetic with functions of a mask, equality of masks, and functions of a projection."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TRAINED = replace(MASK, carrier=Carrier(NODE, "c"))
 
 # --- Functions of a mask ---------------------------------------------------------------------------------------------
 
-# f(M) = 2 + M and so on: the values and slopes at M = 0 and M = 1 are all different.
+# Functions of M whose values and slopes at M = 0 and M = 1 are all different.
 A = Binary(MASK, at=(2, 3), slope=(5, 7))
 B = Binary(MASK, at=(11, 13), slope=(17, 19))
 
@@ -103,7 +103,7 @@ def test_same_function() -> None:
     fixed = replace(A, slope=(0, 0))
     assert same_function(A, A)
     assert same_function(None, None)
-    for one, other in (
+    for a, b in (
         (A, None),
         (A, replace(A, mask=replace(MASK, key="other"))),
         (A, replace(A, at=(2, 2))),
@@ -111,8 +111,8 @@ def test_same_function() -> None:
         (A, replace(A, mask=TRAINED)),
         (replace(A, mask=TRAINED), replace(A, mask=replace(TRAINED, carrier=Carrier(NODE, "other")))),
     ):
-        assert not same_function(one, other)
-        assert not same_function(other, one)
+        assert not same_function(a, b)
+        assert not same_function(b, a)
     assert same_function(fixed, replace(fixed, mask=TRAINED)), "without a gradient the carrier does not matter"
 
 
@@ -138,11 +138,11 @@ def test_opposite() -> None:
 
 def test_slice_of_a_stack() -> None:
     stack = replace(TRAINED, bits=node_of(torch.zeros(3, 4, 5)))
-    one = binary_at(Binary(stack), 2).mask
-    assert (one.key, one.index) == (slice_key("m", 2), 2)
-    assert one.carrier == Carrier(NODE, slice_key("c", 2), index=2)
-    assert one.shape == (4, 5)
-    assert one.stack is None
+    mask = binary_at(Binary(stack), 2).mask
+    assert (mask.key, mask.index) == (slice_key("m", 2), 2)
+    assert mask.carrier == Carrier(NODE, slice_key("c", 2), index=2)
+    assert mask.shape == (4, 5)
+    assert mask.stack is None
 
 
 @pytest.mark.parametrize(("shape", "stack"), [((4, 5), None), ((3, 4, 5), 3), ((2, 3, 4, 5), None)])

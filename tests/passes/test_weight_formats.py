@@ -28,7 +28,7 @@ from compile_passes.report import FusionReport, layers_present
 from mglu_ops.formats import FORMATS
 
 Decode = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-"""A weight of a stored weight, its scales and the dtype of x."""
+"""A function that decodes a stored weight, given its scales and the dtype of x."""
 
 
 def blocks(scale: Tensor, like: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def expanded_blocks(scale: Tensor, like: Tensor) -> Tensor:
 
 
 def by_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """As transformers decode checkpoints; only whole blocks."""
+    """Decode like Hugging Face Transformers, which supports only whole blocks."""
     (rows, columns), (m, n) = q.shape, scale.shape
     blocked = q.reshape(-1, m, rows // m, n, columns // n).to(scale.dtype)
     return (blocked * scale.reshape(-1, m, n).unsqueeze(-1).unsqueeze(2)).reshape(q.shape).to(dtype)
@@ -78,7 +78,7 @@ def numbers(q: Tensor) -> Tensor:
 
 
 def by_groups(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Only whole groups."""
+    """Decode by views, which support only whole groups."""
     low, high = (half.to(torch.int8) - 8 for half in (q & 0xF, q >> 4))
     grouped = torch.stack([low, high], dim=-1).reshape(q.shape[0], -1, 128)
     return (grouped.to(dtype) * scale.to(dtype).unsqueeze(-1)).view(q.shape[0], -1)
@@ -96,7 +96,7 @@ OF_GROUPS: dict[str, Decode] = {
 def layer(decode: Decode) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     def function(x: Tensor, q: Tensor, s: Tensor, m: Tensor) -> Tensor:
         weight = decode(q, s, x.dtype)
-        return sum(F.silu(F.linear(x, weight * one)) * F.linear(x, weight * ~one) for one in m)
+        return sum(F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * ~mask) for mask in m)
 
     return function
 
@@ -116,9 +116,10 @@ def formats(capture: Capture) -> list[str]:
 
 
 def check(decode: Decode, name: str, given: dict[str, Tensor], *, trains_x: bool = False) -> Capture:
-    """Fuse a layer; against float64 its result is as accurate as eager's, and its gradient has the budget of its dtype.
+    """Fuse a layer, and check its result and gradient against float64.
 
-    A result may have a little more than eager's error, because sums are rounded in another order.
+    The result must be as accurate as eager's, up to a little slack, because sums are rounded in another order. The
+    gradient must be within the budget of its dtype.
     """
     function, capture = layer(decode), Capture(strict=True)
     dtype = given["x"].dtype
@@ -128,7 +129,7 @@ def check(decode: Decode, name: str, given: dict[str, Tensor], *, trains_x: bool
     oracle = results(layer(lambda q, s, _: FORMATS[name].dequantize(q, s, torch.float64)), exact)
     eager, found = results(function, given), results(capture.compile(function), given)
     for key, wanted in oracle.items():
-        errors = [relative_error(one[key].double(), wanted) for one in (found, eager)]
+        errors = [relative_error(outputs[key].double(), wanted) for outputs in (found, eager)]
         slack = BUDGET[dtype] / (10 if key == "result 0" and dtype is not torch.float64 else 1)
         assert errors[0] <= max(NAIVE_FACTOR * errors[1], slack), (key, errors)
     return capture
@@ -177,7 +178,7 @@ def test_one_scale_for_all_weights(decode: Decode) -> None:
 
 @pytest.mark.parametrize("name", ["fp8_row", "int8_row"])
 def test_scales_of_rows_that_multiply_the_products(name: str) -> None:
-    """The scales of `x (M * q)^T * s` belong to the rows of q."""
+    """In `x (M * q)^T * s`, the scales s belong to the rows of q."""
 
     def function(x: Tensor, q: Tensor, s: Tensor, m: Tensor) -> Tensor:
         weight = q.to(x.dtype)
@@ -229,7 +230,7 @@ def test_a_fused_layer_is_as_accurate_as_eager(case: Any, trains_x: bool) -> Non
 
 # --- Weights that the operator reads decoded --------------------------------------------------------------------------
 
-# A part of the reason, the format of the arguments, and a weight that one thing keeps from being in that format.
+# A part of the reason, the format of the arguments, and a decoding that deviates from that format in one way.
 DECODED: dict[str, tuple[str, str, Decode]] = {
     "float8_e5m2": (
         "is float8_e5m2, and the operator takes float8_e4m3fn and int8",
@@ -237,11 +238,11 @@ DECODED: dict[str, tuple[str, str, Decode]] = {
         lambda q, s, dtype: q.float().to(torch.float8_e5m2).to(dtype) * s[:, None],
     ),
     "a zero point": (
-        "is no product",
+        "is not a product",
         "int8_row",
         lambda q, s, dtype: (q.view(torch.uint8).to(dtype) - 128) * s[:, None],
     ),
-    "a sum": ("is no product", "int8_row", lambda q, s, dtype: q.to(dtype) * s[:, None] + s[:, None]),
+    "a sum": ("is not a product", "int8_row", lambda q, s, dtype: q.to(dtype) * s[:, None] + s[:, None]),
     "a number": ("are a number, which is not proved", "int8_row", lambda q, s, dtype: q.to(dtype) * 0.01),
     "scales of columns": ("number for each row", "int8_row", lambda q, s, dtype: q.to(dtype) * s),
     "groups of 4 columns": (
@@ -301,7 +302,7 @@ UNPACKED: dict[str, Callable[[Tensor], Tensor]] = {
     "halves of a row": lambda q: torch.cat((q & 15, q >> 4), 1).to(torch.int8) - 8,
     "transposed bytes": lambda q: pairs(q.t() & 15, q.t() >> 4).view(q.shape[0], -1).to(torch.int8) - 8,
 }
-"""Numbers of 4 bits that the format does not have, or has in other columns, or in a view that needs real memory."""
+"""Functions that unpack 4 bits to other numbers or columns than the format, or by a view that needs real memory."""
 
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "another order of rows": lambda q: numbers(q).flip(0),
@@ -311,14 +312,14 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "a view of bytes": lambda q: pairs(q & 15, q >> 4).view(torch.int8) - 8,
     "a tensor of shifts": lambda q: ((q[..., None] >> torch.tensor([0, 4])) & 15).flatten(1).to(torch.int8) - 8,
 }
-"""Numbers of 4 bits in calls that the proof does not know, so that they are taken for numbers of 8 bits."""
+"""Functions that unpack 4 bits by calls that the proof does not know, so that the numbers count as 8 bits."""
 
 DECODED |= {
     name: (reason, "int4_group", lambda q, s, dtype, unpack=unpack: unpack(q).to(dtype) * groups(s, q).to(dtype))
     for reason, table in {
         "one float32 number": UNPACKED | UNKNOWN,
         "`sub` is uint8": {"a difference of bytes": lambda q: pairs(q & 15, q >> 4) - 8},
-        "is no product of a tensor": {"one row": lambda q: numbers(q)[:1]},
+        "is not a product of a tensor": {"one row": lambda q: numbers(q)[:1]},
     }.items()
     for name, unpack in table.items()
 }
@@ -327,7 +328,7 @@ DECODED |= {
 def assert_format(
     wanted: str, function: Callable[..., Any], make: Callable[[], dict[str, Tensor]], reason: str = ""
 ) -> None:
-    """A layer is fused with a format and gives eager's results; if that is `dense`, the note has the reason."""
+    """Check that a layer is fused with a format and has eager's results. For `dense`, the note must have the reason."""
     capture = compare(function, make, 10 * BUDGET[torch.float32])
     assert formats(capture) == [wanted]
     note = capture.report.fused[0].note
@@ -356,7 +357,7 @@ def test_scales_that_the_program_rounds_stay_rounded() -> None:
 
 
 def test_one_spelling_of_scales_of_two_shapes() -> None:
-    """The calls spell a format for `[12, 1]`; for `[2, 6]` they change the order of the scales."""
+    """With scales `[12, 1]` the calls fit a format. With `[2, 6]` they change the order of the scales."""
     function = layer(lambda q, s, dtype: q.to(dtype) * s.t().reshape(-1)[:, None])
     for shape in ((12, 1), (2, 6)):
         given = arguments("int8_row")
@@ -401,7 +402,7 @@ def test_a_stored_weight_has_no_gradient(trained: str, grad: bool) -> None:
 
 
 def test_a_parameter_that_is_decoded_without_a_gradient() -> None:
-    """The operator would refuse a scale that requires a gradient where one is recorded."""
+    """Where gradients are recorded, the operator would reject a scale that requires one."""
 
     @torch.no_grad()
     def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
@@ -428,8 +429,8 @@ def test_trained_masks() -> None:
     assert_format("dense", function, make, "trains masks of weights in x's dtype only")
 
 
-# When something writes to a stored weight or to its scales, and whether the operator may read them in inference and in
-# training of x, whose backward decodes them again.
+# When the program writes to a stored weight or its scales: True if the operator may read them in inference, and in
+# training of x, where backward decodes them again.
 WRITES: dict[str, tuple[bool, bool]] = {"before the layer": (False, False), "after the layer": (True, False)}
 
 
@@ -512,7 +513,7 @@ def test_autocast() -> None:
 
 
 def test_other_devices() -> None:
-    """Nothing is computed on the device `meta`, but tracing and the pass are as for others."""
+    """The device `meta` computes nothing, but tracing and the pass work as on other devices."""
     given, capture = arguments("fp8_row"), Capture()
     moved = {name: tensor.to("meta") if name in "xm" else tensor for name, tensor in given.items()}
     capture.compile(layer(lambda q, s, dtype: q.to("meta", dtype) * s.to("meta")[:, None]))(**moved)
@@ -522,7 +523,7 @@ def test_other_devices() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Two ranks, of which this process is the first; nothing is communicated."""
+    """A mesh of two ranks. This process is the first one; nothing is communicated."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
@@ -546,8 +547,8 @@ def test_shards_of_rows(mesh: DeviceMesh, name: str, wanted: str, decode: Decode
     assert ("shards may divide blocks" in capture.report.fused[0].note) == (wanted == "dense")
 
 
-class OfRows(Tensor):
-    """A weight in the format of rows that decodes itself wherever it is used, as torchao's weights do."""
+class RowScaled(Tensor):
+    """A tensor subclass with scales of rows that is decoded in every operation, like torchao's weights."""
 
     q: Tensor
     s: Tensor
@@ -563,21 +564,21 @@ class OfRows(Tensor):
         return ["q", "s"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> OfRows:
-        return OfRows(inner["q"], inner["s"])
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> RowScaled:
+        return RowScaled(inner["q"], inner["s"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
-        decoded = tree_map(lambda a: a.q.to(a.s.dtype) * a.s[:, None] if isinstance(a, OfRows) else a, args)
+        decoded = tree_map(lambda a: a.q.to(a.s.dtype) * a.s[:, None] if isinstance(a, RowScaled) else a, args)
         return func(*decoded, **(kwargs or {}))
 
 
-class OfSubclass(nn.Module):
+class SubclassLayer(nn.Module):
     def __init__(self, given: dict[str, Tensor]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(OfRows(given["q"], given["s"]), requires_grad=False)
+        self.weight = nn.Parameter(RowScaled(given["q"], given["s"]), requires_grad=False)
         self.register_buffer("m", given["m"])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -586,10 +587,10 @@ class OfSubclass(nn.Module):
 
 def test_a_tensor_subclass_is_fused_once_export_has_decomposed_it() -> None:
     given = arguments("fp8_row", n_masks=2)
-    module, report = OfSubclass(given), FusionReport()
+    module, report = SubclassLayer(given), FusionReport()
     program = export(module, given["x"])
     fused = fuse_exported(program.run_decompositions(), report=report, strict=True)
     assert [site.weight_format for site in report.fused] == ["fp8_row"]
     torch.testing.assert_close(fused.module()(given["x"]), module(given["x"]))
     fuse_exported(program, report=report)
-    assert "is a OfRows, and the operator takes plain tensors" in (report.missed[0].reason or "")
+    assert "is a RowScaled, and the operator takes plain tensors" in (report.missed[0].reason or "")

@@ -1,4 +1,4 @@
-"""Weights that are expressions of parameters, parametrized modules, and weights and masks stored in other ways."""
+"""Weights that are computed from parameters, parametrized modules, and weights and masks in other layouts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
     family(EXPRESSIONS, [None, "w - w * m", "total - gate"], ["float", "logits"], MODES),
 )
 def test_weight_is_an_expression(name: str, pair: str | None, kind: str, mode: str) -> None:
-    """The weight is computed once per mask, or without a pair once per product."""
+    """With a `pair` the weight is computed once per mask, without one once per product."""
 
     def term(x: Tensor, w: Tensor, m: Tensor, more: More) -> Tensor:
         weight, complement = EXPRESSIONS[name](w, more), KINDS[kind].complement(m)
@@ -78,7 +78,7 @@ class Symmetric(nn.Module):
 
 
 class Masked(nn.Module):
-    """A layer of modules: `nn.Linear` for the weight, dropouts, and masks of a kind."""
+    """A layer made of modules: `nn.Linear` for the weight, dropouts, and masks of one kind."""
 
     def __init__(self, kind: Kind, dropout: float = 0.0) -> None:
         super().__init__()
@@ -127,12 +127,12 @@ def test_module(name: str, kind: str) -> None:
     model = MODULES[name](KINDS[kind])
     x = torch.randn(5, H, dtype=torch.float64)
     for training in (True, False):
-        one = copy.deepcopy(model).requires_grad_(training)
-        parameters = dict(one.named_parameters())
+        copied = copy.deepcopy(model).requires_grad_(training)
+        parameters = dict(copied.named_parameters())
         capture = Capture(assume_binary=KINDS[kind].assume_binary)
-        compiled = capture.compile(one)
+        compiled = capture.compile(copied)
         named = {"x": x.clone().requires_grad_(training)}
-        assert_same(results(compiled, named, parameters), results(one, named, parameters), SAME)
+        assert_same(results(compiled, named, parameters), results(copied, named, parameters), SAME)
         assert capture.reasons == []
         assert [site.n_masks for site in capture.report.fused] == [N_MASKS]
 
@@ -142,8 +142,8 @@ def test_module(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize("spelling", ["stored [h, d]", "transposed then masked", "where of transposed"])
-def test_weight_stored_the_other_way(spelling: str, square: bool) -> None:
-    """Masks have the layout of the tensor that they multiply, also for a square weight."""
+def test_weight_stored_transposed(spelling: str, square: bool) -> None:
+    """Masks have the layout of the tensor that they multiply, even if it is square."""
     d, h = (8, 8) if square else (12, 8)
 
     def layer(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def test_weight_stored_the_other_way(spelling: str, square: bool) -> None:
 
 
 def _compiled(model: nn.Module) -> Counter[str]:
-    """Check results and gradients of a model, and return how often its graph calls each operation."""
+    """Check the results and gradients of a model, and count the calls of each operation in its graph."""
     model, x, capture = model.double(), torch.randn(4, 16, dtype=torch.float64), Capture(strict=True)
     assert_same(model_results(model, x, capture.compile(model)), model_results(model, x), SAME)
     return capture.calls

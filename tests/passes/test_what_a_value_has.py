@@ -1,6 +1,6 @@
-"""A value has strides, an exact dtype, and a place where it stands: programs on which the pass knew less of it.
+"""Programs that depend on properties of a value besides its elements: strides, exact dtype, and position in the graph.
 
-Each gives what eager gives: results, their strides and the memory that they share, gradients, and inputs afterwards.
+Each must have eager's results, strides, shared memory and gradients, and leave its inputs as eager does.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def program(source: str, *, training: bool = False, dtype: torch.dtype = torch.f
 
 
 MASKED = "a, b = W * M, W * ~M"
-# Strides belong to a value: with others, a later view would be a copy, or the other way round.
+# The strides of a layer's result decide if the later `flatten` is a view, to which the program then writes, or a copy.
 STRIDES = (
     f"{MASKED}; {LAYER}; y = y + x.t(); z = y.flatten(); z.mul_(2); y, z",
     f"{MASKED}; {LAYER}; y = x.t() + y; z = y.flatten(); z.mul_(2); y, z",
@@ -102,7 +102,7 @@ FUSED = (
     f"{MASKED}; r = x.view(2, 4, 8); g = F.linear(r.view(-1, 8), a).view(2, 4, 8); y = F.silu(g) * F.linear(r, b); y",
     f"{MASKED}; r = x.view(2, 4, 8); g = F.silu(F.linear(r.flatten(0, 1), a)); y = g.view(2, 4, 8) * F.linear(r, b); y",
     f"{MASKED}; r = x.view(2, 4, 8); e = '...h,dh->...d'; y = F.silu(torch.einsum(e, r, a)) * torch.einsum(e, r, b); y",
-    # One rule raises an error at M = 0, and knows nothing of that node.
+    # `7 % M` raises an error at M = 0, so its value stays unknown.
     f"{MASKED}; {LAYER}; z = 7 % (P != 0).long(); y, z",
 )
 
@@ -151,7 +151,7 @@ FACTORS_IN_FLOAT16 = (
 
 @pytest.mark.parametrize("source", FACTORS_IN_FLOAT16)
 def test_factors_inside_of_a_layer_in_float16_stay_where_they_are(source: str) -> None:
-    """Behind the operator, or inside of it, a value would overflow or vanish before it is multiplied."""
+    """After the operator, or inside of it, the factor would come too late: a value would already overflow or vanish."""
     assert through_the_pass(program(source, dtype=torch.float32)) == "fused"
     half = program(source, dtype=torch.float16)
     capture = Capture()
@@ -194,7 +194,7 @@ def test_a_layer_in_a_region_is_fused_without_what_follows_it(region: str, train
 
 
 def test_a_square_weight_and_its_transpose_are_two_layers() -> None:
-    """The masks are trusted to be binary, so that only the layout of the products tells."""
+    """The masks are trusted to be binary, so only the layout of the products tells the layers apart."""
 
     def function(x: Any, weight: Any, m: Any) -> Any:
         return torch.nn.functional.silu(torch.nn.functional.linear(x, weight * m)) * (x @ (weight * (1 - m)))
@@ -206,7 +206,7 @@ def test_a_square_weight_and_its_transpose_are_two_layers() -> None:
 
 
 def test_a_view_that_cannot_be_made_in_inference_mode_refuses_a_layer() -> None:
-    """The operator needs the transpose of a weight that was made outside, which AOTAutograd cannot view there."""
+    """The operator needs a transposed view of a weight from outside, which AOTAutograd cannot make in this mode."""
 
     def function(x: Any, weight: Any, m: Any) -> Any:
         with torch.inference_mode():
@@ -218,7 +218,7 @@ def test_a_view_that_cannot_be_made_in_inference_mode_refuses_a_layer() -> None:
 
 
 def test_writes_after_enable_grad_in_no_grad() -> None:
-    """Gradients are recorded although the graph begins without them, and the write changes what backward needs."""
+    """Gradients are recorded although grad mode is off at the start, and the write changes what backward needs."""
     lines = LAYER.replace("x, a", "x, W * M").replace("x, b", "x, W * ~M")
 
     def function(x: Any, weight: Any, m: Any) -> Any:
@@ -267,7 +267,7 @@ def test_a_gradient_penalty_in_the_graph_is_refused() -> None:
 
 
 def test_rounding_errors_in_a_function_of_autograd() -> None:
-    """`hard + soft - soft` is 1 only up to rounding errors, also as the result of a custom function."""
+    """`hard + soft - soft` has rounding errors, also as the result of a custom function."""
 
     class Mask(torch.autograd.Function):
         @staticmethod
@@ -290,7 +290,7 @@ def test_rounding_errors_in_a_function_of_autograd() -> None:
 
 
 def test_a_chain_of_unknown_calls_takes_linear_time() -> None:
-    """The positions at which storages become one are found without a walk over all of them."""
+    """The positions at which storages were joined are found without visiting all storages."""
     from benchmarks.compile_time import captured, time_of_pass, unknown_calls
 
     times = []

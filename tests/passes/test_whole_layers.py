@@ -1,4 +1,4 @@
-"""Whole layers as people write them (`layers`): one operator each, in every mode, dtype and shape."""
+"""Whole layers as people write them (module `layers`): each becomes one operator in every mode, dtype and shape."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("name", sample(LAYERS, every=25))
 def test_exported_layer(name: str) -> None:
-    """The graph is in the ATen dialect, in training and in inference."""
+    """The exported graph consists of ATen operators, in training and in inference."""
     operator, activation, function = LAYERS[name]
     named = tensors(2)
     layer = Layer(function, named["weight"], named["logits"])
@@ -90,7 +90,7 @@ def test_exported_layer(name: str) -> None:
             assert_same(results(fused.forward, {"x": named["x"]}, dict(fused.named_parameters())), wanted, SAME)
             assert_same({"y": fused(named["x"]).detach()}, {"y": layer(named["x"]).detach()}, SAME)
         assert [site.activation for site in report.fused] == [activation]
-        # (torch.export drops the backward of a custom autograd.Function.)
+        # `torch.export` drops the backward of a custom `autograd.Function`.
         if "autograd.Function" not in name and "Sign.apply" not in name:
             assert calls([fused.graph])[f"mglu.{wanted_operator}"] == 1
 
