@@ -33,14 +33,14 @@ PROJECTIONS = (
     ("gate", "up", "down"),
     ("gate_up_proj", "down_proj"),
 )
-"""The names that are found without being given: of the gate, up and down projections, or with the first two joined."""
+"""Usual names of the gate, up and down projections in a feed-forward layer; a row of two has the first two joined."""
 
 
 class GatedUnit(NamedTuple):
-    """What a module computes as `down(act(gate(x)) * up(x))`: its three matrices, and the name of `act`.
+    """The three matrices of a layer that computes `down(act(gate(x)) * up(x))`, and the name of `act`.
 
-    The matrices have the shapes `[intermediate, hidden]` twice and `[hidden, intermediate]`, for experts with their
-    number in front.
+    `gate` and `up` are `[intermediate, hidden]`, and `down` is `[hidden, intermediate]`. Experts have their number in
+    front.
     """
 
     gate: Tensor
@@ -64,8 +64,8 @@ def from_swiglu(
     hold, so that it predicts badly at first. Train it further, or distil it from `model`, which is not changed and
     shares no tensor with the copy.
 
-    A layer is converted if it has linear layers of these names as children, and computes `down(act(gate(x)) * up(x))`.
-    That is checked by calling it once with known values in place of the results of its linear layers.
+    A module is such a layer if it has children with the names in `projections`. It is called once with known values in
+    place of its children's results, which shows its activation, and that it computes `down(act(gate(x)) * up(x))`.
 
     Each layer's gate and up matrices, `W_g` and `W_u`, become one weight W:
 
@@ -79,7 +79,7 @@ def from_swiglu(
     With one mask, `magnitude` is the choice of W and M with the least `|W_g - M * W|^2 + |W_u - (1 - M) * W|^2`.
     Further masks differ from the first where the two magnitudes are close, because equal masks would stay equal in
     training. The result of MGLU is a sum over the masks; without a router, the down projection is therefore divided by
-    `n_masks`. Masks are learned. Their logits are in float32 also where the weights have 16 bits.
+    `n_masks`. Masks are learned, and their logits are in float32 even if the weights have 16 bits.
 
     Args:
         model: a module on one device: a model, a part of one, or a feed-forward layer alone.
@@ -90,8 +90,8 @@ def from_swiglu(
             up projection and of the down projection; None for any row of `PROJECTIONS`.
 
     Returns:
-        The copy. Its class is that of `model`, unless `model` is itself a feed-forward layer. To load a `state_dict` of
-        the copy, convert a model of the same kind in the same way, and load it into the result.
+        The copy, or the new layer if `model` is itself a feed-forward layer. To load a saved `state_dict` of the copy,
+        convert a model of the same sizes in the same way, and load it into the result.
 
     Raises:
         TypeError: a layer with projections of these names is not what this function takes: a projection is not a plain
@@ -203,7 +203,7 @@ class _StandIn(nn.Module):
 
 
 def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) -> tuple[str, bool]:
-    """The activation of a feed-forward layer, and True if the rows of up come before those of gate in a joined matrix.
+    """Find the activation of a feed-forward layer; also True if a joined matrix has up's rows before the gate's.
 
     Raises:
         TypeError: it does not compute `down(act(gate(x)) * up(x))`.
