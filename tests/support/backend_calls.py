@@ -1,4 +1,4 @@
-"""Calls of a given backend, without the choice of a backend."""
+"""Calls one named backend, past the dispatcher."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mglu_ops.layer_call import LayerArguments, LayerCall
 
 
 def run_on(backend: str, *operands: Any, launch: Any = None, **options: Any) -> Tensor:
-    """The result of one backend for the arguments of `mglu::forward`, with the given launch or its own choice."""
+    """The backend's result for the arguments of `mglu::forward`. Without `launch`, the backend chooses one."""
     return dispatch.forward(LayerArguments(*operands, **options), backend=backend, launch=launch)
 
 
 def unsupported(backend: str, *operands: Any) -> str | None:
-    """Why a backend cannot take a call with the arguments of `mglu::forward`."""
+    """The backend's reason for refusing these arguments of `mglu::forward`, or None if it takes them."""
     return BACKENDS[backend].unsupported_reason(LayerCall.of(LayerArguments(*operands)))
 
 
 def launch_of(*operands: Any) -> LaunchChoice:
-    """How the CUDA backend launches a call with the same arguments."""
+    """The launch that the CUDA backend chooses for these arguments of `mglu::forward`."""
     call = LayerCall.of(LayerArguments(*operands))
     return choose(call, gpu_of(call.device.index))

@@ -23,7 +23,7 @@ def row(variant: str, microseconds: float, n_masks: int = 1, tokens: int = 1, **
 
 
 def frame_of(rows: Iterable[Row], folder: Path) -> Any:
-    """The pandas frame of rows, which are written into a folder and read from there."""
+    """The pandas frame of the rows, after a round trip through files in `folder`."""
     from benchmarks import frames
 
     write(rows, folder, "rows", "by the clock")

@@ -1,8 +1,8 @@
-"""Tables of the parts that whole blocks are made of (`blocks`); a part is one or a few lines of source.
+"""Tables of parts, from which `blocks` makes whole blocks. A part is one or a few lines of source.
 
-`{i}` is the number of a mask and `{l}` its logits. `x`, `W` and `y` are input, weight and result of a layer; the second
-layer of a block has other names for them. The first part of a table is the usual one. Not every block that these parts
-make is an MGLU layer, and some parts do not fit each other, so that eager torch raises an error.
+`{i}` is the number of a mask and `{l}` its logits. `x`, `W` and `y` are the input, weight and result of a layer; the
+second layer of a block has other names for them. The first part of a table is the usual one. Some blocks of these parts
+are not MGLU layers. Some parts do not fit together, and eager torch raises an error.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from right_program_parts import Spelling
 Lines = tuple[str, ...]
 
 DTYPES: dict[str, int] = {"float64": 9, "float32": 6, "float16": 6, "bfloat16": 3, "int64": 1, "complex128": 1}
-"""How often x and the weights have a dtype."""
+"""The dtypes of x and the weights, with their relative frequencies."""
 
 MAGNITUDES = {"1": 1.0, "0.001": 1e-3, "200": 200.0}
-"""By what x is multiplied."""
+"""Factors for x."""
 
 SURROUNDINGS: dict[str, Lines] = {
     "nothing": (),
@@ -47,7 +47,7 @@ REGIONS: dict[str, Lines] = {
     "autocast in checkpoint": (CHECKPOINT, "with torch.autocast('cpu', torch.bfloat16):"),
     "checkpoint in no_grad": ("with torch.no_grad():", CHECKPOINT),
 }
-"""The statements around lines of a layer; `CHECKPOINT` stands for making them the body of `checkpoint`."""
+"""Statements that enclose lines of a layer. `CHECKPOINT` makes the lines the body of a function for `checkpoint`."""
 
 # --- Inputs and weights ----------------------------------------------------------------------------------------------
 
@@ -100,13 +100,13 @@ TRICKY_MASKS: dict[str, Spelling] = {
     "rolled": _logits("c{i} = {l} > 0; m{i} = c{i}.roll(1)", "n{i} = ~c{i}.roll(1)", "n{i} = ~c{i}.roll(1, 0)"),
     "flipped": _bool("m{i} = m{i}.flip(-1)", "n{i} = ~m{i}", "n{i} = ~m{i}.flip(-1)"),
     "diagonals": _bool("m{i} = m{i}.tril()", "n{i} = ~m{i}", "n{i} = (~m{i}).tril()"),
-    # The same bits as another dtype
+    # Reinterpreted bits
     "float as int32": _bool("m{i} = m{i}.float().view(torch.int32)", *_INT),
     "double as int64": _bool("m{i} = m{i}.double().view(torch.int64)", *_INT),
     "int32 as float": _bool("m{i} = m{i}.int().view(torch.float32)"),
     "bool as uint8": _bool("m{i} = m{i}.view(torch.uint8)", *_INT),
     "bool as int8": _bool("m{i} = m{i}.view(torch.int8)", *_INT, "n{i} = ~m{i}", "n{i} = ~m{i} + 2"),
-    # Integers: J holds all of int64, U is 0 or 1 in uint8, and P is all of uint8.
+    # Integers: J is any int64, U is a uint8 of 0 or 1, and P is any uint8.
     "uniform from 54 bits": _logits("h{i} = J & (2**54 - 1); m{i} = (h{i} / 2**54).to({l}.dtype)"),
     "uniform from 53 bits": _logits("h{i} = J & (2**53 - 1); m{i} = (h{i} / (2**53 - 1)).to({l}.dtype)"),
     "2**53": _logits(
@@ -173,7 +173,7 @@ TRICKY_MASKS: dict[str, Spelling] = {
     "division by zero": _bool("k{i} = m{i}.long(); m{i} = 7 % (k{i} + 1)", "n{i} = 7 // (k{i} + 7) - k{i}", *_INT),
     "other": _bool("n{i} = m{i}.flip(0)", "n{i} = ~n{i}"),
 }
-"""Masks that are easily taken for a binary mask or a pair of complements, and some that are both."""
+"""Masks that a careless pass takes for binary or for a pair of complements. Some of them are."""
 
 PRODUCTS: dict[str, Lines] = right.PRODUCTS | {
     "W * m.to(W.dtype)": ("{a}d = {m}.to(W.dtype)", "{a} = W * {a}d"),
@@ -217,7 +217,7 @@ EXPERT_PROJECTIONS: dict[str, Lines] = right.PROJECTIONS_OF_EXPERTS | {
     ),
 }
 
-# `product a m` stands for the lines of a product, and `project a g` for those of a projection.
+# `product a m` expands to the lines of a product, and `project a g` to the lines of a projection.
 VALUES: dict[str, Lines] = {
     "masked": ("product a m", "project a g", "product b n", "project b v"),
     "value first": ("product b n", "project b v", "product a m", "project a g"),
@@ -249,7 +249,7 @@ VALUES: dict[str, Lines] = {
     ),
 }
 
-# Whole layers whose masks are one stack `L` of logits, `[3, d, h]`: the products, and what follows them.
+# Whole layers whose masks are one stack `L` of logits `[3, d, h]`: the einsum, and the lines that follow it.
 _STACKED: dict[str, tuple[str, str]] = {
     "masks first": ("torch.einsum('...h,ndh->n...d', x, {a})", "Y = F.silu(g) * v; y = Y.sum(0)"),
     "masks last": ("torch.einsum('...h,ndh->...dn', x, {a})", "Y = F.silu(g) * v; y = Y.sum(-1)"),
@@ -347,7 +347,7 @@ TOUCHES: dict[str, str] = {
     "flipped": "{v}.flip(0)",
     "noise": "{v} + 0 * torch.rand_like({v})",
 }
-"""What becomes of a variable of a layer before it is read."""
+"""Expressions that replace a variable of a layer before it is read."""
 
 VIEWS: Lines = (
     *perturbation_tables.VIEWS[perturbation_tables.is_array],
@@ -360,7 +360,7 @@ WRITES_TO_VIEWS: Lines = (
     *("", "{u}.mul_(2)", "{u}.zero_()", "{u}[0] = 1", "{u}.add_(1)", "with torch.no_grad(): {u}.mul_(0.5)"),
     "{u}.copy_({u}.flip(0))",
 )
-"""Writes to a view of the result; both are returned."""
+"""Writes to a view of the result. The program returns the view and the result."""
 
 TAILS: dict[str, tuple[Lines, bool]] = {
     "nothing": ((), False),
@@ -395,7 +395,7 @@ TAILS: dict[str, tuple[Lines, bool]] = {
     "strides": (("y = y * y.stride(0)",), False),
     "contiguity": (("y = y * (2 if y.is_contiguous() else 3)",), False),
 }
-"""What follows a layer, and whether w is returned too."""
+"""Lines after a layer, and True if the program also returns w."""
 
 WRITES: Lines = (
     *("{v}.mul_(0.5)", "{v}.data.mul_(0.5)", "with torch.no_grad(): {v}.clamp_(-0.1, 0.1)", "{v}.zero_()"),
@@ -442,4 +442,4 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "write to a mask": _texts(MASK_WRITES),
     "trained": {"nothing": 0.0, "some": 0.5, "all": 1.0},
 }
-"""All tables by what their parts are."""
+"""All tables, by the name of their parts."""

@@ -1,7 +1,7 @@
-"""Random whole blocks as source: one or two layers, among regions, views, writes, casts and other users.
+"""Random whole blocks as source: one or two layers, with regions, views, writes, casts and other users around them.
 
-`block_program(seed)` makes a block from the parts in `block_parts`. `Block.parts` names its parts, so that outcomes can
-be counted by part.
+`block_program(seed)` makes a block from the parts in `block_parts`. `Block.parts` has the names of its parts, so that
+outcomes can be counted by part.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 SIZE = 8
 """The number of features, and of experts. All are equal, so that shapes do not reveal a transpose."""
 ATTEMPTS = 12
-"""The most blocks that are drawn for a seed, of which it gets the first one that eager torch runs."""
+"""At most this many blocks are drawn for a seed. The first one that eager torch runs is taken."""
 ROUNDING = {r"bfloat16|Narrow": 0.1, r"float16|half\(": 2e-2, r"float32|\.float\(|int64": 1e-3, r"": 1e-10}
-"""The relative errors that one or two layers and their gradients may have if their source contains the name of a dtype.
+"""Allowed relative error of results and gradients, by a pattern in the source: the first pattern that matches counts.
 
-They are far below the errors of wrong layers.
+Wrong layers have far larger errors.
 """
 
 
@@ -43,7 +43,7 @@ class Block(SourceProgram):
     has_experts: bool = False
     has_real_masks: bool = False
     is_exact: bool = False
-    """Whether inputs in `dtype` are cast to float64."""
+    """True if inputs in `dtype` are cast to float64."""
 
     @property
     def assume_binary(self) -> bool:
@@ -127,7 +127,7 @@ _INTEGERS = {
 
 
 def block_program(seed: int) -> Block:
-    """The block that belongs to a seed."""
+    """The block of a seed."""
     dice = random.Random(seed)
     dtype = dice.choices(list(DTYPES), list(DTYPES.values()))[0]
     has_experts = dice.random() < 0.2
@@ -139,7 +139,7 @@ def block_program(seed: int) -> Block:
 
 
 class _Draw:
-    """One block, whose parts are drawn one after the other."""
+    """Draws the parts of one block, one after the other."""
 
     def __init__(self, dice: random.Random, has_experts: bool) -> None:
         self.dice = dice
@@ -147,7 +147,7 @@ class _Draw:
         self.parts: dict[str, None] = {}
 
     def pick(self, title: str, usual: float = 0.0) -> Any:
-        """A part of a table; the first one with the probability `usual`, else any."""
+        """A part of a table: the first one with probability `usual`, otherwise a random one."""
         names = list(TABLES[title])
         name = names[0] if self.chance(usual) else self.dice.choice(names)
         self.parts[f"{title}: {name}"] = None
@@ -189,7 +189,7 @@ class _Draw:
         return replace(block, parts=(f"layer: {kind}", f"dtype: {dtype}", *self.parts))
 
     def layers(self, spelling: Spelling) -> tuple[list[str], list[tuple[int, int]], list[str]]:
-        """The lines of all layers, the first and last line of each, and what is returned."""
+        """The lines of all layers, the range of lines of each layer, and the names of the results."""
         n_masks = self.dice.choice([1, 1, 2, 3])
         inputs = [*self.pick("input", 0.5), *self.pick("weight", 0.6)]
         lines = [*inputs, *self.layer(range(n_masks), spelling)]
@@ -209,7 +209,7 @@ class _Draw:
         return self.pick("tricky mask" if self.chance(0.25) else "mask")
 
     def layer(self, masks: range, spelling: Spelling) -> list[str]:
-        """The lines of a layer that makes y of x and W."""
+        """The lines of a layer that computes y from x and W."""
         if not self.has_experts and self.chance(0.07):
             return list(self.pick("stacked layer"))
         is_loop = self.has_experts and self.chance(0.3)
@@ -238,7 +238,7 @@ class _Draw:
         return lines
 
     def second_layer(self, kind: str, spelling: Spelling, n_masks: int) -> list[str]:
-        """The lines of a layer that makes u of y or of another input, and shares some of weight, masks and x."""
+        """The lines of a layer that computes u from y or another input, and may share x, weight or masks."""
         spelling = spelling if self.chance(0.5) else self.spelling()
         lines = self.layer(range(n_masks, 2 * n_masks), spelling)
         names = {"y": "u", "Y": "U", "R": "R2", "Rt": "Rt2", "s": "s2", "p": "p2", "xt": "xt2", "xr": "xr2"}
@@ -249,7 +249,7 @@ class _Draw:
         return [_renamed(line, names) for line in lines]
 
     def touched(self, lines: list[str]) -> list[str]:
-        """The lines with a call that changes a variable after it is assigned."""
+        """The lines with a variable replaced by an expression of it (`TOUCHES`), right after it is assigned."""
         position = self.dice.randrange(len(lines))
         variables = assigned(lines[position])
         if not variables:
@@ -259,7 +259,7 @@ class _Draw:
         return [*lines[: position + 1], f"{variable} = {text}", *lines[position + 1 :]]
 
     def tail(self, new: str) -> tuple[list[str], list[str]]:
-        """Lines after the layers, and what is returned besides y."""
+        """Lines after the layers, and the names of results besides y."""
         kind = self.dice.choices(["any", "view", "write"], [4, 4, 2])[0]
         if kind == "any":
             lines, result = self.pick("tail")
@@ -271,7 +271,7 @@ class _Draw:
         return [f"{new} = {view}", *([write] if write else [])], [new]
 
     def extent(self, start: int, stop: int) -> tuple[int, int]:
-        """All lines of a layer, or some of them."""
+        """A range of lines: the whole layer or a part of it."""
         middle = (start + stop) // 2
         some, other = sorted(self.dice.sample(range(start, stop + 1), 2))
         extents = {"whole": (start, stop), "beginning": (start, middle), "end": (middle, stop)}
@@ -300,7 +300,7 @@ class _Draw:
 
 
 def _expanded(form: Lines, product: Lines, projection: Lines) -> list[str]:
-    """The lines of a part of `VALUES`."""
+    """The lines of a part of `VALUES`, with its products and projections expanded."""
     lines: list[str] = []
     for line in form:
         macro, *names = line.split(" ")
@@ -327,7 +327,7 @@ def _renamed(line: str, names: Mapping[str, str]) -> str:
 
 
 def _in_region(opening: Lines, lines: list[str], read_later: set[str], name: str) -> list[str]:
-    """The lines in a part of `REGIONS`; `name` is that of the body of `checkpoint`."""
+    """The lines enclosed by a part of `REGIONS`. `name` is the function's name if they go through `checkpoint`."""
     for line in reversed(opening):
         is_body = line == CHECKPOINT
         lines = _checkpointed(lines, read_later, name) if is_body else [line, *_indented(lines)]
@@ -339,7 +339,7 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def _checkpointed(lines: Sequence[str], read_later: set[str], name: str) -> list[str]:
-    """The lines as the body of `checkpoint`; its arguments are x and the variables that it changes."""
+    """The lines as a function that `checkpoint` calls. Its arguments are x and the variables that it assigns."""
     made = dict.fromkeys(variable for line in lines for variable in assigned(line))
     known: set[str] = set()
     arguments: dict[str, None] = {"x": None}

@@ -1,4 +1,4 @@
-"""The two kinds of files that are built on the user's machine, with stand-ins for their compilers, and a cache."""
+"""The two kinds of artifact that are built on the user's machine, with fake compilers and a temporary cache."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mglu_ops.backends.cpu import build
 from mglu_ops.backends.cuda import compiler
 
 CONTENT = b"\x7fELF of nothing"
-"""The output of the stand-ins for the compilers."""
+"""The output of the fake compilers."""
 
 
 @dataclass
 class Kind:
-    """One of the two kinds of artifact.
+    """A kind of artifact: the CPU library or a cubin.
 
     Attributes:
-        use: loads the artifact from the cache, builds it if it is not there, and returns its content.
-        log: a file that gets a line for each build.
-        remove_compiler: leaves the machine without the compiler.
+        use: loads the artifact from the cache, building it if it is missing, and returns its content.
+        log: a file that gets one line per build.
+        remove_compiler: takes the compiler away.
     """
 
     use: Callable[[], bytes]
@@ -39,7 +39,7 @@ class Kind:
 
 
 def fake_compiler(folder: Path, body: str) -> Path:
-    """A shell script that replaces a C++ compiler; it must write the file `$out`."""
+    """A shell script that replaces a C++ compiler. Its `body` must write the file `$out`."""
     path = folder / "fake-c++"
     path.write_text(f'#!/bin/sh\nfor out; do :; done\ncase "$*" in *-shared*) linking=yes;; esac\n{body}\n')
     path.chmod(0o755)
@@ -93,7 +93,7 @@ def slow_kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the cache, which does not exist yet. Temporary files are kept beside it."""
+    """The path of the cache folder, which does not exist yet. Temporary files go into a folder beside it."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))
@@ -110,7 +110,7 @@ def obtain(wanted: cache.Artifact, make: Callable[[Path], bytes] = lambda _: CON
 
 
 def files(folder: Path) -> list[Path]:
-    """All files in a folder but the locks, which stay there."""
+    """All files in a folder except the locks, which are never deleted."""
     return [path for path in folder.iterdir() if path.suffix != ".lock"]
 
 

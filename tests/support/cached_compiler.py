@@ -1,6 +1,7 @@
-"""A launcher for CMake that compiles without optimisation and keeps objects, since tests build the C++ library often.
+"""A compiler launcher for CMake that compiles without optimisation and caches object files.
 
-`processes.run` sets it. Linking, and sources that embed files, are left to the compiler.
+Tests build the C++ library often. `processes.run` sets the launcher. Linking, and sources that embed files, go straight
+to the compiler.
 """
 
 from __future__ import annotations

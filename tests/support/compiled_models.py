@@ -1,4 +1,4 @@
-"""Models to compile with torch.compile, and a pass of another library."""
+"""Models for torch.compile, and a custom pass as another library may register one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAME = 4 * BUDGET[torch.float32]
 
 
 class Recorder(CustomGraphPass):
-    """The pass of another library, which records what the graphs call."""
+    """Another library's pass, which records the operators that each graph calls."""
 
     def __init__(self, identity: Any = "recorder") -> None:
         self.identity = identity
@@ -39,17 +39,17 @@ def layer() -> NaiveMGLU:
 
 
 def soft_mask() -> Masked:
-    """A layer that is recognised but cannot be fused."""
+    """A layer that the pass recognises but cannot fuse."""
     return Masked(torch.randn(12, 16), torch.sigmoid, parameter=True)
 
 
 def real_mask() -> Masked:
-    """A layer with a float mask, which only the user's `assume_binary` makes binary."""
+    """A layer with a float mask, which the pass takes for binary only with `assume_binary`."""
     return Masked((torch.rand(12, 16) > 0.5).float(), lambda stored: stored)
 
 
 def run(model: nn.Module, **options: Any) -> Tensor:
-    """Compile for inference, run, and compare with eager."""
+    """Compile a model for inference, run it, and compare the result with eager's."""
     x = torch.randn(3, 16)
     with torch.no_grad():
         result = torch.compile(model, **options)(x)
@@ -58,12 +58,12 @@ def run(model: nn.Module, **options: Any) -> Tensor:
 
 
 def traced_by_inductor(gm: torch.fx.GraphModule, inputs: list[Tensor], **settings: Any) -> Any:
-    """A backend that takes a graph through Inductor, with settings for it, but runs the graph instead of compiling."""
+    """A backend that takes a graph through Inductor's passes, with config patches, but interprets it in the end."""
     return compile_fx(gm, inputs, inner_compile=interpreted, config_patches=settings)
 
 
 def trace(model: nn.Module, **settings: Any) -> None:
-    """Run a model with the backend `traced_by_inductor` and compare it with eager."""
+    """Run a model with the backend `traced_by_inductor` and compare the result with eager's."""
     x = torch.randn(3, 16)
     with torch.no_grad():
         result = torch.compile(model, backend=partial(traced_by_inductor, **settings))(x)

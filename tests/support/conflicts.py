@@ -1,6 +1,6 @@
-"""Finds two rules of the pass that know different values of one node, so that their order decides.
+"""Finds pairs of rules that give one node different values, so that their order decides.
 
-`graphs.Capture` runs it on every graph.
+`graphs.Capture` runs the check on every graph.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from compile_passes.view import View
 
 
 class RuleConflict(Exception):  # noqa: N818 (a property of the rules, not of the program)
-    """Two rules know different values of a node, and `rules.PRECEDENCE` does not say why the first is right."""
+    """Two rules give a node different values, and `rules.PRECEDENCE` has no entry for the pair."""
 
 
 def check_rules(graph: Graph) -> set[tuple[Rule, Rule]]:
-    """Ask all rules about all nodes of a graph, which stays unchanged.
+    """Apply all rules to all nodes of a graph, without changing it.
 
     Returns:
-        The pairs of `PRECEDENCE` that some node needs.
+        The pairs of `PRECEDENCE` that decided about a node.
 
     Raises:
         RuleConflict: two rules disagree about a node, and the pair is not in `PRECEDENCE`.
@@ -39,7 +39,7 @@ def check_rules(graph: Graph) -> set[tuple[Rule, Rule]]:
 
 
 class _AskAll(Evaluation):
-    """An evaluation that asks all rules of a symbol and does not stop at the first that knows a value."""
+    """An evaluation that tries all rules of a symbol, and does not stop at the first one that gives a value."""
 
     def __init__(self, view: View) -> None:
         self.decided: set[tuple[Rule, Rule]] = set()

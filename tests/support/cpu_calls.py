@@ -1,4 +1,4 @@
-"""Calls of the CPU backend with an instruction set, what they should give, and a library of emulated instructions."""
+"""Calls the CPU backend with a chosen instruction set, checks its results, and builds a library of emulated AVX-512."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Kernel(NamedTuple):
-    """The kernels of an instruction set for a dtype, run by this CPU or by emulated intrinsics."""
+    """An instruction set and a dtype. The kernels run on this CPU or with emulated intrinsics."""
 
     isa: str
     dtype: torch.dtype
@@ -57,7 +57,7 @@ EMULATED = [pytest.param(kernel._replace(is_emulated=True), marks=pytest.mark.lo
 
 @pytest.fixture(params=[*NATIVE, *EMULATED], ids=str)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """Each instruction set that this machine has, with each dtype that it takes, and the emulated ones."""
+    """Every instruction set that this machine has or emulates, with every dtype that its kernels take."""
     found: Kernel = request.param
     monkeypatch.setattr(library, "_loaded", found.library())
     return found
@@ -65,13 +65,13 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
 
 @functools.cache
 def emulated_library() -> library.Library:
-    """The kernels built with emulated intrinsics, so that every x86-64 machine has all instruction sets."""
+    """The CPU library built with emulated intrinsics, so that every x86-64 machine can run all instruction sets."""
     version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the options are part of the cache's key
     options = (f'-DMGLU_EMULATE_AVX512="{EMULATION.name}"', f"-DMGLU_EMULATION={version}", f"-I{EMULATION.parent}")
     compile_files = build._run
 
     def compile_quickly(compiler: Sequence[str], folder: Path, *arguments: Sequence[str]) -> None:
-        """Optimise what tests run for long; compiling the emulated AVX-512 takes longest, and few calls run it."""
+        """Compile with -O1, but avx512.cpp with -O0: the emulated file is the slowest to compile and rarely runs."""
         compile_files(compiler, folder, *([*one, "-O0" if "avx512.cpp" in one[1] else "-O1"] for one in arguments))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -85,12 +85,12 @@ def run(layer: Layer, isa: str = "best") -> Tensor:
 
 
 def run_stored(given: LayerArguments, isa: str) -> Tensor:
-    """The result of a layer with a stored weight."""
+    """The CPU backend's result for arguments with a weight in any format."""
     return BACKENDS["cpu"].prepare(LayerCall.of(given), isa)(given)
 
 
 def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
-    """The result and the partial derivatives of a layer whose x is `[tokens, in_features]`."""
+    """The result and the partial derivatives of a layer with x `[tokens, in_features]`."""
     cpu = BACKENDS["cpu"]
     assert isinstance(cpu, Cpu)
     given = LayerArguments(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
@@ -98,7 +98,7 @@ def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]
 
 
 def assert_right(layer: Layer, isa: str | None, what: str) -> None:
-    """Assert that the result, in inference and in training, and each partial derivative are within the budget."""
+    """Assert that the results in inference and training, and all partial derivatives, are within the budget."""
     products = products_of(layer.x, layer.weight, layer.masks)
     exact, exact_entries = exact_partials(products, layer.activation, layer.mask_weights)
     assert_matches(run(layer, isa or "best"), exact, what=what)

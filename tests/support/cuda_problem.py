@@ -15,7 +15,7 @@ from mglu_ops.layer_call import LayerArguments, LayerCall
 
 
 def pack(masks: Tensor) -> Tensor:
-    """Bool `[n, d, h]` to the packed format, independently of the package."""
+    """Pack bool masks `[n, d, h]` without the package's own code."""
     n, d, h = masks.shape
     padded = torch.zeros(n, d, -(-h // 8) * 8, dtype=torch.uint8, device=masks.device)
     padded[:, :, :h] = masks
@@ -62,7 +62,7 @@ class Problem:
         sequence(torch.cuda.current_stream().cuda_stream, pointers, workspace.data_ptr())
 
     def oracle(self) -> Tensor:
-        """Sum mask by mask, so that float64 copies of all masks never exist at once."""
+        """The float64 result, summed mask by mask to save memory."""
         result = torch.zeros(len(self.x), len(self.weight), dtype=torch.float64, device=self.x.device)
         for i, mask in enumerate(self.masks):
             weights = None if self.mask_weights is None else self.mask_weights[:, i : i + 1]

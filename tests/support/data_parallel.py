@@ -1,4 +1,4 @@
-"""Checks of data-parallel training on two ranks against one process, for `ranks.run_on_ranks`."""
+"""Checks for `ranks.run_on_ranks`: data-parallel training on two ranks equals training in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mglu_ops.formats import FORMATS
 from mglu_ops.nn import MGLU, MaskStatistics, MGLUExpertsFeedForward, SwiMGLU
 
 STEPS = 20
-SAME = {"rtol": 1e-9, "atol": 1e-11}  # float64, summed in another order, over 20 steps of AdamW
+SAME = {"rtol": 1e-9, "atol": 1e-11}  # for float64 parameters after 20 steps of AdamW; sums have another order
 TOKENS = 64
 
 
@@ -31,7 +31,7 @@ def new_model(device: str, dtype: torch.dtype, width: int, save_activations: boo
 def whole_batch(
     device: str, dtype: torch.dtype, width: int
 ) -> tuple[nn.Sequential, list[Tensor | None], list[dict[str, float]]]:
-    """The model that one process trains with the whole batch, its first gradients, and the numbers of its masks."""
+    """A model trained in one process with the whole batch, its gradients of the first step, and its mask statistics."""
     model = new_model(device, dtype, width)
     optimizer, statistics = optimizer_of(model), MaskStatistics(model)
     first: list[Tensor | None] = []
@@ -49,9 +49,9 @@ def whole_batch(
 def check_data_parallel(
     rank: int, device: str, dtype: torch.dtype, width: int, save_activations: bool, backend: str | None
 ) -> None:
-    """In float64, all parameters and masks equal one process's; in 16 bits, the first gradients do.
+    """In float64, parameters and masks equal one process's. In 16 bits, only the first step's gradients are compared.
 
-    Afterwards the two ranks have the same bits.
+    At the end, both ranks hold the same bits.
     """
     alone, first, numbers = whole_batch(device, dtype, width)
     model = new_model(device, dtype, width, save_activations)
@@ -79,9 +79,9 @@ def check_data_parallel(
 
 
 def check_mixed_precision(rank: int, device: str, wrapper: str) -> None:
-    """Mixed precision casts a linear layer and not stored weights, whose rows the ranks do not divide evenly."""
+    """Mixed precision casts a linear layer but not quantized weights, whose number of rows is odd."""
     low = torch.bfloat16
-    # FSDP of torch 2.11 lets every parameter require a gradient first, which integers cannot.
+    # FSDP of torch 2.11 first sets requires_grad on every parameter, which fails for integers.
     takes_integers = wrapper == "DDP" or torch.__version__ >= (2, 13)
     for name in [one for one, of in FORMATS.items() if of.dtype and (takes_integers or of.dtype.is_floating_point)]:
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""Small kernels on a CPU: a C++ compiler compiles their CUDA sources with stand-ins for PTX.
+"""Runs small CUDA kernels on a CPU: a C++ compiler compiles their sources with stand-ins for PTX.
 
 A machine without a GPU thus runs the same device code, with the parameters that the host code packs. This finds wrong
-indices, formulas and parameters, but not races, and says nothing about speed.
+indices, formulas and parameters. It does not find races, and says nothing about speed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 @pytest.fixture
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `training_steps` take CPU tensors, and torch multiply them with a float32 result, as on a GPU (8.0)."""
+    """Let `training_steps` take CPU tensors, as if the CPU were a GPU of compute capability 8.0.
+
+    `torch.mm` gets `out_dtype`, which it otherwise takes on a GPU only.
+    """
     monkeypatch.setattr(training_steps, "_launch", _launch)
     monkeypatch.setattr(training_steps, "_stream", lambda on: 0)
     monkeypatch.setattr(training, "gpu_of", lambda device: KNOWN_GPUS[8, 0])
@@ -67,7 +70,7 @@ def run(
     integers: Mapping[str, int],
     struct: str = "Params",
 ) -> None:
-    """Run the blocks of a kernel, with the pointers and integers of the struct that it takes."""
+    """Run all blocks of a kernel, with these pointers and integers in its parameter struct."""
     fields = parameters(f"{kernel}.cu" if struct == "Params" else "params.cuh", struct)
     assert pointers.keys() == set(fields.pointers)
     packed = bytearray(fields.with_integers(integers))
@@ -85,7 +88,7 @@ def _compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Any:
     sources = [*sorted(source_directory().glob("*.cu*")), *sorted(STAND_INS.iterdir())]
 
     def compile_sources(scratch: Path) -> bytes:
-        for path in sources:  # a stand-in replaces the header of its name
+        for path in sources:  # a stand-in overwrites the header of the same name
             shutil.copy(path, scratch)
         command = ["g++", *options, "launch.cpp", "-o", "kernel.so"]
         process = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)

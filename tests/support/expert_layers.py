@@ -1,4 +1,4 @@
-"""Random layers of experts and routings for tests, and the loop over experts in float64 to compare with."""
+"""Random layers of experts and routings, and their results in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUTINGS = ("uniform", "skewed", "one expert", "no expert", "some out of range")
 
 @dataclass(frozen=True)
 class Experts:
-    """The arguments of one call of `experts_forward`, with what they mean in float64."""
+    """The arguments of one call of `experts_forward`, and float64 copies of x and of the dequantized weight."""
 
     given: ExpertArguments
     masks: Tensor
@@ -39,7 +39,7 @@ class Experts:
         return torch.ops.mglu.experts_forward(x, weight, packed_masks, expert_ids, *rest)
 
     def oracle(self) -> Tensor:
-        """The float64 result, from a layer for each pair of a token and its expert."""
+        """The float64 result `[T, K, d]`: one layer per token and expert slot, and zeros in slots without an expert."""
         given, ids = self.given, self.given.routing
         result = torch.zeros(*ids.shape, given.out_features, dtype=torch.float64)
         for t, k in self.has_expert.nonzero().tolist():
@@ -51,7 +51,7 @@ class Experts:
 
 
 def route(tokens: int, top_k: int, experts: int, routing: str, generator: torch.Generator) -> Tensor:
-    """Expert ids `[tokens, top_k]` of a kind in `ROUTINGS`."""
+    """Expert ids `[tokens, top_k]`; `routing` is an entry of `ROUTINGS`."""
     random = torch.rand(tokens, top_k, generator=generator)
     if routing == "skewed":
         random = random**4
@@ -82,7 +82,7 @@ def make_experts(
     activation_format: str = "dense",
     seed: int = 0,
 ) -> Experts:
-    """Random experts. A token without any expert is NaN, and so are mask weights without one: nobody must read them."""
+    """Random experts. x of tokens without an expert, and mask weights of empty slots, are NaN: nobody may read them."""
     generator, stored = torch.Generator().manual_seed(seed), FORMATS[weight_format]
     ids = route(tokens, top_k, experts, routing, generator)
     x = torch.randn(tokens, in_features, generator=generator).to(dtype)
@@ -109,7 +109,7 @@ def make_experts(
 
 
 def sorted_rows(layer: Experts) -> tuple[ExpertArguments, Tensor]:
-    """The arguments of `grouped_forward` for the pairs of `experts_forward`, and the pair of each of its rows."""
+    """The layer's expert slots sorted by expert: arguments of `grouped_forward`, and the flat slot of each row."""
     given, (top_k, experts) = layer.given, (layer.given.routing.shape[1], len(layer.masks))
     ids = torch.where(layer.has_expert, given.routing, experts).flatten()
     pairs = torch.argsort(ids, stable=True)
@@ -119,12 +119,12 @@ def sorted_rows(layer: Experts) -> tuple[ExpertArguments, Tensor]:
 
 
 def slices(offs: Tensor) -> list[tuple[int, slice]]:
-    """Each expert with its rows."""
+    """Each expert with the slice of its rows."""
     return [(expert, slice(*ends)) for expert, ends in enumerate(pairwise((0, *offs.tolist())))]
 
 
 def make_down(layer: Experts, weight_format: str = "dense", dtype: torch.dtype = torch.float32) -> DownArguments:
-    """Random arguments of `experts_down` for the ids of a layer. y and weights are NaN in pairs without an expert."""
+    """Random arguments of `experts_down` for a layer's ids. y and expert weights are NaN in slots without an expert."""
     generator, (experts, _, d, h) = torch.Generator().manual_seed(1), layer.masks.shape
     ids, stored = layer.given.routing, FORMATS[weight_format]
     y = torch.randn(*ids.shape, d, generator=generator).to(layer.given.x.dtype)
@@ -151,7 +151,7 @@ def down_oracle(given: DownArguments) -> Tensor:
 
 @st.composite
 def expert_layers(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], weight_format: str | None = None) -> Experts:
-    """Draw experts of every size, layout, format and routing."""
+    """Draw experts of various sizes, memory layouts, formats and routings."""
     name, dtype = weight_format or draw(st.sampled_from(list(FORMATS))), draw(st.sampled_from(dtypes))
     choices = [one for one, formats in ACTIVATION_FORMATS.items() if name in formats]
     choices = choices if dtype is not torch.float64 else ["dense"]
@@ -180,4 +180,4 @@ def expert_layers(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], weight_forma
     return Experts(given._replace(**moved), layer.masks, layer.exact_x, layer.exact_weight)
 
 
-_laid_out = layouts.filter(lambda layout: layout != "expanded")  # it changes values
+_laid_out = layouts.filter(lambda layout: layout != "expanded")  # expanding changes values

@@ -1,4 +1,4 @@
-"""Modules of experts for tests: pairs of equal ones, their results, and an expert as a layer of its own."""
+"""Modules of experts: pairs of equal modules, their results, and one expert as a layer of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ learned_or_fixed = pytest.mark.parametrize("learnable_masks", [True, False], ids
 
 
 def pair(*args: Any, seed: int = 0, **options: Any) -> list[nn.Module]:
-    """An MGLUExperts and a NaiveMGLUExperts whose parameters are drawn from the same seed, and so are equal."""
+    """An MGLUExperts and a NaiveMGLUExperts with the same parameters, drawn from one seed."""
     layers = []
     for kind in KINDS:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Checks that layers of experts that are divided over ranks compute and learn as one process does."""
+"""Checks that layers of experts that are divided between ranks compute and learn what one process does."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ExpertSetting(Setting):
-    """Two layers of 8 experts, of which a token has 3.
+    """Two layers of 8 experts with `top_k` 3.
 
-    In 16 bits there is one layer, because a rounding of its result could choose other experts in the second.
+    In 16 bits there is one layer: rounding its result could choose other experts in a second layer.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ class ExpertSetting(Setting):
 
 
 def check_placements(setting: ExpertSetting) -> None:
-    """Each rank holds its experts or its rows of each, and all of the routers."""
+    """Each rank holds its share of the experts, or of every expert's rows, and a copy of the routers."""
     ranks = setting.mesh.size()
     for way in WAYS:
         by_experts = way == "experts"
@@ -95,7 +95,7 @@ def check_placements(setting: ExpertSetting) -> None:
 
 
 def check_results(setting: ExpertSetting) -> None:
-    """Results and gradients are one process's, for every kind of masks, for a sequence and for one decoded token."""
+    """Results and gradients equal one process's, for all kinds of masks, for a sequence and for one decoded token."""
     for name, options in KINDS.items():
         alone = setting.model(**options)
         want, token = gradients(alone, alone, setting.x()), setting.x()[:1, :1]
@@ -108,7 +108,7 @@ def check_results(setting: ExpertSetting) -> None:
 
 
 def check_sequence_parts(setting: ExpertSetting) -> None:
-    """Each rank has a part of the sequence outside of the first layer."""
+    """Sequence parallelism: inputs and results of layers may be divided between the ranks along the sequence."""
     alone = setting.model()
     want = gradients(alone, alone, setting.x())
     expected = {key: setting.part_of_sequence(t) if key in ("x", "y") else t for key, t in want.items()}
@@ -120,7 +120,7 @@ def check_sequence_parts(setting: ExpertSetting) -> None:
 
 
 def check_router_logits(setting: ExpertSetting) -> None:
-    """The gradient of a loss that balances the experts counts once, beside the one of the result."""
+    """The gradient of a load-balancing loss is counted once, and not once per rank."""
 
     def with_loss(layer: nn.Module, x: Tensor) -> Tensor:
         y, logits = layer(x, True)
@@ -135,7 +135,7 @@ def check_router_logits(setting: ExpertSetting) -> None:
 
 
 def check_compiled(setting: ExpertSetting) -> None:
-    """Compiled layers give the results and gradients of eager layers in one process, in a graph without breaks."""
+    """Compiled layers, in one graph without breaks, equal eager layers in one process."""
     for way in WAYS:
         torch._dynamo.reset()
         alone, divided = setting.model(mask_top_k=2), setting.divided(way, setting.model(mask_top_k=2))
@@ -145,7 +145,7 @@ def check_compiled(setting: ExpertSetting) -> None:
 
 
 def check_training(setting: ExpertSetting) -> None:
-    """Some steps of AdamW give one process's parameters and change masks, which then are packed by each rank."""
+    """After some AdamW steps, which change masks, the parameters equal one process's, also after freezing."""
     for way in WAYS:
         alone, divided = (setting.model(mask_top_k=2) for _ in range(2))
         before = alone[0].experts.mask_logits.detach() > 0
@@ -162,20 +162,20 @@ def check_training(setting: ExpertSetting) -> None:
 
 
 def check_quantized(setting: ExpertSetting) -> None:
-    """Both halves of layers are quantized before or after they are divided, with their scales."""
+    """Layers can be quantized before or after they are divided. Scales are divided with their weights."""
     ranks, rank = setting.mesh.size(), setting.mesh.get_local_rank()
     intermediate = 128 * ranks  # a whole block or group of columns for each rank
-    for name, of_columns in (("fp8_row", False), ("fp8_block", True), ("int8_row", False), ("int4_group", True)):
+    for name, scales_columns in (("fp8_row", False), ("fp8_block", True), ("int8_row", False), ("int4_group", True)):
         alone = mglu_ops.quantize(mglu_ops.freeze(setting.model(intermediate)), name)
         want = gradients(alone, alone, setting.x())
         for way in WAYS:
-            # gloo cannot scatter fp8.
+            # gloo cannot scatter fp8, so every rank takes its part of its own copy.
             before = setting.divided(way, copy.deepcopy(alone), src_data_rank=None if name.startswith("fp8") else 0)
             after = mglu_ops.quantize(setting.divided(way, mglu_ops.freeze(setting.model(intermediate))), name)
-            of_down = Shard(0) if way == "experts" else Shard(2) if of_columns else Replicate()
+            scale_placement = Shard(0) if way == "experts" else Shard(2) if scales_columns else Replicate()
             for divided in (before, after):
                 assert divided[0].experts.weight_scale.placements == (Shard(WAYS.index(way)),)
-                assert divided[0].down_proj.weight_scale.placements == (of_down,)
+                assert divided[0].down_proj.weight_scale.placements == (scale_placement,)
                 own = alone[0].down_proj.weight.chunk(ranks, 0 if way == "experts" else 2)[rank]
                 assert torch.equal(divided[0].down_proj.weight.to_local(), own)
                 assert_same_gradients(setting, gradients(divided, divided, setting.x()), want, f"{way}, {name}")
@@ -211,7 +211,7 @@ def check_bad_input(setting: ExpertSetting) -> None:
 
 
 def check_materialized(setting: ExpertSetting) -> None:
-    """A model on meta is divided first, and then gets memory and initial values."""
+    """A model on the meta device can be divided first, and get memory and initial values afterwards."""
     for way in WAYS:
         model = setting.divided(way, setting.model().to("meta"))
         model.to_empty(device=setting.device)
@@ -227,16 +227,16 @@ def check_materialized(setting: ExpertSetting) -> None:
 
 
 def check_trained_step(setting: ExpertSetting) -> None:
-    """A step of SGD has the updates of one process, for divided and for fully sharded layers."""
+    """One SGD step updates divided and fully sharded layers as one process does."""
     for way in WAYS:
         assert_same_step(setting, setting.divided(way, setting.model()), None, way)
     assert_same_step(setting, shard_fully(setting.model(), setting.mesh), setting.mesh, "fully_shard")
 
 
 def assert_same_step(setting: ExpertSetting, model: nn.Module, parts: DeviceMesh | None, what: str) -> None:
-    """Train a step with the whole batch, or with the share of this rank, and compare the updates of parameters.
+    """Train one step, with this rank's share of the batch if `parts` is given, and compare the parameter updates.
 
-    An update is as large as its parameter, so that a parameter of 16 bits has room for it.
+    Learning rates make each update as large as its parameter, so that it does not vanish in 16 bits.
     """
     initial, alone = setting.model(), setting.model()
     F.mse_loss(alone(setting.x(0)), setting.x(STEPS)).backward()  # as in `train`
@@ -258,7 +258,7 @@ def shard_fully(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def check_fully_sharded(setting: ExpertSetting) -> None:
-    """FSDP2 trains layers of experts as one process, also those that are divided between the ranks of a group."""
+    """FSDP2 trains layers of experts as one process does; with four ranks or more, also layers that are divided."""
     expected, sharded = setting.model(), shard_fully(setting.model(), setting.mesh)
     train(setting, expected, optimizer_of(expected), range(STEPS))
     train(setting, sharded, optimizer_of(sharded), range(STEPS), setting.mesh)
@@ -280,7 +280,7 @@ CHECKS |= {"compiled": check_compiled}
 CHECKS |= {"trained_step": check_trained_step}
 WITHOUT_FLOAT64 = ["results", "sequence_parts", "router_logits", "quantized", "trained_step"]
 WITHOUT_TRAINING = ["placements", "bad_input", "materialized"]
-"""Those that need no gradients, which a GPU does not compute in float64."""
+"""Checks without gradients, which a GPU does not compute in float64."""
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
@@ -293,7 +293,7 @@ def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str],
 
 
 def save(rank: int, device: str, dtype: torch.dtype, folder: str) -> None:
-    """Save a trained model that is divided in each way."""
+    """Train a model divided in each way, and save its checkpoint."""
     setting = ExpertSetting.of(device, dtype)
     for way in WAYS:
         model = setting.divided(way, setting.model())
@@ -305,14 +305,14 @@ def save(rank: int, device: str, dtype: torch.dtype, folder: str) -> None:
 
 
 def load(rank: int, device: str, dtype: torch.dtype, folder: str) -> None:
-    """Load each checkpoint into a model that is divided in the other way: the bits are the same."""
+    """Load each checkpoint into a model that is divided in the other way, and compare the bits."""
     setting = ExpertSetting.of(device, dtype)
     for way, other in zip(WAYS, reversed(WAYS), strict=True):
         _load(setting.divided(other, setting.model()), folder, way)
 
 
 def load_whole(device: str, dtype: torch.dtype, folder: str, to: str) -> None:
-    """Load each checkpoint into a model of one process, without a process group, and save it again."""
+    """Load each checkpoint in one process without a process group, and save it again."""
     for way in WAYS:
         model = ExpertSetting(None, device, dtype).model()
         _load(model, folder, way)

@@ -1,4 +1,4 @@
-"""Layers of experts with learned masks, for rows sorted by expert, and their steps in plain torch."""
+"""Layers of experts with learned masks whose rows are sorted by expert, and their training step in plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("x", "weight", "logits", "mask_weights")
 
 @dataclass
 class ExpertLayer:
-    """The arguments of `grouped_forward_train`, mask logits, and the gradient of the result."""
+    """The arguments of `grouped_forward_train`, with mask logits and the gradient of the result."""
 
     x: Tensor
     weight: Tensor
@@ -44,9 +44,9 @@ class ExpertLayer:
         mask_weights_dtype: torch.dtype | None = None,
         activation: str = "silu",
     ) -> ExpertLayer:
-        """A layer whose experts have `loads` rows, followed by `unowned` rows of NaN that belong to none.
+        """A layer with `loads[e]` rows for expert e, followed by `unowned` rows of NaN without an expert.
 
-        The masks have ones at a fraction `density` of the weights.
+        A fraction `density` of the mask bits is 1.
         """
 
         def normal(*shape: int) -> Tensor:
@@ -73,7 +73,7 @@ class ExpertLayer:
     def step(
         self, forward: Callable[..., Any], backward: Callable[..., Any], needs: Sequence[bool] = (True,) * 4
     ) -> dict[str, Tensor]:
-        """The result `y` and the needed gradients of `NAMES`; the others must be empty, and no two share memory."""
+        """The result `y` and the needed gradients of `NAMES`. The others must be empty, and none may share memory."""
         operands = self.x, self.weight, self.packed_masks, self.offs
         needed = [*needs[:3], needs[3] and self.mask_weights is not None]
         dtypes = [tensor.dtype if tensor is not None else None for tensor in (self.logits, self.mask_weights)]
@@ -99,18 +99,18 @@ class ExpertLayer:
             if start == end:
                 continue
             rows = slice(start, end)
-            of_rows = naive(
+            expert_y = naive(
                 x[rows], weight[expert], masks[expert], self.activation, *(tensor[rows] for tensor in mask_weights)
             )
-            y[rows] = of_rows.detach()
-            of_expert = torch.autograd.grad(of_rows, tuple(leaves.values()), grad_output[rows])
-            for name, grad in zip(leaves, of_expert, strict=True):
+            y[rows] = expert_y.detach()
+            expert_grads = torch.autograd.grad(expert_y, tuple(leaves.values()), grad_output[rows])
+            for name, grad in zip(leaves, expert_grads, strict=True):
                 grads[name] += grad
         return {"y": y, **grads}
 
 
 def assert_as_good_as_naive(found: dict[str, Tensor], layer: ExpertLayer, factor: float) -> None:
-    """Assert that no error against float64 is larger than `factor` times the naive loop's in the layer's dtype."""
+    """Assert that each error against float64 is at most `factor` times a naive loop's error in the layer's dtype."""
     exact, naive_loop = layer.in_plain_torch(torch.float64), layer.in_plain_torch(layer.x.dtype)
     for name, tensor in found.items():
         allowed = factor * relative_error(naive_loop[name].to(tensor.dtype), exact[name])

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 
 
 def export(module: nn.Module, *example: Tensor, grad: bool = False) -> ExportedProgram:
-    """Export a module whose inputs vary in their first size."""
+    """Export a module with a dynamic first dimension in each input."""
     with torch.set_grad_enabled(grad):
         return torch.export.export(module, example, dynamic_shapes=tuple({0: Dim.AUTO} for _ in example))
 
@@ -32,7 +32,7 @@ def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
 
 
 class OfSource(nn.Module):
-    """A module that returns an expression of x and of its tensors, which are parameters or buffers."""
+    """A module that returns an expression of x and of its own parameters and buffers."""
 
     def __init__(self, source: str, names: dict[str, Any] | None = None, **tensors: Tensor) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 class Masked(nn.Module):
-    """A layer whose mask is `mask(stored)`, of a buffer or a parameter."""
+    """A layer whose mask is `mask(stored)`, where `stored` is a buffer or a parameter."""
 
     def __init__(self, stored: Tensor, mask: Callable[[Tensor], Tensor], *, parameter: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters of large families of tests: a part of each family is quick, and the rest has the mark `long`."""
+"""Parameters for large families of tests. Some cases of each family are quick, and the others have the mark `long`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import pytest
 def family(
     *axes: Iterable[Any], fits: Callable[..., bool] = lambda *case: True, most: int = 3, one_in: int | None = None
 ) -> list[Any]:
-    """The combinations of several axes that fit: each value of the longest axis with a few combinations of the others.
+    """A thinned product of several axes: each value of the longest axis, with a few combinations of the other axes.
 
-    The combinations differ from value to value, so that all of them occur. The first one with each value of the first
-    axis is quick, or with every second value if there are more than 8, or with one value in `one_in`.
+    The combinations rotate from value to value, so that all of them occur. One case is quick for each value of the
+    first axis, or for every second value if there are more than 8.
 
     Args:
         *axes: the values of each parameter.
-        fits: whether a combination makes sense.
+        fits: returns False for combinations to skip.
         most: the most combinations with one value of the longest axis.
-        one_in: if given, the first of every `one_in` values of the first axis has a quick combination.
+        one_in: if given, one in this many values of the first axis has a quick case.
     """
     lists = [list(axis) for axis in axes]
     longest = max(range(len(lists)), key=lambda axis: len(lists[axis]))
     every = [case for case in itertools.product(*lists) if fits(*case)]
     chosen = set()
     for number, value in enumerate(lists[longest]):
-        of_value = [k for k, case in enumerate(every) if case[longest] is value]
-        chosen.update(itertools.islice(itertools.cycle(of_value), number * most, (number + 1) * most))
+        matching = [k for k, case in enumerate(every) if case[longest] is value]
+        chosen.update(itertools.islice(itertools.cycle(matching), number * most, (number + 1) * most))
     quick = lists[0][:: one_in or (2 if len(lists[0]) > 8 else 1)]
     found = []
     for case in (every[k] for k in sorted(chosen)):
@@ -39,17 +39,17 @@ def family(
 
 
 def sample(values: Iterable[Any], every: int) -> list[Any]:
-    """All values; one in `every` is quick."""
+    """All values, of which one in `every` is quick."""
     return [_parameters((value,), is_long=number % every != 0) for number, value in enumerate(values)]
 
 
 def quick_only_for(quick: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """All values; the ones in `quick` are quick."""
+    """All values, of which those in `quick` are quick."""
     return [_parameters((value,), is_long=value not in quick) for value in values]
 
 
 def quick_cases(quick: Sequence[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """All cases, each with a value for every parameter; the ones in `quick` are quick."""
+    """All cases (tuples of parameters), of which those in `quick` are quick."""
     return [_parameters(case, is_long=case not in quick) for case in every]
 
 

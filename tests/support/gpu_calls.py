@@ -1,4 +1,4 @@
-"""Calls on a GPU that must not wait for it, and calls whose inputs earlier kernels are still writing."""
+"""Checks of calls on a GPU: they must not synchronize, and must wait for kernels that still write their inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mglu_ops.expert_calls import ExpertArguments
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Make it an error to wait for the GPU inside the block."""
+    """Raise an error if code inside the block waits for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -26,7 +26,7 @@ def on_gpu(given: ExpertArguments) -> ExpertArguments:
 
 
 def assert_follows_producers(run: Callable[[ExpertArguments], Tensor], given: ExpertArguments) -> None:
-    """Write ids, x and W just before each call, whose launches start early and must not read old values."""
+    """Write ids, x or W just before each call. Programmatic launches start early, and must not read the old values."""
     expected = run(given)
     kept = {name: getattr(given, name).clone() for name in ("x", "weight", "expert_ids")}
     for last in kept:

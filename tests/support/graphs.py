@@ -1,4 +1,4 @@
-"""Captures the graphs of Dynamo, fuses them and runs them without Inductor, so that tests see what the pass does."""
+"""Captures Dynamo's graphs, fuses them, and runs them without Inductor, so that tests see what the pass does."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from compile_passes.symbols import as_call
 
 @dataclass
 class Capture:
-    """A Dynamo backend that fuses each graph, keeps a copy from before and the graph after, and runs the latter.
+    """A Dynamo backend that fuses each graph, keeps the graphs from before and after, and runs the fused graph.
 
-    Every graph also goes through `check_rules`, which raises an error if two rules of the pass disagree about a node.
-    `fuse=False` runs the graph unchanged.
+    With `check`, `check_rules` raises an error if two rules of the pass disagree about a node. With `fuse=False`, the
+    graph runs unchanged.
     """
 
     strict: bool = False
@@ -41,7 +41,7 @@ class Capture:
     before: list[Graph] = field(default_factory=list)
     after: list[Graph] = field(default_factory=list)
     decided: set[tuple[Rule, Rule]] = field(default_factory=set)
-    """The pairs of `rules.PRECEDENCE` that decided about some node."""
+    """The pairs of `rules.PRECEDENCE` that decided about a node."""
 
     def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
         self.before.extend(copy.deepcopy(graph) for graph in _graphs(gm))
@@ -85,15 +85,15 @@ class Capture:
 
 @contextmanager
 def _memory_read_once(graph: Graph) -> Iterator[None]:
-    """Let all views of a graph share its memory, which takes longer to find out than a graph takes to fuse."""
+    """Compute a graph's `Memory` once, for all views of it: that takes longer than fusing the graph."""
     with _no_new_guards(graph):
         memory = Memory(graph)
-    with patch.object(view, "Memory", lambda of: memory if of is graph else Memory(of)):  # a body has its own memory
+    with patch.object(view, "Memory", lambda of: memory if of is graph else Memory(of)):  # bodies have their own
         yield
 
 
 def _graphs(gm: GraphModule) -> list[Graph]:
-    """The graphs of a module and of the bodies of its higher-order operators, in Inductor's order."""
+    """The graphs of a module and of its higher-order operators' bodies, in Inductor's order."""
     return [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
 
 
@@ -113,12 +113,12 @@ def packings(counts: Counter[str]) -> int:
 
 
 def masked_products(counts: Counter[str]) -> int:
-    """The number of products with a weight; a fused layer leaves none."""
+    """The number of products with a weight. A fused layer leaves none."""
     return counts["linear"] + counts["matmul"]
 
 
 def call_name(node: torch.fx.Node) -> str:
-    """`mglu.forward` and the like for our operators, else the recogniser's symbol (`linear`, `mul`), else the name."""
+    """`mglu.forward` and the like for our operators, otherwise the symbol (`linear`, `mul`), otherwise the name."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "mglu":
         return f"mglu.{node.target._schema.name.split('::')[1]}"
     call = as_call(node)
@@ -126,7 +126,7 @@ def call_name(node: torch.fx.Node) -> str:
 
 
 def known_of_shapes(mode: FakeTensorMode | None) -> dict[str, list[str]]:
-    """What the shape environment of a compilation contains: guards, and sizes that it takes for equal or known."""
+    """The guards of a shape environment, and the sizes that it assumes to be equal or known."""
     if mode is None or mode.shape_env is None:
         return {}
     env = mode.shape_env
@@ -145,9 +145,9 @@ def known_of_shapes(mode: FakeTensorMode | None) -> dict[str, list[str]]:
 def results(
     function: Callable[..., Any], tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor | None]:
-    """The results of `function(**tensors)`, and the gradients of the tensors and `parameters` that require one.
+    """The results of `function(**tensors)`, and the gradients of all `tensors` and `parameters` that require one.
 
-    These are gradients of a weighted sum of all results; None for a tensor that the results do not depend on.
+    The loss is a weighted sum of all results. A tensor on which no result depends has the gradient None.
     """
     output = function(**tensors)
     outputs = output if isinstance(output, tuple) else (output,)
@@ -155,7 +155,7 @@ def results(
     wanted = {name: t for name, t in {**tensors, **(parameters or {})}.items() if t.requires_grad}
     recorded = [y for y in outputs if y.requires_grad]
     if wanted and recorded:
-        # Each element has a weight of its own, with both signs, so that errors do not cancel.
+        # Weights differ from element to element and have both signs, so that errors do not cancel.
         weights = [torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape) for y in recorded]
         grads = torch.autograd.grad(recorded, list(wanted.values()), weights, allow_unused=True)
         found |= dict(zip(wanted, grads, strict=True))
@@ -163,14 +163,14 @@ def results(
 
 
 def model_results(model: nn.Module, x: Tensor, call: Callable[..., Tensor] | None = None) -> dict[str, Tensor | None]:
-    """The result of `call(x)` (default: of the model), and the gradients of x and of all parameters, by name."""
+    """The result of `call(x)` (by default `model(x)`), and the gradients of x and of all parameters, by name."""
     function = model if call is None else call
     parameters = dict(model.named_parameters())
     return results(lambda x, **_: function(x), {"x": x.detach().requires_grad_(), **parameters})
 
 
 def assert_same(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], budget: float) -> None:
-    """Check that two `results` agree within a relative error; a missing gradient equals a gradient of 0."""
+    """Check that two `results` agree within a relative error. A missing gradient equals a gradient of 0."""
     assert found.keys() == wanted.keys()
     for name in wanted:
         a, b = found[name], wanted[name]
@@ -188,7 +188,7 @@ def assert_same_where_finite(
 ) -> None:
     """Check that two `results` agree wherever the wanted one is finite.
 
-    A tensor of a narrower dtype than float64 (such as a weight that the program widens) has the budget of its dtype.
+    Tensors narrower than float64, such as a weight that the program widens, have the budget of their dtype.
     """
     assert found.keys() == wanted.keys()
     for name, b in wanted.items():
@@ -214,6 +214,6 @@ def compare(
 
 
 def assert_says_why(capture: Capture) -> None:
-    """Check that the report mentions the layer: it was fused, or a reason says why not."""
+    """Check that the report mentions the layer: as fused, or with a reason why not."""
     assert capture.report.fused or capture.report.missed, "neither fused nor reported"
     assert all(reason.strip() for reason in capture.reasons)

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# In addition to SIZES.
+# Sizes in addition to SIZES, by model type.
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 28, **EXPERTS},
     "mixtral": EXPERTS,
@@ -49,7 +49,7 @@ TOKENS = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual
 
 
 def sizes_of(name: str) -> dict[str, Any]:
-    """The sizes of the tiny models of an architecture."""
+    """The sizes of an architecture's tiny models."""
     return {**SIZES, **OWN_SIZES.get(name, {})}
 
 
@@ -61,7 +61,7 @@ def tiny(name: str = "llama", **changes: Any) -> Any:
 
 
 def tiny_swiglu(name: str = "llama", **changes: Any) -> Any:
-    """The same with SwiGLU."""
+    """A language model with SwiGLU whose weights are drawn with seed 0, in evaluation mode."""
     torch.manual_seed(0)
     model_class = BY_NAME[name].swiglu[1]
     return model_class(model_class.config_class(**{**sizes_of(name), **changes})).eval()
@@ -83,7 +83,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
 
 
 def loaded_from_disk(folder: Path, **options: Any) -> Any:
-    """Load a model so that accelerate reads its last layer from the disk at each call."""
+    """Load a model whose last layer accelerate reads from disk at each call."""
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     options = {"device_map": places, "offload_folder": folder / "offload", **options}

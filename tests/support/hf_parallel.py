@@ -1,4 +1,4 @@
-"""Language models of Transformers whose parallel plans divide them over two ranks, for `ranks.run_on_ranks`."""
+"""Checks for `ranks.run_on_ranks`: Transformers models that their parallel plans divide between two ranks."""
 
 from __future__ import annotations
 
@@ -32,23 +32,26 @@ def mixture() -> Any:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """The gradients of all parameters of the blocks with experts."""
+    """The gradients of all parameters in blocks of experts."""
     tokens = TOKENS.to(model.device)
     model(tokens, labels=tokens).loss.backward()
     return {name: whole(one.grad) for name, one in model.named_parameters() if ".mlp." in name}
 
 
 def save_mixture(folder: Path) -> None:
-    """Save a Qwen3-MoE with logits, and one whose experts are quantized."""
+    """Save a Qwen3-MoE with mask logits, and a frozen one with quantized experts."""
     mixture().save_pretrained(folder / "logits")
     mglu_ops.quantize(mt.freeze(mixture()), "int8_row").save_pretrained(folder / "quantized")
 
 
 def check_mixture(rank: int, device: str, folder: Path) -> None:
-    """Results and gradients are one process's with rows or experts on each rank; freezes and saves the model."""
+    """Results and gradients equal one process's, with a share of the rows or of the experts on each rank.
+
+    The ranks then freeze and save the model for `check_saved`.
+    """
     alone = mixture().to(device)
     tokens = TOKENS.to(device)
-    expected, of_alone = logits(alone, tokens), gradients(alone)
+    expected, expected_grads = logits(alone, tokens), gradients(alone)
     quantized = logits(AutoModelForCausalLM.from_pretrained(folder / "quantized").to(device), tokens)
     for by_experts in (False, True):
         model = load(folder / "logits", enable_expert_parallel=by_experts)
@@ -58,7 +61,7 @@ def check_mixture(rank: int, device: str, folder: Path) -> None:
         assert layer.mask_logits.to_local().numel() == layer.mask_logits.numel() // 2
         torch.testing.assert_close(whole(logits(model, tokens)), expected, rtol=1e-4, atol=1e-5)
         own = gradients(model)
-        for name, gradient in of_alone.items():
+        for name, gradient in expected_grads.items():
             assert gradient.abs().sum() > 0, name
             torch.testing.assert_close(own[name], gradient, rtol=1e-3, atol=1e-5)
         mt.freeze(model).save_pretrained(folder / f"saved-{by_experts}")
@@ -68,7 +71,7 @@ def check_mixture(rank: int, device: str, folder: Path) -> None:
 
 
 def check_saved(folder: Path) -> None:
-    """What the ranks have saved has the results of a model that one process has frozen."""
+    """A checkpoint saved by the ranks equals a model frozen in one process."""
     expected = logits(mt.freeze(mixture()))
     for by_experts in (False, True):
         saved = AutoModelForCausalLM.from_pretrained(folder / f"saved-{by_experts}")

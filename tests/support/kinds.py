@@ -1,7 +1,7 @@
 """Kinds of masks, and a check that a layer with masks of one kind becomes one operator.
 
-A layer is a function `(x, weight, masks, more)` of a list of masks, so that one spelling can be tried with bool, float
-and integer buffers, with comparisons, and with logits that are trained straight through.
+A layer is a function `(x, weight, masks, more)`. Each spelling of a layer can thus be tried with bool, float and
+integer buffers, with comparisons, and with logits that are trained with a straight-through estimator.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Layer = Callable[[Tensor, Tensor, list[Tensor], More], Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """How a program stores its masks, and how it makes the factors of gate and value from them."""
+    """How a program stores its masks, and how it computes mask and complement from them."""
 
     stored: Callable[[Tensor], Tensor]
-    """Makes the tensor that the program receives from logits."""
+    """Converts logits to the tensor that the program receives."""
     mask: Callable[[Tensor], Tensor] = lambda given: given
-    """Makes the mask from a slice of that tensor."""
+    """Converts a slice of that tensor to a mask."""
     complement: Callable[[Tensor], Tensor] = lambda m: 1 - m
     is_bool: bool = False
     is_integer: bool = False
@@ -59,7 +59,7 @@ MODES = ("training", "inference")
 
 
 def tensors(kind: Kind, *, training: bool) -> dict[str, Tensor]:
-    """The tensors that a layer may use. Row 0 of each mask is all value and row 1 all gate."""
+    """The tensors that a layer may use. In each mask, row 0 has only values and row 1 only gates."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -77,7 +77,7 @@ def tensors(kind: Kind, *, training: bool) -> dict[str, Tensor]:
 
 
 def fuses_to_one(layer: Layer, kind: Kind, mode: str, n_masks: int = N_MASKS, activation: str = "silu") -> None:
-    """Check that a layer becomes one operator, with eager's results and gradients; `mode` is one of `MODES`."""
+    """Check that a layer becomes one operator, with eager's results and gradients. `mode` is one of `MODES`."""
     training = mode == "training"
 
     def program(x: Tensor, weight: Tensor, masks: Tensor, **more: Tensor) -> Any:
@@ -108,7 +108,7 @@ def _less_gate(gate: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Pair = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Makes gate and value from x, weight, mask and complement."""
+"""A function of x, weight, mask and complement that returns gate and value."""
 
 PAIRS: dict[str, Pair] = {
     "masked twice": _projected(F.linear),
@@ -127,6 +127,6 @@ PAIRS: dict[str, Pair] = {
 
 
 def activated(pair: Any) -> Tensor:
-    """The term of a gate and a value."""
+    """`silu(gate) * value`."""
     gate, value = pair
     return F.silu(gate) * value

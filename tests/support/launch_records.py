@@ -1,4 +1,4 @@
-"""A CUDA driver that launches nothing and writes down all that it is asked for."""
+"""A fake CUDA driver that launches nothing and records its calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STRUCTS = {
     "experts_down": "DownParams",
     "combine_experts": "CombineParams",
 }
-"""The first struct of a kernel; others take `Params`, `TileParams` or those of training."""
+"""The first parameter struct of some kernels. Other kernels take `Params`, `TileParams` or a struct for training."""
 
 
 class RecordingDriver:
-    """The functions of the driver. A module's code is the JSON of the `(kernel, target, macros)` that it comes from.
+    """The driver's functions. In place of machine code, a module holds `(kernel, target, macros)` as JSON.
 
     `lines` has a line for each launch (code, grid, threads, shared memory, attributes, bytes of the structs), and one
-    for each new tensor map. A map in a struct is the number of its line.
+    for each new tensor map. Where a struct holds a tensor map, its bytes are replaced by the number of the map's line.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class RecordingDriver:
         self._maps: dict[tuple[int, ...], int] = {}
 
     def begin(self, line: str) -> None:
-        """Forget all lines and maps, and write down the first line of a call."""
+        """Forget all lines and tensor maps, and record the first line of a call."""
         self.lines, self._maps = [line], {}
 
     def __getattr__(self, name: str) -> Any:
@@ -81,7 +81,7 @@ class RecordingDriver:
 
 @contextmanager
 def recording() -> Iterator[RecordingDriver]:
-    """Replace the driver and the compiler, so that kernels are loaded and launched without a GPU."""
+    """Replace the CUDA driver and compiler, so that kernels are loaded and launched without a GPU."""
     recorder = RecordingDriver()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_library", lambda: recorder)

@@ -1,4 +1,4 @@
-"""Whole layers as people write them, each of which becomes one operator."""
+"""Whole layers as people write them. The pass replaces each by one operator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 D, H = 12, 8
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function of x, the weight and the logits of all masks."""
+"""A function of x, the weight and all mask logits."""
 
 
 def tensors(n_masks: int, *, three_d: bool = False, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -47,7 +47,7 @@ class ClippedSign(torch.autograd.Function):
 
 
 def _passing(mask: Tensor, soft: Tensor) -> Tensor:
-    """A mask that passes its gradient to a tensor."""
+    """A mask whose gradient goes to `soft`."""
     return mask.to(soft.dtype) + soft - soft.detach()
 
 
@@ -59,13 +59,13 @@ def _of_negated_logits(logits: Tensor) -> Tensor:
 
 
 def _unpacked(logits: Tensor) -> Tensor:
-    """Each byte holds four bits of a row."""
+    """A mask that is packed into bytes of four bits, and unpacked again."""
     shifts = torch.arange(4, dtype=torch.uint8)
     packed = ((logits > 0).to(torch.uint8).reshape(D, H // 4, 4) << shifts).sum(-1).to(torch.uint8)
     return ((packed[..., None] >> shifts) & 1).reshape(D, H).to(logits.dtype)
 
 
-# Masks from the logits of one mask.
+# Functions of one mask's logits that return the mask.
 TRAINED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "autograd.Function with a gradient of its own": ClippedSign.apply,
     "not negative": lambda l: _passing(l >= 0, l),
@@ -92,7 +92,7 @@ def _with_mask(make: Callable[[Tensor], Tensor]) -> Layer:
 
 
 def packed(logits: Tensor) -> Tensor:
-    """One byte per weight, whose bit i is mask i; at most eight masks."""
+    """One byte per weight. Bit i is mask i, for at most eight masks."""
     weights = 2 ** torch.arange(min(len(logits), 8)).view(-1, 1, 1)
     return ((logits[:8] > 0) * weights).sum(0).to(torch.uint8)
 
@@ -101,7 +101,7 @@ def packed(logits: Tensor) -> Tensor:
 
 
 def with_product(product: Callable[[Tensor, Tensor], Tensor]) -> Layer:
-    """A layer with a function of gate and value in place of `silu(gate) * value`."""
+    """A layer that computes `product(gate, value)` in place of `silu(gate) * value`."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         masks = map(straight_through, logits)
@@ -114,7 +114,7 @@ def with_activation(function: Callable[[Tensor], Tensor]) -> Layer:
     return with_product(lambda gate, value: function(gate) * value)
 
 
-# The activation of the operator -> products of a gate g and a value v, in which it is written out by hand.
+# Activation of the operator -> products of gate g and value v that spell out the activation by hand.
 BY_HAND: dict[str, tuple[str, ...]] = {
     "silu": (
         "g / (1 + torch.exp(-g)) * v",
@@ -149,7 +149,7 @@ BY_HAND: dict[str, tuple[str, ...]] = {
 
 # --- All masks at once -----------------------------------------------------------------------------------------------
 
-# Products of x `[tokens, H]` and a stack of weights, with the dimension of the masks.
+# Products of x `[tokens, H]` and a stack of weights, with the result's dimension of masks.
 STACKS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = STACK_PROJECTIONS | {
     "matmul of three dimensions": (1, lambda x, w: x[None].unsqueeze(1) @ w.transpose(-1, -2)),
     "matmul of leading masks": (0, lambda x, w: x[None][None] @ w.mT.unsqueeze(1)),
@@ -165,14 +165,14 @@ def _with_stack(dim: int, project: Callable[[Tensor, Tensor], Tensor]) -> Layer:
 
 
 def stacked(x: Tensor, weight: Tensor, masks: Tensor, complement: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gates and values `[n, ..., d]`."""
+    """Gates and values `[n_masks, ..., d]`."""
     both = masks, 1 - masks if complement is None else complement
     gates, values = (torch.einsum("...h,ndh->n...d", x, factor * weight) for factor in both)
     return gates, values
 
 
 def weights(x: Tensor, logits: Tensor) -> Tensor:
-    """Weights of the masks `[..., n]`."""
+    """Mask weights `[..., n_masks]`."""
     return torch.softmax(x @ logits[:, 0].mT, -1)
 
 
@@ -186,7 +186,7 @@ def terms(x: Tensor, weight: Tensor, logits: Tensor) -> list[Tensor]:
 
 # --- All layers ------------------------------------------------------------------------------------------------------
 
-# Layers of x, w and logits l that become `forward_ste` in training, and layers that become `forward`.
+# Layers of x, w and logits l. In training, layers in `TRAINED` become `forward_ste`, and layers in `FIXED` `forward`.
 TRAINED = (
     "sum(gated(x, w, m) for m in Sign.apply(l))",
     "sum(gated(x, w, m) for m in ste(l).unbind(0))",
@@ -217,7 +217,7 @@ FIXED = (
 
 
 def _by_name(function: Layer) -> Layer:
-    """The layer as a function whose arguments have the names of the tensors."""
+    """The layer as a function with the arguments x, weight and logits."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         return function(x, weight, logits)
@@ -241,5 +241,5 @@ LAYERS: dict[str, tuple[str, str, Layer]] = {
         for source in sources
     },
 }
-"""Name -> the operator that the layer becomes in training, its activation, and the layer."""
+"""Name -> operator that the layer becomes in training, activation, and layer."""
 LAYERS[GATED_LINEAR_UNITS] = ("forward", "sigmoid", LAYERS[GATED_LINEAR_UNITS][2])

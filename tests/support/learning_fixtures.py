@@ -1,4 +1,4 @@
-"""A small text and tiny models for the tests of the experiments about learning."""
+"""A small text and tiny models, for tests of the learning experiments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = Sizes(layers=2, hidden=16, intermediate=32, heads=2, kv_heads=2, vocabula
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """Text of 40 packages, with files that repeat others and files that are not text."""
+    """A folder with the texts of 40 packages, including duplicates and binary files."""
     root = tmp_path_factory.mktemp("text")
     random = np.random.default_rng(0)
     words = ["".join(random.choice(list("abcdefgh"), 5)) for _ in range(50)]
@@ -40,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(folder, tmp_path_factory) -> Path:
-    """The folder of a corpus that was made of the text."""
+    """The folder of a corpus made from the text."""
     made = tmp_path_factory.mktemp("corpus")
     corpus.prepare(made, text=folder, vocabulary=VOCABULARY)
     return made
@@ -62,7 +62,7 @@ def tiny(monkeypatch) -> Iterator[None]:
 
 
 def rows_of(folder: Path, one: Recipe) -> list[dict[str, str]]:
-    """The curve of a finished run, without the seconds that it took."""
+    """The curve of a finished run, without its seconds."""
     return [{**row, "seconds": ""} for row in read_table(folder / f"{one.name}.csv")[1]]
 
 

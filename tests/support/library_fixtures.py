@@ -1,4 +1,4 @@
-"""Packages, the C++ library and its programs, built once in a test run, even if xdist runs it in several processes."""
+"""Packages, the C++ library and its programs. Each is built once per test run, also with several xdist workers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def model() -> nn.Module:
-    """Layers of several kinds.
+    """A model with one layer of each kind.
 
-    They are a norm, whose code Inductor compiles for the strides of x, a naive layer, a weighted one of `mglu_ops.nn`,
-    and one of each other format than `dense`, with several blocks of scales.
+    It has a norm, which Inductor compiles for the strides of x, a naive layer, an MGLU with mask weights, and a layer
+    of each quantized format with several blocks of scales.
     """
     torch.manual_seed(0)
     layers = (nn.RMSNorm(64), NaiveMGLU(64, 96, n_masks=4), nn.Linear(96, 64), MGLU(64, 40, n_masks=2, top_k=2))
@@ -42,7 +42,7 @@ def model() -> nn.Module:
 
 
 def model_and_inputs() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The model for `python -m mglu_ops export`, and one token, a size that `torch.export` treats as fixed."""
+    """The model for `python -m mglu_ops export`, and one token. `torch.export` takes a size of 1 for fixed."""
     return model(), (torch.randn(1, 64),)
 
 
@@ -51,13 +51,13 @@ def inputs(tokens: int) -> Tensor:
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder that `make` fills in the first process of this run that asks for it."""
+    """A folder for this test run, which `make` fills in the first process that asks for it."""
     base = factory.getbasetemp()
     return _made(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base, name, make)
 
 
 def kept(name: str, make: Callable[[Path], object]) -> Path:
-    """A folder that `make` filled in this run, or in an earlier one from the same C++ sources."""
+    """A folder that `make` fills once for these C++ sources. Later test runs use it again."""
     sources = [*source_directory().rglob("*"), Path(build.__file__), Path(torch.__file__)]
     content = [f"{path} {path.read_text()}" for path in sorted(sources) if path.is_file()]
     return _made(BUILT, f"{name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:16]}", make)
@@ -78,12 +78,11 @@ def _made(base: Path, name: str, make: Callable[[Path], object]) -> Path:
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with packages, and the inputs and results of eager PyTorch.
+    """A folder with packages, and inputs and results of eager PyTorch.
 
     - `operator.pt2` takes any number of tokens.
-    - `small.pt2` has the form of a package and little content.
-    - `x7.tensor` and `y7.tensor` are the input and the result for 7 tokens; there is such a pair for each entry of
-      `TOKENS`.
+    - `small.pt2` is a minimal package without code that runs.
+    - `x7.tensor` and `y7.tensor` are the input and the result for 7 tokens. Each entry of `TOKENS` has such files.
     """
 
     def make(folder: Path) -> None:
@@ -102,7 +101,7 @@ def more_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with more packages, for tests marked `long`.
 
     - `composite.pt2` and `shim.pt2` take any number of tokens.
-    - `bare.pt2`, made by the command line, calls the shim for one token, and has its weights in `weights.pt`.
+    - `bare.pt2` is made by the command line. It calls the shim, takes one token, and has its weights in `weights.pt`.
     """
 
     def make(folder: Path) -> None:
@@ -116,14 +115,14 @@ def more_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def frozen_experts() -> nn.Module:
-    """Experts whose tokens keep some of the masks."""
+    """A frozen layer of experts in which each token selects two of three masks."""
     torch.manual_seed(0)
     return mglu_ops.freeze(MGLUExpertsFeedForward(5, 64, 40, 2, n_masks=3, mask_top_k=2).eval())
 
 
 @pytest.fixture(scope="session")
 def expert_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`experts.pt2` of `frozen_experts`, which takes any number of tokens."""
+    """The package `experts.pt2` of `frozen_experts`, which takes any number of tokens."""
 
     def make(folder: Path) -> None:
         mglu_ops.export(frozen_experts(), (inputs(1),), folder / "experts.pt2")
@@ -137,7 +136,7 @@ def tensor_files(packages: Path) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def library() -> Path:
-    """`libmglu_ops.so`, built by the command line; `run_package` is beside it."""
+    """`libmglu_ops.so`, built by the command line, with the program `run_package` beside it."""
 
     def make(folder: Path) -> None:
         python("-m", "mglu_ops", "build-runtime", "--out", folder, "--program")
@@ -147,14 +146,14 @@ def library() -> Path:
 
 @pytest.fixture(scope="session")
 def programs() -> Path:
-    """A folder with `run_package`, the library and `fuzz`, built with the address and undefined behaviour sanitizers.
+    """A folder with `run_package`, the library and `fuzz`, built with AddressSanitizer and UBSan.
 
-    Building them takes minutes, so only tests marked `long` use them.
+    The build takes minutes, so only tests marked `long` use it.
     """
     targets = ["mglu_ops", "run_package", "fuzz"]
     return kept("programs", lambda folder: build.build_targets(folder, targets, flags=SANITIZERS))
 
 
 def run_package(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the `run_package` of a folder. Leaks at exit are torch's own."""
+    """Run the `run_package` of a folder. LeakSanitizer is off, because torch itself leaks at exit."""
     return run([folder / "run_package", *arguments], ASAN_OPTIONS="detect_leaks=0")

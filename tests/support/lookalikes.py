@@ -1,8 +1,7 @@
 """Inputs and the comparison for programs that look like MGLU and may differ from it in one detail.
 
-Whether the pass fuses such a program is its own choice, unless a test says otherwise; a refusal must have a reason.
-The inputs contain cases in which a wrong derivative shows: mask rows that are all gate or all value, whose values or
-gates are exactly 0, and rows of zeros in x and in the weight.
+Unless a test says otherwise, the pass may fuse such a program or refuse it with a reason. The inputs have rows in which
+a wrong derivative shows: mask rows without gates or without values, and rows of zeros in x and in the weight.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
 def tensors(trained: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """The tensors x `[5, 8]`, weight and other `[8, 8]`, logits and bits `[3, 8, 8]`.
 
-    Row 0 of each mask is all value and row 1 all gate; one row of x and one row of the weight are 0.
+    In each mask, row 0 has only values and row 1 only gates. One row of x and one row of the weight are 0.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -42,13 +41,13 @@ def tensors(trained: tuple[str, ...] = ()) -> dict[str, Tensor]:
 
 
 def layer_tensors(**more: Tensor) -> dict[str, Tensor]:
-    """The tensors x, weight and logits, which require a gradient, and more."""
+    """The tensors x, weight and logits, which require a gradient, and the given ones."""
     named = tensors(("x", "weight", "logits"))
     return {name: named[name] for name in ("x", "weight", "logits")} | more
 
 
 def by_name(program: Layer) -> Layer:
-    """The program as a function whose arguments have the names of the tensors."""
+    """The program as a function with the arguments x, weight, logits, bits and other."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor, bits: Tensor, other: Tensor) -> Any:
         return program(x, weight, logits, bits, other)
@@ -57,12 +56,12 @@ def by_name(program: Layer) -> Layer:
 
 
 def layer_of(source: str, names: dict[str, Any]) -> Layer:
-    """The layer that returns an expression of x, w, l, b and o: the weight, logits, bits and other matrix."""
+    """A layer from source. It may use x, w (weight), l (logits), b (bits) and o (other)."""
     return by_name(from_source("x, w, l, b, o", source, names))
 
 
 def check(layer: Layer, trained: tuple[str, ...] = (), **options: Any) -> Capture:
-    """Check that results and gradients equal eager's, and that the report mentions the layer."""
+    """Check that results and gradients equal eager's, and that the pass reports the layer as fused or refused."""
     capture = compare(layer, lambda: tensors(trained), SAME, **options)
     assert_says_why(capture)
     return capture

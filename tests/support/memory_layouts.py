@@ -1,4 +1,4 @@
-"""Copies of a tensor in other places and strides, and memory around it that must be neither read nor written."""
+"""Copies of a tensor with other alignments and strides, between memory that must be neither read nor written."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def spaced(tensor: Tensor) -> Tensor:
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """A copy whose first two dimensions are in the other order in memory."""
+    """A copy whose first two dimensions are swapped in memory."""
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def mask_major(tensor: Tensor) -> Tensor:
-    """A copy whose last dimension, the masks of packed masks, is the outermost in memory."""
+    """A copy of packed masks whose last dimension, the masks, is outermost in memory."""
     return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
 def between(tensor: Tensor, fill: float) -> Tensor:
-    """A copy between bands of `fill`."""
+    """A contiguous copy with `BAND` elements of `fill` before and after it."""
     storage = tensor.new_full((tensor.numel() + 2 * BAND,), fill)
     return storage[BAND:-BAND].view(tensor.shape).copy_(tensor)
 
 
 def bands_of(tensor: Tensor) -> Tensor:
-    """The memory around a tensor that `between` returned."""
+    """The bands around a tensor that `between` returned."""
     storage = tensor.as_strided((tensor.numel() + 2 * BAND,), (1,), tensor.storage_offset() - BAND)
     return torch.cat((storage[:BAND], storage[-BAND:]))
 

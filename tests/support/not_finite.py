@@ -1,4 +1,4 @@
-"""The rule of `mglu_ops.ops` for arguments that hold NaN or infinity, as a check of a result."""
+"""Checks a result by the rule of `mglu_ops.ops` for arguments with NaN or infinity."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mglu_ops.activations import ACTIVATIONS
 def assert_right_or_not_finite(
     y: Tensor, x: Tensor, weight: Tensor, masks: Tensor, activation: str, mask_weights: Tensor | None = None
 ) -> None:
-    """Check y `[tokens, out_features]` of bool masks `[n_masks, out_features, in_features]`.
+    """Check y `[tokens, out_features]` of a layer with bool masks `[n_masks, out_features, in_features]`.
 
-    Elements that read a NaN must be NaN. Other finite elements must equal the formula, in which a gate and a value have
-    no terms for weights that their mask excludes.
+    An element must be NaN if its row of x, of W or of the mask weights has a NaN. Other finite elements must equal the
+    formula, in which gates and values skip the weights that their mask excludes.
     """
     act = ACTIVATIONS[activation].forward
     products = x.double()[:, None, :] * weight.double()  # [tokens, out_features, in_features]

@@ -1,7 +1,7 @@
-"""Random programs made of the operators of ordinary models, without an MGLU layer.
+"""Random programs of operators that ordinary models use, without an MGLU layer.
 
-Each line comes from a template (`ordinary_templates`), whose fields are filled with results of earlier lines. A line on
-which eager torch raises an error is dropped, so templates need not consider shapes and dtypes.
+Each line comes from a template (`ordinary_templates`), whose fields are filled with results of earlier lines. A line is
+dropped if eager torch raises an error, so templates need not consider shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from source_programs import NAMES, SourceProgram, assigned
 from torch import Tensor
 
 MOST_NUMBERS = 4096
-"""The most elements of a tensor of a program."""
+"""A program's tensors have at most this many elements."""
 
 
 @dataclass(frozen=True)
 class Program(SourceProgram):
     dtype: torch.dtype = torch.float32
     square: bool = False
-    """Whether all sizes are equal, so that shapes do not tell dimensions apart."""
+    """True if all sizes are equal, so that shapes do not reveal a transpose."""
     empty: bool = False
-    """Whether the number of tokens is 0."""
+    """True if there are no tokens."""
     trained: bool = False
     surrounding: str = "nothing"
     """The context in which the program runs: a key of `SURROUNDINGS`."""
@@ -111,7 +111,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def draw(seed: int) -> Program:
-    """The program that belongs to a seed."""
+    """The program of a seed."""
     dice = random.Random(seed)
     program = Program(
         seed,
@@ -140,7 +140,7 @@ def draw(seed: int) -> Program:
 
 
 def _statement(dice: random.Random, program: Program, space: dict[str, Any], name: str) -> str | None:
-    """A line, perhaps in a `with` statement; None if no tensor fits a field of the template."""
+    """A line, sometimes in a `with` statement, or None if no tensor fits a field of the template."""
     kinds = [*TEMPLATES, "data-dependent"]
     weights = [weight for weight, _ in TEMPLATES.values()]
     kind = dice.choices(kinds, [*weights, 4 if program.data_dependent else 0])[0]
@@ -158,7 +158,7 @@ def _statement(dice: random.Random, program: Program, space: dict[str, Any], nam
 
 
 def _runs(statement: str, space: dict[str, Any], program: Program) -> bool:
-    """Run a line in `space`; returns whether torch runs it and its result is a tensor that is not too large."""
+    """Run a line in `space`. Returns True if torch raises no error and the results are tensors of a moderate size."""
     names = assigned(statement)
     with program.surroundings():
         try:
@@ -174,7 +174,7 @@ def _runs(statement: str, space: dict[str, Any], program: Program) -> bool:
 
 
 class _Fields(dict[str, str]):
-    """The fields of one template, each filled when it is read."""
+    """The fields of one template. Each is filled when it is first read."""
 
     def __init__(self, dice: random.Random, space: dict[str, Any], name: str) -> None:
         super().__init__(name=name)
@@ -210,7 +210,7 @@ def _broadcasts(tensor: Tensor, first: Tensor) -> bool:
     return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
-# For each kind of field: (tensor, first tensor of the template) -> whether the tensor fits
+# Kind of field -> predicate of a tensor and the first tensor of the template: true if the tensor fits.
 _KINDS: dict[str, Callable[[Tensor, Tensor], bool]] = {
     "any": lambda t, first: True,
     "real": lambda t, first: t.is_floating_point(),

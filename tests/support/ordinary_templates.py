@@ -1,11 +1,11 @@
-"""Templates of lines with the operators of ordinary models; `ordinary` composes its programs from them."""
+"""Templates of lines with operators of ordinary models. `ordinary` composes programs from them."""
 
 from __future__ import annotations
 
-# Fields of templates: {any}, {real}, {int}, {mask}, {matrix}, {batch}, {image} and {complex} are tensors. Relative to
-# the first tensor of the template, {like} broadcasts with it, {twin} has its shape, {weight} has its last dimension,
-# {right} has that dimension last but one, {dim} is one of its dimensions, and {order} a permutation of all of them. The
-# others are constants (`CONSTANTS`).
+# Fields of templates: {any}, {real}, {int}, {mask}, {matrix}, {batch}, {image} and {complex} are tensors. These relate
+# to the first tensor of the template: {like} broadcasts with it, {twin} has its shape, {weight} has its last size in
+# the last dimension, and {right} in the last but one. {dim} is one of its dimensions, and {order} a permutation of
+# them. All other fields are constants (`CONSTANTS`).
 ELEMENTWISE = """
 {any} + {like} | {any} - {like} | {any} * {like} | {any} / {like} | {real} * {real} | {number} - {any}
 {any} + {number} | {number} * {real} | {real} / {number} | {number} / {real} | {any} // {number} | {any} % {number}
@@ -156,7 +156,7 @@ checkpoint(lambda y: y.mul(2).add_(1), {real}, use_reentrant=False) | torch.func
 torch.vmap(lambda y: F.linear(y, W))(x) | Damped.apply(F.linear(x, W * m))
 """
 
-# Layers with gates of masked weights that differ from MGLU in some detail.
+# Gated layers with masked weights that differ from MGLU in a detail.
 ALMOST = """
 {act}(F.linear(x, W * m)) * F.linear(x, V * ~m) | {act}(F.linear(x, W * m)) * F.linear(x, W * m)
 {act}(F.linear(x, W * ~m)) * F.linear(x, W) | {act}(F.linear(x, W * m)) * F.linear(x + 1, W * ~m)
@@ -184,7 +184,7 @@ r * ({act}(F.linear(x, W * m)) * F.linear(x, V * ~m)) | F.glu(F.linear(x, torch.
 {act}(F.linear(x, W.clone().mul_(m))) * F.linear(x, V.clone().mul_(~m))
 """
 
-# Lines with data-dependent shapes and numbers, for `capture_dynamic_output_shape_ops` and `capture_scalar_outputs`.
+# Lines whose shapes or numbers depend on data, for `capture_dynamic_output_shape_ops` and `capture_scalar_outputs`.
 DATA_DEPENDENT = """
 {any}[{mask}] | {any}[{any} > 0] | {any}[{any} > 0] > {number} | torch.masked_select({any}, {mask})
 torch.nonzero({any}) | {any}.nonzero()[:, 0] | {any}[{mask}] * 2 | {any}[{any} != 0].sum()
@@ -207,7 +207,7 @@ def _templates(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for line in text.strip().splitlines() for part in line.split(" | "))
 
 
-# Kinds of lines with their frequency. (`{mask} | {mask}` contains the separator of the tables, so it stands here.)
+# Kind of line -> relative frequency and templates. (`{mask} | {mask}` contains the tables' separator, so it is here.)
 TEMPLATES: dict[str, tuple[float, tuple[str, ...]]] = {
     "elementwise": (5, _templates(ELEMENTWISE)),
     "masks": (4, (*_templates(MASKS), "{mask} | {mask}")),

@@ -1,8 +1,8 @@
-"""Layers in which gates are small compared with values or the reverse, and the bound on a backend's error in them.
+"""Layers whose gates are far smaller than their values or the reverse, and a bound on a backend's error in them.
 
-A backend that computes a value as a difference of two sums over a whole row loses the digits by which the value is
-smaller. The naive layer, which multiplies twice, loses none. The bound is the naive layer's own error in the same
-dtype, times `NAIVE_FACTOR`, and what `budgets` grants to differences.
+A backend may compute a value as the difference of two sums over a whole row. If the value is much smaller than the
+sums, the difference cancels most digits. The naive layer, which multiplies twice, loses none. The bound is the naive
+layer's error in the same dtype times `NAIVE_FACTOR`, plus the error that `budgets` allows for differences.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mglu_ops.activations import ACTIVATIONS
 TOKENS = (1, 2, 4, 5, 33)
 # Hypothesis tries the first entries first.
 _DENSITIES = (0.5, 0.1, 0.9, 0.01, 0.99, 0.0, 1.0)
-_SHARES = (0.5, 0.02, 0.0)  # of outliers; there is at least one
-_BITS = (16, 20, 13, 10, 5, 0)  # by this power of two, an outlier is larger than other numbers
+_SHARES = (0.5, 0.02, 0.0)  # fractions of columns with outliers; at least one column has them
+_BITS = (16, 20, 13, 10, 5, 0)  # an outlier is 2**bits times as large as other numbers
 
 
 @st.composite
@@ -35,9 +35,9 @@ def outlier_layers(
     n_masks: Sequence[int] = (1, 2, 3, 4, 8, 16),
     activations: Sequence[str] = ACTIVATION_NAMES,
 ) -> Layer:
-    """Draw layers of any scale and density whose x or W has outliers: in gates alone, in values alone, or anywhere.
+    """Draw layers of any scale and density with outliers in x or W, which gates alone, values alone or both read.
 
-    All numbers are normally distributed, or all but the outliers are equal, so that roundings add up.
+    Numbers are normally distributed, or equal except for the outliers, so that rounding errors add up.
     """
     columns, seed = draw(st.sampled_from(in_features)), draw(st.integers(0, 2**16))
     layer = make_layer(
@@ -72,7 +72,7 @@ def outlier_layers(
 
 
 def layer_of_large_gates(dtype: torch.dtype, tokens: int, n_masks: int) -> Layer:
-    """Gates of 32 * 900 and values of 32 / 1000: their product is 921.6, up to the rounding of the weights."""
+    """A layer with gates of 32 * 900 and values of 32 / 1000. Each product is 921.6, up to rounding of the weights."""
     layer = make_layer((tokens,), 64, 8, n_masks, activation="identity", dtype=dtype)
     masks = torch.zeros_like(layer.masks)
     masks[:, :, :32] = True
@@ -83,7 +83,7 @@ def layer_of_large_gates(dtype: torch.dtype, tokens: int, n_masks: int) -> Layer
 def assert_loses_no_more_than_naive(result: Tensor, layer: Layer, slack: float = 0.0, what: str = "result") -> None:
     """Assert that the relative error of `result` is at most `NAIVE_FACTOR` times the naive layer's, plus `slack`.
 
-    If the naive layer's error is by chance smaller than one rounding of the result, that rounding counts instead.
+    If the naive layer's error is by chance below half an epsilon of the result's dtype, that counts instead.
     """
     oracle = layer.oracle()
     naive_error = relative_error(_naive(layer), oracle)
@@ -95,7 +95,7 @@ def assert_loses_no_more_than_naive(result: Tensor, layer: Layer, slack: float =
 
 
 def slack_of_differences(layer: Layer) -> float:
-    """The relative error of the result if each gate and value has an error of `DIFFERENCE_ERROR`."""
+    """The relative error of the result if each gate and value has the additional error `DIFFERENCE_ERROR`."""
     x, weight = layer.x.double(), layer.weight.double()
     error = DIFFERENCE_ERROR * (x.abs() @ weight.abs().T)
     activation, effect = ACTIVATIONS[layer.activation], torch.zeros_like(error)

@@ -1,4 +1,4 @@
-"""Perturbations of a program, and how they change it at a position for a variable.
+"""Perturbations of a program, and the places (a variable and a position) where they fit.
 
 `PERTURBATIONS` lists them. `places(perturbation, program, scopes)` are all places in a program where a perturbation
 fits, and `perturbed(perturbation, program, place)` is the changed program. Positions are numbers of statements: an
@@ -32,7 +32,7 @@ from source_programs import assigned, reads, sides
 from torch import Tensor
 
 NEW, OTHER = "new", "other"
-"""The names of the variables that a perturbation makes."""
+"""Names of the variables that perturbations assign."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Perturbation:
 
     family: str
     how: str
-    """What is done with the texts: `insert`, `later`, `return`, `reassign`, `use` or `pair` (see `perturbed`)."""
+    """How the texts change the program: `insert`, `later`, `return`, `reassign`, `use` or `pair` (see `perturbed`)."""
     text: str
     fits: Fits
-    """Whether a variable can be perturbed in this way."""
+    """True for tensors that can be perturbed in this way."""
     second: str = ""
-    """The statement at the later position (`later`), or the expression of later uses (`pair`)."""
+    """The statement at the later position (`later`), or the expression that later uses read (`pair`)."""
 
     def __str__(self) -> str:
         texts = f"{self.text} | {self.second}" if self.second else self.text
@@ -81,7 +81,7 @@ def places(perturbation: Perturbation, program: Program, scopes: Scopes) -> list
 
 
 def _later_uses(program: Program, variable: str, position: int) -> Iterator[int]:
-    """The statements after a use at a position that use the same value of the variable."""
+    """If the statement at `position` reads the variable: the positions of later statements that read the same value."""
     if position == len(program.statements) or variable not in reads(program.statements[position]):
         return
     for later in range(position + 1, len(program.statements)):
@@ -96,8 +96,8 @@ def perturbed(perturbation: Perturbation, program: Program, place: Place) -> Pro
 
     - `insert`: the statement is inserted.
     - `later`: two statements are inserted, each at its position.
-    - `return`: the statement is inserted, and the variable that it makes is returned too.
-    - `reassign`: the variable becomes the expression, for all later statements.
+    - `return`: the statement is inserted, and the program also returns the variable that it assigns.
+    - `reassign`: the expression is assigned to the variable, for all later statements.
     - `use`: the statement at the position reads the expression instead of the variable.
     - `pair`: the uses from the first position read one expression, and those from the later position the other.
     """

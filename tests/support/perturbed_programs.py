@@ -1,13 +1,17 @@
 """Right MGLU programs with one perturbation, their enumeration, and what must hold for each.
 
-The seed of a program decides the right program, and its index the perturbation and the place. `program(seed, index)`
-makes it, `indices(seed)` lists all indices of a seed, and `sample(number)` draws a seed and an index.
+A seed selects the right program, and an index the perturbation and its place. `program(seed, index)` makes the
+perturbed program, `indices(seed)` lists all indices of a seed, and `sample(number)` draws a seed and an index.
 
-What must hold: if eager runs the program, and Dynamo's graph without the pass gives what eager gives, then the graph
-that the pass has changed does as well. This includes all results, the gradients of all trained inputs (gradients that
-eager lacks must be missing, because an optimizer decays a weight whose gradient is 0), all inputs afterwards, and the
-state of the random numbers. Results and inputs have the values and strides of eager, and the same ones share memory. A
-graph in which nothing is fused must not be changed.
+If eager runs the program, and Dynamo's graph without the pass gives the same outcome, then the graph after the pass
+must give it too. The outcome includes:
+
+- all results and all inputs afterwards: values, strides, and which of them share memory,
+- the gradients of all trained inputs; a gradient that eager lacks must be missing, because an optimizer decays a weight
+  whose gradient is 0,
+- the state of the random number generator.
+
+A graph in which nothing is fused must not be changed.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ FAMILIES = {
     "gradients": 2,
     "users": 2,
 }
-"""How often each family of perturbations is drawn, relative to the others."""
+"""The relative frequency of each family of perturbations."""
 
 
 # --- Enumeration -----------------------------------------------------------------------------------------------------
@@ -47,7 +51,7 @@ def right_program(seed: int) -> tuple[Program, Scopes]:
 
 
 def perturbation(index: int) -> Perturbation:
-    """The perturbation of an index; an index is a number in `PERTURBATIONS` plus a multiple of their count."""
+    """The perturbation of an index, which is a position in `PERTURBATIONS` plus a multiple of their number."""
     return PERTURBATIONS[index % len(PERTURBATIONS)]
 
 
@@ -62,7 +66,7 @@ def place(seed: int, index: int) -> Place:
 
 @functools.lru_cache(maxsize=2)
 def _places(seed: int, number: int) -> list[Place]:
-    """The places of a perturbation, known by its number, in the right program of a seed."""
+    """All places of `PERTURBATIONS[number]` in the right program of a seed."""
     return places(PERTURBATIONS[number], *right_program(seed))
 
 
@@ -78,7 +82,7 @@ def indices(seed: int) -> Iterator[int]:
 
 
 def sample(number: int) -> tuple[int, int]:
-    """The seed and index of a random program, drawn by a number; neighbouring numbers share one right program."""
+    """The seed and index of a random program. Neighbouring numbers share one right program."""
     seed, dice = number // SAMPLES_PER_SEED, random.Random(number)
     while True:
         family = dice.choices(list(FAMILIES), list(FAMILIES.values()))[0]

@@ -1,4 +1,4 @@
-"""Processes that run commands and Python code with this checkout, and the snippets of pages that they run."""
+"""Runs commands and Python code with this checkout in new processes, and reads the snippets of pages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BUILT = ROOT / "build" / "tests"
-"""Keeps what tests compile from C++ sources for later runs, under names that contain the hash of the sources."""
+"""Files that tests compile from C++ sources. Their names contain the hash of the sources, so later runs use them."""
 
 
 def run(
     command: Sequence[str | Path], timeout: float = 300, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder with one thread, since tests that run beside it would stall several.
+    """Run a command in a folder, with one thread because other tests run beside it.
 
-    CMake compiles without optimisation and keeps objects (cached_compiler.py).
+    CMake compiles without optimisation and caches objects (cached_compiler.py).
     """
     variables = {
         **os.environ,
@@ -40,12 +40,12 @@ def run(
 
 
 def python(*arguments: str | Path, **options: Any) -> str:
-    """Run Python with arguments, such as `-c` and code, which must succeed; the text that it prints."""
+    """Run Python with arguments, such as `-c` and code, and return its output. It must succeed."""
     process = run([sys.executable, "-W", "ignore", *arguments], **options)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
 
 def snippets(page: str, language: str) -> list[str]:
-    """The code of the fences of a language in a page."""
+    """The code blocks in `language` of a Markdown page."""
     return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)

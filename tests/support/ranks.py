@@ -25,18 +25,18 @@ GPU_BACKENDS = [
     ),
     "gloo",
 ]
-"""Backends for ranks with tensors on GPUs: NCCL needs a GPU for each rank; with gloo, the ranks share one."""
+"""Backends for ranks with tensors on GPUs. With NCCL, each rank needs its own GPU. With gloo, all ranks share one."""
 
 
 def run_on_ranks(
     check: Callable[..., None], folder: Path, *args: Any, backend: str = "gloo", ranks: int = RANKS
 ) -> None:
-    """Call `check(rank, *args)`, a module-level function, in `ranks` processes; fail if it raises in any of them.
+    """Call `check(rank, *args)`, a module-level function, in `ranks` processes. Fails if it raises an error in any.
 
-    The processes form a group through a file in `folder`. With `nccl`, each rank has the GPU of its number; with
-    `gloo`, "cuda" is the first GPU on every rank.
+    The processes form a group through a file in `folder`. With `nccl`, rank i uses GPU i. With `gloo`, all ranks use
+    the first GPU.
     """
-    # Ranks are forked from a process that has imported the package.
+    # Ranks start faster because they are forked from a server that has imported the package.
     multiprocessing.set_forkserver_preload(["mglu_ops.nn"])
     arguments = ranks, f"file://{folder / 'store'}", backend, check, args
     torch.multiprocessing.start_processes(_run_rank, arguments, nprocs=ranks, start_method="forkserver")
@@ -46,7 +46,7 @@ def _run_rank(
     rank: int, ranks: int, store: str, backend: str, check: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["LOCAL_RANK"] = str(rank)  # by which Transformers chooses the GPU
+    os.environ["LOCAL_RANK"] = str(rank)  # Transformers chooses the GPU by it
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:

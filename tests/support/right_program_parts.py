@@ -37,10 +37,10 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Spelling:
-    """The statements that make mask `m{i}` from what is given, and the statements for its complement."""
+    """The statements that make mask `m{i}` from the program's argument, and those for its complement."""
 
     given: str
-    """What the program receives: `logits`, `bool`, `float` or `bytes` (8 masks in the bits of a uint8 tensor)."""
+    """The program's argument: `logits`, `bool`, `float` or `bytes` (8 masks in the bits of a uint8 tensor)."""
     lines: tuple[str, ...]
     complements: tuple[str, ...]
 
@@ -115,7 +115,7 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
     "addmm": ("{a}t = {a}.t()", "{g}0 = x.new_zeros(8)", "{g} = torch.addmm({g}0, x, {a}t)"),
 }
 
-# The same for experts, whose x, weight and masks have a dimension more.
+# Projections for experts, whose x, weight and masks have one more dimension.
 PROJECTIONS_OF_EXPERTS: dict[str, tuple[str, ...]] = {
     "bmm": ("{a}t = {a}.mT", "{g} = torch.bmm(x, {a}t)"),
     "matmul": ("{a}t = {a}.transpose(-2, -1)", "{g} = x @ {a}t"),
@@ -145,7 +145,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "g / (1 + exp(-g))": ("e{i} = torch.exp(-g{i})", "f{i} = 1 + e{i}", "z{i} = g{i} / f{i}"),
 }
 
-# Statements before all terms, after term i, and after all terms, where `{terms}` lists all terms.
+# Statements before all terms, after term i, and after all terms. `{terms}` stands for all terms.
 SUMS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "y = y + term": (("y = torch.zeros(8, dtype=x.dtype)",), "y = y + y{i}", ()),
     "y += term": (("y = torch.zeros(x.shape[0], 8, dtype=x.dtype)",), "y += y{i}", ()),

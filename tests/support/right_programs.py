@@ -1,7 +1,7 @@
-"""Random MGLU programs that are right, as source with one tensor operation per statement.
+"""Random programs that are correct MGLU layers, as source with one tensor operation per statement.
 
-`perturbations` inserts other statements between these. `draw(seed)` makes a program from the parts in
-`right_program_parts`; from the seed `EXPERTS` on, programs have experts.
+`draw(seed)` makes a program from the parts in `right_program_parts`. From seed `EXPERTS` on, programs have experts.
+`perturbations` changes these programs.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from source_programs import NAMES, SourceProgram, assigned, reads
 from torch import Tensor
 
 SIZE = 8
-"""The number of input features and of output features. They are equal, so that shapes do not reveal a transpose."""
+"""The number of input features, output features and experts: equal, so that shapes do not reveal a transpose."""
 
 EXPERTS = 1_000_000
-"""The first seed of programs with experts, of which there are `SIZE`."""
+"""The first seed of programs with experts."""
 
 
 @dataclass(frozen=True)
 class Program(SourceProgram):
     given: str
-    """What the masks are made from (`Spelling.given`)."""
+    """The kind of argument that masks are made from (`Spelling.given`)."""
     n_masks: int
     tokens: int
     trained: tuple[str, ...] = ()
     no_grad: bool = False
     shared: str = ""
-    """The argument that the argument `shared` is a detached view of; empty if there is none."""
+    """If not empty: the program has an argument `shared`, a detached view of the argument with this name."""
     extra: tuple[str, ...] = ()
-    """The variables that are returned besides `y`."""
+    """The variables that the program returns besides `y`."""
     compiled_autograd: bool = False
-    """Whether Dynamo records hooks as it does for compiled autograd."""
+    """True if Dynamo records hooks as it does for compiled autograd."""
 
     @property
     def assume_binary(self) -> bool:
@@ -106,7 +106,7 @@ class Program(SourceProgram):
         return torch._dynamo.config.patch(compiled_autograd=self.compiled_autograd)
 
     def scopes(self) -> Iterator[dict[str, Tensor]]:
-        """The tensors in scope before each statement, and before the return."""
+        """The tensors in scope before each statement and before the return."""
         torch.manual_seed(self.seed)
         space: dict[str, Any] = {**NAMES, **self.inputs()}
         with self.surroundings():
@@ -122,17 +122,17 @@ _ARGUMENT = re.compile(r"x0?|W0?|V|K|Q|S|B|G|L|M|P|l\d|m\d")
 
 
 def draw(seed: int) -> Program:
-    """The program that belongs to a seed."""
+    """The program of a seed."""
     dice = random.Random(seed)
     has_experts = seed >= EXPERTS
     spelling = SPELLINGS[dice.choice(list(SPELLINGS))]
     n_masks = dice.choice([1, 1, 2, 3])
     masks_before, mask_stage = _masks(dice, spelling, n_masks, "[:, {i}]" if has_experts else "[{i}]")
     layer_before, stages = _layer(dice, spelling, has_experts)
-    # Each write to a sum ends a layer, and several layers must not share the product with the whole weight.
+    # A write to a sum splits the program into several layers, which must not share the product with the whole weight.
     sums = [name for name in SUMS if not (layer_before and "+=" in name)]
     weights, tails = list(WEIGHTS), list(TAILS)
-    if has_experts:  # without the parts that are written for x and weights of two dimensions
+    if has_experts:  # skip the parts that need two-dimensional x and weights
         sums.remove("mask weights")
         sums = [name for name in sums if name != "y += term"]
         weights, tails = ["W", "cloned W", "product"], [name for name in TAILS if name != "tied weight"]
@@ -167,9 +167,9 @@ def draw(seed: int) -> Program:
 
 
 def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
-    """The arguments that require a gradient: all masks that are made from logits, or none, and some of the others.
+    """The arguments that require a gradient: some arguments, plus all or none of the logits.
 
-    A stored weight and its scales have none, since the pass would then not read them.
+    Quantized weights and scales do not require one, because the pass refuses them then.
     """
     masks = [name for name in program.arguments if name[0] in "LMPlm"]
     others = [name for name in program.arguments if name not in masks and name not in "QSBG"]
@@ -182,7 +182,7 @@ def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
 def _masks(
     dice: random.Random, spelling: Spelling, n_masks: int, index: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The statements that make all masks, and those that make mask i: from a tensor for each mask, or a stack."""
+    """The statements before all masks, and those that make mask i. Masks are separate arguments or one stack."""
     if spelling.given == "bytes":
         return (), spelling.lines
     one, stack = ("l", "L") if spelling.given == "logits" else ("m", "M")
@@ -198,12 +198,12 @@ def _masks(
 
 
 def _is_straight_through(spelling: Spelling) -> bool:
-    """Whether only the mask itself appears in its complement, so that a mask may be a slice of a stack."""
+    """True if complements read only the mask, and not its logits. Masks can then be made as one stack."""
     return bool(spelling.lines) and not any("{l}" in line for line in spelling.complements)
 
 
 def _layer(dice: random.Random, spelling: Spelling, has_experts: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The statements for all masks, and for mask i the statements for complement, gate, value, activation and term."""
+    """The statements before all masks, and the stages for mask i, such as complement, gate, value, activation, term."""
     complement = dice.choice(spelling.complements)
     products = BOOL_PRODUCTS if "~" in spelling.complements[0] else PRODUCTS
     product = products[dice.choice(list(products))]

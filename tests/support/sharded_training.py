@@ -1,4 +1,4 @@
-"""Checks of FSDP2 and of distributed checkpoints with MGLU layers, for `ranks.run_on_ranks`."""
+"""Checks for `ranks.run_on_ranks`: FSDP2 and distributed checkpoints with MGLU layers."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def shard_fully(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def check_spread(setting: Setting) -> None:
-    """Each rank holds its share of every mask, and of the weight."""
+    """Each rank holds its share of the weight's rows and of every mask's rows."""
     layer, rows = shard_fully(setting.model(), setting.mesh)[0].mglu, setting.intermediate // setting.mesh.size()
     assert layer.mask_logits.to_local().shape == (3, rows, setting.width)
     assert layer.weight.to_local().shape == (rows, setting.width)
 
 
 def check_fully_sharded_training(setting: Setting) -> None:
-    """AdamW steps give the same parameters as in one process with the whole batch, and the gathered model freezes.
+    """After AdamW steps, parameters equal those of one process with the whole batch, and the gathered model freezes.
 
-    The sharded layers compute their activations again in the backward pass.
+    The sharded layers recompute their activations in the backward pass.
     """
     expected, sharded = setting.model(top_k=2), setting.model(top_k=2, save_activations=False)
     shard_fully(sharded, setting.mesh)
@@ -67,7 +67,7 @@ def check_fully_sharded_training(setting: Setting) -> None:
     assert found["0.mglu/flips/0"] > 0
     with pytest.raises(ValueError, match=r"model: 0.mglu is sharded by FSDP, .*; call freeze before fully_shard, or"):
         mglu_ops.freeze(sharded)
-    # The advice works.
+    # The error's second advice works: gather the state dict, load it into an unsharded model, and freeze that.
     state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
     gathered = setting.model(top_k=2)
     gathered.load_state_dict(state)
@@ -76,7 +76,7 @@ def check_fully_sharded_training(setting: Setting) -> None:
 
 
 def check_frozen_first(setting: Setting) -> None:
-    """A model that is frozen before `fully_shard` trains its weights, and keeps its masks."""
+    """A model that is frozen before `fully_shard` keeps its masks and trains its weights as in one process."""
     expected, sharded = (mglu_ops.freeze(setting.model()) for _ in range(2))
     train(setting, expected, optimizer_of(expected), range(STEPS))
     shard_fully(sharded, setting.mesh)
@@ -86,8 +86,8 @@ def check_frozen_first(setting: Setting) -> None:
 
 
 def check_quantized_first(setting: Setting) -> None:
-    """Stored weights and their scales are sharded like other parameters, and gathered without a conversion."""
-    # FSDP of torch 2.11 lets every parameter require a gradient first, which integers cannot.
+    """Quantized weights and their scales are sharded like other parameters, and gathered without a conversion."""
+    # FSDP of torch 2.11 first sets requires_grad on every parameter, which fails for integers.
     for name in ("fp8_row", *(["int4_group"] if torch.__version__ >= (2, 13) else [])):
         alone = mglu_ops.quantize(mglu_ops.freeze(setting.model()), name)
         sharded = shard_fully(copy.deepcopy(alone), setting.mesh)
@@ -99,7 +99,7 @@ def check_quantized_first(setting: Setting) -> None:
 
 
 def check_both(setting: Setting) -> None:
-    """Two groups of tensor-parallel ranks; FSDP divides what each rank holds between the groups."""
+    """Tensor parallelism inside each of two groups of ranks, and FSDP between the groups."""
     mesh = init_device_mesh(setting.device, (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
     inner = Setting(mesh["tensor"], setting.device, setting.dtype)
     expected, sharded = setting.model(top_k=2), inner.parallel(inner.model(top_k=2))
@@ -125,7 +125,7 @@ SAVED_AT = 2
 
 
 def model_of(setting: Setting, way: str, seed: int = 0) -> nn.Sequential:
-    """A model whose initial parameters depend on `seed`, frozen if that is the way."""
+    """A model whose initial parameters depend on `seed`. It is frozen if `way` is "frozen"."""
     model = setting.model()
     if seed:
         torch.manual_seed(seed)
@@ -135,7 +135,7 @@ def model_of(setting: Setting, way: str, seed: int = 0) -> nn.Sequential:
 
 
 def run_of(setting: Setting, way: str, seed: int) -> tuple[nn.Sequential, DeviceMesh | None]:
-    """Such a model, sharded in one of three ways, and its data-parallel ranks."""
+    """The model of `model_of`, sharded in one of three ways, and its mesh of data-parallel ranks if it has one."""
     model = model_of(setting, way, seed)
     if way == "fully_shard":
         return shard_fully(model, setting.mesh), setting.mesh
@@ -146,27 +146,27 @@ WAYS = ("fully_shard", "tensor parallel", "frozen")
 
 
 def save(rank: int, device: str, folder: str) -> None:
-    """Train some steps in each way to shard, and save model and optimizer."""
+    """For each way to shard: train a model for some steps, and save model and optimizer."""
     setting = Setting.of(device, torch.float64)
     for way in WAYS:
         model, parts = run_of(setting, way, seed=0)
         optimizer = optimizer_of(model)
         train(setting, model, optimizer, range(SAVED_AT), parts)
-        state, of_optimizer = get_state_dict(model, optimizer)
-        dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=f"{folder}/{way}")
+        state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/{way}")
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if rank == 0:
             torch.save(full, f"{folder}/{way}.pt")
 
 
 def load(rank: int, device: str, folder: str) -> None:
-    """Load each checkpoint on these ranks: the bits are the same, and training on equals an uninterrupted process."""
+    """Load each checkpoint and compare its bits. Further training must equal an uninterrupted run in one process."""
     setting = Setting.of(device, torch.float64)
     for way in WAYS:
         model, parts = run_of(setting, way, seed=1)
         optimizer = optimizer_of(model)
-        state, of_optimizer = get_state_dict(model, optimizer)
-        stored = {"model": state, "optimizer": of_optimizer}
+        state, optimizer_state = get_state_dict(model, optimizer)
+        stored = {"model": state, "optimizer": optimizer_state}
         dcp.load(stored, checkpoint_id=f"{folder}/{way}")
         set_state_dict(model, optimizer, model_state_dict=stored["model"], optim_state_dict=stored["optimizer"])
         assert_same_bits(model, torch.load(f"{folder}/{way}.pt"), way)
@@ -177,7 +177,7 @@ def load(rank: int, device: str, folder: str) -> None:
 
 
 def load_in_another_way(rank: int, device: str, folder: str) -> None:
-    """Load what FSDP trained into tensor-parallel layers, and freeze them: the masks equal the whole logits' masks."""
+    """Load an FSDP checkpoint into tensor-parallel layers and freeze them. The masks must match the saved logits."""
     setting = Setting.of(device, torch.float64)
     model, _ = run_of(setting, "tensor parallel", seed=1)
     stored = {"model": get_model_state_dict(model)}
@@ -191,7 +191,7 @@ def load_in_another_way(rank: int, device: str, folder: str) -> None:
 
 
 def load_whole(folder: str) -> None:
-    """Load each checkpoint into a model of one process, without a process group: the bits are the same."""
+    """Load each checkpoint in one process without a process group, and compare the bits."""
     for way in WAYS:
         model = model_of(Setting(None, "cpu", torch.float64), way, seed=1)
         stored = {"model": get_model_state_dict(model)}

@@ -1,4 +1,4 @@
-"""Packages that have a description and a seal, and no code that runs."""
+"""Packages with a description and a seal, but without code that runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INFO = PackageInfo(
 
 
 def write_small_package(path: Path, code: bytes = bytes(range(256)) * 8, **changes: object) -> PackageInfo:
-    """Write a package with some code and changes in the fields of `INFO`, and return its description."""
+    """Write a package with this code and with `changes` to the fields of `INFO`, and return its description."""
     info = replace(INFO, **changes)
     write_archive(path, {TEXTS: json.dumps(info.texts()), f"{FOLDER}code.wrapper.so": code})
     seal_package(path, info)
@@ -37,7 +37,7 @@ def write_small_package(path: Path, code: bytes = bytes(range(256)) * 8, **chang
 
 
 def write_package_with(path: Path, members: dict[str, str | bytes]) -> None:
-    """Write a package with these members, whatever they are, and a valid seal."""
+    """Write a package with any members and a valid seal."""
     write_archive(path, members)
     seal(path, "package torch=2.13 device=cpu weights=inside")
 
@@ -49,5 +49,5 @@ def write_archive(path: Path, members: dict[str, str | bytes]) -> None:
 
 
 def texts_with(**changes: object) -> str:
-    """The texts of a package with other values, or other fields, in the description."""
+    """The texts of a package whose description has other values or additional fields."""
     return json.dumps({KEY: json.dumps({**json.loads(INFO.texts()[KEY]), **changes})})

@@ -1,6 +1,6 @@
-"""Programs as Python source with one statement per line: how they are run and judged.
+"""Runs and judges programs that are Python source with one statement per line.
 
-A failing program can be read and run by hand. `right_programs` and `ordinary` draw such programs.
+A failing program can be read and run by hand. `right_programs`, `blocks` and `ordinary` draw such programs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Rounded(torch.autograd.Function):
 
 
 class RoundedToHalf(Rounded):
-    """The same with the rounding errors of float16."""
+    """A straight-through mask that is 0 and 1 up to rounding errors of float16."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ SAME = 10 * BUDGET[torch.float64]
 
 @dataclass(frozen=True)
 class SourceProgram:
-    """A function of tensors as source, and how it is compiled and called; a subclass knows its inputs and results."""
+    """The source of a function of tensors, and the settings to compile and call it. Subclasses define the inputs."""
 
     seed: int
     statements: tuple[str, ...]
@@ -91,9 +91,9 @@ class SourceProgram:
     assume_binary = False
     dynamic = False
     traces = False
-    """Whether AOTAutograd traces a graph with a fused layer, before it is run."""
+    """True if AOTAutograd traces a graph with a fused layer before it runs."""
     rounding = SAME
-    """The largest relative error that is rounding if the program casts to no narrower dtype."""
+    """Relative errors up to this one count as rounding, unless the program casts to a narrower dtype."""
 
     @property
     def arguments(self) -> list[str]:
@@ -104,11 +104,11 @@ class SourceProgram:
         raise NotImplementedError
 
     def inputs(self) -> dict[str, Any]:
-        """New inputs with the same values at each call, because a program may write to its inputs."""
+        """New tensors with the same values at each call, because a program may write to its inputs."""
         raise NotImplementedError
 
     def exact(self) -> SourceProgram | None:
-        """The program with the same inputs in float64, if its results are rounded to another dtype."""
+        """The program with its inputs cast to float64, or None if it computes in float64 already."""
         return None
 
     def surroundings(self) -> AbstractContextManager[Any]:
@@ -125,7 +125,7 @@ class SourceProgram:
         return f"def program({', '.join(self.arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
 
     def function(self) -> Callable[..., Any]:
-        """The compiled source, which is registered with `linecache` so that tracing records its lines."""
+        """The function. Its source is registered with `linecache`, so that tracing records its lines."""
         file = f"<program {self.seed}>"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(keepends=True), file)
         space = dict(NAMES)
@@ -142,13 +142,13 @@ _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 
 
 def sides(statement: str) -> tuple[str, str]:
-    """A statement in two parts: up to the sign of an assignment to variables (if it is one), and the rest."""
+    """A statement in two parts: the targets of an assignment with its `=` (or nothing), and the rest."""
     block, targets, rest = _STATEMENT.fullmatch(statement).groups("")
     return block + targets, rest
 
 
 def assigned(statement: str) -> list[str]:
-    """The variables that a statement assigns, other than by a write in place."""
+    """The variables that a statement assigns. Writes in place do not count."""
     return _NAME.findall(_STATEMENT.fullmatch(statement).group(2) or "")
 
 
@@ -161,13 +161,13 @@ def reads(statement: str) -> list[str]:
 
 
 class Both(Capture):
-    """A `Capture` that also keeps the original graph, and runs either; after AOTAutograd if it `traces`."""
+    """A `Capture` that keeps the original graph too, and can run either. With `traces`, AOTAutograd traces it first."""
 
     traces = False
     plain: GraphModule | None = None
     runs_plain = False
     error: BaseException | None = None
-    """What the pass raised or warned of, or what its graph raised in AOTAutograd; Dynamo wraps errors of a backend."""
+    """The error or warning of the pass, or the error of AOTAutograd on its graph. (Dynamo wraps errors of backends.)"""
 
     def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
         plain = copy.deepcopy(gm)
@@ -197,13 +197,13 @@ class Both(Capture):
             raise
 
     def run_pass(self, gm: GraphModule, example_inputs: Any) -> None:
-        """Change a graph; what this raises is a failure of the pass."""
+        """Run the pass on a graph. An error from here is a failure of the pass."""
         super().__call__(gm, example_inputs)
 
 
 @contextmanager
 def _modes_restored() -> Iterator[None]:
-    """Restore the modes of torch if a graph raises an error between entering one and leaving it."""
+    """Restore torch's modes if a graph raises an error between entering and leaving one."""
     enabled, dtype, nesting = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), _autocast_nesting()
     keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     grad = torch.set_grad_enabled(torch.is_grad_enabled())
@@ -211,7 +211,7 @@ def _modes_restored() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold guards, which change a mode when they are freed
+            traceback.clear_frames(error.__traceback__)  # frames hold mode guards, which act when they are freed
             torch.set_autocast_enabled("cpu", enabled)
             torch.set_autocast_dtype("cpu", dtype)
             while _autocast_nesting() > nesting:
@@ -226,10 +226,10 @@ def _autocast_nesting() -> int:
 
 
 def outcomes(program: SourceProgram, function: Callable[..., Any]) -> dict[str, Any]:
-    """All that a call of a program gives: results, gradients, the inputs afterwards, and the state of random numbers.
+    """Everything observable about a call: results, gradients, inputs afterwards, and the random number generator.
 
-    Of results and inputs these are the values, the layout, and which of them share memory. Gradients are those of a
-    weighted sum of all results, in which each element has a weight of its own.
+    For results and inputs this includes values, layout, and shared memory. The loss is a weighted sum of all results
+    with a different weight for each element.
     """
     torch.manual_seed(program.seed)
     inputs = program.inputs()
@@ -251,7 +251,7 @@ def outcomes(program: SourceProgram, function: Callable[..., Any]) -> dict[str, 
 
 
 def _layout(name: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-    """What a user can observe of a tensor besides its values, and which of the others share its memory."""
+    """What a user can observe of a tensor besides its values, including the tensors that share its memory."""
     tensor = tensors[name]
     yield "requires a gradient", tensor.requires_grad
     yield "is a leaf", tensor.is_leaf
@@ -266,7 +266,7 @@ def _layout(name: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any
 
 
 def attempt(program: SourceProgram, function: Callable[..., Any]) -> dict[str, Any] | Exception:
-    """The outcomes of a call, or the error that it raises."""
+    """The outcomes of a call, or its error."""
     try:
         return outcomes(program, function)
     except TimeoutError:
@@ -279,7 +279,7 @@ def attempt(program: SourceProgram, function: Callable[..., Any]) -> dict[str, A
 
 
 def through_the_pass(program: SourceProgram) -> str:
-    """The outcome of a program (`judged`); it is skipped if eager raises an error, or nothing of a result is finite."""
+    """The verdict on a program (`judged`). It is skipped if eager raises an error or a tensor has no finite element."""
     try:
         wanted = outcomes(program, program.function())
     except Exception:
@@ -293,24 +293,24 @@ def through_the_pass(program: SourceProgram) -> str:
 
 
 NARROW = {r"bfloat16|Narrow": torch.bfloat16, r"\bfloat16|half\(": torch.float16, r"float32|\.float\(": torch.float32}
-"""How a program spells a cast to a dtype, beginning with the least precise.
+"""Patterns of source that cast to a narrow dtype, the least precise first.
 
-A straight-through sum or a gradient in this dtype is rounded, which the operator's exact mask is not.
+The program rounds straight-through sums and gradients in this dtype. The operator's masks are exact.
 """
 FACTOR = 3
-"""How many times as large as eager's error the error of a fused layer may be, if both round to a narrow dtype."""
+"""A fused layer's error may be this many times eager's error if both round to a narrow dtype."""
 NOISE = 1e-11
-"""A tensor whose absolute values add up to less holds only rounding errors, of a difference of equal numbers."""
+"""Tensors whose absolute values add up to less than this are rounding errors of a difference of equal numbers."""
 
 
 def judged(program: SourceProgram, wanted: Mapping[str, Any], backend: Both) -> str:
-    """Compare the graphs of a program with and without the pass, run without Inductor, with the outcomes of eager.
+    """Run a program's graph with and without the pass, but without Inductor, and compare the outcomes with eager's.
 
     Returns:
-        `fused`, `refused` with a reason, `silent` (neither), or `skipped: ` and why nothing can be compared.
+        `fused`, `refused` (with a reason in the report), `silent` (neither), or `skipped: ` and a reason.
 
     Raises:
-        AssertionError: something does not hold.
+        AssertionError: the outcomes differ, or the pass raises an error or changes a graph without fusing a layer.
     """
     with program.configuration():
         compiled = backend.compile(program.function(), dynamic=program.dynamic or None)
@@ -354,7 +354,7 @@ def verdict(
 
 
 def tolerance(program: SourceProgram) -> float:
-    """The largest relative error that is rounding, in the least precise dtype that a program casts to."""
+    """The largest relative error that counts as rounding, for the least precise dtype that a program casts to."""
     source = str(program)
     narrow = next((BUDGET[dtype] for spelling, dtype in NARROW.items() if re.search(spelling, source)), 0.0)
     return max(narrow, program.rounding)
@@ -366,10 +366,13 @@ def difference(
     tolerance: float | None = SAME,
     exact: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """What the first difference of two `outcomes` is, or None.
+    """The first difference of two `outcomes`, or None.
 
-    `tolerance` is for the relative errors of tensors where the wanted ones are finite; without one, they must be equal
-    to the last bit. With `exact` outcomes, they may also be as large as those of the wanted ones, times `FACTOR`.
+    Args:
+        found: the outcomes to check.
+        wanted: the outcomes of eager.
+        tolerance: the largest relative error where `wanted` is finite. With None, tensors must have the same bits.
+        exact: outcomes in float64. With them, errors up to `FACTOR` times the error of `wanted` are allowed too.
     """
     if found.keys() != wanted.keys():
         return f"has {sorted(found.keys() ^ wanted.keys())} on one side only"
@@ -398,7 +401,7 @@ def _difference(a: Any, b: Any, tolerance: float | None) -> str | None:
 
 
 def _error(a: Tensor, b: Tensor) -> float:
-    """The relative error of a where both are finite; 0 for integers."""
+    """The relative error of `a` in the elements where both are finite, or 0 for integers."""
     if not (a.is_floating_point() or a.is_complex()) or a.shape != b.shape:
         return 0.0
     a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))

@@ -1,4 +1,4 @@
-"""Tables of ways to spell the parts of MGLU; `right_program_parts` has statements for random programs."""
+"""Tables of spellings of the parts of MGLU, as functions. `right_program_parts` has them as statements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def straight_through(logits: Tensor) -> Tensor:
-    """A mask whose value is `logits > 0`, and whose gradient passes to the logits."""
+    """A mask with the values `logits > 0`, whose gradient goes to the logits unchanged."""
     hard = (logits > 0).to(logits.dtype)
     return (hard - logits).detach() + logits
 
@@ -29,7 +29,7 @@ def _of_a_sigmoid(logits: Tensor) -> Tensor:
 
 
 class Sign(torch.autograd.Function):
-    """The straight-through estimator as a custom function."""
+    """The straight-through estimator as an `autograd.Function`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def _difference_under_no_grad(logits: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, weight: Tensor, m: Tensor, complement: Tensor | None = None) -> Tensor:
-    """The term of one mask of a SwiMGLU layer, by default with the complement `1 - m`."""
+    """One mask's term of a SwiMGLU layer. By default the complement is `1 - m`."""
     return F.silu(F.linear(x, weight * m)) * F.linear(x, weight * (1 - m if complement is None else complement))
 
 
@@ -81,7 +81,7 @@ def filled(w: Tensor, m: Tensor) -> Tensor:
     return w
 
 
-# Short names for programs that are written as the source of an expression.
+# Short names for programs that are given as source.
 SHORT: dict[str, Any] = {
     **{"torch": torch, "F": F, "linear": F.linear, "silu": F.silu, "dropout": F.dropout, "sigmoid": torch.sigmoid},
     **{"einsum": torch.einsum, "cat": torch.cat, "stack": torch.stack, "where": torch.where},
@@ -93,9 +93,12 @@ SHORT: dict[str, Any] = {
 
 
 def from_source(arguments: str, source: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """The function of a source, which may use `SHORT` and `names`: statements, and an expression to return."""
+    """A function from source: statements and an expression to return, separated by "; ".
+
+    The source may use `SHORT` and `names`.
+    """
     *statements, result = source.split("; ")
-    # Without `__name__`, by which Dynamo would look up what the source reads.
+    # With `__name__` in the globals, Dynamo would look up globals in the module of that name.
     space = {**SHORT, **{name: value for name, value in names.items() if not name.startswith("__")}}
     exec("\n    ".join([f"def program({arguments}):", *statements, f"return {result}"]), space)
     return space["program"]
@@ -135,7 +138,7 @@ FIXED: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def takes(masks: str, *, is_bool: bool, is_integer: bool, trains: bool) -> bool:
-    """Whether a spelling for some `masks` fits a kind of masks."""
+    """True if a spelling that takes `masks` fits this kind of masks."""
     return {
         "any": True,
         "real": not is_bool,
@@ -146,7 +149,7 @@ def takes(masks: str, *, is_bool: bool, is_integer: bool, trains: bool) -> bool:
     }[masks]
 
 
-# Name -> the masks that the spelling `takes`, and the complement of a mask.
+# Name -> masks that the spelling `takes`, and function from mask to complement.
 COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "~m": ("bool", lambda m: ~m),
     "1 - m": ("real", lambda m: 1 - m),
@@ -169,7 +172,7 @@ COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "where": ("bool", lambda m: torch.where(m > 0, 0.0, 1.0)),
     "1 - m.double()": ("fixed", lambda m: 1 - m.double()),
 }
-# Name -> the masks that the spelling `takes`, and the masked weight.
+# Name -> masks that the spelling `takes`, and function from weight and mask to masked weight.
 MASKED_WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "w * m": ("any", lambda w, m: w * m),
     "m * w": ("any", lambda w, m: m * w),
@@ -235,7 +238,7 @@ SUMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "bias last": lambda terms: sum(terms) + _bias(terms[0]),
 }
 
-# Gate and value from one product of x and two masked weights `[d, h]`.
+# Functions of x and two masked weights `[d, h]` that compute gate and value in one product.
 JOINTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "cat, chunk": lambda x, a, b: F.linear(x, torch.cat([a, b])).chunk(2, dim=-1),
     "cat, chunk by keywords": lambda x, a, b: torch.chunk(input=F.linear(x, torch.cat([a, b])), chunks=2, dim=1),
@@ -260,7 +263,7 @@ JOINTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     ),
     "stack, reshape": lambda x, a, b: F.linear(x, torch.stack([a, b]).reshape(-1, x.shape[-1])).chunk(2, -1),
     "stack, linear of each": lambda x, a, b: [F.linear(x, one) for one in torch.stack([a, b])],
-    # Wrong: the rows have another order.
+    # These are wrong: each part has rows of gate and value.
     "interleaved": lambda x, a, b: F.linear(x, torch.stack([a, b], 1).flatten(0, 1)).chunk(2, dim=-1),
     "strided": lambda x, a, b: F.linear(x, torch.cat([a, b])).unflatten(-1, (-1, 2)).unbind(-1),
 }
@@ -272,7 +275,7 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     return both[..., :middle], both[..., middle:]
 
 
-# x `[b, h]` and weights `[n, d, h]` to products, with the dimension of the masks.
+# Products of x `[b, h]` and a stack of weights `[n, d, h]`, with the result's dimension of masks.
 STACK_PROJECTIONS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
     "bh,ndh->nbd": (0, lambda x, w: torch.einsum("bh,ndh->nbd", x, w)),
     "bh,ndh->bnd": (1, lambda x, w: torch.einsum("bh,ndh->bnd", x, w)),

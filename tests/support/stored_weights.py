@@ -1,4 +1,4 @@
-"""Layers whose weight is stored in another format than x's dtype."""
+"""Layers with quantized weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stored_layer(
     device: str = "cpu",
     activation_format: str = "dense",
 ) -> tuple[LayerArguments, Tensor]:
-    """The arguments of a random layer with mask weights, and its result in float64 from dequantised weight and x."""
+    """The arguments of a random layer with mask weights, and its float64 result from the dequantized x and weight."""
     generator = torch.Generator().manual_seed(tokens + d)
     chosen = FORMATS[weight_format]
     x = torch.randn(tokens, h, generator=generator).to(dtype)
@@ -41,7 +41,7 @@ def stored_layer(
 
 
 def naive_error(given: LayerArguments) -> tuple[Tensor, float]:
-    """A layer's float64 result from x, and the error of a naive layer that rounds x with amax / 448 to fp8."""
+    """A layer's float64 result, and the relative error of a naive layer that rounds x to fp8 with scale amax / 448."""
     x, scale = given.x.double(), given.weight_scale
     weight = FORMATS[given.weight_format].dequantize(given.weight, scale, torch.float64)
     masks = unpack(given.packed_masks, given.in_features)
@@ -53,7 +53,7 @@ def naive_error(given: LayerArguments) -> tuple[Tensor, float]:
 
 
 class StoredLayers(nn.Module):
-    """The sum of a layer of each format but `dense` that goes with an activation format, with packed masks."""
+    """The sum of several layers: one for each quantized weight format that an activation format allows."""
 
     def __init__(self, in_features: int, out_features: int, n_masks: int, activation_format: str = "dense") -> None:
         super().__init__()
@@ -77,9 +77,9 @@ class StoredLayers(nn.Module):
 def every_stored_value(
     weight_format: str, column: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu", h: int = 32
 ) -> tuple[LayerArguments, Tensor]:
-    """A layer with each number that a format can store in a column of `h`, and the result of a token.
+    """A layer with one row for each number that a format can store, and its result for one token.
 
-    That number times the scale 3 is the gate of a row. The value is 3, from the last column.
+    The gate of a row is its number, stored in `column`, times the scale 3. The value is 3, from the last column.
     """
     chosen = FORMATS[weight_format]
     octets = torch.arange(16 if chosen.packed == 2 else 256, dtype=torch.uint8)

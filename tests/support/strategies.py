@@ -1,4 +1,4 @@
-"""Random layers for tests, of any size, memory layout, masks and values; and the naive layer to compare with."""
+"""Random layers of any size, memory layout, masks and values, and the naive layer to compare with."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ seeds = st.integers(0, 2**16)
 
 
 def examples(count: int) -> settings:
-    """Settings for `count` examples in a full run, and proportionally fewer or more in other profiles (conftest.py)."""
+    """Hypothesis settings: `count` examples in a full run, scaled in other profiles (conftest.py)."""
     full_run = settings.get_profile("ci").max_examples
     return settings(max_examples=max(1, count * settings.default.max_examples // full_run))
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another memory layout; `expanded` repeats the first entry of the first dimension."""
+    """A copy in another memory layout. The layout `expanded` repeats the first entry of the first dimension."""
     if layout == "strided":
         wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])
         wide[..., ::2] = tensor
@@ -51,7 +51,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """The arguments of one call, with the masks both unpacked and packed."""
+    """The arguments of one call, with bool masks and packed masks."""
 
     x: Tensor
     weight: Tensor
@@ -73,7 +73,7 @@ class Layer:
         return reference.forward(self.x, self.weight, self.masks, self.activation, self.mask_weights)
 
     def with_(self, **changes: object) -> Layer:
-        """A copy with some fields changed. New `masks` are packed too."""
+        """A copy with some fields changed. If `masks` changes, `packed_masks` follows."""
         if "masks" in changes and "packed_masks" not in changes:
             changes["packed_masks"] = torch.ops.mglu.pack_masks(changes["masks"])
         return replace(self, **changes)
@@ -91,7 +91,7 @@ def make_layer(
     weighted: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """A layer with normally distributed values, scaled so that gates and values have a variance of about 1."""
+    """A layer of normally distributed numbers, scaled so that gates and values have a variance of about 1."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*leading, in_features, generator=generator).to(dtype)
     weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
@@ -104,7 +104,7 @@ OPS = ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "f
 
 
 def arguments_of(op: str, layer: Layer) -> dict[str, Any]:
-    """The arguments of an operator's call with a layer, by name. The derivatives that `backward` takes are random."""
+    """The arguments of operator `op` for a layer, by name. The partial derivatives that `backward` takes are random."""
     if op == "pack_masks":
         return {"masks": layer.masks}
     if op == "pack_logits":
@@ -127,7 +127,7 @@ def arguments_of(op: str, layer: Layer) -> dict[str, Any]:
 
 @st.composite
 def layers(draw: st.DrawFn, dtype: torch.dtype | None = None, activation: str | None = None) -> Layer:
-    """Draw layers of every size, layout, dtype and activation."""
+    """Draw layers of various sizes, memory layouts, dtypes and activations."""
     layer = make_layer(
         draw(leading),
         draw(in_features),
@@ -153,7 +153,7 @@ def layers(draw: st.DrawFn, dtype: torch.dtype | None = None, activation: str | 
 def naive(
     x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
 ) -> Tensor:
-    """Algorithm 2 of the paper in the dtype of its arguments: the layer that the operators replace."""
+    """The layer that the operators replace: Algorithm 2 of the paper, in the dtype of its arguments."""
     act = ACTIVATIONS[activation].forward
     masks = masks if masks.is_floating_point() else masks.to(weight.dtype)
     result = None

@@ -1,4 +1,4 @@
-"""Checks that tensor-parallel layers compute, learn and freeze as one process does, for `ranks.run_on_ranks`."""
+"""Checks for `ranks.run_on_ranks`: tensor-parallel layers compute, learn and freeze as one process does."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from mglu_ops.parallel import ColwiseMGLU
 
 TOKENS, STEPS = (4, 8), 5
 WIDTH, WIDE = 36, 256
-"""Widths of x: one with padding in the packed masks, and one for the GPU's 16-bit kernels."""
+"""Widths of x: the first needs padding in packed masks, and the second fits the GPU's 16-bit kernels."""
 SAME = 1e-11
-"""The relative difference of float64 parameters after several steps, because sums have another order."""
+"""Allowed relative difference of float64 parameters after several steps, because sums have another order."""
 
 
 def whole(array: Tensor) -> Tensor:
-    """The full tensor of one that may be sharded."""
+    """The full tensor, if it is sharded."""
     return array.full_tensor() if isinstance(array, DTensor) else array
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The ranks, and where and in which dtype a check runs."""
+    """The mesh of ranks, and the device, dtype and width of a check."""
 
     mesh: DeviceMesh
     device: str
@@ -68,7 +68,7 @@ class Setting:
         return nn.Sequential(*layers).to(self.device, self.dtype)
 
     def parallel(self, model: nn.Sequential, sequence: bool = False) -> nn.Sequential:
-        """Shard both layers; with `sequence`, x and the results are divided along the sequence between them."""
+        """Shard both layers. With `sequence`, x and results are divided between ranks along the sequence."""
         between = {"input_layouts": Shard(1)} if sequence else {}
         after = {"output_layouts": Shard(1)} if sequence else {}
         plan = {"*.mglu": ColwiseMGLU(**between), "*.down_proj": RowwiseParallel(**after)}
@@ -84,7 +84,7 @@ class Setting:
 
 
 def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The result for x, and the gradients of x and of all parameters for the sum of the result's squares."""
+    """The result `y` for x, and the gradients of x and all parameters. The loss is the sum of the result's squares."""
     x = x.clone().requires_grad_()
     for parameter in model.parameters():
         parameter.grad = None
@@ -112,7 +112,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def check_placements(setting: Setting) -> None:
-    """Each rank holds its rows of the weight and of the masks, and all of the router."""
+    """Each rank holds its rows of the weight and of the masks, and a copy of the router."""
     for learnable_masks in (True, False):
         layer, expected = (setting.model(learnable_masks=learnable_masks, top_k=2) for _ in range(2))
         tensors, wanted = setting.parallel(layer)[0].mglu.state_dict(), expected[0].mglu.state_dict()
@@ -127,10 +127,10 @@ def check_placements(setting: Setting) -> None:
 
 
 def check_results(setting: Setting) -> None:
-    """Results and gradients equal one process's, for every kind of layer and both divisions of x."""
+    """Results and gradients equal one process's for all kinds of layers, with x replicated or divided."""
     for name, options in KINDS.items():
         if name == "weighted" and setting.dtype.itemsize < 4:
-            continue  # a rounding of the first layer's result may choose other masks in the second
+            continue  # rounding the first layer's result may select other masks in the second
         alone = setting.model(**options)
         want = gradients(alone, alone, setting.x())
         for sequence in (False, True):
@@ -144,7 +144,7 @@ def check_results(setting: Setting) -> None:
 
 
 def check_compiled(setting: Setting, backend: str, kinds: Sequence[str]) -> None:
-    """Compiled layers give the results and gradients of eager layers in one process, in a graph without breaks."""
+    """Compiled layers, in one graph without breaks, equal eager layers in one process."""
     for name in kinds:
         torch._dynamo.reset()
         alone = setting.model(**KINDS[name])
@@ -163,7 +163,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 def train(
     setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, parts: DeviceMesh | None = None
 ) -> None:
-    """Run some steps with the whole batch, or with the share of this rank among `parts`."""
+    """Train for `steps`, with the whole batch or with this rank's share of it if `parts` is given."""
     count, rank = (1, 0) if parts is None else (parts.size(), parts.get_local_rank())
     for step in steps:
         optimizer.zero_grad()
@@ -179,7 +179,7 @@ def assert_same_parameters(got: nn.Module, want: nn.Module, what: str) -> None:
 
 
 def check_training(setting: Setting) -> None:
-    """Some steps of AdamW give the same parameters as in one process, and change masks."""
+    """After some AdamW steps, which change masks, the parameters equal one process's."""
     for name in ("learned", "weighted"):
         alone, sharded = (setting.model(**KINDS[name]) for _ in range(2))
         before = alone[0].mglu.mask_logits.detach() > 0
@@ -190,7 +190,7 @@ def check_training(setting: Setting) -> None:
 
 
 def check_freezing(setting: Setting) -> None:
-    """A sharded model freezes to the masks of a whole one and keeps its results; freezing it again changes nothing."""
+    """A frozen sharded model has one process's masks and unchanged results. Freezing it again changes nothing."""
     for name in ("learned", "weighted", "naive"):
         alone = mglu_ops.freeze(setting.model(**KINDS[name]))
         sharded = setting.parallel(setting.model(**KINDS[name]))
@@ -212,12 +212,12 @@ def check_freezing(setting: Setting) -> None:
 
 
 def check_quantized(setting: Setting) -> None:
-    """Layers quantized before or after they are sharded give the results and gradients of one process."""
+    """Layers can be quantized before or after they are sharded, with one process's results and gradients."""
     for name in ("fp8_row", "int8_row", "int4_group"):
         alone = mglu_ops.quantize(mglu_ops.freeze(setting.model()), name)
         want = gradients(alone, alone, setting.x())
         after = mglu_ops.quantize(setting.parallel(mglu_ops.freeze(setting.model())), name)
-        # gloo cannot scatter fp8.
+        # gloo cannot scatter fp8, so fp8 is only quantized after sharding.
         before = [] if name == "fp8_row" else [setting.parallel(copy.deepcopy(alone))]
         for sharded in (after, *before):
             assert sharded[0].mglu.weight_scale.placements == (Shard(0),), name
@@ -236,9 +236,9 @@ def check_quantized(setting: Setting) -> None:
 
 
 def check_uneven(setting: Setting) -> None:
-    """With DTensor results, the number of ranks need not divide out_features; with local ones, it must."""
+    """Local results need `out_features` divisible by the number of ranks. DTensor results do not."""
     ranks = setting.mesh.size()
-    for out_features in (3 * ranks + 1, 1):  # parts of different sizes, and ranks without a part
+    for out_features in (3 * ranks + 1, 1):  # shards of different sizes, and ranks without rows
         torch.manual_seed(0)
         alone, sharded = (MGLU(setting.width, out_features).to(setting.device, setting.dtype) for _ in range(2))
         sharded.load_state_dict(alone.state_dict())
@@ -256,7 +256,7 @@ def check_uneven(setting: Setting) -> None:
 
 
 def check_damaged_masks(setting: Setting) -> None:
-    """Packed masks with a bit in the padding of one rank are refused by all, when they are loaded or first used."""
+    """All ranks refuse packed masks that have a padding bit set on one rank, when they are loaded or first used."""
     sharded = setting.parallel(setting.model(learnable_masks=False))
     state = {name: tensor.clone() for name, tensor in sharded.state_dict().items()}
     if setting.mesh.get_local_rank() == 1:
@@ -269,7 +269,7 @@ def check_damaged_masks(setting: Setting) -> None:
 
 
 def check_materialized(setting: Setting) -> None:
-    """A model on meta is sharded first, and then gets memory and initial values, as large models do."""
+    """A model on the meta device can be sharded first, and get memory and initial values afterwards."""
     for learnable in (True, False):
         layer = MGLU(setting.width, setting.intermediate, n_masks=3, learnable_masks=learnable, device="meta")
         parallelize_module(layer.to(setting.dtype), setting.mesh, ColwiseMGLU())
@@ -296,7 +296,7 @@ WITHOUT_FLOAT64 = ["placements", "results", "freezing", "quantized"]
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:
-    """Run checks on this rank one after another, because starting processes takes longer than a check."""
+    """Run several checks in the same processes, because starting processes takes longer than a check."""
     setting = Setting.of(device, dtype, width)
     for name in names:
         CHECKS[name](setting)

@@ -1,6 +1,6 @@
-"""Checks that ranks with tokens of their own, which they send to the ranks of their experts, do what one process does.
+"""Checks of layers of experts with `tokens="sharded"`, whose ranks send tokens to the ranks of their experts.
 
-The one process has the tokens of all ranks.
+The ranks together must compute and learn what one process does with all tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import mglu_ops
 from mglu_ops.parallel import ParallelExperts
 
 TOKENS_OF_RANKS = ((1, 0, 3), (0, 2, 0))
-"""The tokens of the first ranks; the last rank has the rest."""
+"""Numbers of tokens on the first ranks. The last rank has the rest."""
 
 
 def exchanging(setting: ExpertSetting, model: nn.Sequential, src_data_rank: int | None = 0) -> nn.Sequential:
@@ -28,7 +28,10 @@ def exchanging(setting: ExpertSetting, model: nn.Sequential, src_data_rank: int 
 
 
 def gradients_of_all(setting: ExpertSetting, model: nn.Sequential, x: Tensor) -> dict[str, Tensor]:
-    """The gradients of all ranks' losses together. The layer averages those of experts; a router's are to be summed."""
+    """The gradients of the sum of all ranks' losses.
+
+    The layer averages the gradients of experts over the ranks. The user must reduce the gradients of routers.
+    """
     found, ranks = gradients(model, model, x), setting.mesh.size()
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -39,13 +42,13 @@ def gradients_of_all(setting: ExpertSetting, model: nn.Sequential, x: Tensor) ->
 
 
 def compare(setting: ExpertSetting, model: nn.Sequential, alone: nn.Sequential, x: Tensor, what: str) -> None:
-    """Compare results and gradients for the tokens of x, of which the ranks have parts of several sizes."""
+    """Compare results and gradients for the tokens of x, divided between the ranks in several ways."""
     rank, ranks = setting.mesh.get_local_rank(), setting.mesh.size()
     for sizes in TOKENS_OF_RANKS:
-        of_ranks = [*sizes[: ranks - 1], len(x) - sum(sizes[: ranks - 1])]
-        own = x.split(of_ranks)[rank]
+        counts = [*sizes[: ranks - 1], len(x) - sum(sizes[: ranks - 1])]
+        own = x.split(counts)[rank]
         want = gradients(alone, alone, x)
-        want |= {key: want[key].split(of_ranks)[rank] for key in ("x", "y")}
+        want |= {key: want[key].split(counts)[rank] for key in ("x", "y")}
         with torch.no_grad():
             setting.assert_same(model(own), want["y"], f"{what}, {len(own)} tokens, no gradients", factor=2)
         got = gradients_of_all(setting, model, own)
@@ -55,7 +58,7 @@ def compare(setting: ExpertSetting, model: nn.Sequential, alone: nn.Sequential, 
 
 
 def check_results(setting: ExpertSetting) -> None:
-    """Every kind of masks, with loads of ranks and of experts that differ; the bits repeat."""
+    """For all kinds of masks and uneven loads, results and gradients equal one process's. Calls repeat bit by bit."""
     x = setting.x().flatten(0, 1)
     for name, options in KINDS.items():
         alone, model = setting.model(**options), exchanging(setting, setting.model(**options))
@@ -65,7 +68,7 @@ def check_results(setting: ExpertSetting) -> None:
 
 
 def check_idle_rank(setting: ExpertSetting) -> None:
-    """No token chooses an expert of the last rank, whose gradients are zeros."""
+    """If no token selects an expert of the last rank, that rank's gradients are zeros."""
     alone, model = (setting.model()[:1] for _ in range(2))
     own, x = len(alone[0].gate.weight) // setting.mesh.size(), setting.x().flatten(0, 1).abs()
     nn.init.uniform_(alone[0].gate.weight[:-own].detach(), 0.1, 0.2)
@@ -77,7 +80,7 @@ def check_idle_rank(setting: ExpertSetting) -> None:
 
 
 def check_inference(setting: ExpertSetting) -> None:
-    """Frozen and quantized layers, for the tokens of a batch and for one token on one rank."""
+    """Frozen and quantized layers equal one process's, for a batch of tokens and for a single token on one rank."""
     for name in (None, "fp8_row", "int4_group"):
         alone = mglu_ops.freeze(setting.model(mask_top_k=2))
         after = mglu_ops.freeze(exchanging(setting, setting.model(mask_top_k=2)))
@@ -85,17 +88,17 @@ def check_inference(setting: ExpertSetting) -> None:
             alone, after = mglu_ops.quantize(alone, name), mglu_ops.quantize(after, name)
         for x in (setting.x().flatten(0, 1), setting.x()[0, :1]):
             rank, ranks = setting.mesh.get_local_rank(), setting.mesh.size()
-            of_ranks = [len(x) // 2, len(x) - len(x) // 2, *[0] * (ranks - 2)]
+            counts = [len(x) // 2, len(x) - len(x) // 2, *[0] * (ranks - 2)]
             with torch.no_grad():
-                want = alone(x).split(of_ranks)[rank]
-                setting.assert_same(after(x.split(of_ranks)[rank]), want, f"{name}, {len(x)} tokens", factor=2)
+                want = alone(x).split(counts)[rank]
+                setting.assert_same(after(x.split(counts)[rank]), want, f"{name}, {len(x)} tokens", factor=2)
 
 
 def check_training(setting: ExpertSetting) -> None:
-    """AdamW steps with FSDP2 for the routers give the parameters of one process with the whole batch."""
+    """With FSDP2 for the routers, AdamW steps give the parameters of one process with the whole batch."""
     expected, model = setting.model(mask_top_k=2), exchanging(setting, setting.model(mask_top_k=2))
-    of_experts = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    fully_shard(model, mesh=setting.mesh, ignored_params=of_experts)
+    expert_parameters = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    fully_shard(model, mesh=setting.mesh, ignored_params=expert_parameters)
     before = expected[0].experts.mask_logits.detach() > 0
     train(setting, expected, optimizer_of(expected), range(STEPS))
     train(setting, model, optimizer_of(model), range(STEPS), setting.mesh)
@@ -104,10 +107,10 @@ def check_training(setting: ExpertSetting) -> None:
 
 
 def check_trained_step(setting: ExpertSetting) -> None:
-    """A step of SGD, also for dtypes in which several steps need not stay together."""
+    """One SGD step equals one process's, also in 16 bits, where several steps may diverge."""
     model = exchanging(setting, setting.model())
-    of_experts = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
-    fully_shard(model, mesh=setting.mesh, ignored_params=of_experts)
+    expert_parameters = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    fully_shard(model, mesh=setting.mesh, ignored_params=expert_parameters)
     assert_same_step(setting, model, setting.mesh, "exchanged tokens")
 
 

@@ -1,6 +1,6 @@
-"""Checks of the kernels of a training step and of whole layers against float64, on any device.
+"""Checks the kernels of a training step, and whole layers, against float64 on any device.
 
-tests/gpu/test_training_backend.py runs them on a GPU, tests/cuda/test_training_steps.py with the emulated kernels.
+tests/gpu/test_training_backend.py runs them on a GPU, and tests/cuda/test_training_steps.py with emulated kernels.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NAMES = ("x", "weight", "logits", "mask_weights")
 
 
 def assert_rounded(found: Tensor, exact: Tensor, what: str) -> None:
-    """Assert that each value is the exact one after one rounding.
+    """Assert that each value is the exact one, rounded once.
 
-    A value beyond the range of the dtype must be infinite, such as the square of 300 in float16.
+    Values beyond the dtype's range must be infinite, such as the square of 300 in float16.
     """
     assert found.shape == exact.shape, what
     eps = torch.finfo(found.dtype).eps
@@ -40,13 +40,16 @@ def assert_rounded(found: Tensor, exact: Tensor, what: str) -> None:
 
 
 def products_of(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-    """Return x W^T, and it with the signs of each mask flipped, in float64 `[tokens, n_masks + 1, out_features]`."""
+    """`x W^T`, and the same with each mask's weights negated, in float64 `[tokens, n_masks + 1, out_features]`."""
     x, weight = x.double(), weight.double()
     return torch.stack([x @ weight.t(), *(x @ torch.where(mask, -weight, weight).t() for mask in masks)], 1)
 
 
 def exact_partials(products: Tensor, activation: str, mask_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The result, and P, Q_i and (with mask weights) R_i `[tokens, entries, columns]`, by autograd in float64."""
+    """The result and its partial derivatives P, Q_i and (with mask weights) R_i, by autograd in float64.
+
+    The partial derivatives are `[tokens, entries, columns]`; `mglu_ops.ops` defines them.
+    """
     products = products.detach().double().requires_grad_()
     t, f = products[:, :1], products[:, 1:]
     weights = torch.ones_like(f) if mask_weights is None else mask_weights.double()[..., None].expand_as(f)
@@ -61,9 +64,9 @@ def exact_partials(products: Tensor, activation: str, mask_weights: Tensor | Non
 
 @dataclass(frozen=True)
 class Steps:
-    """Checks of the kernels of a training step on one device, with matrices of several numbers of rows and columns.
+    """Checks the kernels of a training step on one device, with matrices of several shapes.
 
-    Operands have rows that are contiguous, apart by whole vectors or by less, and that start at odd addresses.
+    Operands are contiguous, have padded rows (by whole vectors or less), or start at unaligned addresses.
     """
 
     device: str
@@ -104,7 +107,7 @@ class Steps:
     def _partials_of(
         self, products: Tensor, dtype: torch.dtype, activation: str, mask_weights: Tensor | None, distance: int
     ) -> None:
-        """Check `partials` for products `[tokens, n_masks + 1, columns]`; it runs in place if they have `dtype`."""
+        """Check `partials` for products `[tokens, n_masks + 1, columns]`. It runs in place if they have `dtype`."""
         tokens, n_products, columns = products.shape
         n_entries = n_products if mask_weights is None else 2 * n_products - 1
         exact_result, exact = exact_partials(products, activation, mask_weights)
@@ -121,7 +124,7 @@ class Steps:
         assert bool(result[:, columns:].isnan().all())
 
     def scale(self, entries: int, dtype: torch.dtype) -> None:
-        """The product of two 16-bit numbers is exact in float32, so that there is one rounding."""
+        """Check `scale`, which rounds once: the product of two 16-bit numbers is exact in float32."""
         for tokens, columns in self.shapes:
             grad = self.normal(tokens, columns, dtype=dtype)
             partials = self.normal(tokens, entries, columns, dtype=dtype)
@@ -133,7 +136,7 @@ class Steps:
     def weight_gradients(
         self, n_masks: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, logits_dtype: torch.dtype | None
     ) -> None:
-        """Check each pair of dtypes of gradients, None for one that is not needed, and gradients written in place."""
+        """Check gradients in these dtypes (None if one is not needed), with separate outputs and in place."""
         for shape in self.shapes:
             weight, total = self.normal(*shape, dtype=dtype), self.normal(*shape, dtype=dtype)
             masks, products = self.masks(n_masks, *shape), self.normal(n_masks, *shape, dtype=dtype)
@@ -202,7 +205,7 @@ class Layer:
         mask_weights_dtype: torch.dtype | None = None,
         activation: str = "silu",
     ) -> Layer:
-        """A layer whose masks have ones at a fraction `density` of the weights."""
+        """A random layer. A fraction `density` of the mask bits is 1."""
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, device=device)
@@ -228,7 +231,7 @@ class Layer:
         return LayerCall.of(self.given)
 
     def backward_arguments(self, partials: Tensor, needs: Sequence[bool] = (True,) * 4) -> BackwardArguments:
-        """The arguments of a backward pass; `needs` says which of the gradients `NAMES` are needed."""
+        """The arguments of a backward pass. `needs` has a flag for each gradient of `NAMES`."""
         logits_dtype = self.logits.dtype if needs[2] else None
         mask_weights_dtype = self.mask_weights.dtype if needs[3] and self.mask_weights is not None else None
         return BackwardArguments(
@@ -249,7 +252,7 @@ class Layer:
 def take_step(
     layer: Layer, forward: PreparedForwardTrain, backward: PreparedBackward, needs: Sequence[bool] = (True,) * 4
 ) -> dict[str, Tensor]:
-    """The result `y` and the needed gradients; the others must be empty, and no two share memory."""
+    """The result `y` and the needed gradients. The others must be empty, and none may share memory."""
     y, partials = forward(layer.given)
     grads = backward(layer.backward_arguments(partials, needs))
     assert all(tensor.is_contiguous() for tensor in (y, partials, *grads))
@@ -261,9 +264,9 @@ def take_step(
 
 
 def assert_as_good_as_naive(found: dict[str, Tensor], layer: Layer, factor: float) -> None:
-    """Assert that no error against float64 is larger than `factor` times the naive layer's in 16 bits.
+    """Assert that each error against float64 is at most `factor` times the naive layer's error in x's dtype.
 
-    The naive layer's gradients are rounded to the dtypes of the found ones.
+    The naive layer's gradients are first rounded to the dtypes of the checked ones.
     """
     exact, naive = layer.in_plain_torch(torch.float64), layer.in_plain_torch(layer.x.dtype)
     for name, tensor in found.items():
