@@ -1,7 +1,6 @@
-"""The driver calls of a launch, through ctypes.
+"""The driver calls of a launch, through ctypes rather than a general wrapper, since each eager call makes one.
 
-`cuLaunchKernelEx` takes 3.4 us of the 11 us of host time of an eager call (one token in inference mode on an H200,
-`benchmarks/results/overheads.csv`).
+A whole eager call takes 11 to 20 us of host time on an H200 (`benchmarks/results/overheads.csv`).
 """
 
 from __future__ import annotations
