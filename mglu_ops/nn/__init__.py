@@ -1,6 +1,7 @@
-"""Modules: MGLU, feed-forward blocks, mixtures of experts, the naive layers, baselines, `freeze`, `quantize` and back.
+"""Modules (MGLU, feed-forward blocks, experts, naive layers, baselines), `freeze`, `quantize` and `dequantize`.
 
-For training: `parameter_groups` for the optimizer, and statistics about masks for the log. For ONNX: `decompose`.
+For training, `parameter_groups` makes groups for the optimizer, and `MaskStatistics` numbers for the log. For ONNX,
+`decompose` writes out the fused operators.
 """
 
 from .baselines import GLU, LU

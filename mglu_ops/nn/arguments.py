@@ -1,4 +1,4 @@
-"""Checks of the arguments of modules. Each error names the argument, what it was and what it must be."""
+"""Checks of the arguments of modules. Each error names the argument, its value and the values that it may have."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_weight_init(weight_init: object) -> None:
 
 
 def check_columns(weight_format: WeightFormat, in_features: int) -> None:
-    """Check that a weight with that many columns can be stored in a format."""
+    """Check that a format can store weights with `in_features` columns."""
     if in_features % weight_format.packed:
         raise ValueError(
             f"weight_format: got {weight_format.name!r} with in_features={in_features}, which must be a multiple of "
@@ -55,12 +55,12 @@ def check_columns(weight_format: WeightFormat, in_features: int) -> None:
 
 
 def check_rows_of_ranks(name: str, rows: int, ranks: int, weight_format: str) -> None:
-    """Check that every rank gets the same number of rows, and whole blocks of rows that share their scales."""
+    """Check that every rank gets the same number of rows, and that no block of rows with one scale is cut."""
     _check_of_ranks(name, rows, ranks, weight_format, get_format(weight_format).rows, "rows")
 
 
 def check_columns_of_ranks(name: str, columns: int, ranks: int, weight_format: str) -> None:
-    """Check that every rank gets the same number of columns, and whole groups of columns that share their scales."""
+    """Check that every rank gets the same number of columns, and that no group of columns with one scale is cut."""
     _check_of_ranks(name, columns, ranks, weight_format, get_format(weight_format).columns or 1, "columns")
 
 
@@ -82,15 +82,15 @@ def check_masks(n_masks: int, learnable_masks: object, top_k: object, name_of_to
 
 
 def check_options(module: nn.Module, options: Mapping[str, object], known: type) -> None:
-    """Check the names of keyword arguments that a constructor passes on, so that the error names the module's class.
+    """Check keyword arguments that a constructor passes on to another one, so that the error names the right class.
 
     Args:
         module: the module whose constructor was called.
-        options: what it passes on.
-        known: a TypedDict with the names of all options that it may pass on.
+        options: the keyword arguments.
+        known: a TypedDict with the names of all allowed arguments.
 
     Raises:
-        TypeError: a name is not known.
+        TypeError: an argument is not in `known`.
     """
     names = known.__optional_keys__  # type: ignore[attr-defined] # a TypedDict's
     unknown = [name for name in options if name not in names]
@@ -113,19 +113,19 @@ def check_x(
     name: str = "x",
     name_of_size: str = "in_features",
 ) -> None:
-    """Check the input of a layer before other checks and torch's own, which would blame the weight.
+    """Check the input of a layer, before torch raises an error that blames the weight.
 
     Args:
         x: the input.
-        weight: what x is multiplied by; None if it is not known before the layer is called.
-        in_features: the last size of x; None if it is checked elsewhere.
-        takes_dtype: whether x must have the weight's dtype, unless autocast is enabled.
-        name: what the message calls x.
-        name_of_size: what the message calls `in_features`.
+        weight: the weight; None if it is not known before the layer is called.
+        in_features: the required last size of x; None if it is checked elsewhere.
+        takes_dtype: require the weight's dtype, unless autocast is enabled.
+        name: the name of x in messages.
+        name_of_size: the name of `in_features` in messages.
 
     Raises:
-        TypeError: x is not a tensor, or has another dtype than the weight.
-        ValueError: x is on another device than the weight, or its last size is another one.
+        TypeError: x is not a tensor, or its dtype is not the weight's.
+        ValueError: x is not on the weight's device, or its last size is not in_features.
     """
     if not isinstance(x, Tensor):  # torch's own message would contain all values of a list or an array
         raise TypeError(f"{name}: got {'None' if x is None else type(x).__name__}, must be a tensor")
@@ -139,9 +139,9 @@ def check_x(
 
 
 def weight_of_linear(linear: nn.Module | None) -> Tensor | None:
-    """The weight of an `nn.Linear` before it is called, or None if the call may compute with another tensor.
+    """The weight of an `nn.Linear`, or None if the call may use another tensor.
 
-    FSDP, accelerate and adapters gather, load or change the weight when the module is called.
+    FSDP, accelerate and adapters gather, load or change the weight only when the module is called.
     """
     if type(linear) is not nn.Linear or linear._forward_pre_hooks or "forward" in vars(linear):
         return None
@@ -157,7 +157,7 @@ def check_model(model: object) -> None:
 def check_weight_and_masks(weight: Tensor, masks: Tensor, leading: Sequence[str] = ()) -> None:
     """Check a weight `[out_features, in_features]`, and logits or bool masks `[n_masks, out_features, in_features]`.
 
-    Both have the sizes called `leading` before these. Masks without them may lack n_masks.
+    Both have the leading dimensions that `leading` names. If there are none, n_masks may be missing.
     """
     before = "".join(f"{name}, " for name in leading)
     rank = len(leading) + 2
@@ -189,7 +189,7 @@ def check_weight_and_masks(weight: Tensor, masks: Tensor, leading: Sequence[str]
 
 
 def check_router(router: object, in_features: int, n_masks: int) -> None:
-    """Check a router. The sizes of one that is not an `nn.Linear`, such as an adapter around it, are not known."""
+    """Check a router. Its sizes are checked only if it is an `nn.Linear`, and not an adapter around one."""
     if not isinstance(router, nn.Module):
         raise TypeError(f"router: got {type(router).__name__}, must be an nn.Linear")
     if isinstance(router, nn.Linear) and (router.in_features, router.out_features) != (in_features, n_masks):
@@ -197,5 +197,5 @@ def check_router(router: object, in_features: int, n_masks: int) -> None:
 
 
 def as_parameter(tensor: Tensor) -> nn.Parameter:
-    """The tensor itself if it is a Parameter, else a Parameter that shares its memory."""
+    """Return a Parameter unchanged, and for any other tensor a Parameter that shares its memory."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach(), tensor.requires_grad)

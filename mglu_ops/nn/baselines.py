@@ -10,17 +10,16 @@ from .arguments import check_dtype, check_flags, check_sizes, check_x, weight_of
 
 
 class GLU(nn.Module):
-    """`act(x W_g^T + b_g) * (x W_u^T + b_u)`: the gated linear unit; with `silu`, the projection of SwiGLU.
+    """`act(x W_g^T + b_g) * (x W_u^T + b_u)`, the gated linear unit; with `silu` it is the projection of SwiGLU.
 
-    With `shared`, W_g and W_u are one matrix, and so are the biases: the paper's 'SwiGLU (shared)', and its ablation
-    of MGLU without masks.
+    With `shared`, gate and value share W and bias. That is the paper's 'SwiGLU (shared)', its ablation without masks.
 
     Args:
         in_features: last size of x, at least 1.
         out_features: last size of the result, at least 1.
         activation: as in `MGLU`.
-        shared: whether gate and value are the same product.
-        bias: whether to add biases to the products.
+        shared: use one product for gate and value.
+        bias: add biases to the products.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
@@ -72,7 +71,7 @@ class GLU(nn.Module):
 
 
 class LU(nn.Module):
-    """`act(x W^T + b)`: the linear unit without a gate. It takes the arguments of `GLU`.
+    """`act(x W^T + b)`, a linear layer with activation and without a gate. Its arguments are those of `GLU`.
 
     Attributes:
         up_proj: `nn.Linear(in_features, out_features, bias)`, W and b.

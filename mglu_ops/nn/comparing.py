@@ -1,4 +1,4 @@
-"""The comparison in `freeze(replace=...)`: each module and its replacement are run on the same random x."""
+"""Compares modules with their replacements for `freeze(replace=...)`, on the same random x."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .experts import MGLUExperts
 from .masked_linear import MaskedLinear
 
 _FACTOR = 4
-"""How much one element of two results may differ, as a multiple of the error budget of a whole result."""
+"""The allowed difference of one element, as a multiple of the error budget of a whole result."""
 
 _ADVICE = (
     "check that it passes the module's activation, weight and router, and masks as the module makes them: "
@@ -24,9 +24,13 @@ def check_same_results(old: nn.Module, new: nn.Module, name: str, stacklevel: in
     """Check that a module and its replacement compute the same in evaluation mode. Warn if they cannot be compared.
 
     x is `[batch, sequence, in_features]` or `[tokens, in_features]`, in the dtype of the first MGLU layer in `new`. If
-    `new` is an `MGLUExperts`, both modules also get random ids of experts.
-    Modules on the meta device compute no values, and are not compared. Messages call the module `name`; `stacklevel`
-    counts from the caller of this function.
+    `new` is an `MGLUExperts`, both modules also get random expert ids. Modules on the meta device are not compared.
+
+    Args:
+        old: the module.
+        new: its replacement.
+        name: the name of the module in messages.
+        stacklevel: as in `warnings.warn`, counted from the caller of this function.
 
     Raises:
         ValueError: the results differ by more than rounding, or in their shapes.
@@ -37,7 +41,7 @@ def check_same_results(old: nn.Module, new: nn.Module, name: str, stacklevel: in
     elif not layer.weight.is_meta:
         try:
             expected, result = _results(old, new, layer)
-        except Exception as error:  # whatever a module of the user raises for an x that it does not take
+        except Exception as error:  # user modules raise errors of any type for an x that they do not take
             _warn(name, f"{type(error).__name__}: {error}", stacklevel + 1)
         else:
             _compare(expected, result, name)
@@ -53,7 +57,7 @@ def _warn(name: str, reason: str, stacklevel: int) -> None:
 
 @torch.no_grad()
 def _results(old: nn.Module, new: nn.Module, layer: MaskedLinear) -> tuple[Tensor, Tensor]:
-    """The results of both modules for a random x of three dimensions, or of two if a module does not accept three."""
+    """The results of both modules for a random x with three dimensions, or with two if a module needs that."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 4, layer.in_features, generator=generator).to(layer.weight)]
     if isinstance(new, MGLUExperts):
@@ -67,7 +71,7 @@ def _results(old: nn.Module, new: nn.Module, layer: MaskedLinear) -> tuple[Tenso
 
 
 def _evaluated(module: nn.Module, *inputs: Tensor) -> Tensor:
-    """The result in evaluation mode; each part of the module keeps its own mode."""
+    """Call a module in evaluation mode, and restore the mode of each submodule afterwards."""
     modes = {part: part.training for part in module.modules()}
     try:
         module.eval()
@@ -90,7 +94,7 @@ def _compare(expected: Tensor, result: Tensor, name: str) -> None:
     expected, result = (y.flatten(0, -2).double() for y in (expected, result))
     is_same = (result == expected) | (result.isnan() & expected.isnan())
     error = (result - expected).abs().masked_fill(is_same, 0)
-    # Compare each output feature with its own size, because a wrong mask bit changes only one feature.
+    # Scale errors by the size of each output feature, because a wrong mask bit changes only one feature.
     finite = expected.nan_to_num(0, 0, 0)
     size = finite.abs().amax(0) + finite.square().mean().sqrt()
     if not bool((is_same | (error <= limit * size)).all()):
@@ -104,5 +108,5 @@ def _compare(expected: Tensor, result: Tensor, name: str) -> None:
 def _budget(result: Tensor) -> float:
     dtype = result.dtype
     if dtype is torch.float32 and result.is_cuda and torch.get_float32_matmul_precision() != "highest":
-        dtype = torch.float16  # the products may be in TF32, which has as many digits
+        dtype = torch.float16  # products may use TF32, which has as many significant bits as float16
     return ERROR_BUDGET.get(dtype, ERROR_BUDGET[torch.float32])

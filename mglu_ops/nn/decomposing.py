@@ -16,23 +16,25 @@ if TYPE_CHECKING:
 
 
 def decompose(program: ExportedProgram) -> ExportedProgram:
-    """Write the MGLU layers of an exported program as the paper does (Algorithm 2), for example for ONNX.
+    """Write the MGLU layers of an exported program in torch's operators, as in the paper's Algorithm 2.
+
+    Use it for exporters such as ONNX's:
 
         program = torch.export.export(mglu_ops.freeze(model).eval(), (x,))
         torch.onnx.export(mglu_ops.nn.decompose(program), f="model.onnx")
 
-    Each layer becomes 2 n_masks products with masked copies of the weight, made from the packed masks at each call.
-    This needs more time and memory than the fused operators.
+    Each layer becomes 2 n_masks matrix products with masked copies of the weight, which each call makes from the packed
+    masks. This takes more time and memory than the fused operators.
 
     Args:
-        program: what `torch.export.export` returned for a model whose masks are fixed, or frozen by `freeze`.
+        program: the program that `torch.export.export` returned for a model whose masks are fixed or frozen.
 
     Returns:
-        A program without operators of this package. It computes the same as `program` up to rounding.
+        A program without operators of this package. Its results equal those of `program` up to rounding.
 
     Raises:
         TypeError: `program` is not an `ExportedProgram`.
-        ValueError: the masks of a layer are learned, or there are experts.
+        ValueError: the masks of a layer are learned, or the model has experts.
     """
     from torch.export import ExportedProgram, default_decompositions  # takes long to import
 
@@ -67,7 +69,7 @@ def _forward(
     act = get_activation(activation).forward
     bits = torch.arange(8, dtype=torch.int32, device=packed_masks.device)
     terms: list[Tensor] = []
-    for i, octets in enumerate(packed_masks.to(torch.int32).unbind(-1)):  # ONNX's shifts of uint8 do not convert
+    for i, octets in enumerate(packed_masks.to(torch.int32).unbind(-1)):  # the ONNX exporter cannot shift uint8
         masks = (octets.unsqueeze(-1).bitwise_right_shift(bits) & 1).flatten(-2)[:, : weight.shape[1]].to(weight.dtype)
         term = act(F.linear(x, weight * masks)) * F.linear(x, weight * (1 - masks))
         if mask_weights is not None:

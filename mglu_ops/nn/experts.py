@@ -1,4 +1,4 @@
-"""MGLU as the experts of a mixture: the layers on the fused operators, in plain PyTorch, and with router and output."""
+"""Mixtures of MGLU experts: layers on the fused operators, in plain PyTorch, and with router and down projections."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ TensorOrNone = TypeVar("TensorOrNone", Tensor, Tensor | None)
 
 
 class _Stack(StoredLinear):
-    """A layer of each expert, which `mglu_ops.parallel.ParallelExperts` may divide over ranks."""
+    """One linear layer per expert, stacked. `mglu_ops.parallel.ParallelExperts` may divide it over ranks."""
 
     num_experts: int
     first_expert: int | None = None
-    """The number of this rank's first expert, if `mglu_ops.parallel.ParallelExperts` has divided the layer."""
+    """The number of this rank's first expert; None unless `mglu_ops.parallel.ParallelExperts` has divided the layer."""
     ranks_of_tokens: int | None = None
-    """How many ranks have tokens of their own; None if x is the same on all of them. The rows of an exchange between
-    these ranks are plain tensors, and the layer is called with them only by `MGLUExpertsFeedForward`."""
+    """The number of ranks that have different tokens; None if all ranks have the same x. These ranks exchange rows as
+    plain tensors, which only `MGLUExpertsFeedForward` may pass to the layer."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, **options: Any) -> None:
         check_sizes(num_experts=num_experts)
-        self.num_experts = num_experts  # before the parameters are made, whose shapes it decides
+        self.num_experts = num_experts  # set first, because the shapes of the parameters depend on it
         super().__init__(in_features, out_features, **options)
 
     def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
-        """What this rank holds of a DTensor, if the layer is divided over ranks; otherwise the tensor, unchanged.
+        """The local part of a DTensor if the layer is divided over ranks; otherwise the tensor, unchanged.
 
-        The gradient of a tensor that all ranks hold is a sum; each rank computes one term. The gradient of what only
-        this rank holds has the tokens of all ranks; if these are their own, it is averaged over the ranks, as
-        data-parallel training does with all other gradients.
+        If all ranks hold a tensor, its gradient is the sum of the ranks' gradients. If only this rank holds it, its
+        gradient already comes from all tokens; if each rank has its own tokens, it is divided by the number of ranks,
+        because data-parallel training averages all other gradients.
         """
         if self.first_expert is None or tensor is None:
             return tensor
@@ -60,8 +60,8 @@ class _Stack(StoredLinear):
                 f"{type(self).__name__}: got a {type(tensor).__name__} in a layer that ParallelExperts has divided, "
                 "must be a DTensor: call the MGLUExpertsFeedForward, and not the experts in it"
             )
-        of_gradient = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
-        local = tensor.to_local(grad_placements=of_gradient)
+        placements = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
+        local = tensor.to_local(grad_placements=placements)
         ranks = self.ranks_of_tokens
         if ranks is not None and local.requires_grad:
             local.register_hook(lambda gradient: gradient / ranks)
@@ -69,14 +69,14 @@ class _Stack(StoredLinear):
 
 
 class _Experts(_Stack, MaskedLinear):
-    """The part of experts with masks that does not depend on how they compute."""
+    """The base class of `MGLUExperts` and `NaiveMGLUExperts`."""
 
     def check_inputs(self, x: Tensor, expert_ids: Tensor) -> None:
-        """Check x as `MGLU` does, the metadata of the ids, and packed masks at their first use.
+        """Check x as `MGLU` does, the metadata of the expert ids, and packed masks at their first use.
 
         Raises:
             TypeError: the ids are not an int32 or int64 tensor.
-            ValueError: the ids are on another device than x, or do not have its sizes before in_features.
+            ValueError: the ids are not on x's device, or their leading sizes differ from x's.
         """
         self.check_input(x)
         if not isinstance(expert_ids, Tensor):
@@ -96,20 +96,20 @@ class _Experts(_Stack, MaskedLinear):
 
 
 class MGLUExperts(_Experts, MGLU):
-    """Experts of a mixture, each of which is an `MGLU`, with one stacked weight.
+    """The experts of a mixture, with an `MGLU` layer each and one stacked weight.
 
         y[t, k] = MGLU of expert `expert_ids[t, k]` (x[t])
 
-    Options, initial values, checks on loading, `mglu_ops.freeze` and `mglu_ops.quantize` are as for `MGLU`; each
-    expert starts as an `MGLU` of its sizes does. So is the `state_dict`, with num_experts as the first size of all but
-    the router of masks, which all experts share.
+    Options, checks on loading, `mglu_ops.freeze` and `mglu_ops.quantize` are as for `MGLU`, and each expert is
+    initialised as an `MGLU`. The `state_dict` has the same keys. Its tensors have num_experts as first size, except the
+    router of masks, which all experts share.
 
     Args:
         num_experts: number of experts, at least 1.
         in_features: last size of x, at least 1.
         out_features: last size of the result, at least 1.
-        options: the keyword arguments of `MGLU`. `top_k` is the number of masks that a token keeps in each of its
-            experts, and has nothing to do with the number of these.
+        options: the keyword arguments of `MGLU`. `top_k` is the number of masks that a token keeps in each expert, and
+            not the number of experts.
 
     Attributes:
         weight: Parameter `[num_experts, out_features, in_features]`.
@@ -130,18 +130,18 @@ class MGLUExperts(_Experts, MGLU):
         super().__init__(num_experts, in_features, out_features, **options)
 
     def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:  # type: ignore[override] # an MGLU has no ids
-        """Map x `[..., in_features]` to `[..., K, out_features]`, in x's dtype or under autocast in autocast's.
+        """Map x `[..., in_features]` to `[..., K, out_features]`. Under autocast, the result has autocast's dtype.
 
-        Nothing waits for the device, and no shape depends on the ids.
+        The host does not wait for the device, and no shape depends on the values of the ids.
 
         Args:
             x: `[..., in_features]`.
-            expert_ids: int32 or int64 `[..., K]`: the experts of each token, which may be the same. An id outside of
-                `0 ... num_experts - 1` gives a row of zeros, and no gradients.
+            expert_ids: int32 or int64 `[..., K]`, the experts of each token; duplicates are allowed. An id outside of
+                `0 ... num_experts - 1` gives a row of zeros, without gradients.
 
         Raises:
             TypeError: as in `MGLU`, or `expert_ids` is not an int32 or int64 tensor.
-            ValueError: as in `MGLU`, or `expert_ids` is on another device or has other leading sizes than x.
+            ValueError: as in `MGLU`, or the device or the leading sizes of `expert_ids` differ from x's.
         """
         self.check_inputs(x, expert_ids)
         mask_weights = self.on_rank(self.mask_weights(x))
@@ -159,7 +159,7 @@ class MGLUExperts(_Experts, MGLU):
         return y.view(*expert_ids.shape, y.shape[-1])
 
     def _sorted(self, x: Tensor, mask_weights: Tensor | None, expert_ids: Tensor) -> Tensor:
-        """The result `[T K, out_features]`, computed in the order of experts, which has all gradients."""
+        """Compute the result `[T K, out_features]` with rows sorted by expert, which supports all gradients."""
         top_k, weight, scale = expert_ids.shape[1], self.on_rank(self.weight), self.on_rank(self.weight_scale)
         order, offs = sort_pairs(expert_ids, weight.shape[0])
         inverse = inverse_of(order)
@@ -175,10 +175,10 @@ class MGLUExperts(_Experts, MGLU):
 
 
 class NaiveMGLUExperts(_Experts, NaiveMGLU):
-    """`MGLUExperts` in plain PyTorch: a loop over the experts, and in it `NaiveMGLU`'s loop over the masks.
+    """`MGLUExperts` in plain PyTorch: a loop over the experts around `NaiveMGLU`'s loop over the masks.
 
-    Constructor and `state_dict` are as in `MGLUExperts`, with the options of `NaiveMGLU`. The loop waits for
-    the device once for each expert. `mglu_ops.freeze` turns the layer into an `MGLUExperts`.
+    Constructor and `state_dict` are as in `MGLUExperts`, with the options of `NaiveMGLU`. The host waits for the device
+    once per expert. `mglu_ops.freeze` turns the layer into an `MGLUExperts`.
 
     Args:
         num_experts, in_features, out_features: as in `MGLUExperts`.
@@ -213,22 +213,22 @@ class NaiveMGLUExperts(_Experts, NaiveMGLU):
 
 
 class ExpertsDown(_Stack):
-    """A linear layer of each expert of a mixture, and the weighted sum of the results of a token's experts.
+    """The down projections of a mixture: one linear layer per expert, and the weighted sum over a token's experts.
 
         out[t] = sum_k expert_weights[t, k] * (W[expert_ids[t, k]] y[t, k])
 
-    `mglu_ops.quantize` stores its weight as that of `MGLUExperts`.
+    `mglu_ops.quantize` quantizes this weight too.
 
     Args:
         num_experts: number of experts, at least 1.
         in_features: last size of y, at least 1.
         out_features: last size of the result, at least 1.
-        weight_format: how the weight is stored, a name of `mglu_ops.formats.FORMATS`.
-        device: of the parameters.
-        dtype: of a dense weight.
+        weight_format: the format of the stored weight, a name in `mglu_ops.formats.FORMATS`.
+        device: device of the parameters.
+        dtype: dtype of a dense weight.
 
     Attributes:
-        weight: Parameter `[num_experts, out_features, in_features]`, W; each initialised as `nn.Linear` is.
+        weight: Parameter W `[num_experts, out_features, in_features]`; each expert's is initialised as in `nn.Linear`.
         weight_scale: Parameter of the scales, `[num_experts, ...]`; None if the weight is dense.
 
     Raises:
@@ -258,7 +258,7 @@ class ExpertsDown(_Stack):
             expert_weights: floating `[tokens, K]`.
 
         Raises:
-            TypeError, ValueError: as in `mglu::experts_down`, or a stored weight was replaced without its scales.
+            TypeError, ValueError: as in `mglu::experts_down`; or a quantized weight was replaced without its scales.
         """
         check_x(y, self._parameters.get("weight"), None, takes_dtype=self.weight_format == "dense", name="y")
         for name, tensor in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
@@ -276,43 +276,44 @@ class ExpertsDown(_Stack):
 
 
 class ExpertsFeedForwardOptions(UnroutedOptions, total=False):
-    """The options of `MGLUExpertsFeedForward` that it shares with `MGLU`."""
+    """The options that `MGLUExpertsFeedForward` shares with `MGLU`."""
 
     save_activations: bool
 
 
 def weighted_sum(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """The result `[T, hidden_size]` for x `[T, hidden_size]` and the chosen experts `[T, K]` with their weights.
+    """The result `[T, hidden_size]` for x `[T, hidden_size]`, expert ids `[T, K]` and expert weights `[T, K]`.
 
-    On a rank that holds a part of the experts, it is the sum over these.
+    A rank that holds only some experts sums over these.
     """
     first_expert = adapted(layer.experts).first_expert
     if first_expert:
-        expert_ids = expert_ids - first_expert  # ids of other ranks' experts leave the range
+        expert_ids = expert_ids - first_expert  # the ids of other ranks' experts are then out of range
     return layer.down_proj(layer.experts(x, expert_ids), expert_ids, expert_weights)
 
 
 def adapted(module: Any) -> Any:
-    """The module inside an adapter of PEFT, which has none of its attributes; any other module itself."""
+    """Unwrap an adapter of PEFT, which hides the attributes of its module; return any other module unchanged."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 class MGLUExpertsFeedForward(nn.Module):
     """The feed-forward layer of a mixture of experts: a router, `MGLUExperts`, and their down projections.
 
-        p = softmax(x G^T),   y = sum_k p_k * (MGLU of expert e_k (x)) D_k^T,   e the top_k experts with the largest p
+        p = softmax(x G^T),   y = sum_k p_{e_k} * (MGLU of expert e_k (x)) D_{e_k}^T
 
-    As in Qwen3-MoE and Mixtral, the softmax is over all experts, and is computed in float32.
+    e_1 to e_top_k are the experts with the largest p. As in Qwen3-MoE and Mixtral, the softmax is over all experts and
+    is computed in float32.
 
     Args:
         num_experts: number of experts, at least 1.
         hidden_size: size of x and of the result, at least 1.
         intermediate_size: size of an expert's hidden layer, at least 1.
         top_k: number of experts of a token, 1 to num_experts.
-        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        norm_topk_prob: divide the weights of a token's experts by their sum.
         mask_top_k: number of masks that a token keeps, `top_k` of `MGLUExperts`.
-        options: the keyword arguments of `MGLU`; `device` and `dtype` also hold for `gate` and `down_proj`, and
-            `weight_format` and `activation_format` do not.
+        options: the keyword arguments of `MGLU`. `device` and `dtype` also apply to `gate` and `down_proj`;
+            `weight_format` and `activation_format` apply only to `experts`.
 
     Attributes:
         gate: `nn.Linear(hidden_size, num_experts, bias=False)`, the router G.
@@ -324,7 +325,7 @@ class MGLUExpertsFeedForward(nn.Module):
     """
 
     combine: Callable[[MGLUExpertsFeedForward, Tensor, Tensor, Tensor], Tensor] = staticmethod(weighted_sum)
-    """How the results of a token's experts are computed and summed; `mglu_ops.parallel` has another way."""
+    """Computes and sums the results of a token's experts. `mglu_ops.parallel` replaces it to exchange tokens."""
 
     def __init__(
         self,
@@ -359,8 +360,7 @@ class MGLUExpertsFeedForward(nn.Module):
 
         Args:
             x: `[..., hidden_size]`.
-            output_router_logits: whether to return the logits `[..., num_experts]` too, which a loss that balances the
-                load of the experts needs.
+            output_router_logits: also return the router logits `[..., num_experts]`, for a load-balancing loss.
 
         Raises:
             TypeError, ValueError: as in `MGLUExperts`.
@@ -371,7 +371,7 @@ class MGLUExpertsFeedForward(nn.Module):
         logits = self.gate(x)
         weights, ids = route(experts.on_rank(logits), self.top_k, self.norm_topk_prob)
         y = self.combine(self, as_rows(x), as_rows(ids), as_rows(weights))
-        y = torch.ops.aten._unsafe_view(y, x.shape)  # FSDP warns of a module that returns a view
+        y = torch.ops.aten._unsafe_view(y, x.shape)  # FSDP warns if a module returns a view
         return (y, logits) if output_router_logits else y
 
     def extra_repr(self) -> str:
@@ -379,9 +379,9 @@ class MGLUExpertsFeedForward(nn.Module):
 
 
 def route(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
-    """The weights in the logits' dtype, and the ids, `[..., top_k]`, of each token's experts.
+    """Choose experts: return their weights, in the logits' dtype, and their ids, both `[..., top_k]`.
 
-    The logits are `[..., num_experts]`; `MGLUExpertsFeedForward` describes the other arguments.
+    `logits` is `[..., num_experts]`; `MGLUExpertsFeedForward` describes the other arguments.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     weights, ids = F.softmax(logits, dim=-1, dtype=wide).topk(top_k, dim=-1)
@@ -391,10 +391,10 @@ def route(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Ten
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows `x[order // copies]`, where `order` is a permutation of `copies` times as many rows as x has.
+    """Gather the rows `x[order // copies]`, where `order` is a permutation of `copies * len(x)` indices.
 
-    The gradient is gathered too, by the inverse permutation, and summed over the copies of a row. Autograd would add
-    rows by atomic operations, in an order that changes from call to call.
+    The gradient is gathered with the inverse permutation and summed over the copies of a row. Autograd would instead
+    add rows with atomic operations, in an order that changes from call to call.
     """
 
     generate_vmap_rule = True

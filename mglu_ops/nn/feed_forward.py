@@ -26,8 +26,8 @@ class MGLUFeedForward(nn.Module):
     Args:
         hidden: size of x and of the result, at least 1.
         intermediate: size of the hidden layer between the two projections, at least 1.
-        options: the keyword arguments of `MGLU`; `device` and `dtype` also hold for `down_proj`, and
-            `weight_format` and `activation_format` do not.
+        options: the keyword arguments of `MGLU`. `device` and `dtype` also apply to `down_proj`; `weight_format` and
+            `activation_format` apply only to the MGLU layer.
 
     Attributes:
         mglu: `MGLU(hidden, intermediate, ...)`.
@@ -59,7 +59,7 @@ class MGLUFeedForward(nn.Module):
 
 
 class _FixedActivation(MGLUFeedForward):
-    """An `MGLUFeedForward` whose class determines the activation; refuses any other one."""
+    """An `MGLUFeedForward` whose activation is fixed by its class."""
 
     _activation: str
 

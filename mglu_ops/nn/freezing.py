@@ -1,4 +1,4 @@
-"""`freeze` replaces learned masks by packed bits, for inference."""
+"""`freeze`, which replaces learned masks by packed bits for inference."""
 
 from __future__ import annotations
 
@@ -32,57 +32,56 @@ def freeze(model: nn.Module, *, replace: Replacements) -> nn.Module: ...
 def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Module:
     """Turn the learned masks of every `MGLU` and `NaiveMGLU` in `model` into packed bits, in place.
 
-    The buffer `packed_masks` with `M = logits > 0` replaces `mask_logits`, which becomes None, and every `NaiveMGLU`
-    becomes an `MGLU`. The same holds for `MGLUExperts` and `NaiveMGLUExperts`. On the CPU, the results of an `MGLU`
-    stay the same bit for bit. The results of a former `NaiveMGLU` stay the same up to the rounding of its dtype,
-    because it now runs the fused operator. A model without such modules is returned with a warning.
+    The buffer `packed_masks` (`M = logits > 0`) replaces `mask_logits`, which becomes None, and every `NaiveMGLU`
+    becomes an `MGLU`. `MGLUExperts` and `NaiveMGLUExperts` change in the same way. On the CPU, the results of an `MGLU`
+    stay the same bit for bit. The results of a former `NaiveMGLU` change by rounding, because it now runs the fused
+    operator. A model without such modules is returned with a warning.
 
-    Modules are changed in place. Each keeps its identity, and therefore its position in the model (also as the root, or
-    in several positions), its hooks, training flag and router, its `weight` Parameter (tied weights stay tied) and the
-    parametrizations of the weight. Therefore `freeze` also works on modules inside `torch.compile`, which recompiles at
-    the next call. Parametrizations and pruning of `mask_logits` are evaluated and removed. Modules that share one
-    `mask_logits` share the packed masks. A model that is frozen already is returned unchanged.
+    Modules are changed in place. Each keeps its identity, its place in the model, its hooks, training flag and router,
+    its `weight` Parameter (tied weights stay tied) and the parametrizations of the weight. Therefore `freeze` also
+    works on modules inside `torch.compile`, which recompiles at the next call. Parametrizations and pruning of
+    `mask_logits` are evaluated and removed. Modules that share one `mask_logits` share the packed masks. A model that
+    is frozen already is returned unchanged.
 
-    An instance of a subclass keeps its class, which may do more than its base. Its masks are packed; a subclass of
-    `NaiveMGLU` still runs the naive loop then, and a warning says so. A `NaiveMGLU` with biases, or without masks on
-    gates or values, also keeps running the naive loop, without a warning: no fused operator computes it.
+    An instance of a subclass keeps its class, which may do more than its base. Its masks are packed. A subclass of
+    `NaiveMGLU` still runs the naive loop, and a warning says so. A `NaiveMGLU` with biases, or without masks on gates
+    or values, keeps running the naive loop without a warning, since no fused operator computes it.
 
-    Modules of your own must be replaced, because only you know what they compute:
+    Your own modules must be replaced, because only you know what they compute:
 
         mglu_ops.freeze(model, replace={
             MyGate: lambda module: mglu_ops.nn.MGLU.from_parameters(module.weight, module.logits, activation="gelu")
         })
 
-    Each instance of `MyGate` is replaced by what the function returns, whose masks are then packed. A module in several
-    positions is replaced by one module, and parameters that the function passes on stay tied. Hooks of the replaced
-    module are lost. Each module and its replacement are run on the same random x before anything is replaced, and
-    different results are an error. Masks that are not `logits > 0` must be passed as bool masks, for example
+    The function gets each instance of `MyGate` and returns its replacement, whose masks are then packed. A module in
+    several places is replaced by one module, and parameters that the function passes on stay tied. Hooks of the
+    replaced module are lost. Before anything is replaced, each module and its replacement are run on the same random x,
+    and different results are an error. Masks that are not `logits > 0` must be passed as bool masks, for example
     `sigmoid(logits) > 0.5`, which is False where the sigmoid rounds to 0.5.
 
-    Without `replace`, a warning names the modules that look like MGLU layers: those that hold a parameter `[n, d, h]`
-    with n from 1 to 16, and a parameter `[d, h]`, of their own or of an `nn.Linear` in them; or `[E, n, d, h]` and
-    `[E, d, h]`.
+    Without `replace`, a warning names modules that look like MGLU layers: they hold a parameter `[n, d, h]` with n from
+    1 to 16, and they or an `nn.Linear` in them hold a parameter `[d, h]`. For experts, both have a first size E.
 
-    Tensor-parallel modules (`mglu_ops.parallel.ColwiseMGLU`) keep their rows: each rank packs its own. All ranks must
-    call `freeze`.
+    On tensor-parallel modules (`mglu_ops.parallel.ColwiseMGLU`) each rank packs its own rows, so all ranks must call
+    `freeze`.
 
-    An optimizer created before `freeze` still holds the logits, which nothing uses any more, and `freeze` cannot detect
-    this: create a new one if training continues.
+    An optimizer created before `freeze` still holds the logits, which are no longer used. `freeze` cannot detect this:
+    create a new optimizer if training continues.
 
     Args:
         model: any module; the root may itself be an `MGLU`, a `NaiveMGLU` or a `torch.compile`d module.
-        replace: classes of modules, each with a function that takes an instance and returns the module in its place,
-            usually an `MGLU` made by `MGLU.from_parameters`. Subclasses of a class are not replaced.
+        replace: maps each class to a function that takes an instance and returns its replacement, usually an `MGLU`
+            made by `MGLU.from_parameters`. Subclasses of a class are not replaced.
 
     Returns:
-        `model`, the same object; or what replaces it, if its own class is in `replace`.
+        `model`, the same object; or its replacement, if its own class is in `replace`.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, `replace` is not such a mapping, or a function did not return a
             module.
-        ValueError: the logits are sharded by `fully_shard` or offloaded by accelerate, `replace` has a class that the
-            model does not contain or a function whose module computes something else, or the module to replace is the
-            root of a compiled model.
+        ValueError: the logits are sharded by `fully_shard` or offloaded by accelerate; the model has no module of a
+            class in `replace`; a replacement computes something else; or the module to replace is the root of a
+            compiled model.
     """
     check_model(model)
     changed = {
@@ -121,10 +120,10 @@ def _advice(found: Lookalike) -> str:
 
 
 def refuse_managed(model: nn.Module, changed: Collection[nn.Module], what: str, function: str) -> None:
-    """Refuse modules that a function changes, and whose parameters (`what`) FSDP or accelerate manages.
+    """Raise an error if FSDP or accelerate manages the parameters (`what`) of modules that `function` would change.
 
-    FSDP cannot give up a parameter, and would put it back at each call. accelerate offloads parameters, and until its
-    forward fetches them, the module holds empty tensors.
+    FSDP would put a removed parameter back at each call. If accelerate offloads parameters, the module holds empty
+    tensors except during its forward.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     managers = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
@@ -151,7 +150,7 @@ def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
     if not module.learnable_masks:
         return
     if parametrize.is_parametrized(module, LOGITS):
-        # remove_parametrizations deletes a property of the class, and copies made by deepcopy share the class.
+        # remove_parametrizations deletes a property of the class, which copies made by deepcopy share.
         _parametrized_class(module, type(module).__bases__)
         parametrize.remove_parametrizations(module, LOGITS, leave_parametrized=True)
     if f"{LOGITS}_orig" in module._parameters:
@@ -168,7 +167,7 @@ _FUSED: dict[type[nn.Module], type[MGLU]] = {NaiveMGLU: MGLU, NaiveMGLUExperts: 
 
 
 def _become_fused(module: NaiveMGLU, name: str) -> None:
-    """Change the class of a `NaiveMGLU` to `MGLU`, which computes the same but has no biases or other variants."""
+    """Change the class of a `NaiveMGLU` without biases and with all masks to `MGLU`, which computes the same."""
     cls, own = type(module), parametrize.type_before_parametrizations(module)
     if not module.is_mglu:
         return
@@ -185,7 +184,7 @@ def _become_fused(module: NaiveMGLU, name: str) -> None:
 
 
 def _parametrized_class(module: nn.Module, bases: tuple[type, ...]) -> None:
-    """Give `module` a copy, derived from `bases`, of the class that torch made for its parametrizations."""
+    """Give `module` a copy, with new `bases`, of the class that torch made for its parametrizations."""
     own = ("__dict__", "__weakref__")
     namespace = {key: value for key, value in vars(type(module)).items() if key not in own}
     module.__class__ = type(f"Parametrized{bases[0].__name__}", bases, namespace)

@@ -1,4 +1,4 @@
-"""Modules of other classes that look like MGLU layers. Functions that act only on MGLU layers warn about them."""
+"""Finds modules of other classes that look like MGLU layers, so that functions that skip them can warn about them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .masked_linear import MaskedLinear
 
 
 class Lookalike(NamedTuple):
-    """A module of a class outside of this package, with a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16.
+    """A module of a class outside of this package that has a weight `[d, h]` and logits `[n, d, h]`, n from 1 to 16.
 
-    With E experts, they are `[E, d, h]` and `[E, n, d, h]`.
+    With E experts, the weight is `[E, d, h]` and the logits are `[E, n, d, h]`.
     """
 
-    name: str  # of the module in the model, without wrappers; empty for the model itself
+    name: str  # the module's name in the model, without wrappers; empty for the model itself
     cls: type[nn.Module]
-    weight: str  # the attribute with the weight: of the module, or `NAME.weight` of an `nn.Linear` in it
-    logits: str  # the attribute with the logits
-    parameter_name: str  # of the parameter in the module that holds the logits, or from which they are computed
+    weight: str  # the module's attribute with the weight, or `NAME.weight` for an `nn.Linear` in it
+    logits: str  # the module's attribute with the logits
+    parameter_name: str  # the parameter that holds the logits, or from which they are computed
     parameter: nn.Parameter
 
     @property
@@ -34,9 +34,9 @@ class Lookalike(NamedTuple):
 
 
 def lookalikes(model: nn.Module) -> list[Lookalike]:
-    """Find the modules that look like MGLU layers: with a parameter `[n, d, h]` and a parameter `[d, h]`.
+    """Find the modules that look like MGLU layers, with a parameter `[n, d, h]` and a parameter `[d, h]`.
 
-    Both may have the number of experts as one more first size. The second may belong to an `nn.Linear` in the module.
+    For experts, both have one more leading dimension. The second parameter may belong to an `nn.Linear` in the module.
     Parameters that `torch.nn.utils.parametrize` or `prune` has renamed also count.
     """
     found = []
@@ -49,7 +49,7 @@ def lookalikes(model: nn.Module) -> list[Lookalike]:
         pairs = [
             Lookalike(without_wrappers(name), cls, weight, logits, parameter_name, parameter)
             for logits, (parameter_name, parameter) in own.items()
-            if (at := parameter.dim() - 3) in (0, 1)  # the dimension of masks
+            if (at := parameter.dim() - 3) in (0, 1)  # the dimension of the masks
             and parameter.shape[at] <= MAX_MASKS
             and parameter.is_floating_point()
             for weight, other in weights.items()
@@ -60,7 +60,7 @@ def lookalikes(model: nn.Module) -> list[Lookalike]:
 
 
 def _parameters_by_attribute(module: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
-    """The parameters of a module by the attribute whose value they determine, each with its own name."""
+    """Map each attribute of a module to the parameter that determines its value, with the parameter's name."""
     found: dict[str, tuple[str, nn.Parameter]] = {}
     for name, parameter in module.named_parameters(recurse=False):
         if is_lazy(parameter):
@@ -80,9 +80,8 @@ def warn_of_lookalikes(
 ) -> None:
     """Warn once for each class of modules that look like MGLU layers.
 
-    The message begins with `caller`, the function that the user called, and ends with the `consequence` of the first
-    module of a class: what happens because it is unknown, and what to do. `stacklevel` counts from the caller of this
-    function.
+    The message begins with `caller`, the function that the user called. It ends with the `consequence` for the first
+    module of the class: what happens to it, and what to do. `stacklevel` counts from the caller of this function.
     """
     of_class: dict[type[nn.Module], list[Lookalike]] = {}
     for one in found:
@@ -101,13 +100,13 @@ def warn_of_lookalikes(
 def warn_of_unnamed_logits(
     caller: str, model: nn.Module, mask_logits: Selection, consequence: str, stacklevel: int
 ) -> None:
-    """Warn, as `warn_of_lookalikes` does, of lookalikes that train logits which `mask_logits` does not name."""
+    """Warn, as `warn_of_lookalikes` does, of lookalikes with trained logits that `mask_logits` does not name."""
     named = {owner.get_parameter(name.rpartition(".")[2]) for name, owner in selected(model, mask_logits).items()}
     known = named | logits_of_modules(model).keys()
     found = [one for one in lookalikes(model) if one.parameter.requires_grad and one.parameter not in known]
 
-    def advice(one: Lookalike) -> str:
-        name = f"*.{one.parameter_name}" if one.name else one.parameter_name
+    def advice(lookalike: Lookalike) -> str:
+        name = f"*.{lookalike.parameter_name}" if lookalike.name else lookalike.parameter_name
         return f'{consequence}; if it is one, name its logits: mask_logits=["{name}"]'
 
     warn_of_lookalikes(caller, found, advice, stacklevel + 1)

@@ -1,4 +1,4 @@
-"""Finds the mask logits of a model: by class in this package's modules, by name in other modules."""
+"""Finds the mask logits of a model, by class in this package's modules and by name in other modules."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch.nn.utils import parametrize
 from .masked_linear import LOGITS, MaskedLinear
 
 Selection = Iterable[str] | Callable[[str, nn.Parameter], bool]
-"""Names of parameters, which may hold the wildcards of `fnmatch`, or a function of a name and a parameter."""
+"""Names of parameters, with the wildcards of `fnmatch`, or a function of a name and a parameter."""
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts that `torch.compile`, FSDP and checkpoint wrappers insert into the names of modules and parameters."""
+"""Components that `torch.compile`, FSDP and checkpoint wrappers insert into the names of modules and parameters."""
 
 
 def without_wrappers(name: str) -> str:
-    """The name that a module or a parameter has in the model before it was compiled or wrapped."""
+    """The name that a module or a parameter had before the model was compiled or wrapped."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def parameters_with_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield each parameter with its name, without wrappers, and the module that holds it; shared ones several times."""
+    """Yield each parameter with its name, without wrappers, and its module. Shared ones repeat."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             yield without_wrappers(f"{prefix}.{name}" if prefix else name), module, parameter
 
 
 def logits_of_modules(model: nn.Module) -> dict[nn.Parameter, MaskedLinear]:
-    """The mask logits of every `MGLU` and `NaiveMGLU`, each with its layer.
+    """Map the mask logits of every `MGLU` and `NaiveMGLU` to their layers.
 
-    If a parametrization or `torch.nn.utils.prune` computes logits, the result has the parameters that they are computed
-    from.
+    If a parametrization or `torch.nn.utils.prune` computes the logits, the keys are the parameters from which they are
+    computed.
     """
     return {
         parameter: module
@@ -52,9 +52,9 @@ def _parameters_of_logits(module: MaskedLinear) -> Iterator[nn.Parameter]:
 
 
 def value_now(owner: nn.Module, name: str) -> Tensor:
-    """The tensor that a module computes with, where `name` is the parameter or attribute that holds it or its source.
+    """The current value of the tensor that a parameter or attribute `name` holds, or from which it is computed.
 
-    With `torch.nn.utils.prune`, the attribute is as old as the last forward pass; the value is computed anew.
+    With `torch.nn.utils.prune`, the attribute is as old as the last forward pass, so the value is computed anew.
     """
     if isinstance(owner, parametrize.ParametrizationList):
         return owner()
@@ -64,7 +64,7 @@ def value_now(owner: nn.Module, name: str) -> Tensor:
 
 
 def selected(model: nn.Module, selection: Selection) -> dict[str, nn.Module]:
-    """The names of the parameters that a selection takes, each with the module that holds the parameter.
+    """Map the names of the selected parameters to the modules that hold them.
 
     Raises:
         TypeError: the selection is neither a list of names nor a function.

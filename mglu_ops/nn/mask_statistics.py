@@ -1,4 +1,4 @@
-"""Numbers about packed masks for the log of a training run: gate ratios, agreement between masks, and flips."""
+"""Statistics about packed masks for the log of a training run: gate ratios, agreement between masks, and flips."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .masked_linear import MaskedLinear, packed_logits
 
 
 def gate_ratio(packed_masks: Tensor, in_features: int) -> Tensor:
-    """The fraction of ones in each mask, which is the share of the weight that feeds the gate.
+    """The fraction of ones in each mask, which is the fraction of the weights that feed the gate.
 
     Args:
         packed_masks: `uint8 [out_features, ceil(in_features / 8), n_masks]`.
         in_features: the number of columns of the masks; padding does not count.
 
     Returns:
-        float32 `[n_masks]` on the device of the masks, from 0 to 1. Nothing synchronises with a GPU.
+        float32 `[n_masks]` on the device of the masks, from 0 to 1. The call does not synchronise with a GPU.
 
     Raises:
         TypeError: the dtype is not uint8.
@@ -38,20 +38,20 @@ def gate_ratio(packed_masks: Tensor, in_features: int) -> Tensor:
 def mask_agreement(packed_masks: Tensor, in_features: int) -> Tensor:
     """The fraction of equal bits of each pair of masks.
 
-    Independent masks with as many ones as zeros agree in half of their bits. Masks that agree in all of them compute
-    the same term twice; masks that agree in none exchange gate and value.
+    Independent masks with as many ones as zeros agree in half of their bits. Masks that agree in all bits compute the
+    same term twice. Masks that agree in no bit exchange gate and value.
 
     Arguments and errors are as in `gate_ratio`.
 
     Returns:
-        float32 `[n_masks, n_masks]`, symmetric, with ones on the diagonal, on the device of the masks. Nothing
-        synchronises with a GPU.
+        float32 `[n_masks, n_masks]`, symmetric, with ones on the diagonal, on the device of the masks. The call does
+        not synchronise with a GPU.
     """
     check_layout(packed_masks, in_features)
     n_masks = n_masks_of(packed_masks)
     differing = packed_masks.new_zeros((n_masks, n_masks), dtype=torch.int64)
-    # Comparing the masks with themselves rotated by `shift` takes all pairs (i, i + shift) in one pass. The pairs past
-    # the end continue at mask 0, so that half of the shifts reach every pair.
+    # Comparing the masks with themselves rotated by `shift` takes all pairs (i, i + shift) in one pass. Indices past
+    # the end continue at mask 0, so half of the shifts reach every pair.
     for shift in range(1, n_masks // 2 + 1):
         counts = count_ones(packed_masks ^ packed_masks.roll(-shift, N_MASKS_DIM))
         inside, around = counts.split([n_masks - shift, shift])
@@ -62,12 +62,15 @@ def mask_agreement(packed_masks: Tensor, in_features: int) -> Tensor:
 
 
 def flip_ratio(before: Tensor, packed_masks: Tensor, in_features: int) -> Tensor:
-    """The fraction of bits in which each mask differs from its earlier state, in the form of `gate_ratio`.
+    """The fraction of bits in which each mask differs from its earlier state, float32 `[n_masks]`.
 
     Args:
         before: the earlier masks, in the format and the shape of `packed_masks`.
         packed_masks: as in `gate_ratio`.
-        in_features: as in `gate_ratio`, as are the errors.
+        in_features: as in `gate_ratio`.
+
+    Raises:
+        TypeError, ValueError: as in `gate_ratio`, or `before` has another dtype or shape than `packed_masks`.
     """
     check_layout(packed_masks, in_features)
     if before.dtype is not torch.uint8:
@@ -80,7 +83,7 @@ def flip_ratio(before: Tensor, packed_masks: Tensor, in_features: int) -> Tensor
 
 
 class MaskStatistics:
-    """Numbers about the masks of every MGLU layer of a model, for the log of a training run.
+    """Statistics about the masks of every MGLU layer of a model, for the log of a training run.
 
         statistics = MaskStatistics(model)
         for step, batch in enumerate(batches):
@@ -89,23 +92,23 @@ class MaskStatistics:
             if step % 100 == 99:
                 log(statistics.update())
 
-    `update()` returns these numbers of each layer, all of them fractions from 0 to 1:
+    `update()` returns these fractions, from 0 to 1, for each layer:
 
     | key | value |
     |---|---|
     | `LAYER/gate_ratio/I` | ones in mask I (`gate_ratio`) |
     | `LAYER/flips/I` | bits of mask I that differ from the last `update()`, or from construction (`flip_ratio`) |
-    | `LAYER/agreement` | equal bits, as the mean over the pairs of masks (`mask_agreement`); not with one mask |
-    | `LAYER/nan` | logits that are NaN. They count as 0 in every mask, so that the loss need not show them |
+    | `LAYER/agreement` | equal bits, averaged over the pairs of masks (`mask_agreement`); absent with one mask |
+    | `LAYER/nan` | logits that are NaN. Their mask bits are 0, so the loss may not reveal them |
 
-    LAYER is the name of the module in the model, without the `_orig_mod` of `torch.compile`, or the name of the
-    parameter if `mask_logits` selected it; if the model itself is the layer, keys begin without it. I counts from 0.
-    Layers with fixed masks are included, and have no flips and no NaN. The keys are the same at every call.
+    LAYER is the name of the module in the model, without the `_orig_mod` of `torch.compile`, or the name of a parameter
+    that `mask_logits` selects. It is missing if the model itself is the layer. I counts from 0. Layers with fixed masks
+    are included, and have no flips and no NaN. The keys are the same at every call.
 
-    The object keeps the packed masks of the last call: n_masks bits for each weight, on the device of the model. A call
+    The object keeps the packed masks of the last call, n_masks bits per weight, on the device of the model. A call
     reads all logits twice, which takes little time compared with a training step, and then waits for the device once
-    for each layer. With sharded parameters (`fully_shard`, tensor parallelism) the construction and every call are
-    collective: all ranks must make them.
+    per layer. With sharded parameters (`fully_shard`, tensor parallelism), all ranks must construct the object and make
+    every call.
 
     Args:
         model: a module that has an `MGLU` or a `NaiveMGLU` anywhere inside, or is one.

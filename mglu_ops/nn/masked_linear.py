@@ -1,4 +1,4 @@
-"""The base class of `MGLU`, `NaiveMGLU` and their experts: parameters, masks, router, checkpoints, but no forward."""
+"""The base class of `MGLU`, `NaiveMGLU` and their experts. It has parameters, masks, router and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .stored_linear import StoredLinear, dtype_problem
 
 LOGITS = "mask_logits"
 LOGITS_STD = 0.01
-"""The standard deviation of new logits."""
+"""The standard deviation of initial logits."""
 PACKED = "packed_masks"
 
 
 class UnroutedOptions(TypedDict, total=False):
-    """The options of every layer with masks but `top_k`; see `MGLU`."""
+    """The options of every layer with masks, without `top_k`; see `MGLU`."""
 
     n_masks: int
     activation: str
@@ -46,17 +46,17 @@ class MaskedOptions(UnroutedOptions, total=False):
 class MaskedLinear(StoredLinear):
     """One weight and `n_masks` masks, either learned as logits or fixed and packed; see `MGLU` for the arguments.
 
-    A subclass that sets `num_experts` has as many weights, stacked along a first dimension that its scales, logits and
-    packed masks have too.
+    In a subclass that sets `num_experts`, the weight, scales, logits and packed masks of the experts are stacked along
+    a first dimension.
     """
 
     n_masks: int
     activation: str
     top_k: int | None
     weight_init: str
-    """How the weights were drawn, by this module or by the one whose state dict it has loaded."""
+    """How the weights were initialised, in this module or in the one whose state dict it has loaded."""
     activation_format: str
-    """What the operator rounds x to, a name of `mglu_ops.formats.ACTIVATION_FORMATS`."""
+    """The format to which the operator rounds x, a name in `mglu_ops.formats.ACTIVATION_FORMATS`."""
     mask_logits: nn.Parameter | None
     packed_masks: Tensor | None
     router: nn.Linear | None
@@ -104,7 +104,7 @@ class MaskedLinear(StoredLinear):
         self.reset_parameters()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, but keep packed masks a buffer: Transformers assigns each DTensor as a Parameter."""
+        """Register a parameter, but keep packed masks a buffer: Transformers assigns DTensors as Parameters."""
         if name == PACKED and param is not None:
             self.register_buffer(PACKED, param)
         else:
@@ -112,18 +112,20 @@ class MaskedLinear(StoredLinear):
 
     @property
     def learnable_masks(self) -> bool:
-        """Whether the masks are logits that training updates; False for fixed and for frozen masks."""
+        """True if the masks are logits that training updates; False for fixed and frozen masks."""
         return self.packed_masks is None
 
     @property
     def weight_gain(self) -> float:
-        """The factor that `weight_init` gives to an initial weight."""
+        """The factor by which `weight_init` multiplies the initial weight."""
         return 1.0 if self.weight_init == "paper" else level_gain(self.n_masks, self.activation, self.top_k)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise weight and router as `nn.Linear` does, logits from 0.01 * N(0, 1), fixed masks with bits that
-        are 1 with probability 1/2. Then multiply the weight by `weight_gain`, and round it to `weight_format`.
+        """Initialise all parameters and masks.
+
+        The weight and the router are drawn as in `nn.Linear`, logits from 0.01 * N(0, 1), and the bits of fixed masks
+        are 1 with probability 1/2. The weight is then multiplied by `weight_gain` and rounded to `weight_format`.
         """
         super().reset_parameters()
         self.reset_masks()
@@ -132,10 +134,10 @@ class MaskedLinear(StoredLinear):
 
     @torch.no_grad()
     def reset_masks(self) -> None:
-        """Initialise the masks alone, as `reset_parameters` does."""
+        """Initialise only the masks, as `reset_parameters` does."""
         if self.packed_masks is not None:
-            # A random byte is eight random bits, so that no tensor of one byte per weight and mask is needed.
-            # DTensor has no rule for `random_`.
+            # A random byte is eight random bits, so no tensor with one byte per weight and mask is needed. DTensor has
+            # no sharding rule for `random_`.
             self.packed_masks.copy_(torch.randint_like(self.packed_masks, 256))
             clear_padding_(self.packed_masks, self.in_features)
         elif self.mask_logits is not None:
@@ -145,10 +147,10 @@ class MaskedLinear(StoredLinear):
         """Check x against this module.
 
         Raises:
-            TypeError: x is not a tensor, or has another dtype than a dense weight or the router, without autocast.
-            ValueError: x is on another device than the weight, its last size is not in_features, or `check_pair` fails.
+            TypeError: x is not a tensor, or without autocast its dtype differs from a dense weight's or the router's.
+            ValueError: x is not on the weight's device, its last size is not in_features, or `check_pair` fails.
         """
-        weight = self._parameters.get("weight")  # None if it is parametrized, because computing it takes time
+        weight = self._parameters.get("weight")  # None if it is parametrized; computing it only for a check is slow
         is_dense = weight is not None and weight.dtype in FLOATING and self.weight_format == "dense"
         check_x(x, weight, self.in_features, takes_dtype=is_dense)  # the operator checks other dtypes
         if self.router is not None and not is_dense:
@@ -157,10 +159,7 @@ class MaskedLinear(StoredLinear):
             self.check_pair()
 
     def mask_weights(self, x: Tensor) -> Tensor | None:
-        """Return mask weights `[..., n_masks]`, or None without a router.
-
-        They are the softmax over a token's `top_k` largest router logits, and 0 for the other masks.
-        """
+        """Return the mask weights `[..., n_masks]` (see `top_k_mask_weights`), or None without a router."""
         if self.router is None or self.top_k is None:
             return None
         return top_k_mask_weights(self.router(x), self.top_k)
@@ -175,7 +174,7 @@ class MaskedLinear(StoredLinear):
         )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save `weight_init` too, as metadata beside torch's version number and not as another tensor."""
+        """Save `weight_init` too, as metadata of the state dict, so that it needs no tensor."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", None)
         if metadata is not None:
@@ -218,14 +217,17 @@ class MaskedLinear(StoredLinear):
 
 
 def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[int], name: str) -> None:
-    """Check that a value can be the packed masks of a module; the message calls it `name`.
+    """Check that a value can be the packed masks of a module.
 
-    `rows` are the sizes of the masks before their columns: out_features, after the number of experts if there are any.
-    A rank may hold a part of the module's.
+    Args:
+        module: the module.
+        packed_masks: the value.
+        rows: `[out_features]`, or `[num_experts, out_features]`, of the part that this rank holds.
+        name: the name of the value in messages.
 
     Raises:
-        TypeError: it is not a uint8 tensor.
-        ValueError: it has another shape than the module's masks, or its padding is not 0.
+        TypeError: the value is not a uint8 tensor.
+        ValueError: its shape does not fit the module, or its padding is not 0.
     """
     if not isinstance(packed_masks, Tensor):
         raise TypeError(f"{name}: got {type(packed_masks).__name__}, must be a torch.uint8 tensor")
@@ -237,7 +239,7 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
                 f"{name}: got shape {shape}, must be [num_experts, out_features, ceil(in_features / 8), n_masks] = "
                 f"{expected}"
             )
-        # The metadata of one layer. In torch 2.11, DTensors that are divided along dimension 1 cannot be flattened.
+        # Check the metadata of one expert. torch 2.11 cannot flatten DTensors that are sharded along dimension 1.
         one = torch.empty(shape[1:], dtype=packed_masks.dtype, layout=packed_masks.layout, device="meta")
     try:
         check_layout(one, module.in_features, rows[-1])
@@ -249,13 +251,13 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
 
 
 def packed_logits(mask_logits: Tensor) -> Tensor:
-    """The packed masks of logits `[n_masks, out_features, in_features]`, or of a stack of such along dimension 0."""
+    """Pack the masks of logits `[n_masks, out_features, in_features]`, or of a stack of logits along dimension 0."""
     return (ops.pack_logits if mask_logits.dim() == 3 else expert_ops.pack_expert_logits)(mask_logits)
 
 
 def top_k_mask_weights(logits: Tensor, top_k: int) -> Tensor:
-    """The softmax over the `top_k` largest router logits `[..., n_masks]` of a token, and 0 for the other masks."""
+    """The softmax over a token's `top_k` largest router logits `[..., n_masks]`; 0 for the other masks."""
     kept = torch.zeros_like(logits).scatter(-1, logits.detach().topk(top_k, dim=-1).indices, 1.0)
-    # `logits` is detached before `topk` and `scatter`, which DTensor cannot differentiate in torch 2.11. Under
-    # autocast, softmax returns float32; the projections have the dtype of the router's result.
+    # Detach `logits` before `topk` and `scatter`, which DTensor cannot differentiate in torch 2.11. Convert the result,
+    # because softmax returns float32 under autocast.
     return logits.masked_fill(kept == 0, -math.inf).softmax(-1).to(logits.dtype)

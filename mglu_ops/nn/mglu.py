@@ -25,60 +25,59 @@ class MGLU(MaskedLinear):
 
     Learnable masks are `M = mask_logits > 0` with the straight-through gradient. Fixed masks are packed, one bit per
     weight and mask (`mglu_ops.masks`). `mglu_ops.freeze` turns learnable masks into fixed ones. With `top_k`, each
-    token keeps its `top_k` largest router logits: `r = softmax(top_k(x R^T))`, and 0 for the other masks. Without
-    `top_k`, every r_i is 1.
+    token keeps the masks of its `top_k` largest router logits, `r = softmax(top_k(x R^T))`; r_i is 0 for the other
+    masks. Without `top_k`, every r_i is 1.
 
     The `state_dict` holds `weight`, either `mask_logits` or `packed_masks`, and `router.weight` if there is a router,
-    as for `NaiveMGLU`. Packed masks are refused if their dtype, shape or padding is wrong: by `load_state_dict` (also
-    with `strict=False` or `assign=True`), and for all other loaders when the layer first uses them, or by
-    `mglu_ops.nn.check_masks`. Other wrong bits cannot be found (`mglu_ops.check_packed_masks`).
+    as for `NaiveMGLU`. `load_state_dict` refuses packed masks of the wrong dtype, shape or padding, also with
+    `strict=False` or `assign=True`. After other loaders, the layer refuses them at its first use, and
+    `mglu_ops.nn.check_masks` does earlier. Other wrong bits cannot be detected (`mglu_ops.check_packed_masks`).
 
-    The weight of a layer with fixed masks may be stored in 8 or 4 bits, with its scales in `weight_scale`, which is
-    then in the `state_dict` too. `to(dtype)`, `half()` and their like do not cast the two. `load_state_dict`, with any
-    options, refuses them if their dtype or shape does not fit `weight_format`, or if one comes without the other.
-    After other loaders, such as accelerate's, the layer refuses the same when it is used.
+    The weight of a layer with fixed masks may be stored in 8 or 4 bits. Its scales are then in `weight_scale`, also in
+    the `state_dict`. `to(dtype)`, `half()` and similar methods cast neither of them. `load_state_dict` refuses them if
+    their dtype or shape does not fit `weight_format`, or if one is missing. After other loaders, such as accelerate's,
+    the layer refuses them when it is called.
 
     Args:
         in_features: last size of x, at least 1.
         out_features: last size of the result, at least 1.
         n_masks: number of masks, 1 to 16.
         activation: `silu`, `gelu`, `gelu_tanh`, `relu`, `sigmoid`, `tanh`, `identity` or `relu_squared`.
-        learnable_masks: whether the masks are learned; if False, they are random, fixed and packed.
+        learnable_masks: learn the masks; if False, they are random, fixed and packed.
         top_k: number of masks that a token keeps, 1 to n_masks; None for no router.
-        weight_init: `paper` draws the weight as `nn.Linear` does (Algorithm 2). `leveled`, which we recommend with any
-            other number of masks than 4, multiplies it by `(20 / (n_masks^2 + n_masks))^(1/4)`, so that the sum over
-            the masks begins as large as with four masks (mglu_ops/nn/README.md). With a router, the factor is
+        weight_init: `paper` draws the weight as `nn.Linear` does (Algorithm 2). `leveled` multiplies it by
+            `(20 / (n_masks^2 + n_masks))^(1/4)`, so that the sum over the masks starts as large as with four masks. We
+            recommend it for any other number of masks (mglu_ops/nn/README.md). With a router, the factor is
             `(20 / (1 + 1 / top_k))^(1/4)`. The exponent is 1/2 with `sigmoid`, and 1/6 with `relu_squared`.
-        weight_format: `dense` for the dtype of x; or `fp8_row`, `fp8_block`, `int8_row` or `int4_group` for 8 or 4 bits
-            (`mglu_ops.formats`), which need `learnable_masks=False`. The layer then takes x in float16, bfloat16 or
-            float32, computes its gradient, and has no gradient of the weight. `mglu_ops.quantize` makes such a layer
-            of a frozen one; this argument, one to load a checkpoint into.
+        weight_format: `dense` for the dtype of x, or `fp8_row`, `fp8_block`, `int8_row` or `int4_group` for 8 or 4 bits
+            (`mglu_ops.formats`), which need `learnable_masks=False`. A quantized layer takes x in float16, bfloat16 or
+            float32, and computes the gradient of x but none of the weight. Use this argument to make a layer into which
+            a checkpoint is loaded; `mglu_ops.quantize` quantizes a frozen layer.
         activation_format: `dense` to multiply x itself. `fp8_token`, with weights in `fp8_row` or `fp8_block`, rounds
-            x to fp8 with one scale a token at each call, for inference only (`mglu_ops.quantize`). It is not in the
-            `state_dict`; the attribute of this name may be changed at any time.
-        save_activations: whether a forward pass with gradients keeps n_masks + 1 tensors of the result's size and dtype
-            (2 n_masks + 1 with a router) for the backward pass. If False, it keeps only x, which the model mostly holds
-            anyway, and backward runs forward once more: n_masks + 1 matrix products beside the 3 (n_masks + 1) of a
-            training step. The gradients are the same bit for bit. Only this layer's operator is recomputed, and not
-            the router. The attribute of this name may be changed at any time.
+            x to fp8 with one scale per token at each call, for inference only (`mglu_ops.quantize`). It is not in the
+            `state_dict`. The attribute of this name may be changed at any time.
+        save_activations: keep n_masks + 1 tensors of the result's size and dtype (2 n_masks + 1 with a router) for the
+            backward pass. If False, only x is kept, and the backward pass computes the forward pass again, which adds
+            n_masks + 1 matrix products to the 3 (n_masks + 1) of a training step. The gradients are the same bit for
+            bit. The router is not recomputed. The attribute of this name may be changed at any time.
         device: device of parameters and buffers; on `meta`, call `to_empty` and `reset_parameters` before use.
         dtype: dtype of a dense weight, mask_logits and router: float16, bfloat16, float32 or float64.
 
     Attributes:
-        weight: Parameter `[out_features, in_features]`, initialised as `weight_init` says. With a `weight_format`,
-            its dtype and shape are the format's, and `requires_grad` is False.
+        weight: Parameter `[out_features, in_features]`, initialised as `weight_init` says. Unless it is dense, its
+            dtype and shape are the format's, and `requires_grad` is False.
         weight_scale: Parameter of the scales, with `requires_grad=False`; None if the weight is dense.
         mask_logits: Parameter `[n_masks, out_features, in_features]`, drawn from 0.01 * N(0, 1); None if fixed.
         packed_masks: buffer `uint8 [out_features, ceil(in_features / 8), n_masks]`; None if learnable.
         router: `nn.Linear(in_features, n_masks, bias=False)`; None without `top_k`.
 
     Raises:
-        TypeError: there is no argument of that name.
+        TypeError: an option is not an argument of `MGLU`.
         ValueError: an argument is out of range or of another type.
     """
 
-    _leading_names: ClassVar[tuple[str, ...]] = ()  # of the sizes in `leading`
-    save_activations: bool = True  # also for a NaiveMGLU that `freeze` turned into an MGLU
+    _leading_names: ClassVar[tuple[str, ...]] = ()  # names of the sizes in `leading`
+    save_activations: bool = True  # the value in a NaiveMGLU that `freeze` turned into an MGLU
 
     def __init__(
         self,
@@ -104,24 +103,24 @@ class MGLU(MaskedLinear):
         top_k: int | None = None,
         save_activations: bool = True,
     ) -> Self:
-        """Make a layer from existing tensors, such as the parameters of a module of your own.
+        """Make a layer from existing tensors, such as the parameters of your own module.
 
-        Parameters are used without a copy, so that tied weights stay tied. A tensor that is not a Parameter becomes one
-        that shares its memory.
+        Parameters are used without a copy, so that tied weights stay tied. Any other tensor becomes a Parameter that
+        shares its memory.
 
         Args:
             weight: `[out_features, in_features]`, float16, bfloat16, float32 or float64.
             masks: `[n_masks, out_features, in_features]`, or `[out_features, in_features]` for one mask. Floating
                 values are logits with `M = logits > 0`, which can be trained; subtract a threshold other than 0 first.
                 Bool masks are fixed, and are packed.
-            activation: as in `MGLU`; it acts on the half of the weight where a mask is 1.
+            activation: as in `MGLU`; it applies to the product with the weights whose mask is 1.
             router: `nn.Linear(in_features, n_masks)` with or without bias, for `top_k`.
             top_k: as in `MGLU`.
             save_activations: as in `MGLU`.
 
         Raises:
             TypeError: a tensor has another dtype, or `router` is not a module.
-            ValueError: a tensor or `router` has another shape, only one of `top_k` and `router` is given, or another
+            ValueError: a tensor or `router` has the wrong shape, only one of `top_k` and `router` is given, or another
                 argument is out of range.
         """
         check_weight_and_masks(weight, masks, cls._leading_names)
@@ -153,7 +152,7 @@ class MGLU(MaskedLinear):
         return layer
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, but a weight that torchao has quantized in the layer's own format, with its scales."""
+        """Register a parameter. A weight that torchao has quantized is converted to one of this package's formats."""
         if name == "weight" and is_of_torchao(param):
             if self.learnable_masks:
                 raise ValueError(
@@ -166,14 +165,16 @@ class MGLU(MaskedLinear):
         super().register_parameter(name, param)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x `[..., in_features]` to `[..., out_features]`, in x's dtype or under autocast in autocast's.
+        """Map x `[..., in_features]` to `[..., out_features]`. Under autocast, the result has autocast's dtype.
+
+        Masks, weight and scales are checked too, since loaders other than `load_state_dict` do not check them.
 
         Raises:
-            TypeError: x is not a dense tensor, or without autocast its dtype differs from a dense weight's; or a
-                weight or scales that were not loaded by `load_state_dict` have another dtype than the weight format's.
-            ValueError: x is on another device than weight, or its last size is not in_features; packed masks, a weight
-                or scales that were not loaded by `load_state_dict` have another shape than the layer's, or padding of
-                masks is not 0; or a weight in 8 or 4 bits requires a gradient, or x with an `activation_format`.
+            TypeError: x is not a dense tensor, or without autocast its dtype differs from a dense weight's; or the
+                dtype of the weight or the scales does not fit `weight_format`.
+            ValueError: x is not on the weight's device, or its last size is not in_features; packed masks, weight or
+                scales have the wrong shape, or the padding of the masks is not 0; or a quantized weight requires a
+                gradient, or with an `activation_format` x does.
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
             return self._project(x, self.mask_weights(x))
@@ -184,7 +185,7 @@ class MGLU(MaskedLinear):
         mask_weights = self.mask_weights(x)
         if self.save_activations or not torch.is_grad_enabled():
             return self._project(x, mask_weights)
-        # The operator draws no random numbers, so their state need not be kept.
+        # The operator draws no random numbers, so the generator's state need not be kept.
         return checkpoint(self._project, x, mask_weights, use_reentrant=False, preserve_rng_state=False)
 
     def _project(self, x: Tensor, mask_weights: Tensor | None) -> Tensor:

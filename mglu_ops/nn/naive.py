@@ -1,4 +1,4 @@
-"""The layer as the paper writes it: Algorithm 2 of arXiv 2506.23225, a loop over the masks."""
+"""The layer as in Algorithm 2 of the paper (arXiv 2506.23225), a loop over the masks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class NaiveMGLU(MaskedLinear):
 
         y = sum_i r_i(x) * act(x (M_i * W)^T + b_g) * (x ((1 - M_i) * W)^T + b_v),   i = 1 .. n_masks
 
-    Constructor and `state_dict` are like `MGLU`'s, with options for what no fused operator computes. The layer serves
-    as a baseline and as a spelling that the fusion pass recognises, so nothing in it is tuned. `mglu_ops.freeze` turns
-    it into an `MGLU`, or packs its masks if an option below keeps it from being one.
+    Constructor and `state_dict` are like `MGLU`'s, with options for variants that no fused operator computes. The layer
+    is a baseline, and an example of code that the fusion pass recognises, so nothing in it is tuned. `mglu_ops.freeze`
+    turns it into an `MGLU`; a variant that `MGLU` lacks stays a `NaiveMGLU` with packed masks.
 
     Args:
-        in_features, out_features: as in `MGLU`, as are all arguments that are not listed here. `weight_format` must be
-            `dense`.
-        bias: whether to add b_g and b_v, which all masks share.
-        mask_gate: whether the gates have masks; if False, the paper's ablation 'no gate mask', `act(x W^T)`.
-        mask_value: whether the values have masks; if False, the ablation 'no value mask', `x W^T`. Without masks on
-            either, the layer is `GLU(shared=True)`, and refused here.
+        in_features, out_features: as in `MGLU`. So are all arguments that are not listed here, but `weight_format` must
+            be `dense`.
+        bias: add the biases b_g and b_v, which all masks share.
+        mask_gate: mask the gates. If False, a gate is `act(x W^T)`, the paper's ablation 'no gate mask'.
+        mask_value: mask the values. If False, a value is `x W^T`, the ablation 'no value mask'. A layer without masks
+            on both is `GLU(shared=True)`, and refused here.
 
     Attributes:
         gate_bias, value_bias: Parameters `[out_features]`, b_g and b_v, initialised with 0; None without `bias`.
@@ -72,12 +72,12 @@ class NaiveMGLU(MaskedLinear):
 
     @property
     def is_mglu(self) -> bool:
-        """Whether the fused operators compute this layer: without biases, and with masks on gates and values."""
+        """True if the fused operators compute this layer: it has no biases, and masks on gates and values."""
         return self.mask_gate and self.mask_value and self.gate_bias is None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise as `MGLU` does, and biases with 0."""
+        """Initialise as `MGLU` does, with biases of 0."""
         super().reset_parameters()
         for bias in (getattr(self, "gate_bias", None), getattr(self, "value_bias", None)):
             if bias is not None:
@@ -96,7 +96,7 @@ class NaiveMGLU(MaskedLinear):
         return self._project(x, self.mask_weights(x))
 
     def _project(self, x: Tensor, mask_weights: Tensor | None, expert: int | None = None) -> Tensor:
-        """The result of the layer, or of one of a stack of layers."""
+        """The result of the layer, or of expert number `expert` of a stack of layers."""
         tensors = (self.weight, self.packed_masks, self.gate_bias, self.value_bias)
         weight, packed_masks, gate_bias, value_bias = (
             tensor if tensor is None or expert is None else tensor[expert] for tensor in tensors
@@ -114,7 +114,7 @@ class NaiveMGLU(MaskedLinear):
         return y
 
     def _straight_through(self, i: int, expert: int | None = None) -> Tensor:
-        """Return mask i: 0 or 1 in the forward pass, the identity of its logits in the backward pass."""
+        """Return mask i, which is 0 or 1 in the forward pass and has the straight-through gradient of its logits."""
         assert self.mask_logits is not None
         soft = self.mask_logits[i] if expert is None else self.mask_logits[expert, i]
         hard = (soft > 0).to(soft.dtype)

@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer: mask logits without weight decay and with a learning rate of their own."""
+"""Parameter groups for an optimizer, in which mask logits have their own learning rate and no weight decay."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
 LEVELED_MASK_LR = 0.3
-"""The default learning rate of masks as a fraction of the weights' rate, for layers with `weight_init="leveled"`."""
+"""The default learning rate of masks, divided by the weights' rate, in layers with `weight_init="leveled"`."""
 
 LR_RATIO = "lr_ratio"
-"""The key of a group with its learning rate as a multiple of the weights'."""
+"""The key of a group's learning rate divided by the weights' rate."""
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
@@ -35,22 +35,22 @@ def parameter_groups(
 
     | group | parameters | `lr` | `weight_decay` |
     |---|---|---|---|
-    | `weights` | all others | `lr` | `weight_decay` |
-    | `no_decay` | of fewer than two dimensions, of torch's norm modules, or with `bias` in their own name | `lr` | 0 |
-    | `mask_logits` | the logits of masks | `mask_lr`; by default `lr`, or `0.3 * lr` of leveled layers | 0 |
+    | `weights` | all other parameters | `lr` | `weight_decay` |
+    | `no_decay` | those with fewer than two dimensions, in torch's norm modules, or named `*bias*` | `lr` | 0 |
+    | `mask_logits` | mask logits | `mask_lr`; by default `lr`, and `0.3 * lr` in leveled layers | 0 |
 
     The page beside this file ('The optimizer') gives the reasons, and says what pure bfloat16 training needs. A model
-    with layers of both kinds of `weight_init` gets two groups named `mask_logits`, and a warning.
+    that has layers with each `weight_init` gets two groups named `mask_logits`, and a warning.
 
-    The logits of `MGLU` and `NaiveMGLU`, and of their subclasses, are recognised by the class of the module. Logits of
-    your own modules are not, whatever they are called: name them in `mask_logits`. A warning names modules that look
-    like MGLU layers and whose logits are not named. Named logits train at the paper's rate, unless their module has the
-    attribute `weight_init = "leveled"`. A parameter that several modules share is in one group: `mask_logits` if any of
-    its uses belongs there, else `no_decay` if any does. Parameters with `requires_grad=False` are skipped, and empty
-    groups are omitted. The order of groups and parameters is always the same.
+    The logits of `MGLU`, `NaiveMGLU` and their subclasses are found by the class of the module. Name the logits of your
+    own modules in `mask_logits`; a warning names modules that look like MGLU layers and whose logits are not named.
+    Named logits train at the paper's rate, unless their module has the attribute `weight_init = "leveled"`. A parameter
+    that several modules share is in one group: `mask_logits` if any of its uses belongs there, else `no_decay` if any
+    does. Parameters with `requires_grad=False` are skipped, and empty groups are omitted. The order of groups and
+    parameters is deterministic.
 
-    The groups work with every optimizer of torch, also with `fused=True`, and models in `torch.compile`,
-    `DistributedDataParallel` and `fully_shard` (call it after `fully_shard`, as an optimizer requires).
+    The groups work with every optimizer of torch, also with `fused=True`, and with models in `torch.compile`,
+    `DistributedDataParallel` and `fully_shard`. Call this function after `fully_shard`, as an optimizer requires.
 
     Args:
         model: any module.
@@ -58,19 +58,20 @@ def parameter_groups(
         weight_decay: weight decay of the weights, at least 0.
         mask_lr: learning rate of all mask logits, at least 0; None for the default above.
         mask_logits: more parameters that are mask logits: a list of names as in `model.named_parameters()`, in which
-            `*` stands for anything, for example `["*.logits"]`, or a function `(name, parameter) -> bool`. Names have
-            no `_orig_mod`, which `torch.compile` inserts.
+            `*` matches anything, for example `["*.logits"]`, or a function `(name, parameter) -> bool`. Omit the
+            `_orig_mod` that `torch.compile` inserts into names.
 
     Returns:
-        One dict for each group with `params`, `lr`, `weight_decay` and `name`, as in the table, and `lr_ratio`, its
-        rate divided by `lr`, for `check_mask_lr`. Pass the list to the optimizer, and find groups by their name in
+        One dict for each group with `params`, `lr`, `weight_decay` and `name`, as in the table, and with `lr_ratio`,
+        its rate divided by `lr`, for `check_mask_lr`. Pass the list to the optimizer, and find groups by their name in
         `optimizer.param_groups`.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, a rate or the decay is not a number, or `mask_logits` is not as above.
-        ValueError: a rate or the decay is negative or not finite, a name in `mask_logits` fits no parameter, a
+        TypeError: `model` is not an `nn.Module`, a rate or the decay is not a number, or `mask_logits` has another
+        type.
+        ValueError: a rate or the decay is negative or not finite, a name in `mask_logits` matches no parameter, a
             parameter has no shape yet (lazy modules), a module is a `FullyShardedDataParallel` (which flattens
-            parameters, so that norms and weights look alike), or no parameter can be trained.
+            parameters, so that norms and weights look alike), or no parameter requires a gradient.
     """
     check_model(model)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
@@ -110,23 +111,22 @@ def parameter_groups(
 
 
 def check_mask_lr(optimizer: Any) -> None:
-    """Check that a scheduler has left the masks their own learning rate; call it after creating the scheduler.
+    """Check that a scheduler has not overwritten the masks' learning rate. Call this after creating the scheduler.
 
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=1000)
-        check_mask_lr(optimizer)  # raises an error if the masks should have another rate
+        check_mask_lr(optimizer)  # raises an error unless masks and weights should have the same rate
 
-    Schedulers that multiply rates keep the ratio of masks and weights that `parameter_groups` has set. Others take one
-    rate for all groups and overwrite the masks': `OneCycleLR` and `CyclicLR`, unless their rates are lists with one
-    rate for each group. Groups that `parameter_groups` has not made are not checked, nor are those of an optimizer
-    without weights or norms.
+    Schedulers that multiply rates keep the ratio that `parameter_groups` has set. `OneCycleLR` and `CyclicLR` set one
+    rate for all groups, unless they get a list with one rate for each group. Groups from elsewhere than
+    `parameter_groups` are not checked, nor are optimizers without weights or norms.
 
     Args:
         optimizer: an optimizer, or a wrapper of one that has `param_groups`.
 
     Raises:
         TypeError: it has no `param_groups`.
-        ValueError: the rate of a group of mask logits is another multiple of the weights' rate than in
-            `parameter_groups`, by more than a thousandth.
+        ValueError: a group of mask logits has a learning rate whose ratio to the weights' rate differs from
+            `parameter_groups`' by more than a thousandth.
     """
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
@@ -145,7 +145,7 @@ def check_mask_lr(optimizer: Any) -> None:
 
 
 def _mask_rates(model: nn.Module, selection: Selection, lr: float, mask_lr: float | None) -> dict[nn.Parameter, float]:
-    """The mask logits of a model, each with its learning rate."""
+    """Map each of a model's mask logits to its learning rate."""
     named = {
         owner.get_parameter(name.rpartition(".")[2]): getattr(owner, "weight_init", None)
         for name, owner in selected(model, selection).items()
@@ -168,7 +168,7 @@ def _warn_of_mixture(groups: list[dict[str, Any]]) -> None:
 
 
 _RANK = ("weights", "no_decay", "mask_logits")
-"""The groups in their order. A parameter that is used in several ways gets the last of its kinds."""
+"""The groups in their order. A parameter whose uses belong to several groups goes to the last of these."""
 
 
 def _kind(name: str, owner: nn.Module, parameter: nn.Parameter) -> str:

@@ -31,51 +31,50 @@ def quantize(
 
         mglu_ops.quantize(mglu_ops.freeze(model), "fp8_row")
 
-    Each weight is rounded to the nearest number that the format has (`mglu_ops.formats`). It stays a Parameter, in the
-    format's dtype and with `requires_grad=False`, and the Parameter `weight_scale` holds its scales. x keeps its dtype,
-    which may be float16, bfloat16 or float32, and which `model.to(dtype)` may change without touching the quantized
-    weights. Gradients of x are computed, for example for adapters of other layers; the weight has no gradient.
+    Each weight is rounded to the nearest number of the format (`mglu_ops.formats`). It stays a Parameter, in the
+    format's dtype and with `requires_grad=False`. The Parameter `weight_scale` holds its scales. x may be float16,
+    bfloat16 or float32, and `model.to(dtype)` does not convert quantized weights. Gradients of x are computed, for
+    example for adapters in other layers. The weight has no gradient.
 
-    Only `MGLU` changes, and of a mixture of experts `MGLUExperts` and `ExpertsDown`, their down projections. Experts
-    are quantized one by one. The down projection of `MGLUFeedForward`, attention and all other layers stay what they
-    are, for a quantizer of linear layers. `skip=["*.down_proj"]` leaves the down projections of experts, too.
+    Only `MGLU`, `MGLUExperts` and `ExpertsDown` (the down projections of experts) change, and each expert is quantized
+    alone. All other layers stay as they are, such as attention and the down projection of `MGLUFeedForward`; use a
+    quantizer of linear layers for them. `skip=["*.down_proj"]` keeps the down projections of experts dense.
 
-    torchao's `quantize_` takes only linear layers, unless it is told of others. With `Float8WeightOnlyConfig` and
-    `Int8WeightOnlyConfig`, it then quantizes an `MGLU` to `fp8_row` and `int8_row`, and with `IntxWeightOnlyConfig` of
-    torch.int4, `PerGroup(128)` and scales in bfloat16 to `int4_group`. Other configs are refused, among them
-    `Int4WeightOnlyConfig`, whose weights have zero points:
+    torchao's `quantize_` quantizes an `MGLU` too if its `filter_fn` selects it: to `fp8_row` with
+    `Float8WeightOnlyConfig`, to `int8_row` with `Int8WeightOnlyConfig`, and to `int4_group` with `IntxWeightOnlyConfig`
+    of torch.int4, `PerGroup(128)` and scales in bfloat16. Other configs are refused, among them `Int4WeightOnlyConfig`,
+    whose weights have zero points:
 
         quantize_(model, Float8WeightOnlyConfig(), filter_fn=lambda module, _: isinstance(module, (nn.Linear, MGLU)))
 
-    With `activation_format="fp8_token"`, x is rounded too, at each call: to float8_e4m3fn with one scale a token. This
-    is for prompts and large batches, on GPUs whose kernels multiply in fp8; other kernels take the rounded x in its own
-    dtype. Such a layer is for inference only, and refuses tensors that require a gradient. The down projections of
-    experts do not round their input.
+    With `activation_format="fp8_token"`, each call also rounds x to float8_e4m3fn with one scale per token. This is for
+    prompts and large batches on GPUs whose kernels multiply in fp8; other kernels take the rounded x in its own dtype.
+    Such a layer is for inference only, and refuses tensors that require a gradient. The down projections of experts do
+    not round their input.
 
     Modules keep their identity, hooks, masks and router. Layers that share a weight share the quantized one. A layer
-    that has this format already keeps its weight, and takes the activation format. Either all layers that `skip` does
-    not name are quantized, or there is an error and none is. An optimizer created before holds the former weights:
-    create a new one if training continues.
+    that has this format already keeps its weight, and gets the activation format. If there is an error, no layer is
+    quantized. An optimizer created before still holds the dense weights: create a new one if training continues.
 
-    A model on the meta device is quantized without values, to load the state dict of a quantized one with
-    `assign=True`.
+    A model on the meta device gets the format without values, so that it can load the state dict of a quantized model
+    with `assign=True`.
 
     Args:
         model: any module; the root may itself be an `MGLU`.
         weight_format: `fp8_row`, `fp8_block`, `int8_row`, or `int4_group`, which needs an even in_features.
         activation_format: `dense` to multiply x itself, or `fp8_token`, for `fp8_row` and `fp8_block`.
-        skip: names of modules as in `model.named_modules()`, in which `*` stands for anything. An `MGLU` of that name,
-            or in a module of that name, keeps its weight. Names have no `_orig_mod`, which `torch.compile` inserts.
+        skip: names of modules as in `model.named_modules()`, in which `*` matches anything. An `MGLU` of that name, or
+            in a module of that name, keeps its weight. Omit the `_orig_mod` that `torch.compile` inserts into names.
 
     Returns:
         `model`, the same object.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `skip` is not a list of names.
-        ValueError: there is no such format, or the two do not go together; a name in `skip` fits no `MGLU`; the model
-            has no `MGLU`; or one that `skip` does not name learns its masks, is a `NaiveMGLU`, has another format
-            already, computes its weight from other tensors, has an in_features that the format does not take, is
-            sharded by FSDP, is offloaded by accelerate, or has a weight that is NaN or infinite in float32.
+        ValueError: there is no such format, or the two formats do not fit; a name in `skip` matches no `MGLU`; the
+            model has no `MGLU`; or a layer that is not in `skip` learns its masks, is a `NaiveMGLU`, has another format
+            already, computes its weight from other tensors, has an in_features that the format cannot store, is sharded
+            by FSDP, is offloaded by accelerate, or has a weight that is NaN or infinite in float32.
     """
     check_model(model)
     stored = [one.name for one in FORMATS.values() if not one.is_dense]
@@ -94,7 +93,7 @@ def quantize(
     for layer in layers.values():
         if layer.weight_format != chosen.name:
             tied.setdefault(layer.weight, []).append(layer)
-    while tied:  # so that a dense weight is freed before the next one is quantized
+    while tied:  # pop, so that a dense weight is freed before the next one is quantized
         _store(*tied.popitem(), chosen)
     for layer in layers.values():
         if isinstance(layer, MaskedLinear):
@@ -104,34 +103,32 @@ def quantize(
 
 @torch.no_grad()
 def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterable[str] = ()) -> ModelT:
-    """Make the weights that `quantize` has stored dense again, in place: the way back, for all modules that it changes.
+    """Undo `quantize`: make quantized weights dense again, in place.
 
         mglu_ops.dequantize(model)
 
-    Use it to merge adapters into the weights, or to go to another format. Each weight becomes the Parameter
-    `[out_features, in_features]`, of experts `[num_experts, out_features, in_features]`, of the products of stored
-    numbers and scales, rounded to `dtype`, with `requires_grad=True`. `weight_scale` becomes None, and the formats of
-    weight and activations `dense`. What `quantize` has rounded stays rounded.
-
-    In float32, quantizing the result to the same format gives the bits that `quantize` had stored.
+    Use it to merge adapters into the weights, or to change the format. Each weight becomes a dense Parameter with
+    `requires_grad=True`: the stored numbers times their scales, rounded to `dtype`. `weight_scale` becomes None, and
+    both formats become `dense`. The precision that `quantize` has lost stays lost. In float32, quantizing the result to
+    the same format gives the same stored bits.
 
     Modules keep their identity, hooks, masks and router. Layers that share a weight share the dense one. Layers with a
-    dense weight do not change. Either all layers that `skip` does not name become dense, or there is an error and none
-    does. An optimizer created before does not train the new weights. On the meta device, weights have no values.
+    dense weight do not change. If there is an error, no layer changes. An optimizer created before does not train the
+    new weights. On the meta device, weights have no values.
 
     Args:
         model: any module; the root may itself be an `MGLU`.
-        dtype: float16, bfloat16, float32 or float64, of the dense weights. None for that of the model's first other
-            floating-point parameter, such as an embedding; without one, for torch's default dtype.
-        skip: names of modules that keep their stored weight, as in `quantize`.
+        dtype: the dtype of the dense weights: float16, bfloat16, float32 or float64. None for the dtype of the model's
+            first other floating-point parameter, such as an embedding, or if there is none for torch's default dtype.
+        skip: names of modules that stay quantized, as in `quantize`.
 
     Returns:
         `model`, the same object.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `skip` is not a list of names.
-        ValueError: `dtype` is another one; a name in `skip` fits no `MGLU`; the model has no `MGLU`; or a layer with a
-            stored weight that `skip` does not name computes its weight from other tensors, has another weight's scales,
+        ValueError: `dtype` is another dtype; a name in `skip` matches no `MGLU`; the model has no `MGLU`; or a
+            quantized layer that is not in `skip` computes its weight from other tensors, has another weight's scales,
             is sharded by FSDP or is offloaded by accelerate.
     """
     check_model(model)
@@ -145,7 +142,7 @@ def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterabl
     tied: dict[tuple[nn.Parameter, nn.Parameter | None], list[StoredLinear]] = {}
     for layer in layers.values():
         tied.setdefault((layer.weight, layer.weight_scale), []).append(layer)
-    while tied:  # so that a stored weight is freed before the next one is made dense
+    while tied:  # pop, so that a stored weight is freed before the next one is made dense
         (stored, scale), own = tied.popitem()
         assert scale is not None
         weight = nn.Parameter(dequantized(get_format(own[0].weight_format), stored, scale, dtype))
@@ -157,7 +154,7 @@ def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterabl
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of the first floating-point parameter other than stored weights and scales, or torch's default."""
+    """The dtype of the first floating-point parameter that is not quantized or a scale, or torch's default dtype."""
     stored = {
         parameter
         for module in model.modules()
@@ -169,7 +166,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _layers(model: nn.Module, skip: Iterable[str]) -> dict[str, StoredLinear]:
-    """The layers of a model that `skip` does not name, by their first names."""
+    """Map names to the layers that are not in `skip`. A layer with several names has the first one."""
     if isinstance(skip, str) or not isinstance(skip, Iterable):
         raise TypeError(f"skip: got {skip!r}, must be a list of names of modules")
     every = [
@@ -210,7 +207,7 @@ def _check_layer(name: str, layer: StoredLinear, chosen: WeightFormat) -> None:
             f" or quantize the dense model to {chosen.name}"
         )
     _check_own_weight(name, layer)
-    own: Tensor = getattr(layer.weight, "to_local", lambda: layer.weight)()  # what this rank holds of a DTensor
+    own: Tensor = getattr(layer.weight, "to_local", lambda: layer.weight)()  # the local part of a DTensor
     try:
         check_columns(chosen, layer.in_features)
         check_columns_of_ranks("in_features", layer.in_features, layer.weight.shape[-1] // own.shape[-1], chosen.name)
@@ -227,7 +224,7 @@ def _check_own_weight(name: str, layer: StoredLinear) -> None:
 
 
 def _check_values(name: str, weight: Tensor) -> None:
-    """Check that all weights are finite in float32, so that their scales are."""
+    """Check that all weights are finite in float32, since their scales must be."""
     if weight.is_meta or not is_readable(weight):
         return
     largest = float(whole(torch.linalg.vector_norm(weight, math.inf)).float())

@@ -1,4 +1,4 @@
-"""The part of `freeze` that replaces modules of other classes, after comparing each with its replacement."""
+"""Replaces modules of other classes for `freeze`, after comparing each with its replacement."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.nn.utils import parametrize
 from .comparing import check_same_results
 
 Replacements = Mapping[type[nn.Module], Callable[..., nn.Module]]
-"""Classes of modules, each with a function that takes an instance and returns the module in its place."""
+"""Maps classes of modules to functions that take an instance and return its replacement."""
 
 
 def replace_modules(model: nn.Module, replace: Replacements, stacklevel: int) -> nn.Module:
-    """Replace the modules of the given classes, or none if there is an error; see `freeze` for results and errors.
+    """Replace the modules of the given classes, or none if there is an error; see `freeze`.
 
-    Warnings name the caller at `stacklevel`, as in `warnings.warn`, counted from the caller of this function.
+    `stacklevel` is as in `warnings.warn`, counted from the caller of this function.
     """
     _check(replace)
     places = [place for place in _places(model) if _class_of(place[2]) in replace]
@@ -35,7 +35,7 @@ _class_of = parametrize.type_before_parametrizations
 
 
 def _check_places(places: list[tuple[nn.Module | None, str, nn.Module]], replace: Replacements) -> None:
-    """Check, before anything is replaced, that each class occurs, and not as the root of a compiled model."""
+    """Check that the model has modules of each class, and that none is the root of a compiled model."""
     if missing := set(replace) - {_class_of(module) for _, _, module in places}:
         names = ", ".join(sorted(cls.__qualname__ for cls in missing))
         raise ValueError(f"replace: got {names}, but no module of the model is of this class; subclasses do not count")
@@ -58,7 +58,7 @@ def _check(replace: object) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module | None, str, nn.Module]]:
-    """Yield each module with its name in each parent, a shared one several times; the model itself has no parent."""
+    """Yield (parent, name, module) for each module and parent. The parent of the model itself is None."""
     for path, module in model.named_modules(remove_duplicate=False):
         parent, _, name = path.rpartition(".")
         yield model.get_submodule(parent) if path else None, name, module

@@ -1,4 +1,4 @@
-"""The base class of all layers whose weight may be stored in 8 or 4 bits: the parameters, and checks of checkpoints."""
+"""The base class of layers whose weight may be stored in 8 or 4 bits: its parameters and the checks of checkpoints."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 SCALE = "weight_scale"
 
 _PAIR = "_mglu_pair"
-"""The attribute of a stored weight and of its scales that says that they belong together: the same text."""
+"""An attribute of a stored weight and its scales. Both have the same text if they belong together."""
 
 _NOT_CAST = "_ddp_ignored"
-"""The attribute of tensors that `DistributedDataParallel` does not cast for mixed precision."""
+"""The attribute that keeps `DistributedDataParallel` from casting a tensor for mixed precision."""
 
 
 class _Shard(Tensor):
-    """What a rank of FSDP2 holds of a stored weight or its scales. FSDP2 gathers it without its mixed precision.
+    """A rank's shard of a stored weight or its scales under FSDP2, which gathers it without casting it.
 
-    FSDP2 casts what it gathers if the dtype is floating, as float8_e4m3fn is, unless the tensor on a rank has the two
-    methods of an extension. The other methods are those by which FSDP2 moves, pads and cuts the tensor on a rank. All
-    other operations return ordinary tensors.
+    With mixed precision FSDP2 casts floating-point shards, such as float8_e4m3fn, unless their class has the extension
+    methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`. FSDP2 moves, pads and slices a shard with the other
+    methods here, which must return a shard. All other operations return ordinary tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # as in torch's subclasses
@@ -43,7 +43,7 @@ class _Shard(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What this rank sends: its part, padded to the size of the first rank's."""
+        """Return what this rank sends: its shard, padded to the size of the first rank's shard."""
         rows = ceil_div(outer_size[0], mesh.size())
         if self.shape[0] == rows:
             return (self,), None
@@ -54,7 +54,7 @@ class _Shard(Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole tensor, whose memory FSDP2 owns. It has filled `out` already, if that is given."""
+        """Return the gathered tensor, whose memory FSDP2 owns. If `out` is given, FSDP2 has filled it already."""
         return (gathered[0], ()) if out is None else None
 
     def new_zeros(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -76,25 +76,25 @@ class _Shard(Tensor):
 class StoredLinear(nn.Module):
     """One weight in a format of `mglu_ops.formats`, without a forward.
 
-    A subclass that sets `num_experts` has as many weights, stacked along a first dimension that its scales have too.
+    In a subclass that sets `num_experts`, the weights and scales of the experts are stacked along a first dimension.
 
     Args:
         in_features: columns of the weight, at least 1.
         out_features: rows of the weight, at least 1.
-        weight_format: a name of `mglu_ops.formats.FORMATS`.
-        device: of all tensors.
-        dtype: of a dense weight.
+        weight_format: a name in `mglu_ops.formats.FORMATS`.
+        device: device of all tensors.
+        dtype: dtype of a dense weight.
 
     Raises:
         ValueError: an argument is out of range or of another type.
     """
 
     num_experts: int | None = None
-    """The number of stacked layers; None for one layer, whose tensors have no dimension of experts."""
+    """The number of stacked layers; None for a single layer, whose tensors have no dimension of experts."""
     in_features: int
     out_features: int
     weight_format: str
-    """How the weight is stored, a name of `mglu_ops.formats.FORMATS`."""
+    """The format of the stored weight, a name in `mglu_ops.formats.FORMATS`."""
     weight: nn.Parameter
     weight_scale: nn.Parameter | None
 
@@ -123,12 +123,12 @@ class StoredLinear(nn.Module):
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter. A weight and scales that are new to the module, both of them, become a pair."""
+        """Register a parameter. If weight and scales are both new to the module, mark them as a pair."""
         if name not in ("weight", SCALE):
             super().register_parameter(name, param)
             return
         self._mark()
-        # accelerate passes attributes of the parameter on to a constructor, which takes none of ours.
+        # accelerate passes a parameter's attributes to a constructor, which does not accept these two.
         kept = getattr(param, "__dict__", {})
         pair, _ = kept.pop(_PAIR, None), kept.pop(_NOT_CAST, None)
         super().register_parameter(name, param)
@@ -137,7 +137,7 @@ class StoredLinear(nn.Module):
         self._mark()
 
     def _mark(self) -> None:
-        """Mark a stored weight and its scales as a pair if neither is marked, and against casts of data parallelism."""
+        """Mark a stored weight and its scales as a pair if neither is marked, and keep DDP from casting them."""
         weight, scale = self._parameters.get("weight"), self._parameters.get(SCALE)
         if weight is None or scale is None:
             return
@@ -149,16 +149,16 @@ class StoredLinear(nn.Module):
         setattr(scale, _NOT_CAST, True)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and note which parameters are shards of FSDP2.
+        """Set an attribute, and turn parameters that FSDP2 sets into `_Shard`s.
 
-        FSDP2 sets parameters in this way only in classes that define this method. In others, it writes `_parameters`.
-        A DTensor does not tell whether FSDP2 or tensor parallelism has made it, and `torch.compile` takes no `_Shard`
-        from tensor parallelism, so the caller must.
+        FSDP2 calls `__setattr__` only in classes that define it; in others it writes to `_parameters`. The caller has
+        to be recognised, because DTensors of FSDP2 and of tensor parallelism look the same, and `torch.compile` does
+        not accept `_Shard`s in the latter.
         """
         if name not in ("weight", SCALE):
             super().__setattr__(name, value)
             return
-        is_shard = _is_shard(self._parameters.get(name))  # loaded with assign=True
+        is_shard = _is_shard(self._parameters.get(name))  # true if a shard is replaced, by load_state_dict(assign=True)
         is_shard |= sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp.")
         super().__setattr__(name, value)
         if is_shard:
@@ -166,17 +166,17 @@ class StoredLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark()  # copies of parameters lack their attributes
+        self._mark()  # a copied parameter lacks the attributes of its original
 
     def _as_shard(self, name: str) -> None:
-        """Let FSDP2 gather a stored parameter without a cast, if it is a DTensor; FSDP2 casts no integers."""
+        """Turn the local part of a floating-point stored parameter into a `_Shard`. FSDP2 does not cast integers."""
         param = self._parameters.get(name)
         shard = getattr(param, "_local_tensor", None)
         if type(shard) is Tensor and shard.dtype.is_floating_point and self.weight_format != "dense":
             param._local_tensor = shard.as_subclass(_Shard)  # type: ignore[union-attr]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply `to`, `half` and their like, which may move a stored weight and its scales, but not convert them."""
+        """Apply methods such as `to` and `half`, which may move a stored weight and its scales but not convert them."""
         stored = () if self.weight_format == "dense" else tuple(self._stored())
 
         def keep_dtype(tensor: Tensor) -> Tensor:
@@ -186,13 +186,13 @@ class StoredLinear(nn.Module):
 
         shards = [name for name in ("weight", SCALE) if _is_shard(self._parameters.get(name))]
         super()._apply(keep_dtype, recurse)
-        self._mark()  # a parameter that cannot be changed in place was replaced
+        self._mark()  # parameters that cannot be changed in place were replaced
         for name in shards:
             self._as_shard(name)
         return self
 
     def _stored(self) -> Iterator[Tensor]:
-        """The stored weight and its scales, or what a parametrization computes them from."""
+        """The stored weight and its scales, or the tensors from which a parametrization computes them."""
         chosen = get_format(self.weight_format)
         for name, dtype in (("weight", chosen.dtype), (SCALE, chosen.scale_dtype)):
             if parametrize.is_parametrized(self, name):
@@ -203,12 +203,12 @@ class StoredLinear(nn.Module):
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The first sizes of the tensors, before the sizes of one layer: none, or `num_experts`."""
+        """The sizes before those of one layer: `(num_experts,)`, or none."""
         return () if self.num_experts is None else (self.num_experts,)
 
     @property
     def weight_gain(self) -> float:
-        """The factor of initial weights."""
+        """The factor by which initial weights are multiplied."""
         return 1.0
 
     @torch.no_grad()
@@ -229,12 +229,12 @@ class StoredLinear(nn.Module):
     def check_pair(self, path: str = "") -> None:
         """Check that a stored weight and its scales belong together: both were assigned, or neither was.
 
-        accelerate casts a tensor of a checkpoint to the dtype of the parameter in whose place it writes it. It leaves
-        alone what the checkpoint does not have, such as the scales if the weight in it is dense. Values that are
-        written into a parameter, also by way of its `data`, are not noticed.
+        accelerate casts a checkpoint's tensor to the dtype of the parameter that it replaces, and keeps parameters that
+        the checkpoint lacks. A dense checkpoint would therefore combine its weight with old scales. Writes into a
+        parameter, also through its `data`, are not noticed.
 
         Args:
-            path: what precedes the parameters' names in the message.
+            path: prefix of the parameters' names in the message.
 
         Raises:
             ValueError: only one of the two was replaced, or they come from different pairs.
@@ -260,19 +260,19 @@ class StoredLinear(nn.Module):
     ) -> None:
         refused = {key: problem for key, problem in self._problems(state_dict, prefix).items() if problem is not None}
         error_msgs += dict.fromkeys(refused.values())  # one message for one cause, also with strict=False
-        # The call below must not see what is refused: it would cast a wrong dtype silently, and report keys as missing
-        # or unexpected in addition.
+        # Hide refused tensors from the call below, which would cast a wrong dtype silently, and report the keys as
+        # missing or unexpected in addition.
         kept = {key: value for key, value in state_dict.items() if key not in refused} if refused else state_dict
         super()._load_from_state_dict(kept, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         missing_keys[:] = [key for key in missing_keys if key not in refused]
 
     def _problems(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, str | None]:
-        """Why this module cannot load tensors of a checkpoint, by their keys; None for what it can load."""
-        # A weight without its scales is another weight.
+        """Map keys of a checkpoint to the reason why this module cannot load the tensor, or to None if it can."""
+        # Weight and scales are loaded together or not at all.
         return dict.fromkeys((prefix + "weight", prefix + SCALE), self._weight_problem(state_dict, prefix))
 
     def _weight_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-        """Return why this module cannot load the weight of a checkpoint and its scales, or None if it can."""
+        """Return why this module cannot load the weight and the scales of a checkpoint, or None if it can."""
         key, scale_key = prefix + "weight", prefix + SCALE
         weight, scale = state_dict.get(key), state_dict.get(scale_key)
         if self.weight_format == "dense":
@@ -310,23 +310,23 @@ def _is_shard(param: Tensor | None) -> bool:
 
 
 def dtype_problem(key: str, tensor: Any) -> str | None:
-    """Return why a tensor of a checkpoint cannot be a dense weight or logits, or None if it can."""
+    """Return why a checkpoint's tensor cannot be a dense weight or logits, or None if it can."""
     if not isinstance(tensor, Tensor) or tensor.dtype in FLOATING:
         return None
     return f"{key}: got dtype {tensor.dtype}, must be one of {', '.join(map(str, FLOATING))}"
 
 
 def init_as_linear_(weight: Tensor) -> None:
-    """Draw weights `[..., out_features, in_features]` as `nn.Linear` does, also DTensors that cannot be flattened."""
+    """Draw weights `[..., out_features, in_features]` as `nn.Linear` does. It also works on DTensors."""
     std = nn.init.calculate_gain("leaky_relu", math.sqrt(5)) / math.sqrt(weight.shape[-1])
     bound = math.sqrt(3.0) * std
     nn.init.uniform_(weight, -bound, bound)
 
 
 def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The stored weight and the scales of a weight `[out_features, in_features]`, or of a stack along dimension 0.
+    """Quantize a weight `[out_features, in_features]`, or a stack along dimension 0, to a stored weight and scales.
 
-    Only one weight at a time is copied to float32.
+    Only one weight of a stack at a time is copied to float32.
     """
     if chosen.is_dense:
         return chosen.quantize(weight)
@@ -343,7 +343,7 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
             )
             if columns_are_divided and weight.dim() == 3 and shards == mesh.size():
                 return _quantized_columns(chosen, weight)
-            # Each rank has equally many whole rows, and all rows that share a scale.
+            # Each rank has whole rows, and no block of rows with one scale is cut.
             if not columns_are_divided and (not rows_are_divided or own.shape[-2] % chosen.rows == 0):
                 stored, scale = quantized(chosen, own)
                 assert scale is not None
@@ -355,9 +355,9 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
 
 
 def dequantized(chosen: WeightFormat, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight `[out_features, in_features]` of a stored weight and its scales, or a stack along dimension 0.
+    """Compute the dense weight `[out_features, in_features]`, or a stack along dimension 0, from a stored one.
 
-    Only one weight at a time is copied to float32. Each rank computes what it holds of a DTensor.
+    Only one weight of a stack at a time is copied to float32. Each rank computes its local part of a DTensor.
     """
     if hasattr(weight, "placements"):
         from torch.distributed.tensor import DTensor
@@ -374,7 +374,7 @@ def dequantized(chosen: WeightFormat, weight: Tensor, scale: Tensor, dtype: torc
 
 
 def _quantized_columns(chosen: WeightFormat, weight: DTensor) -> tuple[Tensor, Tensor]:
-    """`quantized` for a stack of which each rank has as many columns; all ranks gather one weight at a time."""
+    """`quantized` for a stack sharded along its columns. All ranks gather one weight at a time."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     mesh, placements = weight.device_mesh, list(weight.placements)

@@ -1,4 +1,4 @@
-"""Weights that torchao has quantized, in the formats of this package. torchao itself is not imported."""
+"""Converts weights that torchao has quantized to the formats of this package, without importing torchao."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from ..formats import FORMATS, WeightFormat
 
 
 def is_of_torchao(tensor: object) -> bool:
-    """Whether a tensor is of one of torchao's classes, which hold quantized values under a floating dtype."""
+    """True for tensors of torchao's classes, which have a floating dtype but hold quantized values."""
     return type(tensor).__module__.partition(".")[0] == "torchao"
 
 
 def unpacked(tensor: Any) -> tuple[WeightFormat, Tensor, Tensor]:
-    """The format, the stored weight and the scales of a weight `[out_features, in_features]`.
+    """Return the format, the stored weight and the scales of torchao's weight `[out_features, in_features]`.
 
-    The values stay the same. A weight in 8 bits is not copied.
+    The values do not change. An 8-bit weight is not copied.
 
     Raises:
-        ValueError: no format has such values and scales, torchao would quantize the activations too, or it is a stack.
+        ValueError: no format has such values and scales, torchao would also quantize activations, or the tensor is a
+            stack of weights.
     """
     name, shape = type(tensor).__name__, list(tensor.shape)
     if len(shape) != 2:
@@ -51,11 +52,11 @@ def unpacked(tensor: Any) -> tuple[WeightFormat, Tensor, Tensor]:
 
 
 _PLAIN = ("Float8Tensor", "Int8Tensor", "Int4Tensor", "IntxUnpackedToInt8Tensor")
-"""Classes whose `qdata` has the rows and columns of the weight; two columns of `Int4Tensor` are in a byte."""
+"""Classes whose `qdata` has the rows and columns of the weight. A byte of `Int4Tensor` holds two columns."""
 
 
 def _stored(tensor: Any, chosen: WeightFormat) -> Tensor | None:
-    """The numbers of a weight as a format stores them; None if it has others."""
+    """The weight in the layout of a format, or None if the format cannot store it."""
     numbers, is_packed = tensor.qdata, type(tensor).__name__ == "Int4Tensor"
     if is_packed or str(getattr(tensor, "target_dtype", "")) == "torch.int4":
         if chosen.packed == 1:
@@ -65,7 +66,7 @@ def _stored(tensor: Any, chosen: WeightFormat) -> Tensor | None:
 
 
 def _more_than_scales(tensor: Any) -> str:
-    """What a weight has besides scales, as text; empty without."""
+    """Describes zero points and quantized activations for the error message; empty if there are none."""
     zero_point, activations = getattr(tensor, "zero_point", None), ["act_quant_kwargs", "act_quant_scale"]
     names = [*activations, "act_pre_scale", "activation_quantization"]
     has_activations = any(getattr(tensor, one, None) is not None for one in names)
