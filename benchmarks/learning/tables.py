@@ -94,7 +94,11 @@ def bytes_of_token(found: pd.DataFrame) -> float:
 
 
 def sources(results: Path) -> str:
-    """A row for each corpus: its text, and where and with which commits its runs were trained."""
+    """A row for each corpus: its text, and where and with which commits its runs were trained.
+
+    Raises:
+        FileNotFoundError: no corpus has tables.
+    """
     lines, costs = [], results / f"{cost.NAME}.csv"
     for path in sorted((results / RESULTS.name).glob("*_runs.csv")):
         found = read(path)
@@ -102,6 +106,8 @@ def sources(results: Path) -> str:
         text = [facts["corpus.kind"], facts["corpus.digest"], held_out]
         where = (", ".join(one.unique()) for one in (found.device, found.torch, found.commit.str[:7]))
         lines.append([f"`{path.stem.removesuffix('_runs')}`", *text, len(found), *where])
+    if not lines:
+        raise FileNotFoundError(f"{results}: no tables of runs; `python -m benchmarks.learning.gather` makes them")
     if costs.is_file():
         facts = read_table(costs)[0]
         commits = ", ".join(commit[:7] for commit in facts["commit"].split(", "))
