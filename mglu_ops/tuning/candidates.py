@@ -1,4 +1,4 @@
-"""The launches that a search tries: first the kernels' own choices, then neighbours of the best so far."""
+"""The launches that a search tries: first choices for this and similar calls, then neighbours of the fastest."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
         "cluster": (1, 2),
     },
 }
-"""The settings that the search varies, by kernel, each with its values in order."""
+"""The settings that the search varies, by kernel, with their values in ascending order."""
 
 
 def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
-    """The first launches: the choices for the call, and for other numbers of tokens, other layers and other GPUs.
+    """The first launches: the choices for the call, and for other numbers of tokens, other layers and another GPU.
 
-    Added to these are pairs of blocks that share 128 rows and have half of the tokens each, dense and sparse.
+    Also two launches of `tile_wgmma`, dense and sparse, with clusters of two blocks that share 128 rows and have half
+    of the tokens each.
     """
     found = [
         without_tables(call, gpu),
@@ -55,13 +56,13 @@ def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
     widths = _LADDERS["tile_wgmma"]["block_tokens"]
     half = next((width for width in widths if 2 * width >= call.tokens), widths[-1])
     pair = TileWgmma(rows=128, block_tokens=half, sub=2, cluster=2)
-    if (call.n_masks + 1) * pair.block_tokens <= 336:  # twice the accumulators that a thread has registers for
+    if (call.n_masks + 1) * pair.block_tokens // 2 <= 168:  # the most accumulators of a thread
         found += [_with_full_ring(replace(pair, sparse=sparse), call, gpu) for sparse in (False, True)]
     return [config for config in dict.fromkeys(found) if config.violation(call, gpu) is None]
 
 
 def neighbours(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
-    """The configurations that differ by one step of one setting, or trade tiles for parts of k at equal warps."""
+    """The configurations that differ by one step of one setting, or trade `tiles` for `split_k` at equal warps."""
     found = (_with_full_ring(other, call, gpu) for other in _steps(config))
     return [other for other in dict.fromkeys(found) if other != config and other.violation(call, gpu) is None]
 
@@ -82,7 +83,7 @@ def _steps(config: LaunchConfig) -> Iterator[LaunchConfig]:
 
 
 def _with_full_ring(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> LaunchConfig:
-    """Give `tile_wgmma` all the stages that there is room for. The search does not vary them."""
+    """Give `tile_wgmma` the most stages that fit. The search leaves its number of stages alone."""
     if not isinstance(config, TileWgmma):
         return config
     return config.with_full_ring(call.n_masks, call.weight.bits, gpu.shared_bytes_per_sm)

@@ -14,9 +14,9 @@ from ..files import check_writable
 from ..words import counted
 
 DESCRIPTION = (
-    "Measures launches of the CUDA kernels for layers of given shapes on the GPU at hand, and writes a table of those "
-    "that beat the choice of the cost model. MGLU_TUNING_TABLE=FILE makes mglu_ops use it; a table that others "
-    "can use belongs in mglu_ops/backends/cuda/tables."
+    "Measures launches of the CUDA kernels for layers of the given shapes on this GPU, and writes a table of the "
+    "launches that beat the choice of the cost model. MGLU_TUNING_TABLE=FILE makes mglu_ops use it. A table that is "
+    "useful to others belongs in mglu_ops/backends/cuda/tables."
 )
 
 
@@ -24,33 +24,35 @@ def add_parser(subparsers: Any) -> None:
     """Add `tune` to the commands."""
     parser = subparsers.add_parser("tune", help="measure launches of the CUDA kernels", description=DESCRIPTION)
     parser.add_argument(
-        "--shapes", type=shape, nargs="+", metavar="OUTxIN", help="of the weight, as 14336x4096; needed without --fit"
+        "--shapes", type=shape, nargs="+", metavar="OUTxIN", help="the weights, as 14336x4096; required without --fit"
     )
     parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the table, JSON")
-    parser.add_argument("--rounds", type=int, default=25, metavar="N", help="of replays for the best (default: 25)")
     parser.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="how far from the model's choice to look (default: 3)"
+        "--rounds", type=int, default=25, metavar="N", help="timed replays of the finalists (default: 25)"
     )
     parser.add_argument(
-        "--min-gain", type=float, default=0.02, metavar="X", help="leave out what gains less than this (default: 0.02)"
+        "--steps", type=int, default=3, metavar="N", help="steps from the model's choice to search (default: 3)"
+    )
+    parser.add_argument(
+        "--min-gain", type=float, default=0.02, metavar="X", help="least gain in time of an entry (default: 0.02)"
     )
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="instead of a table, fit the cost model of the kernel for many tokens to the GPU at hand, in about 5 "
-        "minutes and with scipy; MGLU_COST_MODEL=FILE makes mglu_ops use it",
+        help="instead of a table, fit the cost model of the kernel for many tokens to this GPU (about 5 minutes, needs "
+        "scipy); MGLU_COST_MODEL=FILE makes mglu_ops use it",
     )
     parser.add_argument(
-        "--timings", type=Path, metavar="CSV", help="with --fit: where to keep the timings, or to find them"
+        "--timings", type=Path, metavar="CSV", help="with --fit: read the timings from this file, or write them to it"
     )
     parser.set_defaults(run=run)
 
 
 def shape(text: str) -> tuple[int, int]:
-    """The sizes of a weight, `(out_features, in_features)`, from `OUTxIN`."""
+    """Parse `OUTxIN` as `(out_features, in_features)`."""
     out_features, _, in_features = text.partition("x")
     if not (out_features.isdecimal() and in_features.isdecimal()):
         raise argparse.ArgumentTypeError(f"got {text!r}, must be OUTxIN, as 14336x4096")
@@ -58,7 +60,7 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and write; the exit code. Raises UserError for problems that the user can fix."""
+    """Measure, write the table and return the exit code. Raises UserError for problems that the user can fix."""
     for name, path in (("--out", options.out), ("--timings", options.timings)):
         if path is not None:
             check_writable(name, path)
@@ -92,14 +94,14 @@ def run(options: argparse.Namespace) -> int:
         )
         if kept:
             entries.append(entry)
-        write(options.out, facts, entries)  # the entries so far, in case the rest fails
+        write(options.out, facts, entries)  # after every call, in case a later one fails
         torch.cuda.empty_cache()
     print(f"{counted(len(entries), 'entry', 'entries')} in {options.out}")
     return 0
 
 
 def _fit(options: argparse.Namespace) -> int:
-    """Fit the cost model; the exit code."""
+    """Fit the cost model and return the exit code."""
     import torch
 
     from ..backends.cuda.device import gpu_of, gpu_of_architecture
@@ -132,7 +134,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, object]:
-    """The environment of the measurements. Its first three entries identify the GPU."""
+    """The environment of the measurements. The first three entries identify the GPU."""
     import torch
 
     from .. import __version__
@@ -155,7 +157,7 @@ def environment() -> dict[str, object]:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this file is in, or MGLU_COMMIT where the history is elsewhere."""
+    """The commit of the checkout that contains this file, or MGLU_COMMIT for a copy without history."""
     named = os.environ.get("MGLU_COMMIT")
     if named:
         return named

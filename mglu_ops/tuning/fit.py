@@ -1,9 +1,8 @@
-"""Fits the cost model of `tile_wgmma` to a GPU: measures launches, and finds the constants behind their times.
+"""Fits the cost model of `tile_wgmma` to a GPU: measures launches, and finds the constants that explain their times.
 
-The model ranks launches, so it must be right about those that are nearly the fastest. Calls are drawn with a fixed
-seed. For each call, the launches that the starting constants predict to be fastest are measured, and a few random ones.
-After a first fit, the launches that the fitted constants predict to be fastest are measured too. The timings are kept
-in a CSV file, from which the same constants can be fitted again.
+The model ranks launches, so it must be accurate for the fastest ones. Calls are drawn with a fixed seed. For each call,
+the launches are measured that are fastest by the starting constants, and a few random ones. After a first fit, the
+launches are measured that are fastest by the fitted constants. The timings can be kept in a CSV file, and fitted again.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _call(n_masks: int, tokens: int, out_features: int, in_features: int) -> Lay
 
 
 def sampled_calls() -> list[LayerCall]:
-    """The calls to measure, always the same."""
+    """The calls to measure, drawn with `SEED`."""
     draw = random.Random(SEED)
     every = [(*shape, tokens) for shape in SHAPES for tokens in TOKENS]
     return [
@@ -66,14 +65,14 @@ def sampled_calls() -> list[LayerCall]:
 
 
 def launches_to_measure(call: LayerCall, gpu: Gpu, costs: CostModel, fastest: int, others: int) -> list[TileWgmma]:
-    """The launches that the model predicts to be fastest for a call, and some random ones."""
+    """The `fastest` launches of a call by the model, and `others` random launches."""
     ranked = sorted(candidates(call, gpu, False), key=lambda config: costs.microseconds(config, call, gpu))
     rest = ranked[fastest:]
     return ranked[:fastest] + random.Random(str(call)).sample(rest, min(others, len(rest)))
 
 
 def measure(gpu: Gpu, note: Callable[[str], None]) -> list[Timing]:
-    """Time the launches of every call on the current device."""
+    """Time the launches of all sampled calls on the current device. `note` is called with lines about the progress."""
     calls = sampled_calls()
     first = {call: launches_to_measure(call, gpu, START, FASTEST_BY_START, RANDOM_LAUNCHES) for call in calls}
     timings = _times(first, gpu, note)
@@ -90,10 +89,10 @@ def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable
     from .search import Layers, compile_all
 
     found = []
-    of_layer: dict[LayerCall, list[LayerCall]] = {}
+    calls_of_layer: dict[LayerCall, list[LayerCall]] = {}
     for call in wanted:
-        of_layer.setdefault(replace(call, leading=(1,)), []).append(call)
-    for layer, calls in of_layer.items():
+        calls_of_layer.setdefault(replace(call, leading=(1,)), []).append(call)
+    for layer, calls in calls_of_layer.items():
         refused = compile_all(layer, gpu, {config for call in calls for config in wanted[call]})
         layers = Layers(layer)
         for call in calls:
@@ -116,7 +115,7 @@ _SETTINGS = {name: default for name, default in asdict(TileWgmma()).items() if n
 
 
 def write_timings(path: Path, timings: Iterable[Timing], header: str) -> None:
-    """Write a CSV file; `header` is a comment at its head."""
+    """Write timings to a CSV file, after a line with the comment `header`."""
     with path.open("w", newline="") as file:
         file.write(f"# {header}\n")
         writer = csv.writer(file)
@@ -131,7 +130,7 @@ def read_timings(path: Path) -> list[Timing]:
     """Read a file that `write_timings` wrote.
 
     Raises:
-        ValueError: it is not such a file.
+        ValueError: the file has another form.
     """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
@@ -169,13 +168,13 @@ START = CostModel(
     sparse_of_rows=ProductCosts(gap=15, fragments=40),
     sparse_of_masks=ProductCosts(gap=15, fragments=80),
 )
-"""The constants with which every fit begins: rates from data sheets, costs counted from the kernel's instructions."""
+"""The constants with which a fit begins: rates from data sheets, and costs estimated from the kernel's instructions."""
 
 
 def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
-    """The constants with the least error in the logarithm of the time, by a loss in which outliers count less.
+    """Minimize the error of the logarithms of the times, by a loss that limits the weight of outliers.
 
-    Every constant is fitted as a multiple of its value in `start`; constants that are 0 there stay 0.
+    A constant is fitted as a multiple of its value in `start`, so a constant that is 0 there stays 0.
     """
     from scipy.optimize import least_squares
 
@@ -189,19 +188,19 @@ def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
     found = least_squares(
         residuals, [1.0] * count, bounds=(0.2, 5), loss="soft_l1", f_scale=0.1, diff_step=0.02, max_nfev=60
     )
-    return _changed(_scaled(start, iter(found.x)), lambda value: float(f"{value:.3g}"))  # the timings are worth no more
+    return _changed(_scaled(start, iter(found.x)), lambda value: float(f"{value:.3g}"))  # as precise as the timings
 
 
 def error_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
-    """The geometric mean of the factors by which the model is off."""
+    """The factor, at least 1, between the model's and the measured time, as a geometric mean over all timings."""
     ratios = [costs.microseconds(one.config, one.call, gpu) / one.microseconds for one in timings]
     return statistics.geometric_mean(max(ratio, 1 / ratio) for ratio in ratios)
 
 
 def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
-    """The factor by which the model's choices are slower than the fastest launches, in the geometric mean over calls.
+    """The factor by which the model's choice is slower than the fastest launch, as a geometric mean over calls.
 
-    Only calls with several measured launches count, and only these launches.
+    The model chooses among the measured launches. Calls with a single one do not count.
     """
     calls: dict[LayerCall, list[Timing]] = {}
     for one in timings:
@@ -215,12 +214,12 @@ def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
 
 
 def _scaled(costs: CostModel, factors: Iterator[float]) -> CostModel:
-    """The constants; each one that is not 0 is multiplied by the next factor."""
+    """Multiply each constant that is not 0 by the next factor."""
     return _changed(costs, lambda value: value * next(factors) if value else value)
 
 
 def _changed(costs: Any, change: Callable[[float], float]) -> Any:
-    """The constants after a change of each, in their order."""
+    """Apply a function to every constant, in the order of the fields."""
     if isinstance(costs, tuple):
         return tuple(_changed(value, change) for value in costs)
     if isinstance(costs, (int, float)):

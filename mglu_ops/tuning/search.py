@@ -1,4 +1,4 @@
-"""The fastest correct launch of a call, found by measuring."""
+"""Searches the fastest launch of a call whose results are correct, by measurements."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .candidates import neighbours, starts
 
 SCREENING_ROUNDS = 4
 FINALISTS = 4
-_ROUNDINGS = 3  # the largest error, in epsilons of the dtype: gate, value, activation, product and sum round once each
+_ROUNDINGS = 3  # the largest relative error of a correct result, in epsilons of the dtype
 
 
 class Layers:
-    """Layers of distinct weights, and the float64 result of the first."""
+    """Layers with distinct weights, and the float64 result of the first one."""
 
     def __init__(self, call: LayerCall) -> None:
         shape = call.out_features, call.in_features
@@ -49,7 +49,7 @@ class Layers:
             self.exact += F.silu(gate) * (total - gate)
 
     def set_tokens(self, tokens: int) -> None:
-        """Take another x for the same layers, without a float64 result for it."""
+        """Replace x, for another number of tokens. Afterwards `exact` is out of date, and `is_right` unusable."""
         self.x = torch.randn(tokens, self.x.shape[1], device="cuda").to(self.x.dtype)
 
     def replay(self, config: LaunchConfig) -> Replay:
@@ -60,7 +60,7 @@ class Layers:
         return Replay(run, len(self.weights))
 
     def is_right(self, replay: Replay) -> bool:
-        """Whether a replay writes all outputs, and the first agrees with float64."""
+        """True if a replay writes finite outputs, the first of which agrees with float64."""
         for output in replay.outputs:
             output.fill_(float("nan"))
         replay.graph.replay()
@@ -69,17 +69,17 @@ class Layers:
 
 
 def search(call: LayerCall, gpu: Gpu, steps: int, rounds: int, note: Callable[[str], None]) -> Entry:
-    """The table entry for a call. Its launch may be the one that is chosen without a table.
+    """Search the fastest launch of a call, which may be the one chosen without tables, and return a table entry.
 
     Args:
-        call: of contiguous tensors.
+        call: a call of contiguous tensors.
         gpu: the current device.
-        steps: how far from the first launches to look.
-        rounds: replays of the finalists.
+        steps: the number of times that the neighbours of the fastest launch are tried.
+        rounds: measurements of each finalist.
         note: called with a line about each launch that cannot run or gives a wrong result.
 
     Raises:
-        RuntimeError: the launch that is chosen without tables is wrong itself.
+        RuntimeError: the launch that is chosen without tables cannot run or gives a wrong result.
     """
     model = without_tables(call, gpu)
     layers = Layers(call)
@@ -103,7 +103,7 @@ def search(call: LayerCall, gpu: Gpu, steps: int, rounds: int, note: Callable[[s
 def _screen(
     layers: Layers, call: LayerCall, gpu: Gpu, configs: list[LaunchConfig], note: Callable[[str], None]
 ) -> dict[LaunchConfig, float]:
-    """Microseconds a layer after a few rounds; infinitely many where a configuration does not run, or runs wrong."""
+    """Measure microseconds per layer in a few rounds; infinity if a configuration cannot run or gives wrong results."""
     found = dict.fromkeys(configs, math.inf)
     replays: dict[LaunchConfig, Replay] = {}
     refused = compile_all(call, gpu, configs)
@@ -124,7 +124,7 @@ def _screen(
 
 
 def compile_all(call: LayerCall, gpu: Gpu, configs: Iterable[LaunchConfig]) -> dict[LaunchConfig, Exception]:
-    """Compile all kernels into the cache on disk, in a thread for each processor; return what NVRTC refused."""
+    """Compile all kernels into the cache, in one thread per CPU. Return the errors of those that NVRTC refused."""
     refused: dict[LaunchConfig, Exception] = {}
 
     def compile_one(config: LaunchConfig) -> None:

@@ -1,8 +1,7 @@
-"""MGLU on NVIDIA GPUs: kernels of `csrc/cuda`, compiled by NVRTC where they run.
+"""MGLU on NVIDIA GPUs: the kernels of `csrc/cuda`, compiled by NVRTC on first use.
 
-`cuda.core` is not imported before a kernel has to be compiled. A call allocates the result (and for many tokens of many
-masks a permuted copy of x) on the current stream, and does not synchronise. The same inputs give the same bits on every
-call.
+`cuda.core` is imported only to compile a kernel. A call allocates the result, and sometimes a workspace for copies of x
+or W, on the current stream, and does not synchronise. The same inputs give the same bits in every call.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from .launch import LaunchSequence
 __all__ = ["MOST_TOKENS_FOR_REREADING", "Cuda", "DecodeMma", "LaunchConfig", "Plain", "TileWgmma"]
 
 MOST_TOKENS_FOR_REREADING = 512
-"""The most tokens for the kernels other than `tile_wgmma`, which read W again, from L2 or memory, for every 4, 8 or 16
-tokens."""
+"""The most tokens of a call without `tile_wgmma`. The other kernels read W again, from L2 or memory, for every 4, 8 or
+16 tokens."""
 
 
 class Cuda(Backend):
@@ -95,7 +94,7 @@ class Cuda(Backend):
         return choose(call, gpu_of(call.device.index))
 
     def prepare(self, call: LayerCall, launch: LaunchConfig | None = None) -> PreparedCall:
-        """Choose the launch of a supported call (or take `launch`), compile its kernels and load them.
+        """Choose the launch of a supported call (or take `launch`), and compile and load its kernels.
 
         Raises:
             ValueError: `launch` cannot run the call.
@@ -131,7 +130,7 @@ class Cuda(Backend):
         return choose_experts(call, gpu).violation(call, gpu)
 
     def prepare_experts(self, call: ExpertCall, launch: ExpertLaunch | None = None) -> CudaExperts:
-        """Choose the launch of a supported call of experts, or take `launch`; see `prepare`."""
+        """Choose the launch of a supported call of experts, or take `launch`. Raises what `prepare` raises."""
         device: int = call.layer.device.index
         gpu = gpu_of(device)
         sequence = None
@@ -155,7 +154,7 @@ class Cuda(Backend):
         return "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
 
     def prepare_down(self, call: ExpertCall, launch: ExpertsDown | None = None) -> CudaDown:
-        """Choose the launch of a supported call of `experts_down`, or take `launch`; see `prepare`."""
+        """Choose the launch of a supported `experts_down`, or take `launch`. Raises what `prepare` raises."""
         device: int = call.layer.device.index
         gpu = gpu_of(device)
         problem = None if launch is None else launch.violation(call, gpu)
@@ -173,7 +172,7 @@ class Cuda(Backend):
         return arch >= (8, 0) and (has_cuda_core() or is_cached(*packing.source(arch, masks.dtype, masks.shape[0])))
 
     def can_pack_experts(self, mask_logits: Tensor) -> bool:
-        """True if `pack` takes the logits of experts, `[E, n_masks, out_features, in_features]`."""
+        """True if `pack` takes these logits `[E, n_masks, out_features, in_features]`."""
         return len(mask_logits) < 2**16 and self.can_pack(mask_logits[0])
 
     def pack(self, masks: Tensor) -> Tensor:
@@ -198,7 +197,7 @@ class Cuda(Backend):
         return self.can_train_forward(call)
 
     def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
-        """Raises what `prepare` raises."""
+        """Prepare a forward pass. Raises what `prepare` raises."""
         with torch.cuda.device(call.device):
             return _on_device(call.device.index, training.ForwardTrain(call))
 
@@ -207,7 +206,7 @@ class Cuda(Backend):
         return _on_device(call.device.index, training.Backward(call))
 
     def unsupported_experts_training_reason(self, call: ExpertCall) -> str | None:
-        """Why the backend cannot train experts; None if it can."""
+        """The reason why the backend cannot train these experts; None if it can."""
         layer = call.layer
         if layer.device.type != "cuda":
             return f"x is on {layer.device}, not on a CUDA device"
@@ -222,7 +221,7 @@ class Cuda(Backend):
         return self.unsupported_experts_training_reason(call) is None
 
     def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
-        """Raises what `prepare` raises."""
+        """Prepare a forward pass. Raises what `prepare` raises."""
         with torch.cuda.device(call.layer.device):
             return _on_device(call.layer.device.index, experts_training.ForwardTrain(call))
 
@@ -235,7 +234,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _on_device(device: int, function: F) -> F:
-    """Wrap a function so that `device` is the current device while it runs."""
+    """Return a function that runs `function` with `device` as the current device."""
 
     def run(*arguments: Any) -> Any:
         if device == current_device():
@@ -247,7 +246,7 @@ def _on_device(device: int, function: F) -> F:
 
 
 class CudaCall:
-    """A prepared call. Thread-safe. It launches `sequence`, which is None for an empty result."""
+    """A prepared call of `mglu::forward`. Thread-safe. It runs `sequence`, which is None for an empty result."""
 
     __slots__ = ("_device", "_dtype", "_shape", "_strides", "sequence")
 
@@ -272,7 +271,8 @@ class CudaCall:
         stream = current_stream(device)
         pointers = given.addresses(out)
         if sequence.workspace_bytes:
-            # Freed on return, after the launches. Whoever gets the memory next runs after the kernels on this stream.
+            # It is freed on return, while the kernels may still run. The stream orders the next user of the memory
+            # after them.
             workspace = empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
             sequence(stream, pointers, workspace=workspace.data_ptr())
         elif sequence.maps:

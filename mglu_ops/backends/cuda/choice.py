@@ -1,7 +1,7 @@
-"""Chooses how the CUDA backend launches a call: a pure function of the call and the GPU.
+"""Chooses the launch of a call in the CUDA backend: a pure function of the call and the GPU.
 
-A table with a measurement of the call wins. Otherwise the kernels are asked in turn, the fastest first. Nothing is
-timed at run time.
+If a table of measured launches has the call, its entry wins. Otherwise the first kernel in `CHOICES` that accepts the
+call runs it. Nothing is timed at run time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class LaunchChoice:
 
     Attributes:
         config: the kernel and its launch configuration.
-        origin: the source of `config`.
-        slow_reason: why no fast 16-bit kernel can run the call, so that the plain kernel runs it several times slower.
-            None if a fast kernel runs it, and in float32, which has only the plain kernel.
+        origin: the source of `config`, such as "the cost model".
+        slow_reason: the reason why the slow plain kernel runs a 16-bit call. None if another kernel runs it, and in
+            float32, which has only the plain kernel.
     """
 
     config: LaunchConfig
@@ -55,12 +55,12 @@ def choose(call: LayerCall, gpu: Gpu) -> LaunchChoice:
 
 
 def without_tables(call: LayerCall, gpu: Gpu) -> LaunchConfig:
-    """Choose the launch of a call without tables: the first that a kernel offers."""
+    """Choose the launch of a call without tables: that of the first kernel in `CHOICES` that accepts the call."""
     return next(config for config in (choose(call, gpu) for choose in CHOICES) if config is not None)
 
 
 def choose_experts(call: ExpertCall, gpu: Gpu) -> experts.ExpertLaunch:
-    """Choose the launch of a call of experts, by the rows that an expert has if all have as many."""
+    """Choose the launch of a call of experts, by the rows of an expert with balanced routing."""
     tiles = tile_experts.choose(call, gpu) if call.layer.tokens >= tile_experts.least_rows(call.layer) else None
     return tiles or experts.choose(call, gpu)
 

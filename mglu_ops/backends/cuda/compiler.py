@@ -1,4 +1,4 @@
-"""Compiles device code to cubins by NVRTC (through `cuda.core`) or nvcc, with a cache on disk that processes share."""
+"""Compiles device code to cubins with NVRTC (through `cuda.core`) or nvcc, and caches them on disk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..interruptible import COMPILER_SECONDS, run
 
 _STANDARD = "c++17"
 _IMPORTING = threading.RLock()
-# A process that is forked in the middle of an import could never finish that import.
+# A process that is forked during the import could never finish it, so forks wait for the lock.
 os.register_at_fork(before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release, after_in_child=_IMPORTING.release)
 
 
 class CompileError(RuntimeError):
-    """No compiler or no folder for it was found, or the compiler refused a kernel; the message then has its log."""
+    """There is no compiler or no folder for its output, or the compiler refused a kernel; the message has its log."""
 
 
 @cache
@@ -42,7 +42,7 @@ def source_directory() -> Path:
 
 @cache
 def source_hash() -> str:
-    """Return the hash of all sources: each kernel includes several, and a changed header must not find an old cubin."""
+    """Return the hash of all sources, so that a change of any header makes cached cubins invalid."""
     digest = hashlib.sha256()
     for path in sorted(source_directory().glob("*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -51,7 +51,7 @@ def source_hash() -> str:
 
 @cache
 def compiler_version() -> str:
-    """Return NVRTC's version, if possible from its package, since loading the library takes 0.15 s."""
+    """Return the version of NVRTC, from its package if possible, since loading the library takes 0.15 s."""
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return f"{package} {metadata.version(package)}"
@@ -62,10 +62,10 @@ def compiler_version() -> str:
 def compile_cubin(kernel: str, arch: str, macros: dict[str, int], folder: Path | None = None) -> bytes:
     """Return the cubin of `csrc/cuda/<kernel>.cu` for an architecture such as `sm_90`, from the cache if possible.
 
-    If no folder can keep the cubin, each process compiles it. If `folder` is given, it is the only folder to use.
+    If no folder can keep the cubin, every process compiles it. If `folder` is given, no other folder is used.
 
     Raises:
-        CompileError: the compiler failed (with its log), `folder` cannot be used, or nvcc has no folder to work in.
+        CompileError: the compiler failed, `folder` cannot be used, or nvcc has no folder to work in.
     """
     artifact = _artifact(kernel, arch, macros)
     try:
@@ -78,7 +78,7 @@ def compile_cubin(kernel: str, arch: str, macros: dict[str, int], folder: Path |
 
 
 def is_cached(kernel: str, arch: str, macros: dict[str, int]) -> bool:
-    """True if the cache holds a cubin, so that no compiler is needed."""
+    """True if the cache holds the cubin, so that no compiler is needed."""
     return is_stored(_artifact(kernel, arch, macros))
 
 
@@ -124,7 +124,7 @@ def _run_nvcc(nvcc: str, kernel: str, arch: str, macros: dict[str, int], scratch
 
 
 def _cuda_core() -> Any:
-    """Import `cuda.core`, one thread at a time: it replaces itself on import, and others would find it incomplete."""
+    """Import `cuda.core`, in one thread at a time: it replaces itself during import, and is incomplete until then."""
     with _IMPORTING:
         return importlib.import_module("cuda.core")
 
@@ -142,5 +142,5 @@ def _run_nvrtc(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
     try:
         program = core.Program((directory / f"{kernel}.cu").read_text(), "c++", options)
         return bytes(program.compile("cubin").code)
-    except Exception as error:  # cuda.core raises its own types, which are not importable without it
+    except Exception as error:  # cuda.core raises types of its own
         raise CompileError(f"NVRTC could not compile {kernel}.cu for {arch} with {macros}:\n{error}") from error

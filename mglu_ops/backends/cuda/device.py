@@ -1,4 +1,4 @@
-"""The properties of a GPU on which launches depend, from the device itself or known for its architecture."""
+"""The properties of a GPU on which launches depend, of a device or of a known architecture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 RESERVED_SHARED_BYTES_PER_BLOCK = 1024
-"""Bytes of every block's shared memory that the driver reserves."""
+"""Shared memory that the driver reserves in every block."""
 
 MOST_THREADS_PER_BLOCK = 1024
 
@@ -18,11 +18,11 @@ class Gpu:
     """The properties of a GPU on which launches depend.
 
     Attributes:
-        name: the driver's name for it, which tables of launches use.
-        arch: compute capability.
+        name: its name in the driver and in tables of launches.
+        arch: the compute capability.
         multiprocessors: the number of SMs.
-        shared_bytes_per_sm: shared memory of an SM.
-        threads_per_sm: threads that an SM holds at once.
+        shared_bytes_per_sm: the shared memory of an SM in bytes.
+        threads_per_sm: the most threads that reside on an SM.
     """
 
     name: str
@@ -64,10 +64,10 @@ KNOWN_GPUS: dict[tuple[int, int], Gpu] = {
 
 
 def gpu_of_architecture(arch: tuple[int, int]) -> Gpu:
-    """Return a GPU of an architecture: one of this machine, or else of `KNOWN_GPUS`.
+    """Return a GPU of an architecture, from this machine or from `KNOWN_GPUS`.
 
     Raises:
-        ValueError: neither has the architecture.
+        ValueError: neither has one.
     """
     for device in range(torch.cuda.device_count()):
         if gpu_of(device).arch == arch:

@@ -19,7 +19,7 @@ class LaunchError(RuntimeError):
 
 
 class _Attribute(ctypes.Structure):
-    """`CUlaunchAttribute` whose value is an int."""
+    """`CUlaunchAttribute` with a value of type int."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
 
@@ -48,7 +48,7 @@ def _library() -> ctypes.CDLL:
 
 
 def call_driver(function: str, what: str, *arguments: object) -> None:
-    """Call a function of the driver by name; `what` names the action in the error message.
+    """Call a function of the driver by name. `what` describes the action in the error message.
 
     Raises:
         LaunchError: the function returned an error.
@@ -65,7 +65,7 @@ def _check(result: int, what: str) -> None:
 
 
 def bind_context(device: int) -> None:
-    """Give this thread torch's context of a device if it has none, which is so before its first torch operation."""
+    """Give this thread torch's context of a device if it has none, as before its first torch operation."""
     library, context, handle = _library(), ctypes.c_void_p(), ctypes.c_int()
     _check(library.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
     if not context.value:
@@ -75,7 +75,7 @@ def bind_context(device: int) -> None:
 
 
 class Kernel:
-    """A kernel of a module that is loaded into the context of `device`, the current device, and is never unloaded."""
+    """A kernel whose module is loaded into the context of `device`, the current device, and never unloaded."""
 
     def __init__(self, cubin: bytes, name: str, device: int) -> None:
         library = _library()
@@ -84,7 +84,7 @@ class Kernel:
         self.device = device
         self.handle = ctypes.c_void_p()
         self._module = ctypes.c_void_p()
-        self._shared = 48 * 1024  # available to every launch without a request
+        self._shared = 48 * 1024  # a launch may use this much without asking
         self._lock = threading.Lock()
         _check(library.cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {name}")
         _check(library.cuModuleGetFunction(ctypes.byref(self.handle), self._module, name.encode()), name)
@@ -100,17 +100,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class KernelStruct:
-    """A struct that a kernel takes, with all its strides and sizes by name. Only its pointers differ by call."""
+    """A struct of a kernel's parameters, with the values of its integers. Only the pointers differ between calls."""
 
     parameters: Parameters
     integers: Mapping[str, int]
 
 
 class Launch:
-    """A kernel with its geometry and its parameters, of which only the pointers and tensor maps differ by call.
-
-    Thread-safe.
-    """
+    """A kernel with its grid and parameters. Only the pointers and tensor maps differ between calls. Thread-safe."""
 
     def __init__(
         self,
@@ -124,16 +121,24 @@ class Launch:
         integers: Mapping[str, int],
         second: KernelStruct | None = None,
     ) -> None:
-        """Prepare a launch; `integers` are all strides and sizes of the struct `parameters`, by name.
+        """Prepare a launch.
 
-        `second` is the kernel's second struct, if it takes two. Only the first has tensor maps.
+        Args:
+            kernel: the kernel.
+            grid: blocks in x and in y.
+            threads: threads of a block.
+            shared: dynamic shared memory of a block in bytes.
+            overlap: True for programmatic dependent launch.
+            parameters: the fields of the kernel's struct.
+            integers: the values of all integers of the struct, by name.
+            second: the kernel's second struct, without tensor maps; None for a kernel with one.
         """
         kernel.allow_shared(shared)
         self._kernel = kernel
         self._launch = _library().cuLaunchKernelEx
         self._geometry = (*grid, 1, threads, 1, 1, shared)
-        # With this attribute a launch's blocks may be set up while the previous kernel still runs. The kernels wait for
-        # that kernel before they touch memory.
+        # With this attribute, blocks may start while the previous kernel still runs. The kernels wait for its end
+        # before they touch its results.
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         self._overlap = overlap
         self._struct = parameters.with_integers(integers)
@@ -142,9 +147,10 @@ class Launch:
         self._local = threading.local()
 
     def __call__(self, stream: int, pointers: Mapping[str, int], maps: bytes | None = None) -> None:
-        """Launch on a stream of the current context, with the address of each pointer of the struct by name.
+        """Launch on a stream of the current context.
 
-        `maps` are the last maps of the struct; those before them are zeros.
+        `pointers` has the address of each pointer of the struct, by name. `maps` are the struct's last tensor maps;
+        maps before them are zeros.
 
         Raises:
             KeyError: a pointer of the struct is missing.
@@ -159,7 +165,7 @@ class Launch:
         if second is not None:
             second(pointers)
         if maps is not None:
-            buffer[-len(maps) :] = maps  # one copy; a ctypes array would be copied byte by byte
+            buffer[-len(maps) :] = maps  # a single copy, because `buffer` is a memoryview and not a ctypes array
         result = self._launch(config, function, arguments, None)
         if result == _NO_CONTEXT:
             bind_context(self._kernel.device)
@@ -168,7 +174,7 @@ class Launch:
             _check(result, f"launching {self._kernel.name}")
 
     def _new_state(self) -> tuple[_LaunchStruct, object, ctypes.c_void_p, memoryview, object, _Fill | None]:
-        """Make the buffers that the driver reads in a launch: one set per thread, because ctypes releases the GIL."""
+        """Make the buffers that the driver reads in a launch, one set per thread, as ctypes releases the GIL."""
         attributes = ctypes.pointer(self._attribute)
         struct = _LaunchStruct(*self._geometry, None, attributes, 1 if self._overlap else 0)
         buffer = ctypes.create_string_buffer(self._struct, len(self._struct))

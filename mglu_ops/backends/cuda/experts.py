@@ -18,7 +18,7 @@ from .launch import LaunchSequence
 class CudaExperts:
     """A prepared call of `experts_forward` or `grouped_forward`. Thread-safe.
 
-    It launches `sequence`, which is None for an empty result.
+    It runs `sequence`, which is None for an empty result.
     """
 
     __slots__ = ("_device", "_dtype", "_shape", "_strides", "sequence")
@@ -45,14 +45,15 @@ class CudaExperts:
         if not sequence.workspace_bytes:
             sequence(stream, pointers)
             return out
-        # Freed on return, after the launches. Whoever gets the memory next runs after the kernels on this stream.
+        # It is freed on return, while the kernels may still run. The stream orders the next user of the memory after
+        # them.
         workspace = empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
         sequence(stream, pointers, workspace=workspace.data_ptr())
         return out
 
 
 def addresses(given: ExpertArguments, out: Tensor) -> dict[str, int]:
-    """The addresses of the tensors and of the result by the names that kernels have for them, 0 for None."""
+    """The addresses of the tensors and of the result, by the names of the kernels' parameters; 0 for None."""
     mask_weights, scale = given.mask_weights, given.weight_scale
     return {
         "x": given.x.data_ptr(),
@@ -67,19 +68,22 @@ def addresses(given: ExpertArguments, out: Tensor) -> dict[str, int]:
 
 
 _NOT_READ = dict.fromkeys(("x", "packed_masks", "mask_weights"), 0)
-"""The pointers of `Params` that the copy of a weight does not need."""
+"""The pointers of `Params` that `decode_weight` does not read."""
 
 
 class CudaDown:
     """A prepared call of `experts_down`. Thread-safe.
 
+    There are three ways to run it: `products` computes the result of a single token; or `products` writes the product
+    of each (token, expert) pair in float32 and `combine` adds them; or the library multiplies rows sorted by expert, in
+    their dtype, and `combine` adds the products.
+
     Attributes:
-        products: writes the product of each pair of a token and an expert in float32, or without `combine` the result
-            of the only token. None where the library multiplies rows sorted by expert, in their dtype.
-        combine: adds the products of each token.
-        pair_bytes: what `products` writes for `combine`, in bytes a pair.
-        decode: copies a weight in 8 or 4 bits in y's dtype for the library; None for a dense weight.
-        order: sorts the rows for the library; None where torch does.
+        products: the launch of the products; None if the library multiplies.
+        combine: the launch that adds the products of each token; None for a single token.
+        pair_bytes: the bytes that `products` writes per pair for `combine`.
+        decode: the launch that copies a weight in 8 or 4 bits to y's dtype for the library; None for a dense weight.
+        order: the launch that sorts the rows for the library; None if torch sorts them.
     """
 
     __slots__ = ("_device", "combine", "decode", "order", "pair_bytes", "products")
@@ -123,7 +127,7 @@ class CudaDown:
             assert self.products is not None
             self.products(stream, pointers)
             return out
-        # The products are freed on return, after the launches, as the workspace of CudaExperts.
+        # The products are freed on return, like the workspace in CudaExperts.
         if self.products is None:
             rows, places, offs = self._order_of(expert_ids, experts)
             if self.decode is not None:

@@ -1,19 +1,20 @@
 """A training step of experts in 16 bits on a GPU, for rows sorted by expert (csrc/cuda/training.md).
 
-The rows of each expert follow the equations of one layer (`training`). On compute capability 9.0 `tile_wgmma` is all of
-forward, where sizes and addresses suit it. In backward, and in forward elsewhere, `torch.nn.functional.grouped_mm`
-multiplies, with the ends of the experts' rows on the device, and kernels before and after it pass once over memory. To
-them, the rows of all experts' weights are one matrix. The flipped weights of an expert are stacked, so that the
-n_masks + 1 products of forward are columns of one product, and dx is one product with a float32 sum. In float16, and on
-GPUs for which torch has no kernel, kernels in Triton multiply instead (`mglu_ops.backends.triton.grouped`).
+The rows of each expert follow the equations of one layer (`training`).
 
-`grouped_mm` and Triton round their results to 16 bits. If t and f_i were rounded, y would have up to 2.5 times the
-error of the naive layer, mostly because the error of t is in every gate and value. Therefore t is computed in float32,
-by a kernel in Triton. With one mask the gate and the value are the two products instead, and neither is a difference.
-The same holds for relu, at the cost of 2 n_masks products: a gate near 0 needs the right sign, since relu's derivative
-jumps.
+- Forward on compute capability 9.0 is one kernel, `tile_wgmma`, if sizes and addresses suit it.
+- Otherwise `torch.nn.functional.grouped_mm` multiplies, which reads offs on the device. Elementwise kernels before and
+  after it pass once over memory, and treat the weights of all experts as one matrix. The flipped weights of an expert
+  are stacked: the n_masks + 1 products of forward are the columns of one GEMM, and dx is one GEMM with a float32 sum.
+- In float16, and on GPUs for which torch has no kernel, Triton kernels replace `grouped_mm`
+  (`mglu_ops.backends.triton.grouped`).
 
-Nothing waits for the GPU, and no shape depends on `offs`. The same inputs give the same bits.
+`grouped_mm` rounds its results to 16 bits. If t and all f_i were rounded, y would have up to 2.5 times the error of the
+naive layer, mostly because the error of t enters every gate and value. Therefore a Triton kernel computes t in float32.
+With one mask, gate and value are separate products instead, and need no t. So are they with relu, at the cost of
+2 n_masks products: relu's derivative jumps at 0, so a gate near 0 needs the right sign.
+
+Nothing waits for the GPU, and no shape depends on the values of `offs`. The same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from .kernels import training_steps as steps
 from .kernels.tile_wgmma_training import partials_of, training_items
 
 _LIBRARY_ARCHITECTURES = (9, 10)
-"""Major compute capabilities for which `grouped_mm` has a kernel, of bfloat16 (torch 2.11 to 2.13). Elsewhere, and for
-other dtypes, torch reads `offs` on the host and loops over the experts."""
+"""The major compute capabilities for which `grouped_mm` has a kernel, in bfloat16 only (torch 2.11 to 2.13). Otherwise
+torch reads `offs` on the host and loops over the experts."""
 
 _MULTIPLE = 8
-"""out_features and in_features are padded to multiples of this, since `grouped_mm` takes rows at multiples of 16 bytes,
-and others are slow."""
+"""out_features and in_features are padded to multiples of this, since `grouped_mm` needs 16-byte aligned rows, and
+unaligned rows are slow in Triton."""
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the functions of this module cannot train experts of a dtype on a GPU; None if they can."""
+    """The reason why this module cannot train experts in this dtype on this GPU; None if it can."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"no kernels of a training step for {dtype}, only for torch.float16 and torch.bfloat16"
     if not has_cuda_core():
@@ -56,7 +57,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class ForwardTrain:
-    """A prepared `mglu::grouped_forward_train` on the current device. Thread-safe."""
+    """A prepared `mglu::grouped_forward_train`, which runs on the current device. Thread-safe."""
 
     def __init__(self, call: ExpertCall) -> None:
         self._entries = partials_of(call.layer)
@@ -76,12 +77,15 @@ class ForwardTrain:
         workspace = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8)
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
         sequence(stream, addresses(given, y) | {"partials": partials.data_ptr()}, workspace.data_ptr())
-        steps.clear_rows(partials, ascending(given.routing, rows))  # the kernel clears those of y
+        steps.clear_rows(partials, ascending(given.routing, rows))  # the kernel itself clears the rows of y
         return y, partials
 
 
 def as_read(call: ExpertCall) -> ExpertCall:
-    """The call with x, weight and masks as the kernel reads them, so that its bits do not depend on their layouts."""
+    """Return the call after x, weight and masks were copied to the layouts that the kernel reads.
+
+    So the choice of the launch, and the bits of the result, do not depend on the layouts of the arguments.
+    """
     one = call.layer
     octets = round_up(packed_width(one.in_features), _octets_together(one.n_masks))
     layer = LayerCall.contiguous(
@@ -92,19 +96,19 @@ def as_read(call: ExpertCall) -> ExpertCall:
 
 
 def _padded_rows(packed_masks: Tensor) -> Tensor:
-    """The packed masks with rows at multiples of 16 bytes, contiguous but for the end of each row."""
+    """Return the packed masks with padding at the end of each row, so that rows start at multiples of 16 bytes."""
     octets, n_masks = packed_masks.shape[2:]
     more = -octets % _octets_together(n_masks)
     return F.pad(packed_masks, (0, 0, 0, more))[:, :, :octets] if more else _aligned(packed_masks)
 
 
 def _octets_together(n_masks: int) -> int:
-    """The fewest octets of in_features whose masks are a multiple of 16 bytes."""
+    """The fewest octets (8 columns) whose packed masks take a multiple of 16 bytes."""
     return 16 // gcd(16, n_masks)
 
 
 def library_forward(given: ExpertArguments) -> tuple[Tensor, Tensor]:
-    """`mglu::grouped_forward_train` by products of the library, for arguments in any strides."""
+    """Run `mglu::grouped_forward_train` with library GEMMs, for arguments in any strides."""
     x, weight, packed_masks, activation, mask_weights, *_ = given
     offs = given.routing
     (rows, h), d, n_masks = x.shape, weight.shape[1], packed_masks.shape[3]
@@ -127,7 +131,7 @@ def library_forward(given: ExpertArguments) -> tuple[Tensor, Tensor]:
 
 
 def backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mglu::grouped_backward` on the current device, for arguments in any strides."""
+    """Run `mglu::grouped_backward` on the current device, for arguments in any strides."""
     found = _gradients(arguments)
     return tuple(arguments.x.new_empty(0) if grad is None else grad for grad in found)  # type: ignore[return-value]
 
@@ -135,7 +139,7 @@ def backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tenso
 def _gradients(
     arguments: GroupedBackwardArguments,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """All gradients; None for what is not needed."""
+    """Return the gradients of x, weight, mask logits and mask weights; None if not needed."""
     grad_output, x, weight, packed_masks, offs, partials, needs, logits_dtype, mask_weights_dtype = arguments
     (rows, h), (experts, d, _), n_masks = x.shape, weight.shape, packed_masks.shape[3]
     (needs_x, needs_weight), needs_products = needs, needs[1] or logits_dtype is not None
@@ -157,14 +161,14 @@ def _gradients(
     if not (needs_x or needs_products):
         return None, None, None, grad_mask_weights
 
-    scaled = steps.scale(grad_output, partials[:, : n_masks + 1])  # dt, and every b_i
+    scaled = steps.scale(grad_output, partials[:, : n_masks + 1])  # dt and all b_i
     if needs_x:
         flipped = steps.flip_signs(weight, packed_masks)
         grad_x = product(scaled.flatten(1), flipped.flatten(1, 2), offs)
         del flipped
         steps.clear_rows(grad_x, offs)
     if needs_products:
-        # D_i and D_0, which become the gradients in place where the dtypes agree.
+        # All D_i, and D_0. If the dtypes agree, the gradients overwrite them.
         products = product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
         total = product(scaled[:, 0].t(), x, offs) if needs_weight else None
         del scaled
@@ -182,13 +186,13 @@ def _gradients(
 
 
 def product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """The result of `torch.nn.functional.grouped_mm`, which computes it where it does not wait for the GPU.
+    """Return `torch.nn.functional.grouped_mm(a, b, offs=offs)`, by Triton where torch would wait for the GPU.
 
-    Each expert multiplies its rows of a by its matrix of b, or its columns of a by its rows of b.
+    Each expert multiplies its rows of a by its matrix of b; if b is a matrix, its columns of a by its rows of b.
     """
     if not a.is_cuda or (_library_has_kernel(a) and _is_for_library(a) and _is_for_library(b)):
         return F.grouped_mm(a, b, offs=offs)
-    from ..triton import grouped  # it imports Triton
+    from ..triton import grouped  # imported here, because it imports Triton
 
     return grouped.products_over_rows(a.t(), b, offs) if b.dim() == 2 else grouped.grouped_products(a, b, offs)
 
@@ -199,25 +203,28 @@ def _library_has_kernel(a: Tensor) -> bool:
 
 
 def _is_for_library(matrices: Tensor) -> bool:
-    """True if the rows or the columns of matrices in bfloat16 are contiguous, at multiples of 16 bytes."""
+    """True if bfloat16 matrices are row-major or column-major, with 16-byte aligned rows or columns."""
     distance, step = sorted(matrices.stride()[-2:], reverse=True)
     return step == 1 and distance % _MULTIPLE == 0 and matrices.data_ptr() % 16 == 0
 
 
 def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """Return t of each row in float32."""
-    from ..triton.grouped import grouped_products  # it imports Triton
+    """Return t = x W^T of each row in float32."""
+    from ..triton.grouped import grouped_products  # imported here, because it imports Triton
 
     return grouped_products(x, weight.mT, offs, x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32))
 
 
 def ascending(offs: Tensor, rows: int) -> Tensor:
-    """The same ends if they are valid. Others would let `grouped_mm` stop the GPU, or read outside of the rows."""
+    """Return offs that ascend from 0 to `rows`: unchanged if they are valid.
+
+    With invalid offs, `grouped_mm` may hang the GPU or read out of bounds.
+    """
     return offs.clamp(0, rows).cummax(0).values
 
 
 def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands, contiguous and at multiples of 16 bytes, with zeros up to whole multiples of the features."""
+    """Return contiguous, 16-byte aligned operands, padded with zeros to multiples of `_MULTIPLE` features."""
     d, h = weight.shape[1:]
     more_rows, more_columns = round_up(d, _MULTIPLE) - d, round_up(h, _MULTIPLE) - h
     if more_rows or more_columns:
@@ -227,7 +234,7 @@ def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Te
 
 
 def _padded_last(tensor: Tensor) -> Tensor:
-    """A tensor `[..., out_features]`, contiguous at a multiple of 16 bytes, with zeros up to a whole multiple."""
+    """Return a contiguous, 16-byte aligned tensor, whose last dimension is padded with zeros to a `_MULTIPLE`."""
     d = tensor.shape[-1]
     return _aligned(F.pad(tensor, (0, round_up(d, _MULTIPLE) - d)) if d % _MULTIPLE else tensor)
 

@@ -1,4 +1,4 @@
-"""Loaded kernels, and the sequence of launches that runs a call on a stream with given addresses."""
+"""Loads kernels, and runs the sequence of launches of a call."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def _load_kernel(device: int, name: str, target: str, macros: tuple[tuple[str, i
 
 
 def parameters(source: str, name: str = "Params") -> Parameters:
-    """The struct `name` of parameters that a file of csrc/cuda declares."""
+    """The fields of the struct `name`, which a file of csrc/cuda declares."""
     return read_parameters(source_directory() / source, name)
 
 
 @dataclass(frozen=True)
 class CopyLaunch:
-    """A launch that writes a copy of a tensor in another form, which a later kernel reads in its place.
+    """A launch that writes a converted copy of a tensor, which later kernels read in its place.
 
     Attributes:
-        launch: its `out` is the address of the copy, a multiple of 16 bytes.
-        nbytes: the size of the copy.
-        tensor: the name in `Params` of the tensor that it replaces.
+        launch: the launch. Its parameter `out` is the address of the copy, a multiple of 16.
+        nbytes: the size of the copy in bytes.
+        tensor: the parameter that then points to the copy.
     """
 
     launch: Launch
@@ -49,12 +49,13 @@ class CopyLaunch:
 
 @dataclass(frozen=True)
 class LaunchSequence:
-    """One kernel, possibly after others that copy x or W for it.
+    """The launch of a kernel, preceded by launches that copy x or W for it.
 
     Attributes:
-        kernel: computes the result.
-        copies: the launches before it, in order. A later one may start only when all earlier ones have ended.
-        maps: the last tensor maps of its struct, in order. Matrices whose addresses change together share an entry.
+        kernel: the launch that computes the result.
+        copies: the launches before it, in order. A launch may start only after all earlier ones have ended.
+        maps: the last tensor maps of the kernel's struct, in order. Matrices whose addresses change together share an
+            entry.
     """
 
     kernel: Launch
@@ -63,11 +64,11 @@ class LaunchSequence:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """The size of all copies, whose memory the caller provides at a multiple of 16 bytes."""
+        """The size of the memory for all copies. The caller provides it, at an address that is a multiple of 16."""
         return sum(round_up(copy.nbytes, 16) for copy in self.copies)
 
     def __call__(self, stream: int, pointers: dict[str, int], workspace: int = 0) -> None:
-        """Launch on a stream, with the addresses of all pointers and matrices by name, and of the workspace.
+        """Launch on a stream. `pointers` has all addresses by name; `workspace` is the address for the copies.
 
         Raises:
             LaunchError: the driver refused a launch; the context stays usable.

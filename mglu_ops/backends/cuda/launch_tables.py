@@ -1,4 +1,4 @@
-"""Tables of launches that were measured to be faster than the cost model's choice: the package's and the user's.
+"""Tables of launches that were measured to be faster than the cost model's choice.
 
 `python -m mglu_ops tune` writes a table, a JSON file for one GPU:
 
@@ -8,9 +8,9 @@
                   "config": {"kernel": "decode_mma", "tiles": 7, ...}, "microseconds": 40.1,
                   "model": {"kernel": "decode_mma", ...}, "model_microseconds": 42.3}, ...]}
 
-The tables in the folder `tables` beside this file are part of the package. `MGLU_TUNING_TABLE` names another table,
-whose entries win. Tables are read once per process, when its first launch is chosen. Entries for other GPUs are not
-used.
+The tables in the folder `tables` beside this file are part of the package. `MGLU_TUNING_TABLE` names a table of the
+user, whose entries win. Tables are read once per process, when the first launch is chosen. Entries for other GPUs are
+ignored.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _T = TypeVar("_T")
 
 
 class TableError(ValueError):
-    """A table cannot be used; the message names the file, the entry and what is wrong with it."""
+    """A table cannot be used. The message names the file, the entry and the problem."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A measured launch, and the launch that is chosen without tables.
+    """The measured times of the fastest launch of a call, and of the launch that is chosen without tables.
 
     Attributes:
-        gpu: the GPU on which it was measured.
-        call: a call of contiguous tensors, which stands for all activations and mask weights.
-        config: the launch.
-        microseconds: its time.
+        gpu: the GPU of the measurement.
+        call: the measured call of contiguous tensors. The entry is valid for all activations and mask weights.
+        config: the fastest launch.
+        microseconds: the time of `config`.
         model: the launch that is chosen without tables.
-        model_microseconds: its time.
-        table: the file that has the entry.
+        model_microseconds: the time of `model`.
+        table: the file of the entry.
     """
 
     gpu: Gpu
@@ -77,7 +77,7 @@ class Entry:
         return f"the table {self.table} ({times})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry as it is written in a table's list."""
+        """Return the entry as a table stores it."""
         call = self.call
         return {
             "dtype": str(call.dtype)[6:],
@@ -96,7 +96,7 @@ _Key = tuple[object, ...]
 
 
 def _key(call: LayerCall, gpu: Gpu) -> _Key:
-    """The properties that a call must share with the measured call of an entry."""
+    """The properties in which a call must equal the measured call of an entry."""
     shape = call.n_masks, call.tokens, call.out_features, call.in_features
     formats = call.dtype, call.weight.format.name, call.activation_format
     return (gpu.name, gpu.arch, gpu.multiprocessors, *formats, *shape)
@@ -119,7 +119,7 @@ def _all_tables() -> dict[_Key, Entry]:
 
 
 def write(path: Path, environment: Mapping[str, object], entries: list[Entry]) -> None:
-    """Write a table. `environment` has at least the three properties of the GPU."""
+    """Write a table. `environment` must have `device`, `compute_capability` and `multiprocessors`."""
     table = {"format": FORMAT, "environment": dict(environment), "entries": [entry.to_json() for entry in entries]}
     path.write_text(json.dumps(table, indent=1) + "\n")
 

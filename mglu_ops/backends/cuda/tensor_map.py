@@ -1,4 +1,4 @@
-"""Tensor maps: descriptions of matrices for the tensor memory accelerator, encoded by the driver."""
+"""Tensor maps: descriptions of matrices for the Tensor Memory Accelerator (TMA), encoded by the driver."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from ..parameters import MAP_BYTES
 from .driver import call_driver
 
 _MAPS_KEPT = 1024
-_ALIGNMENT = 64  # of the encoded map, in bytes
+_ALIGNMENT = 64  # required alignment of an encoded map, in bytes
 
 _UINT8, _UINT16 = 0, 1
 _NO_SWIZZLE = 0
-_SWIZZLES = {32: 1, 64: 2, 128: 3}  # keys are bytes in a row of a box
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # the driver's swizzle modes, by the bytes of a row of a box
 _PROMOTE_64B = 1
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A row-major matrix or a stack of them, and the boxes in which it is copied. Sizes count elements, pitches bytes.
+    """A row-major matrix or a stack of matrices, and the boxes in which TMA copies it.
 
     Attributes:
-        item: bytes of an element, 1 or 2.
-        width: columns.
-        height: rows.
-        pitch: distance between rows, a multiple of 16.
-        box_width: columns of a box.
-        box_height: rows of a box.
-        swizzle: whether the 16-byte vectors of a row are permuted in shared memory: vector v of row r of a box is
-            stored at v ^ (r % 8) in rows of 128 bytes, at v ^ (r / 2 % 4) in rows of 64, at v ^ (r / 4 % 2) in rows
-            of 32.
-        depth: matrices of a stack; 0 for a single matrix, which is copied in boxes of two dimensions.
-        depth_pitch: distance between the matrices of a stack, a multiple of 16.
-        box_depth: matrices of a box.
+        item: the bytes of an element, 1 or 2.
+        width: the number of columns.
+        height: the number of rows.
+        pitch: the bytes from one row to the next, a multiple of 16.
+        box_width: the columns of a box.
+        box_height: the rows of a box.
+        swizzle: permute the 16-byte vectors of a row in shared memory. Vector v of row r of a box is stored at
+            v ^ (r % 8) in rows of 128 bytes, v ^ (r / 2 % 4) in rows of 64, and v ^ (r / 4 % 2) in rows of 32.
+        depth: the number of matrices of a stack; 0 for a single matrix, whose boxes have two dimensions.
+        depth_pitch: the bytes from one matrix of a stack to the next, a multiple of 16.
+        box_depth: the matrices of a box.
     """
 
     item: int
@@ -51,7 +50,7 @@ class Matrix:
     box_depth: int = 1
 
     def encode(self, pointer: int) -> bytes:
-        """Return the map of the matrix at an address, which is a multiple of 16.
+        """Return the encoded map of the matrix at `pointer`, a multiple of 16.
 
         Raises:
             LaunchError: the driver refused the map.
@@ -80,10 +79,10 @@ class Matrix:
 
 
 class TensorMaps:
-    """The concatenated maps of some matrices, encoded once for each set of addresses. Thread-safe."""
+    """The concatenated tensor maps of some matrices, cached by their addresses. Thread-safe."""
 
     def __init__(self, **matrices: Matrix | None) -> None:
-        """Name each matrix as its address is named. One that is not copied in boxes is None, and its map is zeros."""
+        """Name each matrix like its address. None stands for a map that the kernel does not use, which is zeros."""
         self._matrices = matrices
         self._addresses = itemgetter(*(name for name, matrix in matrices.items() if matrix is not None))
         self._known: dict[object, bytes] = {}

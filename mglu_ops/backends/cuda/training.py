@@ -7,16 +7,19 @@ linear in the gradient G of y: with `dt = G * P` and `b_i = G * Q_i`,
     dx = dt W + sum_i b_i (F_i * W),   D_0 = dt^T x,   D_i = b_i^T x,
     dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum over out_features of G * R_i
 
-On compute capability 9.0 the kernel `tile_wgmma` is all of forward, and the kernel `backward_gemm` computes dx, D_0 and
-D_i from G, P and Q_i, without dt and b_i in memory. On other GPUs, where sizes or addresses do not suit these kernels,
-and in the backward pass of very large problems, library GEMMs multiply, and kernels before and after them pass once
-over memory. The GEMMs take the output features in chunks. Intermediate tensors are in memory for one chunk at a time: t
-and f_i in float32, dt, b_i, D_0, D_i and the flipped weights. Only dx is a sum over chunks, so that no other result is
-rounded more than once.
+On compute capability 9.0, forward is the kernel `tile_wgmma`, and the kernel `backward_gemm` computes dx and all D_i
+from G, P and Q_i, without dt and b_i in memory. Library GEMMs, with elementwise kernels before and after them, are used
 
-Everything runs on the current device and stream, and the same inputs give the same bits. The choice between these ways,
-launches and offsets is prepared once for all calls of the same description. Otherwise a step of a small layer would
-take the host longer than the GPU.
+- on other GPUs,
+- for sizes or addresses that these kernels do not support,
+- in the backward pass of very large problems.
+
+The library GEMMs take the output features in chunks, to limit the memory for t and f_i in float32, for dt, b_i, D_i and
+for the flipped weights. Only dx is a sum over chunks, so no other result is rounded more than once.
+
+Everything runs on the current device and stream, and the same inputs give the same bits. Launches and offsets are
+prepared once for all calls with the same description. Otherwise a step of a small layer would take the host longer than
+the GPU.
 """
 
 from __future__ import annotations
@@ -39,27 +42,25 @@ from .kernels.tile_wgmma_training import partials_of, training_choice
 from .launch import LaunchSequence
 
 FORWARD_CHUNKS = 16
-"""Chunks of a large layer in forward. With this many, t and every f_i take an eighth of the memory of P and every
-Q_i."""
+"""The most chunks in forward. With this many, t and all f_i take an eighth of the memory of P and all Q_i."""
 
 BACKWARD_CHUNKS = 5
-"""Chunks of a large layer in backward. With this many, dt and every b_i take a fifth of the memory of P and every Q_i.
-With four, a step with two masks would need more than 70% of the naive layer's memory. dx is rounded after each
-chunk."""
+"""The most chunks in backward. With this many, dt and all b_i take a fifth of the memory of P and all Q_i. With four, a
+step with two masks would need more than 70% of the naive layer's memory. More chunks would round dx more often."""
 
 _SMALLEST_CHUNK = 1 << 24
-"""Elements of a chunk's largest tensor (32 MiB in 16 bits) below which smaller chunks would save little."""
+"""The least elements of a chunk's largest tensor (32 MiB in 16 bits). Smaller chunks would save little memory."""
 
 _SCRATCH_PRODUCTS = 1 << 25
-"""Elements of D_0 and every D_i (64 MiB) above which `backward_gemm` takes the output features in chunks, if it cannot
-write D_0 and D_i to the gradients. A chunk still has several tiles for each SM."""
+"""The most elements of D_0 and all D_i (64 MiB) in a chunk of `backward_gemm`, if it cannot write them to the memory of
+the gradients. Such a chunk still has several tiles for each SM."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
-"""The most masks for which D_0 is rounded to 16 bits before the D_i are added to it. With more masks the naive layer,
-whose rounding errors are independent for each mask, would have less than two thirds of the error in dW."""
+"""With up to this many masks, D_0 is rounded to 16 bits before the D_i are added to it. With more masks, that would
+make the error of dW more than 1.5 times the naive layer's, whose rounding errors of the masks are independent."""
 
 _CHUNK_MULTIPLE = 128
-"""Chunks have a multiple of this many output features, which keeps rows aligned and the tiles of a GEMM whole."""
+"""Chunks have a multiple of this many output features, so that rows stay aligned and a GEMM has whole tiles."""
 
 
 class ForwardTrain:
@@ -97,7 +98,7 @@ def _tile_sequence(call: LayerCall) -> LaunchSequence | None:
 
 
 class Backward:
-    """A prepared `mglu::backward`: the first call prepares it for all others of the same description. Thread-safe."""
+    """A prepared `mglu::backward`. Its first call prepares the launches for all later calls. Thread-safe."""
 
     def __init__(self, call: LayerCall) -> None:
         self._n_masks = call.n_masks
@@ -107,7 +108,7 @@ class Backward:
         grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype = arguments
         n_masks = self._n_masks
         grad_output, partials = _with_contiguous_columns(grad_output), partials.contiguous()
-        # In the layouts that the kernels take.
+        # Copied, if necessary, to the layouts that the kernels take.
         arguments = BackwardArguments(
             grad_output,
             x.contiguous(),
@@ -148,7 +149,7 @@ class Backward:
         if grad_x is not None and grad_x_launches is not None:
             grad_x_launches(weight, pointers, grad_x)
             left_x = None
-        # Allocated only now, so that they can take the memory of the flipped weights.
+        # Allocated only now, so that they can reuse the memory of the flipped weights.
         grad_weight = left_weight = weight.new_empty(weight.shape) if needs_weight else None
         grad_logits = left_logits = None
         if logits_dtype is not None:
@@ -174,7 +175,7 @@ class _GradX:
 
     @staticmethod
     def of(arguments: BackwardArguments) -> _GradX | None:
-        """None where the kernel cannot run, or the library is faster."""
+        """Prepare the launches, or return None if the kernel cannot run or the library is faster."""
         grad_output, x, weight, _, partials, *_ = arguments
         gpu, (tokens, h), depth = gpu_of(x.device.index), x.shape, partials.shape[1] * partials.shape[2]
         can_run = h % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, weight)
@@ -189,15 +190,15 @@ class _GradX:
 
 @dataclass(frozen=True)
 class _WeightChunk:
-    """The launches for the gradients of some output features, and where their tensors are.
+    """The launches for the gradients of a chunk of output features, and the offsets of the chunk in its tensors.
 
     Attributes:
-        total: writes D_0 in float32 if it is not one of the products.
-        products: writes the products, starting with D_0 if it is one.
-        gradients: turns D_0 and D_i into gradients.
-        offsets: bytes from the addresses of whole tensors to this chunk's part, which is P or Q_1 of `partials`.
-        later_partials: the same to the first of the partial derivatives for `products`.
-        second: the same from D_1 to D_2, if there are two masks.
+        total: the launch that writes D_0 in float32; None if D_0 is one of the products or not needed.
+        products: the launch that writes the D_i, starting with D_0 or with D_1.
+        gradients: the launch that turns D_0 and the D_i into gradients.
+        offsets: bytes from the address of each whole tensor to its chunk. For `partials`, to P or, without D_0, to Q_1.
+        later_partials: bytes from the address of `partials` to the first partial derivative for `products`.
+        second: bytes from D_1 to D_2; 0 for one mask.
     """
 
     total: LaunchSequence | None
@@ -209,16 +210,16 @@ class _WeightChunk:
 
 
 class _WeightGradients:
-    """dW and dlogits_i, or one of them, by `backward_gemm`.
+    """dW and dlogits, or one of them, by `backward_gemm`.
 
-    D_0 and D_i are written to the memory of the gradients if these have the same dtype. If the gradients of the mask
-    logits have another dtype or are not needed, the D_i are in scratch memory for a chunk of output features at a time.
+    D_0 and the D_i are written to the memory of the gradients if these have the same dtype. If dlogits has another
+    dtype or is not needed, the D_i of a chunk of output features are in scratch memory.
     """
 
     def __init__(self, arguments: BackwardArguments) -> None:
         grad_output, x, weight, packed_masks, partials, (_, needs_weight), logits_dtype, _ = arguments
         n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
-        # Meta tensors stand for the gradients and products, which are contiguous and aligned.
+        # The gradients and products do not exist yet. Meta tensors stand for them; they will be contiguous and aligned.
         grad_weight = torch.empty(d, h, dtype=weight.dtype, device="meta") if needs_weight else None
         grad_logits = None
         if logits_dtype is not None:
@@ -268,7 +269,7 @@ class _WeightGradients:
 
     @staticmethod
     def of(arguments: BackwardArguments) -> _WeightGradients | None:
-        """None where the kernel cannot run, or the library is faster."""
+        """Prepare the launches, or return None if the kernel cannot run or the library is faster."""
         grad_output, x, weight, packed_masks, partials, (_, needs_weight), *_ = arguments
         gpu, (d, h) = gpu_of(x.device.index), weight.shape
         entries = n_masks_of(packed_masks) + needs_weight
@@ -299,7 +300,7 @@ class _WeightGradients:
 
 
 def _bytes_between(whole: Tensor | None, part: Tensor | None) -> int:
-    """The distance from the address of a tensor to the address of a view of it; 0 if there is none."""
+    """The bytes from the address of a tensor to the address of a view of it; 0 if either is None."""
     if whole is None or part is None:
         return 0
     return int(part.storage_offset() - whole.storage_offset()) * whole.element_size()
@@ -328,8 +329,8 @@ def _products_and_partials(
 ) -> None:
     """Write the result `[tokens, out_features]` and the partial derivatives `[tokens, entries, out_features]`.
 
-    The products t and f_i are in float32. If they were rounded to 16 bits, y would have up to 2.5 times the error of
-    the naive layer: where a mask has few ones, the gate is the small difference of a large t and a large f_i.
+    t and all f_i are in float32. If they were rounded to 16 bits, y would have up to 2.5 times the error of the naive
+    layer: if a mask has few ones, the gate is the small difference of a large t and a large f_i.
     """
     flipped = steps.flip_signs(weight, packed_masks)
     products = torch.mm(x, flipped.flatten(0, 1).t(), out_dtype=torch.float32)
@@ -347,14 +348,17 @@ def _backward_chunk(
     grad_weight: Tensor | None,
     grad_logits: Tensor | None,
 ) -> None:
-    """Add the part of some output features to `grad_x`, and write their rows of the other gradients, unless None."""
+    """Add the terms of a chunk of output features to `grad_x`, and write their rows of the other gradients.
+
+    A gradient that is not needed is None.
+    """
     grad_output, weight, packed_masks = grad_output[:, rows], weight[rows], packed_masks[rows]
     first = 0 if grad_x is not None or grad_weight is not None else 1  # dlogits alone needs no dt
     scaled = steps.scale(grad_output, partials[:, first:, rows])
     if grad_x is not None:
         flipped = steps.flip_signs(weight, packed_masks).flatten(0, 1)
         torch.addmm(grad_x, scaled.flatten(1), flipped, beta=0 if rows.start == 0 else 1, out=grad_x)
-        del flipped  # frees memory for the products below
+        del flipped  # frees memory for the GEMMs below
     if grad_weight is not None:
         if packed_masks.shape[2] > _MOST_MASKS_OF_NARROW_TOTALS:
             total = torch.mm(scaled[:, 0].t(), x, out_dtype=torch.float32)
@@ -380,16 +384,16 @@ def _stream(on: Tensor) -> int:
 
 
 def _with_contiguous_columns(matrix: Tensor) -> Tensor:
-    """Return the matrix, or a copy if its columns are not contiguous; rows may have any distance."""
+    """Return the matrix, or a copy if the elements of a row are not contiguous. Rows may have any stride."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def _aligned(packed_masks: Tensor) -> Tensor:
-    """Return the packed masks contiguous and at a multiple of 16 bytes, copied if necessary."""
+    """Return the packed masks, contiguous and 16-byte aligned; copied if necessary."""
     packed_masks = packed_masks.contiguous()
     return packed_masks.clone() if packed_masks.data_ptr() % 16 else packed_masks
 
 
 def _written_as(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which kernels write a gradient. If `dtype` is another one (float64), torch converts the gradient."""
+    """The dtype in which kernels write a gradient of `dtype`. For float64 it is float32, and torch converts it."""
     return dtype if dtype in ELEMENTS else torch.float32

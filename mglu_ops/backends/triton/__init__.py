@@ -1,8 +1,8 @@
-"""MGLU as Triton kernels, for few tokens; used where CUDA code cannot be built.
+"""MGLU as Triton kernels, for few tokens on GPUs where CUDA code cannot be built.
 
-`matvec` is the kernel for one token, `matmul` the kernel for several; `configs` chooses how they are launched. This
-package does not import Triton before the first call is prepared, so `unsupported_reason` works without it. The kernels
-are deterministic: they use no atomics, and sum in one order.
+`matvec` is the kernel for one token, `matmul` the kernel for several. `configs` chooses their launch configurations.
+Triton is imported when the first call is prepared, so `unsupported_reason` works without it. The kernels are
+deterministic: they use no atomics and sum in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from .configs import Config
 
 MAX_WIDE_TOKENS = 8
-"""The most tokens in float32, which the kernel computes one by one: beyond this, library GEMMs are faster."""
+"""The most tokens in float32. The kernel computes them one by one, so library GEMMs are faster for more tokens."""
 
 _FORMATS = ("dense", "fp8_row", "int8_row")
-"""A row's scale is a factor of its gates and values, which the kernels multiply once."""
+"""Formats with at most one scale per row. The kernels multiply the gates and values of a row by it at the end."""
 
 
 @cache
 def is_installed() -> bool:
-    """True if Triton can be imported; does not import it."""
+    """True if Triton is installed. Does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -44,7 +44,7 @@ def _runs_interpreted() -> bool:
 
 @cache
 def device_reason(device: torch.device, needs_fp8: bool = False) -> str | None:
-    """Why the kernels of this package cannot run on a device; None if they can."""
+    """The reason why the kernels of this package cannot run on a device; None if they can."""
     if not is_installed():
         return "triton is not installed"
     if _runs_interpreted():
@@ -83,7 +83,7 @@ class Triton(Backend):
         return device_reason(call.device, weight_format.dtype is torch.float8_e4m3fn)
 
     def prepare(self, call: LayerCall, launch: Config | None = None) -> PreparedCall:
-        """Import the kernels. Triton itself compiles and keeps them; `launch` replaces the tuned configuration."""
+        """Import the kernels. Triton compiles them in the first call. `launch` overrides the configuration."""
         from .launch import launch as run
 
         shape = call.result_shape

@@ -1,4 +1,4 @@
-"""The gating functions inside a kernel, in float32."""
+"""The activation functions in Triton, in float32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(z):
-    """`(1 - e) / (1 + e)`, `e = exp(-2 |z|)`; near 0, where that loses digits, a series that is right to 1e-8."""
+    """`(1 - e) / (1 + e)` with `e = exp(-2 |z|)`. Near 0, where that loses digits, a series with an error of 1e-8."""
     square = z * z
     near = z * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
     e = tl.exp(-2.0 * tl.abs(z))
@@ -26,7 +26,7 @@ def activate(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh(u)) = sigmoid(2 u)
         z = z * tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * z * z))
     elif ACTIVATION == "relu":
-        z = tl.where(z < 0, 0.0, z)  # not a maximum, which would drop a NaN
+        z = tl.where(z < 0, 0.0, z)  # `tl.maximum` would drop a NaN
     elif ACTIVATION == "sigmoid":
         z = tl.sigmoid(z)
     elif ACTIVATION == "tanh":

@@ -1,8 +1,12 @@
 """The launch configurations of the Triton kernels, from measurements on an H200.
 
-Times in comments are microseconds at 14336 x 4096 and 8192 x 2048, float16, by CUDA-graph replay over more than 1 GB of
-weights. A kernel that only reads the bytes takes 28.5, 30.1, 33.3, 39.7, 52.4 at 1, 2, 4, 8, 16 masks, and 9.2, 9.7,
-10.6, 12.4, 16.1.
+Comments give times in microseconds for weights of 14336 x 4096 and 8192 x 2048 in float16, by CUDA graph replay over
+more than 1 GB of weights. A kernel that only reads the bytes takes
+
+| masks | 1 | 2 | 4 | 8 | 16 |
+|---|---|---|---|---|---|
+| 14336 x 4096 | 28.5 | 30.1 | 33.3 | 39.7 | 52.4 |
+| 8192 x 2048 | 9.2 | 9.7 | 10.6 | 12.4 | 16.1 |
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True)
 class MatvecConfig:
-    """A program computes one row for one token; it reads `groups` groups of 8 weights at a time."""
+    """The launch of `matvec_kernel`. A program computes one row for one token, in steps of 8 * `groups` weights."""
 
     groups: int
     num_warps: int = 1
@@ -22,7 +26,7 @@ class MatvecConfig:
 
 @dataclass(frozen=True)
 class MatmulConfig:
-    """A program computes a tile of rows and tokens, in steps of `block_k` columns."""
+    """The launch of `matmul_kernel`. A program computes a tile of rows and tokens, in steps of `block_k` columns."""
 
     block_rows: int
     block_k: int
@@ -31,9 +35,8 @@ class MatmulConfig:
     num_stages: int
 
     def __post_init__(self) -> None:
-        # With whole warp groups, Triton uses `wgmma` for a product of 64 rows and `mma` for a smaller one. Kernels with
-        # one of each gave wrong sums in Triton 3.6 (relative error 1e-2 at 8 and 16 masks), so both must be of one
-        # kind.
+        # With whole warpgroups, Triton uses `wgmma` for products of at least 64 rows and `mma` for smaller ones. In
+        # Triton 3.6, kernels with both gave wrong sums (relative error 1e-2 for 8 and 16 masks).
         if self.num_warps % 4 == 0 and self.block_rows < 64:
             raise ValueError(f"MatmulConfig: got {self.num_warps} warps, fewer than 64 rows must have 1 or 2")
 
@@ -42,18 +45,18 @@ Config = MatvecConfig | MatmulConfig
 
 
 def choose(n_masks: int, tokens: int, *, wide: bool) -> Config:
-    """The launch of a problem; `wide` is float32, which tensor cores would round."""
+    """Choose the launch configuration. `wide` is True for float32, which tensor cores would round."""
     masks = 1 << (n_masks - 1).bit_length()
     if tokens <= _MATVEC_TOKENS[masks] or wide:
         return _MATVEC[masks]
     return next(config for config in _MATMUL[masks] if tokens <= config.block_tokens or config is _MATMUL[masks][-1])
 
 
-# Keys are the number of masks, rounded up to a power of two.
+# The keys of the tables are the number of masks, rounded up to a power of two.
 
-# One warp a program: two or four warps sum through shared memory and a barrier (at 4 masks 41 and 46 against 38; at
-# 1 mask, where there are few sums, 30.6 and 29.9 against 30.5). With 128 groups, each thread has four 16-byte loads in
-# flight. With many sums, 64 groups use fewer registers and leave room for more warps.
+# A program has one warp. Two or four warps would sum through shared memory and a barrier: 41 and 46 us against 38 for 4
+# masks. With 128 groups, each thread has four 16-byte loads in flight. With many sums, 64 groups use fewer registers
+# and leave room for more warps.
 _MATVEC = {
     1: MatvecConfig(groups=128),  # 30.6, 10.3
     2: MatvecConfig(groups=128),  # 32.6, 11.1
@@ -62,15 +65,16 @@ _MATVEC = {
     16: MatvecConfig(groups=128),  # 93.0, 31.2
 }
 
-# At 2 tokens and 1 or 2 masks a second program that finds its row in the cache (37.9, 13.3 and 44.4, 15.9) beats a tile
-# for 8 or 16 tokens that is nearly empty; at 4 masks it takes as long (62.7, 21.5), and at 3 tokens it loses.
+# The most tokens for `matvec_kernel`. For 2 tokens and 1 or 2 masks, a second program that finds its row in the cache
+# (37.9, 13.3 and 44.4, 15.9) beats a nearly empty tile of 8 or 16 tokens. For 4 masks both take as long (62.7, 21.5).
 _MATVEC_TOKENS = {1: 2, 2: 2, 4: 1, 8: 1, 16: 1}
 
-# In order of tokens; the last one is also for all larger numbers. One and two masks fill a warp group's 64 rows, and
-# `wgmma` is fast there (at 1 mask 36.6 against 67.8 with `mma`; a tile of 8 tokens takes 62). With more masks it waits
-# on its operands (245 at 4 masks), and one or two warps hold all accumulators of 16 or 32 rows: (masks + 1) * rows *
-# tokens / threads registers. Every tile fits in 99 KB of shared memory, which is what a program may have on
-# capabilities 8.6, 8.9 and 12.0.
+# In order of block_tokens. The last configuration of a key is also for all larger numbers of tokens.
+#
+# For one mask, and for two masks and 32 tokens, a tile has 64 rows, for which Triton uses `wgmma` (36.6 for one mask,
+# against 67.8 with `mma`). For more masks `wgmma` waits for its operands (245 for 4 masks). There, one or two warps
+# hold the accumulators of 16 or 32 rows: (masks + 1) * rows * tokens / threads registers. Every tile fits into 99 KB of
+# shared memory, the limit on compute capabilities 8.6, 8.9 and 12.0.
 _MATMUL = {
     1: (
         MatmulConfig(64, 128, 16, num_warps=4, num_stages=3),  # 36.6, 16.7

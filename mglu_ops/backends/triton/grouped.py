@@ -1,12 +1,12 @@
-"""Products of rows that are sorted by expert, for what `torch.nn.functional.grouped_mm` does not do.
+"""Grouped GEMMs of rows sorted by expert, where `torch.nn.functional.grouped_mm` does not suffice.
 
-`grouped_mm` multiplies bfloat16 on GPUs of compute capability 9.x and 10.x, and rounds its results to it. For other
-dtypes and GPUs it reads the ends of the experts' rows on the host. These kernels read them on the device. Each element
-is one sum in float32, in an order that depends on the sizes alone.
+On compute capabilities 9.x and 10.x, `grouped_mm` multiplies bfloat16 and rounds its results to bfloat16. For other
+dtypes and GPUs it reads the offsets on the host. These kernels read them on the device, and can return float32. Each
+element is one sum in float32, in an order that depends only on the sizes.
 
-A product in float32 is six products of bfloat16 parts on tensor cores, which are faster than FMAs and have smaller
-errors, since fewer sums are rounded. Where torch may use TF32, it is three, with smaller errors than TF32. Triton's own
-TF32 has larger ones than the library's, because it cuts operands off instead of rounding them.
+A float32 product is computed as six products of bfloat16 parts on tensor cores. That is faster than FMAs, with smaller
+errors, since fewer sums are rounded. If torch may use TF32, three products suffice for smaller errors than TF32.
+Triton's own TF32 is less accurate than the library's, because it truncates the operands instead of rounding them.
 
 Importing this module imports Triton.
 """
@@ -25,13 +25,13 @@ from ..composite import rounds_to_tf32
 from .matmul import dot
 
 TILES_TOGETHER = 8
-"""Tiles of rows whose blocks run one after another for the same columns of b, so that these come from L2."""
+"""Tiles of rows that run one after another for the same columns of b, so that these columns come from L2."""
 
 _OCTET = 8
 
 
 class Tile(NamedTuple):
-    """The part of a result that a block computes, and how."""
+    """The tile of a result that a program computes, and its launch options."""
 
     rows: int
     columns: int
@@ -47,7 +47,7 @@ def grouped_products_kernel(
     ends_ptr,
     out_ptr,
     rows,
-    column_units,  # in units of UNIT, so that the compiler knows that 16-byte loads are aligned
+    column_units,  # columns / UNIT: with a UNIT of 8, the compiler knows that 16-byte loads are aligned
     depth_units,
     experts,
     row_tiles,
@@ -64,8 +64,8 @@ def grouped_products_kernel(
 ):
     """Compute a tile of out `[rows, columns]` from a `[rows, depth]` and b `[experts, depth, columns]`.
 
-    Every expert has its own tiles of rows. The grid holds the most tiles that any loads can need, `row_tiles`, and
-    blocks past the last one exit at once.
+    Every expert has its own tiles of rows. The grid holds `row_tiles` of them, the most that any routing can need, and
+    programs without a tile exit at once.
     """
     columns, depth = column_units * UNIT, depth_units * UNIT
     column_tiles = tl.cdiv(columns, BLOCK_COLUMNS)
@@ -93,12 +93,12 @@ def grouped_products_kernel(
     # Clamp to the last row so that loads need no mask for it; the store masks.
     a_at = a_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * depth + k[None, :]
     if B_TRANSPOSED:
-        # The same for columns.
-        of_column = tl.minimum(column, columns - 1) + expert.to(tl.int64) * columns
-        b_at = b_ptr + of_column[None, :] * depth + k[:, None]
+        # Columns are clamped in the same way.
+        b_row = tl.minimum(column, columns - 1) + expert.to(tl.int64) * columns
+        b_at = b_ptr + b_row[None, :] * depth + k[:, None]
         b_step = BLOCK_K
     else:
-        # Clamping neighbours in memory would divide a load.
+        # Columns are neighbours in memory. Clamping them would prevent wide loads.
         b_at = b_ptr + (expert.to(tl.int64) * depth + k)[:, None] * columns + column[None, :]
         b_step = BLOCK_K * columns
     is_column = (column < columns)[None, :]
@@ -128,7 +128,7 @@ def products_over_rows_kernel(
     ends_ptr,
     out_ptr,
     rows,
-    a_column_units,  # in units of UNIT
+    a_column_units,  # a_columns / UNIT, as above
     b_column_units,
     a_row_units,
     b_row_units,
@@ -158,7 +158,7 @@ def products_over_rows_kernel(
     b_at = b_ptr + row[:, None] * b_row + b_column[None, :]
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for start in range(first, end, BLOCK_K):
-        inside = k < end - start  # the next rows are another expert's
+        inside = k < end - start  # later rows belong to another expert
         a = tl.load(a_at, mask=is_a & inside[None, :], other=0.0)
         b = tl.load(b_at, mask=inside[:, None] & is_b, other=0.0)
         total = dot(a, b, total, PRECISION)
@@ -171,17 +171,17 @@ def products_over_rows_kernel(
 
 
 def grouped_products(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-    """Return `a[rows of e] @ b[e]`, `[rows, columns]`. Sums are in float32.
+    """Return `a[rows of e] @ b[e]` for each expert e: `[rows, columns]`. Sums are in float32.
 
-    Rows past the last end are not written. Values of `ends` that do not ascend, or lie outside of the rows, give
-    unspecified rows and no access outside of the tensors.
+    Rows past the last end are not written. If `ends` do not ascend or exceed the number of rows, the results are
+    unspecified, but no access is out of bounds.
 
     Args:
         a: `[rows, depth]` in float16, bfloat16 or float32.
-        b: `[experts, depth, columns]` in a's dtype, on a's device. Copied, unless it or `b.mT` is contiguous.
-        ends: int32 `[experts]`, contiguous: the end of each expert's rows, at least one expert.
-        out: receives the result, contiguous, in any floating dtype; by default a new tensor in a's.
-        add: whether to add to `out`.
+        b: `[experts, depth, columns]` in a's dtype, on a's device. It is copied unless it or `b.mT` is contiguous.
+        ends: int32 `[experts]`, contiguous: the end of each expert's rows. There is at least one expert.
+        out: receives the result, contiguous, in any floating dtype. The default is a new tensor in a's dtype.
+        add: True to add to `out`.
     """
     a = a.contiguous()
     is_transposed = b.mT.is_contiguous()
@@ -216,16 +216,16 @@ def grouped_products(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = No
 
 
 def products_over_rows(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-    """Return `a[rows of e]^T @ b[rows of e]`, `[experts, a_columns, b_columns]`.
+    """Return `a[rows of e]^T @ b[rows of e]` for each expert e: `[experts, a_columns, b_columns]`.
 
     Sums are in float32. Experts without rows get zeros. Invalid `ends` are treated as in `grouped_products`.
 
     Args:
-        a: `[rows, a_columns]` in float16, bfloat16 or float32. Copied, unless its columns are contiguous.
+        a: `[rows, a_columns]` in float16, bfloat16 or float32. It is copied unless its rows are contiguous.
         b: `[rows, b_columns]`, likewise.
-        ends: int32 `[experts]`, contiguous: the end of each expert's rows, at least one expert.
-        out: receives the result, contiguous, in any floating dtype; by default a new tensor in a's.
-        add: whether to add to `out`.
+        ends: int32 `[experts]`, contiguous: the end of each expert's rows. There is at least one expert.
+        out: receives the result, contiguous, in any floating dtype. The default is a new tensor in a's dtype.
+        add: True to add to `out`.
     """
     a, b = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (a, b))
     (rows, a_columns), b_columns, experts = a.shape, b.shape[1], ends.shape[0]
@@ -253,7 +253,7 @@ def products_over_rows(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = 
 
 
 def tile_of(dtype: torch.dtype, major: int) -> Tile:
-    """The tile of products of a dtype on GPUs of a major compute capability, for any of which it has the memory."""
+    """The tile for a dtype and a major compute capability. It fits into the shared memory of all GPUs with that one."""
     has_large_tiles = major in (9, 10)
     if dtype is torch.float32:
         return Tile(128, 128, 32, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)

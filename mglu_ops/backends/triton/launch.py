@@ -1,4 +1,4 @@
-"""Launches the kernels on tensors: finds their strides and alignment, and the kernel's constants that suit them."""
+"""Launches the kernels: derives their arguments and constants from the strides and alignments of the tensors."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .matvec import matvec_kernel
 
 
 def _in_units(stride: int, limit: int) -> tuple[int, int]:
-    """`stride` as (number, unit), where the unit is the largest power of two up to `limit` that divides it."""
+    """Return `(stride // unit, unit)`, where unit is the largest power of two up to `limit` that divides `stride`."""
     unit = gcd(stride, limit)
     return stride // unit, unit
 
 
 def _tail(in_features: int, step: int) -> int:
-    """How a row ends: after whole steps of `step` columns (0), after whole groups of 8 columns (1), or neither (2)."""
+    """Return 0 if a row is a whole number of steps, 1 if it is a whole number of groups of 8 columns, else 2."""
     if in_features % step == 0:
         return 0
     return 1 if in_features % 8 == 0 else 2
 
 
 def _word_bytes(packed_masks: Tensor) -> int:
-    """The bytes, up to 8, of the widest word in which the mask bytes of a group of weights can be read."""
+    """The size in bytes, up to 8, of the widest word in which the mask bytes of 8 weights can be read."""
     row, group, mask = packed_masks.stride()
     if mask != 1:
         return 1
-    # A traced tensor has no address; Inductor assumes that an input is aligned as its storage offset is.
+    # A traced tensor has no address. Inductor assumes that storages are aligned, so the storage offset decides.
     address = packed_masks.storage_offset() if _is_traced(packed_masks) else packed_masks.data_ptr()
     return gcd(gcd(n_masks_of(packed_masks), 8), gcd(gcd(row, group), address))
 
@@ -44,7 +44,10 @@ def _is_traced(tensor: Tensor) -> bool:
 
 
 def launch(given: LayerArguments, config: Config | None) -> Tensor:
-    """The result `[tokens, out_features]` of arguments `in_rows`; one kernel, and no allocation but the result's."""
+    """Return y `[tokens, out_features]`; `given` is `in_rows`, so x is two-dimensional.
+
+    `config` overrides the chosen launch configuration. One kernel runs, and only the result is allocated.
+    """
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
     assert scale is None or scale.dim() == 1, f"the scales of {weight_format} are not of whole rows"
     tokens, in_features, out_features, n_masks = x.shape[0], given.in_features, given.out_features, given.n_masks

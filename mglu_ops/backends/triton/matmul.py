@@ -1,9 +1,9 @@
 """The kernel for several tokens: a program multiplies BLOCK_ROWS rows of W by BLOCK_TOKENS tokens on tensor cores.
 
-With `t = W x` and `f_i = (W with the sign flipped where M_i = 1) x`: gate_i = (t - f_i) / 2, value_i = (t + f_i) / 2.
-The flipped weights of all masks are one operand, `[MASKS * BLOCK_ROWS, BLOCK_K]`, of one product. This lets the
-compiler read W and the masks' bytes from shared memory in the layout of that operand, and flip the signs in
-registers: W is read once, and no flipped weight ever goes through shared memory.
+Let t = W x and f_i = (F_i * W) x, where F_i is -1 if M_i = 1 and +1 otherwise. Then gate_i = (t - f_i) / 2 and
+value_i = (t + f_i) / 2. The F_i * W of all masks are one operand `[MASKS * BLOCK_ROWS, BLOCK_K]` of one product. So the
+compiler reads W and the mask bytes from shared memory in the layout of that operand, and flips the signs in registers.
+W is read once, and no flipped weight goes through shared memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,19 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b, total, PRECISION: tl.constexpr):
-    """`total + a b`; the interpreter holds bfloat16 as integers, and its products of them are wrong.
-
-    PRECISION is Triton's `input_precision`, which only float32 heeds.
-    """
-    if INTERPRETED:
+    """`total + a b`. PRECISION is Triton's `input_precision`, which matters for float32 only."""
+    if INTERPRETED:  # the interpreter stores bfloat16 as integers, and its products of them are wrong
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit
 def _flip(w, mask_bytes, ROWS: tl.constexpr, K: tl.constexpr, MASKS: tl.constexpr):
-    """`[MASKS * ROWS, K]`: w `[ROWS, K]`, with signs flipped where a bit of the `[ROWS, K / 8, MASKS]` bytes is set.
+    """Return `[MASKS * ROWS, K]`: w `[ROWS, K]`, with flipped signs where the bits of mask_bytes are set.
 
-    It flips two weights at a time, the halves of an int32 (the compiler already keeps such pairs in one register).
-    `byte * 0x8001` puts bit k at k and at k + 15, so that a shift left by 15 - 2 j brings the bits 2 j and 2 j + 1 to
-    the two signs, 15 and 31.
+    mask_bytes are `[ROWS, K / 8, MASKS]`. Two weights are flipped at a time, the halves of an int32, since the compiler
+    keeps such pairs in one register. `byte * 0x8001` copies bit k to the positions k and k + 15. A shift left by
+    15 - 2 j then moves bit 2 j to position 15 and bit 2 j + 1 to position 31, the signs of the two halves.
     """
     low, high = tl.split(tl.reshape(w.to(tl.int16, bitcast=True), [ROWS, K // 8, 4, 2]))
     pairs = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
@@ -56,7 +53,8 @@ def matmul_kernel(
     tokens,
     out_features,
     in_features,
-    x_token,  # row strides are in units of X_UNIT, W_UNIT, M_UNIT, so that the compiler knows what divides them
+    x_token,  # the strides x_token, w_row and m_row are divided by X_UNIT, W_UNIT and M_UNIT, which tell the compiler
+    # their divisors
     x_k,
     w_row,
     w_k,
@@ -73,14 +71,14 @@ def matmul_kernel(
     X_UNIT: tl.constexpr,
     W_UNIT: tl.constexpr,
     M_UNIT: tl.constexpr,
-    DENSE: tl.constexpr,  # the masks' bytes of a row are contiguous, and MASKS == N_MASKS
-    TAIL: tl.constexpr,  # as in matvec.py, for steps of BLOCK_K columns
+    DENSE: tl.constexpr,  # the mask bytes of a row are contiguous, and MASKS == N_MASKS
+    TAIL: tl.constexpr,  # 0 if BLOCK_K divides in_features, 1 if 8 does, else 2
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Compute y[tokens of the block, rows of the block]."""
-    # The programs for the same rows of W run one after another: all but the first find W in the cache.
+    """Compute a tile of y."""
+    # The programs for the same rows of W run one after another, so all but the first find W in the cache.
     token_blocks = tl.cdiv(tokens, BLOCK_TOKENS)
     token = (tl.program_id(0) % token_blocks) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row = (tl.program_id(0) // token_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -91,7 +89,7 @@ def matmul_kernel(
     m_ptr += (last_row * m_row * M_UNIT)[:, None]
     k = tl.arange(0, BLOCK_K)
     mask = tl.arange(0, MASKS)
-    # The bytes of a row are one dimension of the tile, so that they are loaded 16 at a time where they are contiguous.
+    # The mask bytes of a row are one dimension of the tile, so that contiguous ones are loaded 16 at a time.
     byte = tl.arange(0, BLOCK_K // 8 * MASKS)
 
     total = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
@@ -100,15 +98,15 @@ def matmul_kernel(
         at = start + k
         xs = x_ptr + (at * x_k)[:, None]
         ws = w_ptr + (at * w_k)[None, :]
-        # x is loaded twice, because the products want it in two layouts and the compiler pipelines only loads with a
-        # single use. Different cache hints keep it from merging the two loads.
+        # x is loaded twice, because the two products need different layouts, and the compiler pipelines only loads with
+        # a single use. Different cache hints keep it from merging the loads.
         if TAIL == 0:
             x = tl.load(xs)
             x_again = tl.load(xs, eviction_policy="evict_last")
             w = tl.load(ws, eviction_policy="evict_first")
         else:
-            # If TAIL is 1, a group of 8 is wholly inside or outside. This form lets the compiler see that, and load
-            # wide.
+            # If TAIL is 1, a group of 8 columns is wholly inside or outside. Written like this, the compiler sees it
+            # and uses wide loads.
             inside = at < (in_features // 8 * 8 if TAIL == 1 else in_features)
             x = tl.load(xs, mask=inside[:, None], other=0.0)
             x_again = tl.load(xs, mask=inside[:, None], other=0.0, eviction_policy="evict_last")
@@ -122,7 +120,7 @@ def matmul_kernel(
             inside = (group * 8 < in_features) & (i < N_MASKS)
             packed = tl.load(m_ptr + offset[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
         packed = tl.reshape(packed, [BLOCK_ROWS, BLOCK_K // 8, MASKS])
-        w = w.to(tl.float32).to(x.dtype)  # exact: both 16-bit types hold every number of fp8 and int8
+        w = w.to(tl.float32).to(x.dtype)  # exact for fp8 and int8 in both 16-bit types
         total = dot(w, x_again, total, "ieee")
         flipped = dot(_flip(w, packed, BLOCK_ROWS, BLOCK_K, MASKS), x, flipped, "ieee")
 

@@ -1,9 +1,8 @@
-"""The kernel for one token, and for float32: a program multiplies one row of W by one token with plain FMA.
+"""The kernel for one token, and for float32: a program multiplies one row of W by one token with FMAs.
 
-A row is read as `[groups, 8]`: a thread takes 8 neighbouring weights in one 16-byte load (two in float32), and
-the `n_masks` bytes that hold their bits in as few loads as the format allows. A program has one row instead of a tile
-of rows, so that the loads of a warp in flight are adjacent: tiles of two and of four rows took 34 and 54 us against 31
-(H200, 14336 x 4096, 1 mask).
+A row is read as `[groups, 8]`. A thread loads 8 neighbouring weights in one 16-byte load (two in float32), and the
+`n_masks` bytes with their mask bits in as few loads as possible. A program has one row and not a tile of rows, so that
+the loads that a warp has in flight are adjacent (README.md has the times).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _eight(v, GROUPS: tl.constexpr):
-    """The eight columns of `[GROUPS, 8]`; each thread already has them in its registers, so no data moves."""
+    """Split `[GROUPS, 8]` into its eight columns. Each thread has them in its registers, so no data moves."""
     even, odd = tl.split(tl.reshape(v, [GROUPS, 2, 2, 2]))
     v04, v26 = tl.split(even)
     v15, v37 = tl.split(odd)
@@ -33,8 +32,8 @@ def _eight(v, GROUPS: tl.constexpr):
 def _bit(word, BIT: tl.constexpr):
     """True if a bit of a word is set.
 
-    The `and` is PTX so that LLVM cannot see it: it would gather the tests of all masks into one vector of bits, and
-    take them out of it again with shifts (19 instructions a weight at 4 masks, against 12.6).
+    The `and` is inline PTX to hide it from LLVM, which would gather the bits of all masks in a vector and extract them
+    again with shifts: 19 instructions per weight for 4 masks, instead of 12.6.
     """
     if INTERPRETED:
         bits = (word >> BIT) & 1
@@ -49,7 +48,10 @@ def _bit(word, BIT: tl.constexpr):
 
 @triton.jit
 def _load_row(ptr, group, in_features, stride, TAIL: tl.constexpr, EVICTION: tl.constexpr):
-    """`[GROUPS, 8]` of a row, 0 past its end. TAIL says what may be past the end: 0 nothing, 1 whole groups, 2 any."""
+    """Load `[GROUPS, 8]` of a row, with zeros past its end.
+
+    TAIL says what may lie past the end: nothing (0), only whole groups of 8 (1), or any number of columns (2).
+    """
     k = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     if TAIL == 0:
         row = tl.load(ptr + k * stride, eviction_policy=EVICTION)
@@ -65,10 +67,10 @@ def _load_row(ptr, group, in_features, stride, TAIL: tl.constexpr, EVICTION: tl.
 def _load_words(
     m_ptr, start, in_features, m_group, m_mask, WORDS: tl.constexpr, GROUPS: tl.constexpr, TAIL: tl.constexpr
 ):
-    """The words that hold the bits of each group of 8 weights. `m_ptr` points to words, and strides count words.
+    """Load the words with the mask bits of each group of 8 weights. `m_ptr` points to words, and strides count words.
 
-    The hint hides from the compiler that groups are neighbours. Otherwise a thread would load several groups' words at
-    once, and they would travel through shared memory to the threads that have the weights.
+    `max_contiguous` hides from the compiler that groups are neighbours. Otherwise a thread would load the words of
+    several groups at once, and send them through shared memory to the threads that have the weights.
     """
     group = tl.max_contiguous(start + tl.arange(0, GROUPS), [1])
     offset = group * m_group
@@ -86,8 +88,9 @@ def _load_words(
 
 @triton.jit
 def _add(gates, rest, w, x, words, N_MASKS: tl.constexpr, WORD_BYTES: tl.constexpr, GROUPS: tl.constexpr):
-    """Add the products of these weights to the sums: `rest` is the sum of all, or in float32 the value of each mask.
+    """Add the products of these weights to the sums: `gates`, and `rest`.
 
+    In float32, `rest` is the value of each mask, otherwise the sum of all products.
     `where(on, fma(w, x, sum), sum)` compiles to one predicated FMA.
     """
     ws = _eight(w.to(tl.float32), GROUPS)
@@ -126,7 +129,7 @@ def matvec_kernel(
     in_features,
     x_token,
     x_k,
-    w_row,  # in units of W_UNIT, so that the compiler knows what divides it, and how wide a load may be
+    w_row,  # the stride divided by W_UNIT, which tells the compiler how wide loads may be
     w_k,
     m_row,
     m_group,
@@ -142,8 +145,8 @@ def matvec_kernel(
     TAIL: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Compute y[token, row]; the masks' strides count words of WORD_BYTES bytes, which divides N_MASKS."""
-    # The programs for the same row run one after another: all but the first find the row in the cache.
+    """Compute y[token, row]. Mask strides count words of WORD_BYTES bytes. WORD_BYTES divides N_MASKS."""
+    # The programs for the same row run one after another, so all but the first find the row in the cache.
     token = (tl.program_id(0) % tokens).to(tl.int64)
     row = (tl.program_id(0) // tokens).to(tl.int64)
     x_ptr += token * x_token
@@ -156,8 +159,8 @@ def matvec_kernel(
         m_ptr = m_ptr.to(tl.pointer_type(tl.int64))
     m_ptr += row * m_row
     WORDS: tl.constexpr = N_MASKS // WORD_BYTES
-    # Products with an x of 16 bits are exact in float32, so that value = sum of all - gate. Products with a float32 are
-    # rounded, and the difference would carry the error of the whole sum into a value of few weights.
+    # Products of 16-bit numbers are exact in float32, so a value is the sum of all products minus the gate. Products of
+    # float32 numbers are rounded, and a value of few weights would inherit the error of the whole sum.
     WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     gates = (tl.zeros([GROUPS], tl.float32),) * N_MASKS
     rest = (tl.zeros([GROUPS], tl.float32),) * (N_MASKS if WIDE else 1)

@@ -1,4 +1,4 @@
-"""The device kernels of the CUDA backend. Each has a module with everything about its launches.
+"""The kernels of the CUDA backend. The module of each kernel holds everything about its launches.
 
 To add a kernel, write its module and enter it in the two tables below.
 """
@@ -22,8 +22,8 @@ CHOICES: tuple[Callable[[LayerCall, Gpu], LaunchConfig | None], ...] = (
     decode_mma.choose,
     plain.choose,
 )
-"""Each kernel's function that chooses a launch for a call, or returns None to decline, in the order in which they are
-asked."""
+"""Functions that return a kernel's launch for a call, or None if it cannot or should not run it; first come, first
+served."""
 
 CONFIGS: Mapping[str, type[LaunchConfig]] = {config.kernel: config for config in (TileWgmma, DecodeMma, Plain)}
-"""The classes of launch configurations by kernel name, for tables of launches."""
+"""The launch configurations by kernel name, for tables of launches."""

@@ -1,4 +1,4 @@
-"""The GEMMs of the backward pass whose left operand is a product of two matrices (csrc/cuda/backward_gemm.cu)."""
+"""The GEMMs of backward. The left operand is grad_output times partial derivatives (csrc/cuda/backward_gemm.cu)."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _STAGE_BYTES = 2 * (2 * _ROWS * _DEPTH + _DEPTH * _COLUMNS)
 _BARRIER_BYTES = 16 * _STAGES
 
 _LEAST_FULL = 0.75
-"""The fraction of SMs that must have a tile. With fewer tiles the library's GEMM, which splits k, is faster."""
+"""The least fraction of SMs with a tile. With fewer tiles the library's GEMM is faster, because it splits k."""
 
 _MOST_MULTIPLICATIONS = 0.61e12
-"""The multiplications from which, with `_MEASURED_COLUMNS` columns, a step is faster with the library's GEMM and passes
-over memory around it (training.md)."""
+"""The number of multiplications from which the library's GEMM, with elementwise kernels around it, is faster for a
+result of `_MEASURED_COLUMNS` columns (training.md)."""
 
 _MEASURED_COLUMNS = 4096
-"""With half as many columns these passes are twice as large a part of a step, and the measured limit is about eight
-times as high."""
+"""With half as many columns, the elementwise kernels take twice the share of a step, and the measured limit is about
+eight times as high."""
 
 
 def macros(dtype: torch.dtype, n_products: int, *, is_grad_x: bool, wide: bool) -> dict[str, int]:
-    """Return the macros of the source. `wide`: whether the only weight product is in float32."""
+    """Return the macros of the source. `wide` asks for a single weight product, in float32."""
     return {
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_PRODUCTS": n_products,
@@ -48,17 +48,17 @@ def macros(dtype: torch.dtype, n_products: int, *, is_grad_x: bool, wide: bool) 
 
 
 def shared_bytes() -> int:
-    """Dynamic shared memory of a block."""
+    """The dynamic shared memory of a block in bytes."""
     return _STAGES * _STAGE_BYTES + _BARRIER_BYTES
 
 
 def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
-    """True if the kernel takes the matrices: not empty, with 16-bit elements in rows at multiples of 16 bytes."""
+    """True if the kernel takes the matrices: not empty, with 16-bit elements in 16-byte aligned rows."""
     if gpu.arch != ARCH:
         return False
     for matrix in matrices:
-        *strides, of_columns = matrix.stride()
-        if matrix.dtype not in (torch.float16, torch.bfloat16) or matrix.numel() == 0 or of_columns != 1:
+        *strides, column_stride = matrix.stride()
+        if matrix.dtype not in (torch.float16, torch.bfloat16) or matrix.numel() == 0 or column_stride != 1:
             return False
         if matrix.data_ptr() % 16 or any(stride % 8 or stride <= 0 for stride in strides):
             return False
@@ -66,7 +66,7 @@ def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
 
 
 def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
-    """True if the kernel beats the library's GEMM for a result `[rows, columns]` that sums `depth` products."""
+    """True if the kernel beats the library for a GEMM with a result `[rows, columns]` and an inner size of `depth`."""
     tiles = ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS)
     comparable = rows * columns * depth * (columns / _MEASURED_COLUMNS) ** 3
     return tiles >= _LEAST_FULL * gpu.multiprocessors and comparable < _MOST_MULTIPLICATIONS
@@ -75,12 +75,12 @@ def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
 def prepare_grad_x(grad_output: Tensor, partials: Tensor, weight: Tensor) -> LaunchSequence:
     """Prepare the GEMM that writes `dx = sum over i of (grad_output * partials[:, i]) @ (F_i * W)`, with F_0 = 1.
 
-    All tensors have one 16-bit dtype, are on the current device, and `can_run`. The launch takes the addresses of
+    All tensors have one 16-bit dtype, are on the current device, and pass `can_run`. The launch takes the addresses of
 
     - grad_output `[tokens, out_features]`;
     - partials `[tokens, n_masks + 1, out_features]`;
     - weight `[out_features, in_features]`;
-    - flipped, contiguous `[n_masks, out_features, in_features]`: the weight with the signs flipped where masks are 1;
+    - flipped: all F_i * W, contiguous `[n_masks, out_features, in_features]`;
     - out: dx, contiguous `[tokens, in_features]`;
     - others: 0.
 
@@ -92,14 +92,14 @@ def prepare_grad_x(grad_output: Tensor, partials: Tensor, weight: Tensor) -> Lau
 
 
 def prepare_weight_products(grad_output: Tensor, partials: Tensor, x: Tensor, *, wide: bool = False) -> LaunchSequence:
-    """Prepare the GEMM that writes the products `D_i = (grad_output * partials[:, i])^T x`, D_0 apart from the others.
+    """Prepare the GEMM that writes `D_i = (grad_output * partials[:, i])^T x`.
 
-    All tensors have one 16-bit dtype, are on the current device, and `can_run`. The launch takes the addresses of
+    All tensors have one 16-bit dtype, are on the current device, and pass `can_run`. The launch takes the addresses of
 
     - grad_output `[tokens, out_features]`;
     - partials `[tokens, entries, out_features]`;
     - x `[tokens, in_features]`;
-    - out: D_0, contiguous `[out_features, in_features]`; in float32 with `wide`, which allows only one entry;
+    - out: D_0, contiguous `[out_features, in_features]`; in float32 with `wide`, which requires a single entry;
     - others: the other D_i, contiguous `[entries - 1, out_features, in_features]`.
 
     Raises:
@@ -119,9 +119,10 @@ def _prepare(
     is_grad_x: bool,
     wide: bool,
 ) -> LaunchSequence:
-    """Prepare the launch on `device`, the current device, with the maps of G, the partial derivatives, B and F_i * W.
+    """Prepare the launch on `device`, the current device.
 
-    `strides` are the distances between rows of G, tokens and entries of the partial derivatives, and rows of B.
+    B, the right operand, is W or x. `strides` are four strides in elements: the rows of grad_output, the tokens and the
+    entries of partials, and the rows of B.
     """
     tokens, products, out_features = partials_shape
     grad_pitch, token_pitch, entry_pitch, b_pitch = (2 * stride for stride in strides)

@@ -1,4 +1,4 @@
-"""The base class of launch configurations, and the properties of a call that several kernels depend on."""
+"""The base class of launch configurations, and properties of a call on which several kernels depend."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 @dataclass(frozen=True)
 class LaunchConfig(ABC):
-    """How a kernel is launched: the compile-time constants of its source, and the settings of its grid.
+    """The launch configuration of a kernel: the compile-time constants of its source, and the settings of its grid.
 
-    Each kernel has a subclass, in the module with the kernel's name. Its fields are the settings.
+    Each kernel has a subclass in the module with its name. The fields are the settings.
     """
 
     kernel: ClassVar[str]
     """The name of the kernel and of its source file."""
     overlaps: ClassVar[bool] = True
-    """True if a launch may be set up while the kernel before it still runs, on compute capability 9.0 and later."""
+    """True if the kernel supports programmatic dependent launch, on compute capability 9.0 and later."""
 
     def settings(self) -> dict[str, int]:
         """Return the fields that differ from their defaults."""
@@ -42,35 +42,35 @@ class LaunchConfig(ABC):
     @property
     @abstractmethod
     def threads(self) -> int:
-        """Threads of a block."""
+        """The threads of a block."""
 
     @abstractmethod
     def shared_bytes(self, call: LayerCall) -> int:
-        """Bytes of dynamic shared memory that a block uses."""
+        """The dynamic shared memory that a block uses, in bytes."""
 
     @abstractmethod
     def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
-        """Blocks in x and in y."""
+        """The blocks of the grid in x and in y."""
 
     @abstractmethod
     def macros(self, call: LayerCall) -> dict[str, int]:
-        """The macros that the kernel's source is compiled with."""
+        """The macros with which the kernel's source is compiled."""
 
     @abstractmethod
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        """Yield the rules that this configuration breaks: the source's static assertions, and a required layout."""
+        """Yield the rules that this configuration breaks: the source's static assertions and required layouts."""
 
     @property
     def rounds_x(self) -> bool:
-        """True if the kernel multiplies in the call's activation format. Otherwise `quantize_x` rounds x for it."""
+        """True if the kernel multiplies in the call's activation format. Otherwise `quantize_x` rounds x beforehand."""
         return False
 
     def target(self, gpu: Gpu) -> str:
-        """The architecture that the kernel is compiled for."""
+        """The architecture for which the kernel is compiled."""
         return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
 
     def sources(self, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-        """Everything that is compiled for a call, as `(kernel, target, macros)`."""
+        """The sources that are compiled for a call, as `(kernel, target, macros)`."""
         return [(self.kernel, self.target(gpu), self.macros(call))]
 
     def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
@@ -80,15 +80,15 @@ class LaunchConfig(ABC):
         return LaunchSequence(launch_of(kernel, call, self.grid(call, gpu), self.threads, shared, overlap=overlap))
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
-        """Bytes of dynamic shared memory per block that a launch requests."""
+        """The dynamic shared memory that a launch requests per block, in bytes."""
         return self.shared_bytes(call)
 
     def resident_threads(self) -> int:
-        """Threads that an SM must be able to hold at once."""
+        """The threads that must fit on an SM at the same time."""
         return self.threads
 
     def violation(self, call: LayerCall, gpu: Gpu) -> str | None:
-        """Why a launch with this configuration cannot run a call, or None if it can."""
+        """The reason why this configuration cannot run a call; None if it can."""
         return next(self._all_violations(call, gpu), None)
 
     def _all_violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
@@ -107,7 +107,7 @@ class LaunchConfig(ABC):
 
 
 def common_macros(call: LayerCall) -> dict[str, int]:
-    """The macros that all kernels of the operator share."""
+    """The macros shared by all kernels of `mglu::forward`."""
     return {
         "MGLU_ELEMENT": ELEMENTS[call.dtype],
         "MGLU_N_MASKS": call.n_masks,
@@ -120,19 +120,19 @@ def common_macros(call: LayerCall) -> dict[str, int]:
 def launch_of(
     kernel: Kernel, call: LayerCall, grid: tuple[int, int], threads: int, shared: int = 0, *, overlap: bool
 ) -> Launch:
-    """A launch of a kernel that takes `Params` (csrc/cuda/params.cuh), with the sizes and strides of a call."""
+    """Prepare a launch of a kernel that takes `Params` (csrc/cuda/params.cuh), for the sizes and strides of a call."""
     fields = parameters("params.cuh")
     return Launch(kernel, grid, threads, shared, overlap=overlap, parameters=fields, integers=integers(call))
 
 
 def integers(call: LayerCall) -> dict[str, int]:
-    """The strides and sizes in `Params` (csrc/cuda/params.cuh), and whether x can be read in whole vectors."""
+    """The values of the integers of `Params` (csrc/cuda/params.cuh)."""
     layouts = {"x": call.x, "weight": call.weight.layout, "mask_weight": call.mask_weights}
-    of_masks = zip(("mask_row_stride", "mask_octet_stride", "mask_stride"), call.masks.strides, strict=True)
+    mask_strides = zip(("mask_row_stride", "mask_octet_stride", "mask_stride"), call.masks.strides, strict=True)
     return {
         **{f"{name}_row_stride": layout.strides[0] for name, layout in layouts.items()},
         **{f"{name}_column_stride": layout.strides[1] for name, layout in layouts.items()},
-        **dict(of_masks),
+        **dict(mask_strides),
         "tokens": call.tokens,
         "out_features": call.out_features,
         "in_features": call.in_features,
@@ -141,13 +141,13 @@ def integers(call: LayerCall) -> dict[str, int]:
 
 
 def x_is_vectorizable(call: LayerCall) -> bool:
-    """True if 16-byte loads of x are aligned and contiguous."""
+    """True if x can be read in 16-byte vectors."""
     token, column = call.x.strides
     return column == 1 and call.x.alignment == 16 and (call.tokens == 1 or token * call.dtype.itemsize % 16 == 0)
 
 
 def weight_is_vectorizable(call: LayerCall) -> bool:
-    """True if rows of the weight are whole, aligned 16-byte vectors, with a stride in bytes that fits in 32 bits."""
+    """True if the weight can be read in 16-byte vectors, with row offsets that fit in 32 bits."""
     row, column = call.weight.layout.strides
     return (
         call.in_features % 8 == 0
@@ -160,10 +160,10 @@ def weight_is_vectorizable(call: LayerCall) -> bool:
 
 
 def mask_alignment(call: LayerCall) -> int:
-    """Return the largest of 16, 8, 4 and 1 that divides the address of every row of masks.
+    """Return the width of the vectors in which rows of masks can be read: 16, 8, 4 or 1 bytes.
 
-    It also divides the length of a row, so that whole vectors do not reach past the end of the last row. The result is
-    0 if the bytes of a row are not contiguous.
+    It divides the address and the length of every row, so no vector reaches past the end of a row. 0 if the bytes of a
+    row are not contiguous.
     """
     row, octet, mask = call.masks.strides
     if not ((mask == 1 or call.n_masks == 1) and octet == call.n_masks and row < 2**26):
@@ -173,17 +173,17 @@ def mask_alignment(call: LayerCall) -> int:
 
 
 def has_aligned_rows(call: LayerCall) -> bool:
-    """True if rows of W and of the masks can be copied in whole vectors."""
+    """True if rows of W and of the masks can be copied in vectors, of 16 bytes and of at least 4 bytes."""
     return weight_is_vectorizable(call) and mask_alignment(call) >= 4 and call.in_features > 0
 
 
 def has_x_in_rows(call: LayerCall) -> bool:
-    """True if the tensor memory accelerator can read x: rows of 16-byte vectors that do not overlap."""
+    """True if TMA can read x: its rows are 16-byte aligned and do not overlap."""
     return x_is_vectorizable(call) and (call.tokens == 1 or call.x.strides[0] >= call.in_features)
 
 
 def aligned_violations(kernel: str, call: LayerCall, rows: int) -> Iterator[str]:
-    """Yield the requirements of the 16-bit kernels that a call does not meet; a block takes `rows` rows of W."""
+    """Yield the requirements of the 16-bit kernels that a call does not meet. A block takes `rows` rows of W."""
     if call.dtype is torch.float32:
         yield f"{kernel} has no float32"
     if call.in_features % 8 or not call.in_features:

@@ -1,6 +1,6 @@
-"""The kernel for up to 16 tokens: warps stream W and its masks through shared memory into `mma`.
+"""The kernel for up to 16 tokens: warps stream W and its masks through shared memory into `mma` instructions.
 
-Its page is csrc/cuda/decode_mma.md.
+csrc/cuda/decode_mma.md describes it.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from .base import LaunchConfig, aligned_violations, common_macros, has_aligned_rows, mask_alignment
 
 ROWS = 16
-"""Rows of W in a tile, which is one `mma` high."""
+"""The rows of W in a tile, the height of one `mma`."""
 
 
 def _scales_columns(call: LayerCall) -> bool:
-    """True if scales belong to groups of 128 columns; a stage then holds whole groups."""
+    """True if each scale belongs to 128 columns. Then a stage holds whole groups of 128 columns."""
     return call.weight.format.columns is not None
 
 
 def _scales_rows(call: LayerCall) -> bool:
-    """True if scales belong to rows, whose weights then have 8 bits."""
+    """True if each scale belongs to a row. All such formats have 8 bits."""
     return not (call.weight.format.is_dense or _scales_columns(call))
 
 
 @dataclass(frozen=True)
 class DecodeMma(LaunchConfig):
-    """A block has `tiles * split_k` warps. The `split_k` warps of a tile share its sum over k.
+    """The launch configuration of `decode_mma`.
 
-    Each warp keeps `stages` stages of `sub` times 64 columns in flight in shared memory.
+    A block has `tiles * split_k` warps: `split_k` warps compute a tile of 16 rows, each a part of k. Each warp has a
+    ring of `stages` stages in shared memory. A stage holds `sub` times 64 columns.
     """
 
     kernel = "decode_mma"
 
     tiles: int = 1
-    """Tiles of 16 rows of W that a block computes."""
+    """Tiles of 16 rows of W per block."""
     split_k: int = 1
     stages: int = 2
     sub: int = 1
     mask_group: int = 1
     """Masks whose bits a warp holds in registers at once; divides n_masks."""
     block_tokens: int = 1
-    """Tokens that share a read of W. The kernel always computes 8 columns at a time."""
+    """Tokens per block, which share a read of W. The `mma` always computes multiples of 8 tokens."""
     blocks_per_sm: int = 1
     cluster: int = 1
-    """Neighbouring blocks that load x together (multicast): 1, or 2 on compute capability 9.0."""
+    """Blocks of a cluster, which load x by multicast: 1, or 2 on compute capability 9.0."""
 
     @property
     def threads(self) -> int:
@@ -60,7 +61,7 @@ class DecodeMma(LaunchConfig):
 
     @property
     def token_tiles(self) -> int:
-        """Columns of the `mma`, divided by 8."""
+        """Column tiles of the `mma`, of 8 tokens each."""
         return ceil_div(self.block_tokens, 8)
 
     @property
@@ -68,27 +69,27 @@ class DecodeMma(LaunchConfig):
         return 64 * self.sub
 
     def token_columns(self, tokens: int) -> int:
-        """Columns of the `mma`'s result that are kept."""
+        """Columns of the `mma`'s result that are used."""
         return 1 if tokens == 1 else 8 * self.token_tiles
 
     def mask_vector(self, n_masks: int) -> int:
-        """Bytes of the widest copy that divides a stage's row of masks."""
+        """The widest copy, in bytes, that divides a row of masks of a stage."""
         return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
 
     def shared_bytes(self, call: LayerCall) -> int:
-        """Bytes of the rows' scales, of all rings and x, which the sums overwrite at the end, and of the barriers."""
+        """Bytes for the scales of the rows, for all rings and x (at the end: for the sums), and for the barriers."""
         warps = self.tiles * self.split_k
         ring = self.stages * ROWS * call.bytes_of_columns(self.stage_columns)
         columns = round_up(call.in_features, self.stage_columns)
         sums = round_up(4 * (call.n_masks + 1) * ROWS * self.token_columns(call.tokens), 128)
         rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
-        if call.tokens == 1 and call.weight.bits == 4:  # each element with a zero after it
+        if call.tokens == 1 and call.weight.bits == 4:  # a zero follows each element
             rows_of_x = columns * 4
         scales = round_up(4 * ROWS * self.tiles, 128) if _scales_rows(call) else 0
         return scales + max(warps * ring + rows_of_x, warps * sums) + 32
 
     def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
-        """Enough that no SM takes more than `blocks_per_sm` blocks while another has none."""
+        """Request so much that an SM cannot hold more than `blocks_per_sm` blocks, which spreads them over all SMs."""
         share = gpu.shared_bytes_per_sm // (self.blocks_per_sm + 1)
         return max(self.shared_bytes(call), share - RESERVED_SHARED_BYTES_PER_BLOCK + 128)
 
@@ -129,16 +130,16 @@ class DecodeMma(LaunchConfig):
 
 
 def can_run(call: LayerCall, gpu: Gpu) -> bool:
-    """True if the kernel takes a call, if its blocks fit."""
+    """True if the kernel takes a call, provided that a block fits into shared memory."""
     return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= ROWS and gpu.arch >= (8, 0)
 
 
 def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
-    """The launch of a call, or None where the kernel cannot run it.
+    """Choose the launch of a call, or return None if the kernel cannot run it.
 
-    In the batch-invariant mode the order of sums must not depend on the number of tokens. So every call runs like a
-    call of 8 tokens, and with at most 4 warps per tile, since 8 or more would add up a single token's masks in another
-    order (csrc/cuda/decode_mma.md).
+    In the batch-invariant mode the order of sums must not depend on the number of tokens. So every call gets the launch
+    of a call of 8 tokens, with at most 4 warps per tile: with 8 or more, the masks of a single token would be summed in
+    another order (csrc/cuda/decode_mma.md).
     """
     if not can_run(call, gpu):
         return None
@@ -148,17 +149,16 @@ def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
         return None
     if call.batch_invariant:
         return replace(fitted, split_k=min(fitted.split_k, 4))
-    # Clusters of four take 1.6 times as long as pairs: not all of them seem to be resident at once.
+    # Not clusters of four, which take 1.6 times as long as pairs.
     pairs = gpu.arch == (9, 0) and 1 < call.tokens <= fitted.block_tokens
     return replace(fitted, cluster=2) if pairs else fitted
 
 
 def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
-    """The most tokens of a layer for which this kernel is faster than `tile_wgmma`.
+    """The most tokens for which this kernel is faster than `tile_wgmma`: 8 or 16 (measured; csrc/cuda/decode_mma.md).
 
-    16 where x of 16 tokens fits into shared memory beside the rings and a block has few tiles, else 8. With 16 tokens
-    this kernel needs two column tiles, but `tile_wgmma` takes longer to start, and longer to decode W (measurements:
-    csrc/cuda/decode_mma.md).
+    It is 16 if the preferred launch for 16 tokens fits into shared memory and a block has few tiles. Then the time of
+    a second column tile is less than that of `tile_wgmma` to start and to decode W.
     """
     sixteen = replace(call, leading=(16,))
     preferred = _preferred(sixteen, gpu)
@@ -168,7 +168,7 @@ def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
 
 
 def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
-    """Tiles of 16 rows per block, so that all SMs get equal shares of the rows, in one block each if possible.
+    """Tiles of 16 rows per block. All SMs get equal shares of the rows, in one block each if possible.
 
     With one block per SM, x is stored once per SM, and no SM waits for another.
     """
@@ -178,23 +178,24 @@ def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
 
 
 def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
-    """The best launch for 1 to 16 tokens if shared memory were unlimited."""
+    """The best launch for 1 to 16 tokens, ignoring the limit of shared memory."""
     return in_one_wave(call, _tiles_of_block(call.out_features, gpu.multiprocessors))
 
 
 def in_one_wave(call: LayerCall, tiles: int) -> DecodeMma:
-    """The best launch for 1 to 16 tokens if an SM gets one block, of `tiles`, and shared memory is unlimited.
+    """The best launch for 1 to 16 tokens if an SM has one block of `tiles` tiles, ignoring the limit of shared memory.
 
-    An SM has two or three warps for each of its four schedulers, a power of two of them along k. Up to 8 masks, stages
-    are twice as long if warps are few and each has at least four long stages; beyond 8 masks, if a warp has all of k.
-    In 8 and 4 bits, up to 8 masks, they are four times as long if each warp has at least eight of them. From 9 tokens
-    on, one mask of rows with scales has up to four warps for a scheduler, and the shortest stages; so have one and two
-    masks of blocks with scales for one token.
-    Mask bits are held for four masks at a time, which needs the fewest registers, or for all 8 where stages are
-    swizzled, which is faster. The measurements are in csrc/cuda/decode_mma.md.
+    The rules come from measurements (csrc/cuda/decode_mma.md):
+
+    - split_k: the largest power of two for which an SM has at most 12 warps, three for each of its four schedulers; 8
+      warps from 8 masks on with scales of columns. Weights in 8 bits get 16 warps and the shortest stages in two cases:
+      one mask, more than 8 tokens and scales of rows; one or two masks, one token and scales of columns.
+    - sub: up to 8 masks, long stages if warps are few and each has at least four of them, and the longest stages for 8
+      and 4 bits if each warp has at least eight of them. With more masks, long stages if a warp has all of k.
+    - mask_group: 4, which needs the fewest registers. All 8 masks at once are faster if stages are long (swizzled).
     """
     n_masks = call.n_masks
-    # Sums of groups of columns take as many registers as all others, which 8 warps have.
+    # Scales of columns double the registers for sums, which only 8 warps have.
     many_warps = call.weight.bits == 8 and (
         call.tokens > 8 and n_masks == 1 if _scales_rows(call) else call.tokens == 1 and n_masks <= 2
     )
@@ -203,7 +204,7 @@ def in_one_wave(call: LayerCall, tiles: int) -> DecodeMma:
     if n_masks <= 8:
         few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
         long_stages = few_warps and call.in_features >= split_k * 4 * 128
-    else:  # 16 tokens in fewer bits would need more registers than there are
+    else:  # 16 tokens with 8- or 4-bit weights would need too many registers
         long_stages = split_k == 1 and (call.weight.bits == 16 or call.tokens <= 8)
     long_stages = long_stages or _scales_columns(call)
     shortest = 2 if _scales_columns(call) else 1
@@ -218,14 +219,13 @@ def in_one_wave(call: LayerCall, tiles: int) -> DecodeMma:
 
 
 def in_several_waves(call: LayerCall, rows: int) -> list[DecodeMma]:
-    """The best launches if every SM gets many blocks, one after the other, with about `rows` tokens each.
+    """The best launches, best first, if every SM runs many blocks in turn, each for about `rows` tokens.
 
-    The first one whose blocks all fit into the shared memory is the best. Small blocks, several on an SM, fill the gaps
-    in which another one starts or ends. But each block reads its x, so that many tokens need larger blocks
-    (csrc/cuda/decode_mma.md, "Experts").
+    Take the first launch whose blocks fit into shared memory. Several small blocks on an SM hide each other's start and
+    end. But every block reads its x, so many tokens need larger blocks (csrc/cuda/decode_mma.md, "Experts").
     """
     n_masks, in_16_bits = call.n_masks, call.weight.bits == 16
-    if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # more registers than two blocks have
+    if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # too many registers for two blocks
         shapes = [(2, 4, 1)]
     elif rows > 4:
         shapes = [(3, 4, 1)] if in_16_bits else [(4, 2, 1)]
@@ -242,7 +242,7 @@ def in_several_waves(call: LayerCall, rows: int) -> list[DecodeMma]:
 
 
 def _of_shape(call: LayerCall, tiles: int, split_k: int, blocks_per_sm: int) -> DecodeMma:
-    """One of the launches of `in_several_waves`. Stages are long if a warp has four of them."""
+    """A launch of `in_several_waves`. Stages are long if each warp has at least four of them."""
     long_stages = call.n_masks <= 8 and call.in_features >= split_k * 4 * 128
     longest = long_stages and split_k == 2 and call.in_features >= split_k * 4 * 256
     long_stages = long_stages or _scales_columns(call)
@@ -261,7 +261,7 @@ def _mask_group(n_masks: int, long_stages: bool) -> int:
 
 
 def _block_tokens(call: LayerCall) -> int:
-    """A column tile of the product, or two where registers allow it."""
+    """The tokens of one column tile; for more than 8 tokens those of two, if registers allow it."""
     return 16 if call.tokens > 8 and not (call.n_masks > 8 and _scales_columns(call)) else 8
 
 

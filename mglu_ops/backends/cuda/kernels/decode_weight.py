@@ -1,4 +1,4 @@
-"""The copy of a stored weight in x's dtype, which `tile_wgmma` reads for many tokens (csrc/cuda/decode_weight.cu)."""
+"""Decodes a stored weight to x's dtype, for `tile_wgmma` with many tokens (csrc/cuda/decode_weight.cu)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import ELEMENTS, launch_of
 NAME = "decode_weight"
 
 _BLOCK_BYTES = 256 * 16
-"""Each of a block's threads takes 16 bytes of the weight."""
+"""The bytes of the weight per block: 16 for each of its 256 threads."""
 
 
 def macros(call: LayerCall) -> dict[str, int]:
@@ -21,16 +21,16 @@ def macros(call: LayerCall) -> dict[str, int]:
 
 
 def copy_bytes(call: LayerCall) -> int:
-    """The size of the copy in bytes."""
+    """The size of the decoded weight in bytes."""
     return call.out_features * call.in_features * call.dtype.itemsize
 
 
 def blocks(call: LayerCall) -> int:
-    """Blocks of the launch."""
+    """The blocks of the grid."""
     return ceil_div(call.out_features * call.in_features * call.weight.bits // 8, _BLOCK_BYTES)
 
 
 def launch(call: LayerCall, gpu: Gpu, device: int, target: str) -> Launch:
-    """Compile, load and describe the launch that precedes a `tile_wgmma`."""
+    """Compile and load the kernel, and prepare its launch before a `tile_wgmma`."""
     kernel = load_kernel(device, NAME, target, macros(call))
     return launch_of(kernel, call, (blocks(call), 1), 256, overlap=gpu.arch >= (9, 0))

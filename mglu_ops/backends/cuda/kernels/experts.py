@@ -1,6 +1,7 @@
-"""The launches of experts: a kernel of one layer runs for items, each up to `item_rows` rows of one expert.
+"""The launches for experts with few rows each: `decode_mma` or `plain`, run for items.
 
-csrc/cuda/work.cuh defines items. Launches depend on the numbers of rows and experts, never on the ids.
+An item is up to `item_rows` rows of one expert (csrc/cuda/work.cuh). Launches depend on the numbers of rows and
+experts, never on the ids.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from .decode_mma import DecodeMma
 from .plain import Plain
 
 MOST_ROWS_TO_FIND = 64
-"""The most rows for which blocks find their items, since grouping them first takes longer (csrc/cuda/decode_mma.md)."""
+"""The most rows for which each block finds its item itself. For more rows, `group_tokens` finds all items first, which
+takes less time (csrc/cuda/decode_mma.md)."""
 
 MOST_TILES_OF_ONE_WAVE = 8
-"""With up to this many tiles of 16 rows of W for each SM, every SM gets one block."""
+"""With up to this many tiles of 16 rows of W per SM, every SM gets one block."""
 
 _ROWS_BYTES = 128
-"""Static shared memory for the numbers of an item's rows, and what aligning the rest may take."""
+"""Shared memory for an item's row indices, with padding."""
 
 
 @dataclass(frozen=True)
 class DecodeItems(DecodeMma):
-    """A launch of `decode_mma` whose blocks take items."""
+    """The launch configuration of `decode_mma` for items."""
 
     def shared_bytes(self, call: LayerCall) -> int:
         return super().shared_bytes(call) + _ROWS_BYTES
@@ -38,12 +40,12 @@ class DecodeItems(DecodeMma):
 
 @dataclass(frozen=True)
 class ExpertLaunch:
-    """A launch for all items of a call.
+    """The launch for all items of a call.
 
     Attributes:
-        config: the launch of one item's layer. Its `block_tokens` are the most rows of an item.
-        grouped: whether `group_tokens` precedes it. Otherwise blocks find their items themselves, and each row of the
-            result has blocks, which exit at once unless the row is the first of an item.
+        config: the launch configuration for one item. Its `block_tokens` is the most rows of an item.
+        grouped: True if `group_tokens` writes a table of items first. Otherwise the grid has blocks for each row of the
+            result; they find their item, and exit at once unless the row is the first of an item.
     """
 
     config: DecodeItems | Plain
@@ -58,21 +60,21 @@ class ExpertLaunch:
         return f"{self.config} for items {'of a table' if self.grouped else 'that blocks find'}"
 
     def of_item(self, call: ExpertCall) -> LayerCall:
-        """The call of one item."""
+        """The call of an expert's layer for one item."""
         layer = quantize_x.as_read(self.config, call.layer)
         return replace(layer, leading=(self.item_rows,))
 
     def macros(self, call: ExpertCall) -> dict[str, int]:
-        """The macros that the kernel's source is compiled with."""
+        """The macros with which the kernel's source is compiled."""
         return self.config.macros(self.of_item(call)) | {"MGLU_ITEMS": 1 if self.grouped else 2}
 
     def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
-        """Blocks in x and in y."""
+        """The blocks of the grid in x and in y."""
         items = group_tokens.max_items(call, self.item_rows) if self.grouped else call.rows
         return items * self.config.grid(self.of_item(call), gpu)[0], 1
 
     def sources(self, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-        """Everything that is compiled for a call, as `(kernel, target, macros)`."""
+        """The sources that are compiled for a call, as `(kernel, target, macros)`."""
         target = self.config.target(gpu)
         found = [(self.config.kernel, target, self.macros(call))]
         if self.grouped:
@@ -103,7 +105,7 @@ class ExpertLaunch:
         return LaunchSequence(kernel, tuple(copies))
 
     def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
-        """Why this launch cannot run a call, or None if it can."""
+        """The reason why this launch cannot run a call; None if it can."""
         if not self.grouped and call.is_sorted:
             return "grouped: blocks find items only in ids"
         if self.grid(call, gpu)[0] >= 2**31:
@@ -114,7 +116,7 @@ class ExpertLaunch:
         return call.layer.activation_format != "dense" and not self.config.rounds_x
 
     def _item_integers(self, call: ExpertCall) -> dict[str, int]:
-        """The strides and sizes in `ItemParams` (csrc/cuda/params.cuh)."""
+        """The values of the integers of `ItemParams` (csrc/cuda/params.cuh)."""
         scale_dtype = call.layer.weight.format.scale_dtype
         return {
             "weight_stride": call.weight_stride * call.layer.weight.dtype.itemsize,
@@ -135,10 +137,11 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertLaunch:
 
 
 def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
-    """The launch of `decode_mma`, or None where it cannot run an expert's layer.
+    """Choose a launch of `decode_mma`, or return None if it cannot run an expert's layer.
 
-    An item has 8 or 16 rows, the columns of a product. With fewer tokens it has one row a token: an expert has no
-    more, unless a token has it twice. In the batch-invariant mode the order of sums must depend only on the layer.
+    An item has 8 or 16 rows, one or two column tiles of the `mma`. With fewer than 8 tokens it has about one row per
+    token, as an expert has no more rows unless a token chose it twice. In the batch-invariant mode the launch depends
+    only on the layer, and so does the order of sums.
     """
     layer = call.layer
     if not decode_mma.can_run(layer, gpu):
@@ -160,7 +163,7 @@ def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
 
 
 def _fit(config: DecodeMma, item: LayerCall, gpu: Gpu) -> DecodeItems | None:
-    """The nearest launch of items whose blocks fit into the shared memory."""
+    """Return the nearest configuration for items whose blocks fit into shared memory, or None."""
     settings = vars(config) | {"block_tokens": min(item.tokens, config.block_tokens)}
     fitted = decode_mma.fit(DecodeItems(**settings), item, gpu)
     assert fitted is None or isinstance(fitted, DecodeItems)
@@ -177,5 +180,5 @@ def _plain(call: ExpertCall) -> ExpertLaunch:
 
 
 def _tokens(call: ExpertCall) -> int:
-    """The rows of x."""
+    """The number of rows of x."""
     return call.rows // (call.top_k or 1)

@@ -1,6 +1,6 @@
-"""The second half of a layer of experts: the product of each pair of a token and an expert, and their weighted sum.
+"""The down projection of a layer of experts: the product of each (token, expert) pair, and their weighted sum.
 
-The kernels are csrc/cuda/experts_down.cu and csrc/cuda/combine_experts.cu, described in csrc/cuda/experts_down.md.
+The kernels are csrc/cuda/experts_down.cu and csrc/cuda/combine_experts.cu; csrc/cuda/experts_down.md describes them.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ NAME, COMBINE = "experts_down", "combine_experts"
 _COLUMNS = 128
 _COMBINE_THREADS = 128
 _LEAST_COLUMNS = 4096
-"""The least columns of units that are divided. Shorter ones are so many that a last turn of them takes little."""
+"""The least in_features for which split-K of the last wave pays. With fewer, the last wave is short anyway."""
 _MOST_ROWS_OF_EXPERT = dict.fromkeys(FORMATS, 320) | {"dense": 64, "fp8_block": 160}
-"""The most rows an expert, on average, for which this kernel is faster than library products of sorted rows, which need
-a copy in y's dtype of a weight in 8 or 4 bits (csrc/cuda/experts_down.md)."""
+"""The most rows per expert, on average, for which this kernel is faster than library GEMMs, by weight format. For the
+library, weights in 8 or 4 bits are decoded first (csrc/cuda/experts_down.md)."""
 MOST_ROWS = 2**14
-"""The most rows whose order blocks find, or one block for the library."""
+"""The most rows that the blocks of the kernel, or the one block of `group_tokens`, sort by expert."""
 _LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
-"""Where `grouped_mm` reads no offset on the host."""
+"""The compute capabilities where `grouped_mm` reads no offset on the host."""
 
 
 @dataclass(frozen=True)
 class ExpertsDown:
-    """The launch of csrc/cuda/experts_down.cu.
+    """The launch configuration of csrc/cuda/experts_down.cu.
 
-    A block has `teams` of `row_warps` warps. Each warp takes `row_tiles` tiles of 16 rows of W.
+    A block has `teams` teams of `row_warps` warps. Each warp computes `row_tiles` tiles of 16 rows of W. A work tile is
+    the rows of a team for one item, which is up to `block_tokens` pairs of one expert.
     """
 
     block_tokens: int
-    """Pairs of one expert that share a read of W, a multiple of 8; or 1 where a block adds all experts of one token."""
+    """The most pairs of an item, which share a read of W: a multiple of 8, or 1 for a call of a single token."""
     row_tiles: int = 1
     row_warps: int = 4
     teams: int = 1
-    """Groups of warps that divide the stages of one token."""
+    """Teams of warps, which divide the stages of a single token; 1 for more tokens."""
     stages: int = 4
     """Stages of 128 columns in the ring of each team."""
     blocks_per_sm: int = 1
     parts: int = 1
-    """The most parts into which the columns of the last units are divided, which are too few for all blocks."""
+    """The maximum split-K of the work tiles in the last, incomplete wave; 1 for none."""
 
     def __str__(self) -> str:
         return f"{NAME}({', '.join(f'{field.name}={getattr(self, field.name)}' for field in fields(self))})"
@@ -61,35 +62,35 @@ class ExpertsDown:
 
     @property
     def rows(self) -> int:
-        """Rows of W in a unit of work."""
+        """The rows of W in a work tile."""
         return 16 * self.row_tiles * self.row_warps
 
     def stage_bytes(self, call: ExpertCall) -> int:
-        """Bytes of one stage of a ring."""
+        """The bytes of one stage of a ring."""
         weight = call.layer.weight
         scales = 0 if weight.format.is_dense else 4 * self.rows
         return round_up(_COLUMNS // 8 * self.rows * weight.bits + 2 * _COLUMNS * self.block_tokens + scales, 256)
 
     def shared_bytes(self, call: ExpertCall) -> int:
-        """Bytes of dynamic shared memory that a block uses."""
+        """The dynamic shared memory that a block uses, in bytes."""
         rings = self.teams * self.stages * self.stage_bytes(call)
         sums = 4 * self.teams * self.rows if self.block_tokens == 1 else 0
         counts = 0 if self.block_tokens == 1 else 4 * min(self.threads // 32, 4) * call.experts
         return rings + sums + counts + 4 + self.order_bytes(call)
 
     def order_bytes(self, call: ExpertCall) -> int:
-        """Bytes of the dynamic shared memory for the items and the order of rows: all that depends on their number."""
+        """The bytes of shared memory for the items and the sorted rows, which grow with the number of rows."""
         return 8 * self._most_items(call) + 2 * call.rows
 
     def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
-        """Blocks in x and in y: those that are resident, at most."""
-        units = ceil_div(call.layer.out_features, self.rows)
+        """The blocks of the grid in x and in y. For several tokens the kernel is persistent: all blocks reside."""
+        blocks = ceil_div(call.layer.out_features, self.rows)
         if self.block_tokens > 1:
-            units = min(units * self.parts * self._most_items(call), gpu.multiprocessors * self.blocks_per_sm)
-        return units, 1
+            blocks = min(blocks * self.parts * self._most_items(call), gpu.multiprocessors * self.blocks_per_sm)
+        return blocks, 1
 
     def pair_bytes(self, call: ExpertCall) -> int:
-        """Bytes of a pair's products: float32 for each part, and the number of parts for each tile of rows."""
+        """The bytes that the kernel writes per pair: float32 sums of each split, and each work tile's split-K."""
         out_features = call.layer.out_features
         return 4 * self.parts * out_features + (ceil_div(out_features, self.rows) if self.parts > 1 else 0)
 
@@ -97,7 +98,7 @@ class ExpertsDown:
         return min(call.rows, call.rows // self.block_tokens + call.experts)
 
     def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
-        """Why a launch with this configuration cannot run a call, or None if it can."""
+        """The reason why this configuration cannot run a call; None if it can."""
         if self.block_tokens == 1 and call.rows != call.top_k:
             return f"block_tokens: got 1 for {call.rows} rows, must be 8 or a multiple for more than one token"
         if self.rows > call.layer.out_features:
@@ -130,7 +131,7 @@ def _common_macros(call: ExpertCall) -> dict[str, int]:
 
 
 def combine_macros(call: ExpertCall, config: ExpertsDown | None) -> dict[str, int]:
-    """The macros of csrc/cuda/combine_experts.cu, for the products of a launch, or of the library."""
+    """The macros of csrc/cuda/combine_experts.cu for the products of `config`, or of the library if it is None."""
     assert call.top_k is not None
     return _common_macros(call) | {
         "MGLU_PRODUCTS": ELEMENTS[call.layer.dtype if config is None else torch.float32],
@@ -150,7 +151,7 @@ def _target(gpu: Gpu) -> str:
 
 
 def sources(config: ExpertsDown | None, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-    """Everything that is compiled for a call, as `(kernel, target, macros)`; without `config` for library products."""
+    """The sources that are compiled for a call, as `(kernel, target, macros)`. `config` is None for library GEMMs."""
     if config is None:
         found = [(COMBINE, _target(gpu), combine_macros(call, None))]
         if _orders(call):
@@ -163,7 +164,7 @@ def sources(config: ExpertsDown | None, call: ExpertCall, gpu: Gpu) -> list[tupl
 
 
 def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
-    """Why neither these kernels nor grouped library products take a call; None if one of them does."""
+    """The reason why neither these kernels nor library GEMMs take a call; None if one of them does."""
     layer = call.layer
     if layer.dtype not in (torch.float16, torch.bfloat16):
         return f"no kernel for y {layer.dtype}"
@@ -185,10 +186,10 @@ def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
 
 
 def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
-    """True if products of sorted rows by `torch.nn.functional.grouped_mm` are faster, and possible."""
+    """True if library GEMMs (`torch.nn.functional.grouped_mm`) can run a call, and are faster."""
     layer = call.layer
     stored, row_stride = layer.weight.format, layer.weight.layout.strides[0]
-    # `decode_weight` takes the weights of all experts as one matrix, whose blocks of scales must not be cut.
+    # `decode_weight` takes the weights of all experts as one matrix. Rows of two experts must not share a scale.
     is_decodable = call.weight_stride == layer.out_features * row_stride and layer.out_features % stored.rows == 0
     return (
         (call.rows > MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT[stored.name] * call.experts)
@@ -201,20 +202,20 @@ def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
 
 
 def _orders(call: ExpertCall) -> bool:
-    """True if `group_tokens` orders the rows for the library; its only block takes longer than torch's sort of many."""
+    """True if `group_tokens` sorts the rows for the library. It has a single block, so torch sorts many rows faster."""
     return call.rows <= MOST_ROWS and call.experts <= group_tokens.MOST_EXPERTS
 
 
 def launch_for(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
-    """The launch of a supported call; None for library products."""
+    """Choose the launch of a supported call; None for library GEMMs."""
     return None if uses_library(call, gpu) else choose(call, gpu)
 
 
 def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
-    """Choose the launch of a call; None if none fits into shared memory.
+    """Choose the launch of a call; None if no launch fits into shared memory.
 
-    Blocks that add the experts of the only token sum in another order than blocks of more tokens, so batch-invariant
-    calls do not use them, and do not divide units. All other launches sum in the same order.
+    The launch for a single token and split-K sum in other orders than all other launches, so batch-invariant calls use
+    neither.
     """
     tiles = call.layer.out_features // 16
     most_warps = 1 << tiles.bit_length() - 1
@@ -236,7 +237,7 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
 
 
 def _fit(config: ExpertsDown, call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
-    """The nearest configuration that fits into an SM's shared memory, with as many stages as fit, or None."""
+    """Return the nearest configuration that fits into shared memory, with as many stages as fit, or None."""
     while True:
         need = replace(config, stages=0).shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
         ring = config.teams * config.stage_bytes(call)
@@ -258,7 +259,7 @@ def _fit(config: ExpertsDown, call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
 
 
 def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int) -> Launch:
-    """Compile, load and describe the launch of the products on `device`, the current device."""
+    """Compile and load the kernel of the products on `device`, the current device, and prepare its launch."""
     return Launch(
         load_kernel(device, NAME, _target(gpu), config.macros(call)),
         config.grid(call, gpu),
@@ -280,7 +281,7 @@ def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int
 
 
 def combine_launch(call: ExpertCall, config: ExpertsDown | None, gpu: Gpu, device: int) -> Launch:
-    """Compile, load and describe the launch that adds the products of `config`, or of the library, on `device`."""
+    """Compile and load the kernel that adds the products of `config`, or of the library, and prepare its launch."""
     assert call.top_k is not None
     out_features = call.layer.out_features
     return Launch(
@@ -297,7 +298,7 @@ def combine_launch(call: ExpertCall, config: ExpertsDown | None, gpu: Gpu, devic
 def launches(
     config: ExpertsDown | None, call: ExpertCall, gpu: Gpu, device: int
 ) -> tuple[Launch | None, Launch | None, int, Launch | None, Launch | None]:
-    """The launches and `pair_bytes` of a `CudaDown`, in the order of its arguments; not all may be needed."""
+    """Prepare the first five arguments of `CudaDown`. A launch that is not needed is None."""
     if config is None:
         decode = None
         if not call.layer.weight.format.is_dense:

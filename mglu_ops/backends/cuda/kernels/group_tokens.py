@@ -1,4 +1,7 @@
-"""The table of items of a call of experts, which the kernels of experts read (csrc/cuda/group_tokens.cu, work.cuh)."""
+"""Writes the table of items that the kernels of experts read, or sorts rows by expert (csrc/cuda/group_tokens.cu).
+
+An item is up to `item_rows` rows of one expert (csrc/cuda/work.cuh).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ MOST_EXPERTS = 1024
 MOST_ROWS = 1 << 20
 
 _WARPS = 16
-"""Warps of the only block, each of which counts the experts of a part of the rows."""
+"""The warps of the only block. Each counts the experts of its share of the rows."""
 _ENTRY_BYTES = 16
 
 
@@ -29,22 +32,22 @@ def macros(call: ExpertCall) -> dict[str, int]:
 
 
 def order_macros() -> dict[str, int]:
-    """The macros of the source that writes the order of rows instead of items."""
+    """The macros of the source for an `Order` instead of a table of items."""
     return {"MGLU_SORTED": 0, "MGLU_ORDER": 1}
 
 
 def max_items(call: ExpertCall, item_rows: int) -> int:
-    """The most items of `item_rows` rows that a call can have, for any ids."""
+    """The most items that a call can have, for any ids."""
     return min(call.rows, call.rows // item_rows + call.experts + 1)
 
 
 def table_bytes(call: ExpertCall, item_rows: int) -> int:
-    """The size of the table in bytes: its entries, and unless they are sorted the rows in the order of their places."""
+    """The size of the table in bytes: its entries, and the row numbers sorted by expert unless the rows are sorted."""
     return _ENTRY_BYTES * max_items(call, item_rows) + (0 if call.is_sorted else 4 * call.rows)
 
 
 def integers(call: ExpertCall, item_rows: int) -> dict[str, int]:
-    """The sizes in `GroupParams`."""
+    """The values of the integers of `GroupParams` (csrc/cuda/params.cuh)."""
     return {
         "id_bytes": call.index_dtype.itemsize,
         "experts": call.experts,
@@ -55,13 +58,13 @@ def integers(call: ExpertCall, item_rows: int) -> dict[str, int]:
 
 
 def copy(call: ExpertCall, gpu: Gpu, device: int, target: str, item_rows: int) -> CopyLaunch:
-    """Compile, load and describe the launch that precedes a kernel, and writes its `items`."""
+    """Compile and load the kernel, and prepare its launch, which writes the `items` of the next kernel."""
     launch = _launch(call, gpu, device, target, macros(call), item_rows)
     return CopyLaunch(launch, table_bytes(call, item_rows), "items")
 
 
 def order(call: ExpertCall, gpu: Gpu, device: int, target: str) -> Launch:
-    """Compile, load and describe the launch that writes an `Order`."""
+    """Compile and load the kernel, and prepare a launch that writes an `Order`."""
     return _launch(call, gpu, device, target, order_macros(), 1)
 
 
@@ -79,21 +82,21 @@ def _launch(call: ExpertCall, gpu: Gpu, device: int, target: str, macros: dict[s
 
 
 class Order(NamedTuple):
-    """The order of rows by expert, in which rows without an expert come last."""
+    """The permutation that sorts rows by expert. Rows without an expert come last."""
 
     rows: Tensor
-    """int64 `[rows]`: the row at each place."""
+    """int64 `[rows]`: the row at each position of the sorted order."""
     places: Tensor
-    """int64 `[rows]`: the place of each row."""
+    """int64 `[rows]`: the position of each row, the inverse of `rows`."""
     offs: Tensor
-    """int32 `[experts]`: the end of each expert's places."""
+    """int32 `[experts]`: the end of each expert's positions."""
 
     @staticmethod
     def of(memory: Tensor, rows: int, experts: int) -> Order:
-        """The parts of the memory that the launch of `order` writes, int64 `[order_words]`."""
+        """Divide the memory that the launch of `order` writes, int64 `[order_words]`."""
         return Order(memory[:rows], memory[rows : 2 * rows], memory[2 * rows :].view(torch.int32)[:experts])
 
 
 def order_words(rows: int, experts: int) -> int:
-    """The size of what the launch of `order` writes, in words of 64 bits."""
+    """The size of the memory that the launch of `order` writes, in 64-bit words."""
     return 2 * rows + ceil_div(experts, 2)

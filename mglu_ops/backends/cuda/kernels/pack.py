@@ -26,8 +26,8 @@ def source(arch: tuple[int, int], dtype: torch.dtype, n_masks: int) -> tuple[str
 def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
     """Pack bool masks or logits (`M = logits > 0`) `[n_masks, out_features, in_features]`.
 
-    They are float16, bfloat16, float32 or bool, in any strides, on the current device. Masks or logits of up to 65,535
-    experts are `[E, n_masks, out_features, in_features]`; E is also the first size of their result.
+    They are float16, bfloat16, float32 or bool, in any strides, on the current device. A leading dimension of up to
+    65,535 experts is allowed, which the result then has too.
 
     Raises:
         CompileError: NVRTC refused the kernel.
@@ -55,7 +55,7 @@ def _launch(
     strides: tuple[int, ...],
     vector: bool,
 ) -> Launch:
-    """Prepare the launch, and load its kernel into the context of `device`, the current device."""
+    """Compile and load the kernel on `device`, the current device, and prepare its launch."""
     experts, n_masks, out_features, in_features = shape
     octets = out_features * packed_width(in_features)
     return Launch(

@@ -1,4 +1,4 @@
-"""The copy of x with its columns in the order in which `tile_wgmma` reads masks (csrc/cuda/permute_x.cu)."""
+"""Copies x with its columns in the order in which `tile_wgmma` reads mask bits (csrc/cuda/permute_x.cu)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .base import launch_of
 NAME = "permute_x"
 
 BLOCK_ELEMENTS = 8 * 8 * 64
-"""Each of a block's 8 warps takes 8 tokens by 64 columns."""
+"""The elements per block: 8 tokens by 64 columns for each of its 8 warps."""
 
 
 def macros(block_tokens: int, sub: int) -> dict[str, int]:
-    """The macros of the source, which writes whole tiles of tokens and whole stages of columns."""
+    """The macros of the source. It writes whole tiles of `block_tokens` tokens and whole stages of `sub` chunks."""
     return {"MGLU_TOKEN_COLUMNS": block_tokens, "MGLU_SUB": sub}
 
 
@@ -26,12 +26,12 @@ def copy_bytes(call: LayerCall, block_tokens: int, sub: int) -> int:
 
 
 def blocks(call: LayerCall, block_tokens: int, sub: int) -> int:
-    """Blocks of the launch."""
+    """The blocks of the grid."""
     return ceil_div(_elements(call, block_tokens, sub), BLOCK_ELEMENTS)
 
 
 def launch(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int, sub: int) -> Launch:
-    """Compile, load and describe the launch that precedes a `tile_wgmma` with these settings."""
+    """Compile and load the kernel, and prepare its launch before a `tile_wgmma` with these settings."""
     kernel = load_kernel(device, NAME, target, macros(block_tokens, sub))
     return launch_of(kernel, call, (blocks(call, block_tokens, sub), 1), 256, overlap=gpu.arch >= (9, 0))
 

@@ -1,4 +1,4 @@
-"""The kernel for any call: a warp sums one row of W for a few tokens with scalar FMAs (csrc/cuda/plain.cu)."""
+"""The kernel for any call: a warp multiplies one row of W by a few tokens with scalar FMAs (csrc/cuda/plain.cu)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .base import LaunchConfig, common_macros
 _MOST_GRID_Y = 65535
 
 MOST_TOKENS = 4 * _MOST_GRID_Y
-"""The most tokens that a grid of blocks of 4 tokens holds."""
+"""The most tokens of a grid whose blocks have 4 tokens each."""
 
 
 @dataclass(frozen=True)
 class Plain(LaunchConfig):
-    """A block of 8 warps computes 8 rows of the result for `block_tokens` tokens."""
+    """The launch configuration of `plain`. A block of 8 warps computes 8 rows of W for `block_tokens` tokens."""
 
     kernel = "plain"
     overlaps = False
@@ -47,5 +47,5 @@ class Plain(LaunchConfig):
 
 
 def choose(call: LayerCall, gpu: Gpu) -> Plain:
-    """Choose one or four tokens per block. The order of sums differs, so batch-invariant calls always take four."""
+    """Choose one or four tokens per block. They sum in different orders, so batch-invariant calls always use four."""
     return Plain(block_tokens=1 if call.tokens == 1 and not call.batch_invariant else 4)

@@ -1,6 +1,6 @@
-"""The copy of x in the activation format `fp8_token` (csrc/cuda/quantize_x.cu).
+"""Rounds x to the activation format `fp8_token`, into a copy (csrc/cuda/quantize_x.cu).
 
-`tile_wgmma` multiplies a copy in float8_e4m3fn. Other kernels read one in x's dtype, with the same values.
+For `tile_wgmma` the copy is in float8_e4m3fn with scales. For other kernels it is in x's dtype, with the same values.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .base import ELEMENTS, LaunchConfig, integers
 NAME = "quantize_x"
 
 _THREADS = 256
-"""Threads of a block, which takes one token."""
+"""The threads of a block. A block rounds one token."""
 
 
 def macros(call: LayerCall, block_tokens: int) -> dict[str, int]:
-    """The macros of the source. `block_tokens` are the tokens of a tile, or 0 for a copy in x's dtype."""
+    """The macros of the source. `block_tokens` are the tokens of a tile of `tile_wgmma`; 0 for a copy in x's dtype."""
     return {"MGLU_ELEMENT": ELEMENTS[call.dtype], "MGLU_TOKEN_COLUMNS": block_tokens}
 
 
 def copy(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int) -> CopyLaunch:
-    """Compile, load and describe the launch that precedes a kernel."""
+    """Compile and load the kernel, and prepare its launch before another kernel."""
     rows = round_up(call.tokens, block_tokens) if block_tokens else call.tokens
     row_bytes = round_up(call.in_features, 128) + 4 if block_tokens else call.in_features * call.dtype.itemsize
     launch = Launch(
@@ -42,12 +42,12 @@ def copy(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int)
 
 
 def as_read(config: LaunchConfig, call: LayerCall) -> LayerCall:
-    """The call that the kernel of a launch sees, whose x may have been rounded before."""
+    """The call that the main kernel of a launch sees: after the rounding of x, if it does not round x itself."""
     return call if call.activation_format == "dense" or config.rounds_x else call.with_rounded_x()
 
 
 def sources(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-    """Everything that is compiled for a call with this launch, as `(kernel, target, macros)`."""
+    """The sources that are compiled for a call with this launch, as `(kernel, target, macros)`."""
     read = as_read(config, call)
     found = config.sources(read, gpu)
     if read is not call:
@@ -56,7 +56,7 @@ def sources(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[tuple[str, 
 
 
 def sequence(config: LaunchConfig, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
-    """Compile and load the kernels of a call on `device`, the current device, after a rounding of x if it needs one."""
+    """Compile and load the kernels of a call on `device`, the current device, with a rounding of x first if needed."""
     read = as_read(config, call)
     found = config.sequence(read, gpu, device)
     if read is call:

@@ -1,6 +1,6 @@
-"""The launches of `tile_wgmma` for experts with many rows each: its tiles of tokens are items of one expert's rows.
+"""The launches of `tile_wgmma` for experts with many rows each. A tile of tokens is an item, rows of one expert.
 
-csrc/cuda/tile_wgmma.md says how. The weights of all experts are one matrix for the kernel, and their masks another.
+The kernel treats the weights of all experts as one matrix, and their masks as another (csrc/cuda/tile_wgmma.md).
 """
 
 from __future__ import annotations
@@ -23,16 +23,21 @@ from .tile_wgmma_choice import fp8_launches, launches
 from .tile_wgmma_costs import costs_of
 
 _GATHERED_TOGETHER = 8
-"""Rows of x that a warp of `permute_x` gathers."""
+"""The rows of x that a warp of `permute_x` gathers."""
 
 
 @dataclass(frozen=True)
 class TileItems(ExpertLaunch):
-    """A launch of `tile_wgmma`, whose blocks loop over tiles of rows of W and items. A cluster shares an item.
+    """The launch of `tile_wgmma` for items. Its blocks loop over pairs of an item and a tile of rows of W.
 
-    Two launches precede it. `group_tokens` writes the items, and `permute_x`, or for products in fp8 `quantize_x`,
-    gathers x in the order of experts. Each x is `[rows, columns of whole stages]`. Dense products whose columns are not
-    permuted read an x that is sorted by expert without a copy.
+    Up to two launches precede it:
+
+    - `group_tokens` writes the items.
+    - `permute_x`, or `quantize_x` for products in fp8, gathers the rows of x in the order of experts, into a copy
+      `[rows, columns of whole stages]`. It is not needed for dense products without permuted columns, which require an
+      x that is sorted by expert.
+
+    The blocks of a cluster share an item.
     """
 
     config: TileWgmma  # type: ignore[assignment]
@@ -102,7 +107,7 @@ class TileItems(ExpertLaunch):
             yield f"{call.rows} rows, more than the kernel's indices hold"
 
     def _layer(self, call: ExpertCall) -> LayerCall:
-        """One expert's layer with the rows of all, as the kernel reads them."""
+        """The layer of one expert, but with the rows of all experts, as the kernel reads them."""
         layer = replace(quantize_x.as_read(self.config, call.layer), leading=(call.rows,))
         return replace(layer, x=Layout((self.columns(call), 1))) if self._gathers else layer
 
@@ -111,7 +116,7 @@ class TileItems(ExpertLaunch):
         return self.config.permuted or self.config.sparse or self.config.fp8
 
     def columns(self, call: ExpertCall) -> int:
-        """Columns of the gathered x."""
+        """The columns of the gathered x."""
         return round_up(call.layer.in_features, self.config.chunk_columns * self.config.sub)
 
     def _item_struct(self, call: ExpertCall) -> KernelStruct:
@@ -126,7 +131,7 @@ class TileItems(ExpertLaunch):
 
     def _gather(self, call: ExpertCall, gpu: Gpu, device: int) -> CopyLaunch:
         columns, rows = self.columns(call), call.rows
-        if self.config.fp8:  # with a scale for each row
+        if self.config.fp8:  # each row has a scale of 4 bytes
             blocks, nbytes = rows, rows * (columns + 4)
         else:
             gathered = round_up(rows, _GATHERED_TOGETHER) * columns
@@ -148,16 +153,16 @@ class TileItems(ExpertLaunch):
 _ITEMS = {"MGLU_ITEMS": 1}
 
 MOST_SUMS = 128
-"""Registers of a thread for sums; others hold its item."""
+"""The most registers of a thread for sums, so that enough are left for its item."""
 
 
 def _tokens(call: ExpertCall) -> int:
-    """The rows of x."""
+    """The number of rows of x."""
     return call.rows // (call.top_k or 1)
 
 
 def unstacked(call: ExpertCall) -> Iterator[str]:
-    """Yield why the weights or the masks of all experts are not one matrix."""
+    """Yield the reasons why the weights or the masks of all experts do not form one matrix."""
     layer = call.layer
     rows = call.experts * layer.out_features
     for name, stride, layout in (
@@ -171,18 +176,17 @@ def unstacked(call: ExpertCall) -> Iterator[str]:
 
 
 def least_rows(layer: LayerCall) -> int:
-    """The rows of an expert from which on the kernel is faster than `decode_mma` over items (measured with 1 and 4
-    masks; csrc/cuda/tile_wgmma.md).
+    """The least rows per expert for which the kernel is faster than `decode_mma` (measured; csrc/cuda/tile_wgmma.md).
 
-    It is later where TMA cannot load the masks. In the batch-invariant mode the kernel takes any number of rows.
+    They are more if TMA cannot load the masks. In the batch-invariant mode the kernel takes any number of rows.
     """
     return 1 if layer.batch_invariant else 12 if mask_alignment(layer) == 16 else 24
 
 
 def choose(call: ExpertCall, gpu: Gpu) -> TileItems | None:
-    """The launch of a call with the least time by the cost model, or None where the kernel cannot run it.
+    """Choose the fastest launch by the cost model, or return None if the kernel cannot run the call.
 
-    In the batch-invariant mode products are dense, so that each sum ascends k in one accumulator.
+    In the batch-invariant mode products are dense, so that one accumulator sums in ascending order of k.
     """
     if call.layer.n_masks == 0 or not tile_wgmma.can_run(call.layer, gpu) or any(unstacked(call)):
         return None
@@ -192,7 +196,7 @@ def choose(call: ExpertCall, gpu: Gpu) -> TileItems | None:
 
 
 def candidates(call: ExpertCall, gpu: Gpu) -> Iterator[TileWgmma]:
-    """The launches that suit a call. x is permuted where products are dense, since it is gathered in any case."""
+    """The launches to compare for a call. Dense products permute x, since x is gathered in any case."""
     layer, shared = call.layer, gpu.shared_bytes_per_sm
     if layer.activation_format != "dense":
         found = fp8_launches(layer.n_masks, layer.weight.format.name, shared)
@@ -206,11 +210,11 @@ def candidates(call: ExpertCall, gpu: Gpu) -> Iterator[TileWgmma]:
 
 
 def _has_registers(config: TileWgmma, layer: LayerCall) -> bool:
-    """True if the sums of a tile leave registers for the tile's item."""
+    """True if the sums of a tile leave enough registers for its item."""
     return config.sparse or sums_of(config, layer) <= MOST_SUMS
 
 
 def sums_of(config: TileWgmma, layer: LayerCall) -> int:
-    """Registers of a thread for the sums of dense products."""
+    """The registers of a thread for the sums of dense products."""
     products = ceil_div(layer.n_masks // config.passes + 1, config.mask_groups) + config.fp8
     return products * config.block_tokens // 2

@@ -1,6 +1,6 @@
-"""The kernel for many tokens on compute capability 9.0: tiles of `wgmma`.
+"""The kernel for many tokens on compute capability 9.0, by `wgmma` instructions.
 
-Masks are sign flips of W, or the metadata of sparse products. Its page is csrc/cuda/tile_wgmma.md.
+Mask bits flip the signs of W, or are the metadata of sparse products. csrc/cuda/tile_wgmma.md describes it.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ MOST_STAGES = 12
 
 @dataclass(frozen=True)
 class TileWgmma(LaunchConfig):
-    """A block computes tiles of `rows` rows by `block_tokens` tokens, from stages of `sub` times 64 columns.
+    """The launch configuration of `tile_wgmma`.
 
-    It has one producer warpgroup and, for every 64 rows, `mask_groups` consumer warpgroups.
+    A block computes tiles of `rows` rows of W by `block_tokens` tokens. A stage holds `sub` chunks of 64 columns. A
+    block has one producer warpgroup and, for every 64 rows, `mask_groups` consumer warpgroups.
     """
 
     kernel = "tile_wgmma"
 
     rows: int = 64
-    """Rows of W in a tile. The last 64 rows may overlap the rows before them."""
+    """Rows of W in a tile. If this is not a multiple of 64, the last two groups of 64 rows overlap."""
     block_tokens: int = 8
     stages: int = 2
     sub: int = 1
     mask_groups: int = 1
-    """Consumer warpgroups that share 64 rows, each with a part of the masks."""
+    """Consumer warpgroups that compute the same 64 rows, each for a share of the masks."""
     passes: int = 1
-    """Passes of a tile over k, each with an equal share of the masks, which is a multiple of 4 if there are several."""
+    """Passes of a tile over k, each for an equal share of the masks; for several passes, a multiple of 4 masks."""
     steps: int = 4
-    """`wgmma`s of 16 columns that are issued as one group."""
+    """`wgmma` instructions, of 16 columns each, that are issued as one group."""
     sparse: bool = False
-    """True if mask bits are the metadata of sparse `wgmma`. Then no signs are flipped, and x takes twice as many
-    bytes."""
+    """Use sparse `wgmma` with mask bits as metadata. No signs are flipped, but x takes twice as many bytes."""
     permuted: bool = False
-    """True if `permute_x` first copies x, whatever its strides, with its columns in the order in which masks are read.
-    Otherwise x itself is read, in rows of 16-byte vectors."""
+    """Read a copy of x by `permute_x`, whose columns are in the order in which mask bits are read. Otherwise the kernel
+    reads x itself, which must have 16-byte aligned rows."""
     cluster: int = 1
-    """Neighbouring blocks that load W and its masks together (multicast): 1 or 2."""
+    """Blocks of a cluster, which load W and its masks by multicast: 1 or 2."""
     decoded: bool = False
-    """True if `decode_weight` first copies W in x's dtype, which pays for many tokens. Otherwise W itself is read."""
+    """Read a copy of W in x's dtype by `decode_weight`, which pays for many tokens."""
     fp8: bool = False
-    """True if `quantize_x` first rounds x, and products are of fp8 numbers. Then a chunk has 128 columns."""
+    """Multiply in fp8, with an x that `quantize_x` has rounded. Then a chunk has 128 columns."""
 
     @property
     def rounds_x(self) -> bool:
@@ -76,15 +76,15 @@ class TileWgmma(LaunchConfig):
 
     @property
     def row_groups(self) -> int:
-        """Groups of 64 rows in a tile."""
+        """The groups of 64 rows in a tile."""
         return ceil_div(self.rows, 64)
 
     def target(self, gpu: Gpu) -> str:
-        """The architecture-specific target, which has `wgmma`."""
+        """The architecture-specific target `sm_90a`, which has `wgmma`."""
         return super().target(gpu) + "a"
 
     def as_read(self, call: LayerCall) -> LayerCall:
-        """The call with the weight that the kernel reads."""
+        """The call that the kernel sees: after `decode_weight`, if the launch has it."""
         return call.with_dense_weight() if self.decoded else call
 
     def shared_bytes(self, call: LayerCall) -> int:
@@ -93,23 +93,23 @@ class TileWgmma(LaunchConfig):
 
     @property
     def chunk_columns(self) -> int:
-        """Columns of a chunk: 128 bytes of x."""
+        """The columns of a chunk, which is 128 bytes of x per token."""
         return 128 if self.fp8 else 64
 
     def _fixed_bytes(self, n_masks: int) -> int:
-        """Bytes of the sums that warpgroups of the same rows, or successive passes, exchange."""
+        """The bytes for sums that warpgroups of the same rows, or successive passes, exchange."""
         exchanges = self.mask_groups == 2 or self.passes > 1
         return self.row_groups * self.block_tokens * 512 if exchanges else 0
 
     def _stage_bytes(self, n_masks: int, weight_bits: int) -> int:
-        """Bytes of one stage of the ring, with its barriers."""
+        """The bytes of one stage of the ring, with its barriers."""
         x = self.block_tokens * (256 if self.sparse else 128)
         barriers = 24 if self.sparse else 16
         chunk = x + self.rows * self.chunk_columns // 8 * (weight_bits + n_masks)
         return round_up(self.sub * chunk, 1024) + barriers
 
     def with_full_ring(self, n_masks: int, weight_bits: int, shared_bytes_per_sm: int) -> TileWgmma:
-        """Return this launch with as many stages as the shared memory of an SM holds, up to 12."""
+        """Return this launch with as many stages as fit into the shared memory of an SM, at most `MOST_STAGES`."""
         limit = shared_bytes_per_sm - RESERVED_SHARED_BYTES_PER_BLOCK - self._fixed_bytes(n_masks)
         return replace(self, stages=min(MOST_STAGES, limit // self._stage_bytes(n_masks, weight_bits)))
 
@@ -145,7 +145,7 @@ class TileWgmma(LaunchConfig):
         return found
 
     def matrices(self, call: LayerCall) -> tuple[Matrix | None, Matrix, Matrix | None]:
-        """The matrices with tensor maps: x unless permuted, W, and the masks if their rows are 16-byte aligned."""
+        """The matrices that TMA reads: x, W and the masks. None for x if it is a copy, and for unaligned masks."""
         call = self.as_read(call)
         x = None
         if not (self.permuted or self.fp8):
@@ -159,17 +159,17 @@ class TileWgmma(LaunchConfig):
         if not self.loads_masks(call):
             return x, weight, None
         width = call.in_features // 8 * call.n_masks
-        # A multiple of 16 bytes: odd numbers of masks take two chunks of 64 columns.
+        # The width of a box must be a multiple of 16 bytes, so odd numbers of masks take two chunks of 64 columns.
         box = 8 * call.n_masks * (2 if self.fp8 or call.n_masks % 2 else 1)
         pitch, swizzle = call.masks.strides[0], call.n_masks == 16 and not self.fp8
         return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=swizzle)
 
     def loads_masks(self, call: LayerCall) -> bool:
-        """True if TMA loads the masks, whose rows are then 16-byte aligned. Otherwise threads read them."""
+        """True if TMA loads the masks, which requires 16-byte aligned rows. Otherwise threads load them."""
         return mask_alignment(call) == 16
 
     def results(self, call: LayerCall) -> dict[str, Matrix]:
-        """The matrices that the kernel writes with tensor maps: none here, since threads write the result."""
+        """The matrices that TMA writes: none in inference, where threads store the result."""
         return {}
 
     def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
@@ -190,13 +190,14 @@ class TileWgmma(LaunchConfig):
             decode = decode_weight.launch(call, gpu, device, target)
             copies.append(CopyLaunch(decode, decode_weight.copy_bytes(call), "weight"))
         if self.permuted:
-            # It waits for the launches before it, so that the kernel, which reads W before it waits, finds W decoded.
+            # The main kernel reads W before it waits for the launch before it. As `permute_x` waits for the launches
+            # before itself, W is decoded by then.
             tile = self.block_tokens, self.sub
             permute = permute_x.launch(call, gpu, device, target, *tile)
             copies.append(CopyLaunch(permute, permute_x.copy_bytes(call, *tile), "x"))
         if self.fp8:
             copies.append(quantize_x.copy(call, gpu, device, target, self.block_tokens))
-        # Several layers may read the same x, and a layer reads a new x at each call.
+        # x has an entry of its own, because its address changes with every call, and W's with every layer.
         maps = [] if x is None else [TensorMaps(x=x)]
         maps.append(TensorMaps(weight=weight, packed_masks=masks))
         if results:

@@ -1,6 +1,6 @@
 """Chooses the launch of `tile_wgmma` with the least time by the cost model (csrc/cuda/tile_wgmma.md).
 
-A few tokens of many masks run as sparse products of one tile of tokens, without asking the model.
+For few tokens and many masks, the launch is sparse products of a single tile of tokens, without asking the model.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from .base import has_x_in_rows
 from .tile_wgmma import TileWgmma, can_run
 from .tile_wgmma_costs import CostModel, costs_of, waves_of
 
-# The widths of a tile for which the source has an instruction, and the heights of a tile.
-_TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
+_TOKEN_COLUMNS = (16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)  # values of block_tokens
 _TILE_ROWS = (64, 80, 96, 112, 128)
-_LEAST_FP8_TOKENS = 9  # fewer read W at the memory's speed in decode_mma
+_LEAST_FP8_TOKENS = 9  # for fewer tokens, decode_mma is bound by the memory bandwidth
 
 
 def choose(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
-    """The launch of a call, or None where the kernel cannot run it or `decode_mma` is faster.
+    """Choose the launch of a call, or return None if the kernel cannot run it or `decode_mma` is faster.
 
-    In the batch-invariant mode the kernel takes any number of tokens, and only dense products of a permuted x. Then
-    each sum ascends k in one accumulator, whichever tiles are chosen.
+    In the batch-invariant mode the kernel takes any number of tokens, with dense products of a permuted x. Then one
+    accumulator sums in ascending order of k, whichever tiles are chosen.
     """
     if not can_run(call, gpu):
         return None
@@ -44,10 +43,10 @@ def choose(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
 
 
 def _most_sparse_tokens(n_masks: int, one_warpgroup: bool) -> int:
-    """The most tokens for which sparse products of two and more masks are worth their wider x.
+    """The most tokens for which sparse products of two or more masks are worth their wider x.
 
-    The more masks there are, the more sign flips sparse products save. `one_warpgroup`: an SM has 64 rows of W, so that
-    nothing hides the flips of its only consumer warpgroup.
+    Sparse products save the sign flips, whose number grows with the number of masks. `one_warpgroup` is True if an SM
+    has 64 rows of W or fewer. Then it has one consumer warpgroup, and nothing hides the time of its flips.
     """
     if n_masks <= 4:
         return 32 if one_warpgroup or n_masks == 4 else 24
@@ -55,9 +54,9 @@ def _most_sparse_tokens(n_masks: int, one_warpgroup: bool) -> int:
 
 
 def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
-    """The launch with one tile of tokens, and as few waves of rows as possible.
+    """The launch with a single tile of tokens, and as few waves of rows as possible.
 
-    A wave of two warpgroups takes a third longer than one of a single warpgroup, which waits for itself.
+    A wave of tiles with two warpgroups takes a third longer than a wave of tiles with one, which waits for itself.
     """
     n_masks = call.n_masks
     columns = max(16, round_up(call.tokens, 8))
@@ -73,16 +72,16 @@ def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
 
 
 def _fits_sparse(n_masks: int, groups: int, columns: int) -> bool:
-    """True if a thread has enough registers for its sums and for the bits and metadata of its masks.
+    """True if a thread has enough registers for the sums, the bits and the metadata of its masks.
 
-    Otherwise ptxas spills, or makes products wait for each other (11 masks of 24 columns).
+    Otherwise ptxas spills, or serializes `wgmma` instructions (as for 11 masks and 24 tokens).
     """
     share = ceil_div(n_masks + 1, groups)
     return share * (columns // 2 + 1) <= 153 and (n_masks < 16 or groups == 2)
 
 
 def _sub_of_sparse(n_masks: int, columns: int) -> int:
-    """64-column chunks of a stage: two, or one if registers are short (16 masks of 32 tokens)."""
+    """The 64-column chunks of a stage: two, or one for 16 masks and 32 tokens, where registers are short."""
     return 1 if n_masks == 16 and columns == 32 else 2
 
 
@@ -90,23 +89,23 @@ def _sub_of_sparse(n_masks: int, columns: int) -> int:
 
 
 def fastest(call: LayerCall, gpu: Gpu, must_permute: bool, costs: CostModel) -> TileWgmma:
-    """Return the launch with the least time by the model; on ties the first one, which has fewer rows per block."""
+    """Return the fastest launch by the model; on ties the first one, which has the fewest rows per block."""
     return min(candidates(call, gpu, must_permute), key=lambda config: costs.microseconds(config, call, gpu))
 
 
 def candidates(call: LayerCall, gpu: Gpu, must_permute: bool) -> Iterator[TileWgmma]:
-    """The launches that suit a call."""
+    """The launches to compare for a call."""
     found = launches(call.n_masks, call.weight.bits, must_permute, gpu.shared_bytes_per_sm)
-    if not (call.weight.format.is_dense or call.batch_invariant):  # a decoded weight is rounded
+    if not (call.weight.format.is_dense or call.batch_invariant):  # decoding rounds W, which changes bits
         dense = launches(call.n_masks, 16, must_permute, gpu.shared_bytes_per_sm)
         found += tuple(replace(config, decoded=True) for config in dense)
     return (config for config in found if suits(config, call))
 
 
 def choose_fp8(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
-    """The launch whose products are in fp8, or None where the kernel cannot run it or another launch is faster.
+    """Choose the launch in fp8, or return None if the kernel cannot run the call or another launch is faster.
 
-    In the batch-invariant mode it takes any number of tokens. Each sum ascends k, whichever tile is chosen.
+    In the batch-invariant mode it takes any number of tokens. It sums in ascending order of k with all tiles.
     """
     if not can_run(call, gpu) or (call.tokens < _LEAST_FP8_TOKENS and not call.batch_invariant):
         return None
@@ -121,7 +120,7 @@ def fp8_launches(n_masks: int, weight_format: str, shared_bytes_per_sm: int) -> 
     found = []
     for groups, rows in ((1, 128), (1, 64), (2, 64)):
         products = ceil_div(n_masks + 1, groups)
-        # How many registers ptxas needs beside these sums and products is estimated from what it compiled.
+        # An estimate of ptxas's other registers, from kernels that it compiled.
         most = 215 if weight_format == "fp8_row" else 211 if groups == 1 else 205
         for columns in _TOKEN_COLUMNS:
             sums = (products + 1) * columns // 2
@@ -132,7 +131,7 @@ def fp8_launches(n_masks: int, weight_format: str, shared_bytes_per_sm: int) -> 
 
 
 def suits(config: TileWgmma, call: LayerCall) -> bool:
-    """True if tiles are not much wider than the call's tokens, nor higher than its rows."""
+    """True if tiles are not much wider than the number of tokens, and not higher than the number of rows."""
     width = config.block_tokens
     narrow = width < call.tokens + 16 or width == _TOKEN_COLUMNS[0]
     return narrow and config.rows <= call.out_features and (config.cluster == 1 or call.tokens > width)
@@ -140,7 +139,7 @@ def suits(config: TileWgmma, call: LayerCall) -> bool:
 
 @cache
 def launches(n_masks: int, weight_bits: int, must_permute: bool, shared_bytes_per_sm: int) -> tuple[TileWgmma, ...]:
-    """All launches with enough registers, and with at least three stages in shared memory."""
+    """All launches for which a thread has enough registers, and shared memory holds at least three stages."""
     found = (
         filled(shape, n_masks, weight_bits, shared_bytes_per_sm, least_stages=3)
         for shape in shapes(n_masks, must_permute)
@@ -149,14 +148,14 @@ def launches(n_masks: int, weight_bits: int, must_permute: bool, shared_bytes_pe
 
 
 def filled(config: TileWgmma, n_masks: int, weight_bits: int, shared_bytes_per_sm: int, least_stages: int) -> TileWgmma:
-    """Return the launch with as many stages as fit, shorter ones if fewer than `least_stages` long ones fit."""
+    """Return the launch with as many stages as fit. Stages become short if fewer than `least_stages` would fit."""
     full = config.with_full_ring(n_masks, weight_bits, shared_bytes_per_sm)
     shorter = full.stages < least_stages and n_masks % 2 == 0
     return replace(config, sub=1).with_full_ring(n_masks, weight_bits, shared_bytes_per_sm) if shorter else full
 
 
 def shapes(n_masks: int, must_permute: bool) -> Iterator[TileWgmma]:
-    """The launches for which a thread has enough registers."""
+    """Yield all launches, still without a number of stages, for which a thread has enough registers."""
     for groups, passes in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4)):
         masks = n_masks // passes
         if groups > masks or (passes > 1 and (n_masks % passes or masks % 4)):
@@ -168,22 +167,22 @@ def shapes(n_masks: int, must_permute: bool) -> Iterator[TileWgmma]:
             for rows in _TILE_ROWS if groups == 1 else (64,):
                 tile = TileWgmma(rows=rows, block_tokens=columns, mask_groups=groups, passes=passes)
                 variants = list(_variants(tile, n_masks, accumulators, must_permute))
-                # With several passes the blocks of a cluster delay each other.
+                # With several passes, the blocks of a cluster delay each other.
                 clusters = (1, 2) if passes == 1 else (1,)
                 yield from (replace(variant, cluster=cluster) for cluster in clusters for variant in variants)
 
 
 def _variants(tile: TileWgmma, n_masks: int, accumulators: int, must_permute: bool) -> Iterator[TileWgmma]:
-    """The ways in which a tile can multiply: with x in natural order, with x permuted, and by sparse products.
+    """Yield the ways in which a tile can multiply: with x as it is, with a permuted x, and by sparse products.
 
-    Stages are as long as registers allow, since long stages cost fewer instructions.
+    Stages are as long as registers allow, since long stages take fewer instructions.
     """
     one_group, columns = tile.mask_groups == 1, tile.block_tokens
     as_it_is = not must_permute and tile.passes == 1
     may_permute = not as_it_is or n_masks > 4 or (n_masks == 4 and one_group)
     for permuted in (False, True):
         if may_permute if permuted else as_it_is:
-            # With more accumulators, registers suffice for the fragments of only two steps.
+            # With more accumulators, there are registers for the fragments of only two steps.
             most = 66 if not one_group else 128 if n_masks == 1 else 168 if permuted and n_masks == 4 else 100
             yield replace(tile, sub=2, steps=4 if accumulators <= most else 2, permuted=permuted)
     pays = n_masks >= 2 and columns <= _most_sparse_tokens(n_masks, tile.rows == 64)

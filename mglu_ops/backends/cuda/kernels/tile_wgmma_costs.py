@@ -1,10 +1,10 @@
-"""The cost model of `tile_wgmma`: the time of a launch from the call, the GPU and some twenty fitted constants.
+"""The cost model of `tile_wgmma`: estimates the time of a launch from the call, the GPU and about 20 fitted constants.
 
-The model adds the time of all waves of tiles, in which an SM multiplies while it reads the next stages, and the time to
-read W, once per pass, from memory or L2. csrc/cuda/tile_wgmma_costs.md explains it.
+An SM multiplies a stage while it reads the next ones. The model estimates the time to multiply all waves of tiles and
+the time to read W in every pass, from memory or L2, and combines them. csrc/cuda/tile_wgmma_costs.md explains it.
 
-The constants of a GPU are a JSON file in the folder `cost_models` beside this package's tables, or the file that
-`MGLU_COST_MODEL` names. `python -m mglu_ops tune --fit` measures launches and writes such a file.
+The constants of a GPU are a JSON file in the folder `cost_models`, or the file that `MGLU_COST_MODEL` names.
+`python -m mglu_ops tune --fit` measures launches and writes such a file.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ FOLDER = Path(__file__).parents[1] / "cost_models"
 
 
 class CostModelError(ValueError):
-    """A file of constants that cannot be used; the message names the file and what is wrong with it."""
+    """A file of constants cannot be used. The message names the file and the problem."""
 
 
 @dataclass(frozen=True)
 class ProductCosts:
-    """The costs of a product in one kind of launch. The unit is the time of a product of one column of tokens.
+    """The costs of a product of one kind. The unit is the time of a product with one column (one token).
 
     Attributes:
-        gap: time between two products of a warpgroup, for sign flips and waiting.
-        fragments: time to load and prepare a fragment of W, once per pass.
+        gap: the time between two products of a warpgroup, for sign flips and waiting.
+        fragments: the time to load and prepare a fragment of W, once per pass.
     """
 
     gap: float
@@ -48,24 +48,24 @@ class ProductCosts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The constants of the model for one GPU.
+    """The constants of the model for one GPU. A time in columns is a multiple of `column_us`.
 
     Attributes:
-        launch_us: fixed time of every launch.
-        column_us: microseconds for the product of 64 rows and one column of tokens, for each column of in_features.
-        dram_bytes_per_us: bandwidth of the memory.
-        l2_bytes_per_us: bandwidth of L2 for all SMs together.
-        permute_us: time of `permute_x`.
-        exchange_us: time at the end of a tile in which one of two warpgroups of the same rows waits for the other.
-        cluster: factor on the multiplying time of pairs of blocks, which wait for each other.
-        serial: fraction of the shorter of multiplying and reading that the longer does not hide.
-        serial_alone: as `serial`, for a warpgroup that is alone on its SM and waits for its own stages.
-        last_wave: cost of the last of many waves, in waves.
-        mask_columns: time, in columns, to read a mask's bits if x is not permuted: with fewer than 8 masks, with 4,
-            with 8 or more.
-        alone, of_rows, of_masks: products of one consumer warpgroup, of two with different rows, of two that share 64
-            rows.
-        sparse_alone, sparse_of_rows, sparse_of_masks: as above, for sparse products.
+        launch_us: the fixed time of every launch, in microseconds.
+        column_us: the time to multiply 64 rows by one token, for each column of in_features, in microseconds.
+        dram_bytes_per_us: the bandwidth of the memory.
+        l2_bytes_per_us: the bandwidth of L2 for all SMs together.
+        permute_us: the time of `permute_x` in microseconds.
+        exchange_us: the time at the end of a tile that two warpgroups of the same rows wait for each other.
+        cluster: a factor on the time of multiplying in clusters of two blocks, which wait for each other.
+        serial: multiplying and reading overlap, except for this fraction of the shorter of the two.
+        serial_alone: `serial` for a warpgroup that is alone on its SM, and waits for its own stages.
+        last_wave: the cost of the last of many waves, in waves.
+        mask_columns: the time in columns to read a mask's bits for an x that is not permuted: for fewer than 8 masks
+            (except 4), for 4 masks, for 8 or more masks.
+        alone, of_rows, of_masks: the costs of products with one consumer warpgroup, with two for different rows, and
+            with two for different masks of the same 64 rows.
+        sparse_alone, sparse_of_rows, sparse_of_masks: the same for sparse products.
     """
 
     launch_us: float
@@ -87,7 +87,7 @@ class CostModel:
     sparse_of_masks: ProductCosts
 
     def microseconds(self, config: TileWgmma, call: LayerCall, gpu: Gpu) -> float:
-        """Estimate the time of a launch."""
+        """Estimate the time of a launch in microseconds."""
         if config.decoded:
             copied = call.out_features * call.in_features * (call.weight.bits / 8 + call.dtype.itemsize)
             copying = _DECODE_LAUNCH_US + copied / self.dram_bytes_per_us
@@ -96,34 +96,34 @@ class CostModel:
         return self._microseconds_of_tiles(config, call, gpu, token_tiles, 1)
 
     def microseconds_of_experts(self, config: TileWgmma, call: ExpertCall, gpu: Gpu) -> float:
-        """Estimate the time of a launch for experts, whose loads nobody knows.
+        """Estimate the time of a launch for experts, in microseconds. The loads, the rows of each expert, are unknown.
 
-        A quarter of the estimate is for exponentially distributed loads, and the rest for a random choice of equally
-        probable experts. With the former, an expert has more than n rows with the probability exp(-n / mean), so that
-        it has 1 / (1 - exp(-rows of an item / mean)) items.
+        The estimate is three quarters of the time for equally probable experts, plus a quarter of the time for
+        exponentially distributed loads. In an exponential distribution, an expert has more than n rows with probability
+        exp(-n / mean), and therefore 1 / (1 - exp(-item_rows / mean)) items on average.
         """
         used = min(call.experts, call.rows)
-        mean, of_item = call.rows / used, config.block_tokens * config.cluster
+        mean, item_rows = call.rows / used, config.block_tokens * config.cluster
         gathers = config.permuted or config.sparse or config.fp8
         gathered = 4 * call.rows * call.layer.in_features / self.l2_bytes_per_us if gathers else 0
         slower = replace(self, l2_bytes_per_us=self.l2_bytes_per_us * _L2_OF_EXPERTS)
         balanced, exponential = (
             slower._microseconds_of_tiles(config, call.layer, gpu, config.cluster * used * items, used)
-            for items in (_items_of_random_loads(mean, of_item), 1 / -expm1(-of_item / mean))
+            for items in (_items_of_random_loads(mean, item_rows), 1 / -expm1(-item_rows / mean))
         )
         return _GROUP_US + gathered + 0.75 * balanced + 0.25 * exponential
 
     def _microseconds_of_tiles(
         self, config: TileWgmma, call: LayerCall, gpu: Gpu, token_tiles: float, experts: int
     ) -> float:
-        """The time of tiles, with W of a number of experts in memory."""
+        """The time to compute `token_tiles` tiles of tokens with all tiles of rows, reading W of `experts` experts."""
         shared_rows = config.mask_groups == 2
         waves = waves_of(token_tiles * ceil_div(call.out_features, config.rows), gpu.multiprocessors, self.last_wave)
         decoding = 0 if config.fp8 else config.passes * _DECODE_COLUMNS[call.weight.format.name]
         columns = config.row_groups * (self._columns(config, call.n_masks) + decoding)
         column_us = self.column_us * (_FP8_COLUMN if config.fp8 else 1)
         multiplying = waves * (columns * call.in_features * column_us + (self.exchange_us if shared_rows else 0))
-        bytes_of_column = call.bytes_of_columns(8) / 8  # of one row of W and its masks
+        bytes_of_column = call.bytes_of_columns(8) / 8  # one weight and its mask bits
         from_memory = experts * call.out_features * bytes_of_column / self.dram_bytes_per_us
         bytes_of_tile = config.rows * bytes_of_column / config.cluster + 2 * min(config.block_tokens, call.tokens)
         from_l2 = waves * gpu.multiprocessors * bytes_of_tile / self.l2_bytes_per_us
@@ -133,7 +133,7 @@ class CostModel:
         return self.launch_us + total + (self.permute_us if config.permuted or config.fp8 else 0)
 
     def _columns(self, config: TileWgmma, n_masks: int) -> float:
-        """The cost of 64 rows of a tile for one column of in_features, in columns of tokens."""
+        """The time of 64 rows of a tile for one column of in_features, in columns."""
         shared_rows = config.mask_groups == 2
         if config.fp8:
             by_kind = _FP8
@@ -143,42 +143,41 @@ class CostModel:
             by_kind = self.alone, self.of_rows, self.of_masks
         costs = by_kind[2 if shared_rows else 0 if config.rows == 64 else 1]
         products = n_masks + (config.passes if shared_rows else 1)
-        # If x is not permuted, a warp reads four times the mask bytes, and four masks as one word.
-        of_mask = self.mask_columns[1 if n_masks == 4 and not shared_rows else 0 if n_masks < 8 else 2]
-        bits = 0 if config.permuted or config.sparse or config.fp8 else config.mask_groups * n_masks * of_mask
+        # If x is not permuted, a warp reads four times the mask bytes. It reads the bytes of four masks as one word.
+        mask_columns = self.mask_columns[1 if n_masks == 4 and not shared_rows else 0 if n_masks < 8 else 2]
+        bits = 0 if config.permuted or config.sparse or config.fp8 else config.mask_groups * n_masks * mask_columns
         columns = products * (costs.gap + config.block_tokens) + config.passes * costs.fragments + bits
         return columns * self.cluster if config.cluster > 1 else columns
 
 
-def _items_of_random_loads(mean: float, of_item: int) -> float:
-    """The mean number of items of an expert in use whose rows are Poisson-distributed, by the normal distribution."""
-    most = ceil((mean + 6 * sqrt(mean)) / of_item)
-    return 1 + sum(erfc((i * of_item + 0.5 - mean) / sqrt(2 * mean)) / 2 for i in range(1, most))
+def _items_of_random_loads(mean: float, item_rows: int) -> float:
+    """The mean number of items of an expert whose number of rows is Poisson-distributed, by a normal approximation."""
+    most = ceil((mean + 6 * sqrt(mean)) / item_rows)
+    return 1 + sum(erfc((i * item_rows + 0.5 - mean) / sqrt(2 * mean)) / 2 for i in range(1, most))
 
 
 _GROUP_US = 3.0
-"""Time of `group_tokens`."""
+"""The time of `group_tokens` in microseconds."""
 
 _L2_OF_EXPERTS = 0.8
-"""Bandwidth of L2 for experts over that for a layer. This and the weights of balanced and exponential loads choose the
-fastest launches of those timed for 24 calls with balanced and skewed loads on an H100 (csrc/cuda/tile_wgmma.md)."""
+"""The bandwidth of L2 for experts, as a fraction of that for a layer. This fraction and the weights of the two kinds of
+loads were fitted to 24 calls with balanced and skewed loads on an H100 (csrc/cuda/tile_wgmma.md)."""
 
 _DECODE_LAUNCH_US = 2.0
-"""Fixed time of `decode_weight`."""
-
+"""The fixed time of `decode_weight` in microseconds."""
 
 _FP8 = ProductCosts(100, 60), ProductCosts(13, 32), ProductCosts(10, 135)
-"""The costs of products in fp8 as `alone`, `of_rows` and `of_masks`; measured with 1 to 8 masks (tile_wgmma.md)."""
+"""`alone`, `of_rows` and `of_masks` for products in fp8; measured with 1 to 8 masks (tile_wgmma.md)."""
 
 _FP8_COLUMN = 0.85
-"""The time of a product for a column of in_features, in fp8 over 16 bits."""
+"""The factor on `column_us` for products in fp8."""
 
 _DECODE_COLUMNS = {"dense": 0, "fp8_row": 20, "fp8_block": 40, "int8_row": 20, "int4_group": 28}
-"""The time to decode 64 rows of W for a pass, in columns of tokens; measured with 1 to 8 masks (tile_wgmma.md)."""
+"""The time to decode 64 rows of W in a pass, in columns; measured with 1 to 8 masks (tile_wgmma.md)."""
 
 
 def waves_of(blocks: float, multiprocessors: int, last_wave: float) -> float:
-    """Waves of blocks, with one block per SM. The last blocks of many waves overlap."""
+    """The number of waves of blocks, with one block per SM. If waves are many, the last ones overlap."""
     waves = blocks / multiprocessors
     return ceil(waves) if waves <= 4 else waves + last_wave
 
@@ -187,7 +186,7 @@ def waves_of(blocks: float, multiprocessors: int, last_wave: float) -> float:
 
 
 def costs_of(gpu: Gpu) -> CostModel:
-    """Return the constants for a GPU, measured on a GPU of its name, or else of its architecture.
+    """Return the constants for a GPU, fitted on a GPU of the same name or, if there are none, the same architecture.
 
     Raises:
         CostModelError: the file that `MGLU_COST_MODEL` names cannot be used.
@@ -207,7 +206,7 @@ def _costs_of(name: str, arch: tuple[int, int]) -> CostModel:
 
 
 def read(path: Path) -> tuple[Mapping[str, Any], CostModel]:
-    """Return the environment of a file's measurements, and its constants.
+    """Read the environment of the measurements and the constants from a file.
 
     Raises:
         CostModelError: the file is not a cost model.

@@ -1,6 +1,6 @@
-"""`tile_wgmma` in training: it also writes the partial derivatives of the result that backward needs.
+"""`tile_wgmma` in training, where it also writes the partial derivatives of the result for backward.
 
-csrc/cuda/training.md gives the reasons.
+csrc/cuda/training.md describes it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from .tile_wgmma_costs import costs_of
 
 @dataclass(frozen=True)
 class TrainingTile(TileWgmma):
-    """A launch of `tile_wgmma` that writes the result and its partial derivatives.
+    """The launch configuration of `tile_wgmma` in training.
 
-    The sequence of a call (`LaunchSequence`) also takes the address of `partials`. The result `[tokens, out_features]`
-    and `partials` are contiguous and start at multiples of 16 bytes. `partials` is `[tokens, n_masks + 1,
-    out_features]` in x's dtype, and with mask weights `[tokens, 2 n_masks + 1, out_features]`:
+    Its `LaunchSequence` also takes the address of `partials`. The result `[tokens, out_features]` and `partials` are
+    contiguous and 16-byte aligned. `partials` is `[tokens, n_masks + 1, out_features]` in x's dtype, or
+    `[tokens, 2 n_masks + 1, out_features]` with mask weights:
 
         partials[:, 0] = dy/dt, partials[:, i] = dy/df_i, partials[:, n_masks + i] = dy/dmask_weight_i
     """
 
     box_tokens: int = 8
-    """Tokens that are stored at once: a multiple of 8 that divides `block_tokens`."""
+    """Tokens that TMA stores at once: a multiple of 8 that divides `block_tokens`."""
     weighted: bool = False
     """True if there are mask weights."""
     padded_masks: bool = False
-    """True if rows of masks are followed by unused bytes up to a multiple of 16, so that TMA loads them."""
+    """True if rows of masks are padded to a multiple of 16 bytes, so that TMA can load them."""
 
     def _fixed_bytes(self, n_masks: int) -> int:
-        """Bytes of two sets of stored boxes, and of the sums that warpgroups of the same rows or passes exchange.
+        """The bytes for two sets of boxes to store, and for sums that warpgroups of the same rows or passes exchange.
 
-        A single warpgroup keeps t in registers, so that its passes exchange two sums per element of the result, not
-        three.
+        They exchange three sums per element of the result, or two with a single warpgroup, which keeps t in registers.
         """
         masks = ceil_div(n_masks // self.passes, self.mask_groups)
         boxes = masks * (2 if self.weighted else 1) + 2
@@ -82,15 +81,12 @@ class TrainingTile(TileWgmma):
 
 
 def partials_of(call: LayerCall) -> int:
-    """The number of partial derivatives of an element of the result: by t, by each f_i, and by each mask weight."""
+    """The number of partial derivatives of an element of y: with respect to t, to each f_i and to each mask weight."""
     return (1 if call.mask_weights_dtype is None else 2) * call.n_masks + 1
 
 
 def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
-    """Return the fastest launch by the cost model, or None if the kernel cannot train a call.
-
-    As in inference, batch-invariant calls always permute x.
-    """
+    """Return the fastest launch by the cost model, or None if the kernel cannot run the call in training."""
     if not can_run(call, gpu) or call.out_features % 8 or call.tokens == 0:
         return None
     must_permute = call.batch_invariant or not has_x_in_rows(call)
@@ -100,17 +96,17 @@ def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
     costs = costs_of(gpu)
     fitting = (config for config in found if suits(config, call))
     fastest = min(fitting, key=lambda config: costs.microseconds(config, call, gpu))
-    # Larger boxes take fewer barriers.
+    # Larger boxes need fewer barriers.
     larger = replace(fastest, box_tokens=16)
     return fastest if larger.violation(call, gpu) else larger
 
 
 _MOST_SUMS_OF_EXPERTS = 160
-"""Registers of a thread for sums; others hold its item. In inference it is `MOST_SUMS`."""
+"""The most registers of a thread for sums, so that enough are left for its item; in inference it is `MOST_SUMS`."""
 
 
 def training_items(call: ExpertCall, gpu: Gpu) -> TileItems | None:
-    """Return the fastest launch for the rows of experts by the cost model, or None if the kernel cannot train them."""
+    """Return the fastest launch for experts by the cost model, or None if the kernel cannot train them."""
     layer = call.layer
     if not can_run(layer, gpu) or layer.out_features % 8 or any(unstacked(call)):
         return None
@@ -124,7 +120,7 @@ def training_items(call: ExpertCall, gpu: Gpu) -> TileItems | None:
 
 
 def _candidates(layer: LayerCall, gpu: Gpu) -> Iterator[TrainingTile]:
-    """The launches for the rows of experts. With more sums, registers hold the fragments of two steps, not of four."""
+    """Yield the launches to compare for experts. With many sums, registers hold the fragments of only two steps."""
     weighted, must_permute = layer.mask_weights_dtype is not None, not has_x_in_rows(layer)
     for one in launches(layer.n_masks, layer.weight.bits, weighted, must_permute, gpu.shared_bytes_per_sm):
         sums = sums_of(one, layer)
@@ -136,7 +132,7 @@ def _candidates(layer: LayerCall, gpu: Gpu) -> Iterator[TrainingTile]:
 def launches(
     n_masks: int, weight_bits: int, weighted: bool, must_permute: bool, shared_bytes_per_sm: int
 ) -> tuple[TrainingTile, ...]:
-    """All launches with enough registers, and with at least three stages in shared memory beside the stored boxes."""
+    """All launches for which a thread has enough registers, and shared memory holds at least three stages."""
     dense = (
         TrainingTile(**vars(shape), weighted=weighted) for shape in shapes(n_masks, must_permute) if not shape.sparse
     )

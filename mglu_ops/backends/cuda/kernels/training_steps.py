@@ -1,10 +1,10 @@
-"""The kernels of a training step that pass once over memory, before and after its GEMMs (csrc/cuda/training.md).
+"""The elementwise kernels of a training step, before and after its GEMMs (csrc/cuda/training.md).
 
-Tensors are in float16 or bfloat16 unless a docstring says otherwise, and on the current device. Kernels run on the
-current stream. A function with the name of a kernel runs it. Its `prepare_...` function only returns the launch, which
-serves all tensors with the same metadata as the given ones, and does not read them.
+Tensors are on the current device, in float16 or bfloat16 unless a docstring says otherwise. Kernels run on the current
+stream. A function with the name of a kernel runs it. The function `prepare_<kernel>` returns a launch without running
+it; the launch serves all tensors with the metadata of the function's arguments.
 
-Raises, every function:
+Every function raises:
     CompileError: NVRTC refused the kernel.
     LaunchError: the driver refused the launch; the context stays usable.
 """
@@ -31,18 +31,18 @@ _CLEARING_BLOCKS = 512
 _NO_DTYPE = -1
 
 Prepared = Callable[..., None]
-"""A `Launch`, or a function that does nothing if there is nothing to compute."""
+"""A `Launch`, or for empty results a function that does nothing."""
 
 
 def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True, parts: bool = False) -> Tensor:
-    """Return `[n_masks + 1, out_features, in_features]`: the weight, and `F_i * weight` for each mask.
+    """Return `[n_masks + 1, out_features, in_features]`: the weight, then `F_i * weight` for each mask.
 
     Args:
-        weight: `[out_features, in_features]` with contiguous columns, or contiguous with a leading size of experts,
-            which the result and the masks then have too.
-        packed_masks: `[out_features, ceil(in_features / 8), n_masks]`, contiguous, at a multiple of 4 bytes.
-        with_weight: whether the weight itself comes first; without it the first size is n_masks.
-        parts: return `M_i * weight` and `(1 - M_i) * weight` for each mask instead, `2 n_masks` matrices.
+        weight: `[out_features, in_features]` with contiguous rows. It may have a leading dimension of experts; then all
+            of it is contiguous, and the masks and the result have this dimension too.
+        packed_masks: `[out_features, ceil(in_features / 8), n_masks]`, contiguous, 4-byte aligned.
+        with_weight: True to return the weight itself first; otherwise the first size is n_masks.
+        parts: True to return `M_i * weight` and `(1 - M_i) * weight` for each mask instead, `2 n_masks` matrices.
     """
     n_masks = packed_masks.shape[-1]
     matrices = 2 * n_masks if parts else n_masks + with_weight
@@ -53,7 +53,7 @@ def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True
 
 
 def prepare_flip_signs(weight: Tensor, n_masks: int, *, with_weight: bool, parts: bool = False) -> Prepared:
-    """Prepare a launch, which takes the addresses of `weight`, `packed_masks` and `out`, a multiple of 16."""
+    """Prepare a launch, which takes the addresses of `weight`, `packed_masks` and `out`; `out` is 16-byte aligned."""
     rows, integers = _rows_of_experts(weight)
     macros = flip_signs_macros(n_masks, with_weight, _is_vector(weight), parts)
     return _prepare("flip_signs", weight, macros, _warps(rows, weight.shape[-1]), integers)
@@ -69,7 +69,7 @@ def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool, parts: bool
 
 
 def _rows_of_experts(weight: Tensor) -> tuple[int, dict[str, int]]:
-    """The rows of a weight, of all its experts together, and the sizes of a struct that describe it."""
+    """Return the number of rows of a weight, of all experts together, and the integers of a struct that describe it."""
     expert_rows, columns = weight.shape[-2:]
     rows = weight.shape[:-1].numel()
     integers = {"weight_row_stride": weight.stride(-2), "rows": rows, "expert_rows": expert_rows, "columns": columns}
@@ -89,15 +89,15 @@ def partials(
     """Write the result and its partial derivatives from the products t and f_i.
 
     Args:
-        products: `[tokens, n_masks + 1, columns]` with contiguous columns, in float32 or in the dtype of `partials`,
-            which may then be the same memory. Only the f_i, `[tokens, n_masks, columns]`, with `total`.
+        products: t and all f_i `[tokens, n_masks + 1, columns]` with contiguous rows; with `total` only the f_i
+            `[tokens, n_masks, columns]`. In float32, or in the dtype of `partials`, which may then share its memory.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights: `[tokens, n_masks]` in any strides, float16, bfloat16 or float32; or None.
-        partials: receives P, every Q_i and, with mask weights, every R_i: `[tokens, n_masks + 1, columns]`, or
-            `[tokens, 2 n_masks + 1, columns]`, with contiguous columns.
-        result: receives y, `[tokens, columns]` with contiguous columns, in the dtype of `partials`.
+        partials: receives P, all Q_i and, with mask weights, all R_i: `[tokens, n_masks + 1, columns]`, or
+            `[tokens, 2 n_masks + 1, columns]` with mask weights. Rows are contiguous.
+        result: receives y, `[tokens, columns]` with contiguous rows, in the dtype of `partials`.
         total: t, contiguous `[tokens, columns]` in float32, if it is not the first of the products.
-        parts: whether the products are the gate and the value of each mask instead, `[tokens, 2 n_masks, columns]`.
+        parts: True if the products are the gate and the value of each mask instead, `[tokens, 2 n_masks, columns]`.
     """
     tokens, n_products, columns = products.shape
     n_masks = n_products // 2 if parts else n_products - (total is None)
@@ -154,11 +154,11 @@ def partials_macros(
 
 
 def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
-    """Return the gradients of the products: `grad_output * partials` for every entry, contiguous.
+    """Return the gradients of t and all f_i: `grad_output * partials` for every entry, contiguous.
 
     Args:
-        grad_output: `[tokens, columns]` with contiguous columns.
-        partials: `[tokens, entries, columns]` with contiguous columns.
+        grad_output: `[tokens, columns]` with contiguous rows.
+        partials: `[tokens, entries, columns]` with contiguous rows.
     """
     tokens, entries, columns = partials.shape
     out = partials.new_empty(tokens, entries, columns)
@@ -189,15 +189,15 @@ def weight_gradients(
 ) -> None:
     """Write `grad_weight = total + sum_i F_i * products_i` and `grad_logits_i = -2 weight * products_i`.
 
-    Either may be None, but not both. Gradients may overwrite their inputs: `grad_weight` may be `total`, and
-    `grad_logits` may be `products`.
+    Either may be None, but not both. They may overwrite their inputs: `grad_weight` may be `total`, and `grad_logits`
+    may be `products`.
 
     Args:
-        total: D_0, contiguous `[out_features, in_features]`, of the dtype of `products` or in float32; None without
+        total: D_0, contiguous `[out_features, in_features]`, in the dtype of `products` or in float32; None without
             `grad_weight`.
-        products: D_i, `[n_masks, out_features, in_features]`, each matrix contiguous.
-        weight: `[out_features, in_features]` with contiguous columns, or contiguous with a leading size of experts,
-            which all other tensors then have too, all of them contiguous.
+        products: all D_i, `[n_masks, out_features, in_features]`, each matrix contiguous.
+        weight: `[out_features, in_features]` with contiguous rows. It may have a leading dimension of experts; then all
+            tensors have it, and all are contiguous.
         packed_masks: as for `flip_signs`.
         grad_weight: contiguous `[out_features, in_features]` in float16, bfloat16 or float32.
         grad_logits: `[n_masks, out_features, in_features]`, each matrix contiguous, in float16, bfloat16 or float32.
@@ -218,9 +218,9 @@ def weight_gradients(
 def prepare_weight_gradients(
     total: Tensor | None, products: Tensor, weight: Tensor, grad_weight: Tensor | None, grad_logits: Tensor | None
 ) -> Prepared:
-    """Prepare a launch, which takes addresses as in `weight_gradients`, 0 for missing tensors.
+    """Prepare a launch, which takes the addresses of the tensors of `weight_gradients`; 0 for None.
 
-    Meta tensors count as aligned; the weight must not be one.
+    Meta tensors stand for aligned tensors. The weight must not be a meta tensor.
     """
     n_masks, columns = products.shape[-3], products.shape[-1]
     given = [tensor for tensor in (total, products, weight, grad_weight, grad_logits) if tensor is not None]
@@ -255,12 +255,12 @@ def weight_gradients_macros(
 
 
 def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum `grad_output * terms_i` over columns: `[tokens, n_masks]` in `dtype`, which is float16, bfloat16 or float32.
+    """Sum `grad_output * terms_i` over columns: `[tokens, n_masks]`.
 
     Args:
-        grad_output: `[tokens, columns]` with contiguous columns.
-        terms: R_i, `[tokens, n_masks, columns]` with contiguous columns.
-        dtype: of the result. Sums are in float32.
+        grad_output: `[tokens, columns]` with contiguous rows.
+        terms: all R_i, `[tokens, n_masks, columns]` with contiguous rows.
+        dtype: the dtype of the result: float16, bfloat16 or float32. Sums are in float32.
     """
     tokens, n_masks, columns = terms.shape
     out = terms.new_empty(tokens, n_masks, dtype=dtype)
@@ -278,11 +278,11 @@ def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype
 
 
 def clear_rows(matrix: Tensor, ends: Tensor) -> None:
-    """Write zeros to the rows of a matrix that belong to no expert.
+    """Write zeros to the rows of a matrix that belong to no expert, which come last.
 
     Args:
-        matrix: contiguous `[rows, ...]` with an even number of bytes a row.
-        ends: int32 `[experts]`, contiguous: the end of each expert's rows. Rows from the last end on are cleared.
+        matrix: contiguous `[rows, ...]` with an even number of bytes per row.
+        ends: int32 `[experts]`, contiguous: the end of each expert's rows.
     """
     row_words = 0 if matrix.shape[0] == 0 else matrix.nbytes // matrix.shape[0] // 2
     vector = row_words % _OCTET == 0 and matrix.data_ptr() % 16 == 0
@@ -309,12 +309,12 @@ def _code(dtype: torch.dtype | None) -> int:
 
 
 def _run(launch: Prepared, on: Tensor, **tensors: Tensor | None) -> None:
-    """Launch on the current stream of a tensor's device, with the tensors that the kernel takes; some may be None."""
+    """Launch on the current stream of the device of `on`. `tensors` are the kernel's parameters; some may be None."""
     launch(_stream(on), addresses(**tensors))
 
 
 def _is_vector(*tensors: Tensor) -> bool:
-    """True if the rows of tensors with contiguous columns are multiples of 8 columns at multiples of 16 bytes."""
+    """True if all rows can be read in whole 16-byte vectors."""
     for tensor in tensors:
         if tensor.shape[-1] % _OCTET or tensor.data_ptr() % 16:
             return False
@@ -328,7 +328,7 @@ def _is_vector(*tensors: Tensor) -> bool:
 
 
 def _warps(rows: int, columns: int, per_thread: int = _OCTET) -> int:
-    """The number of warps of a kernel whose threads take `per_thread` columns of a row each; 0 for an empty matrix."""
+    """The warps of a kernel whose threads each take `per_thread` columns of a row; 0 for an empty matrix."""
     return rows * ceil_div(columns, 32 * per_thread)
 
 
@@ -337,7 +337,7 @@ def _stream(on: Tensor) -> int:
 
 
 def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, integers: Mapping[str, int]) -> Prepared:
-    """Prepare a launch of `warps` warps on the device of a tensor, with the strides and sizes of its struct."""
+    """Prepare a launch of `warps` warps on the device of `on`. `integers` are those of the kernel's struct."""
     if warps == 0:
         return _launch_nothing
     return _launch(
@@ -346,7 +346,7 @@ def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, int
 
 
 def _launch_nothing(stream: int, pointers: Mapping[str, int]) -> None:
-    """Do nothing, in place of the launch of an empty grid."""
+    """Do nothing: the replacement of a launch with an empty grid."""
 
 
 @lru_cache(maxsize=4096)
@@ -357,7 +357,7 @@ def _launch(
     blocks: int,
     integers: tuple[tuple[str, int], ...],
 ) -> Launch:
-    """Make a launch, with its kernel loaded into the context of `device`, the current device."""
+    """Compile and load the kernel on `device`, the current device, and prepare its launch."""
     major, minor = gpu_of(device).arch
     loaded = load_kernel(device, kernel, f"sm_{major}{minor}", dict(macros))
     fields = parameters(f"{kernel}.cu")
