@@ -385,7 +385,7 @@ def scaled(recipe: Recipe, factor: float) -> Recipe:
 
 
 def is_done(recipe: Recipe, folder: Path, digest: str) -> bool:
-    """Whether a folder has the file of a finished run.
+    """True if a folder has the file of a finished run.
 
     Raises:
         ValueError: the run read another text than the corpus with this digest.

@@ -69,7 +69,7 @@ FAMILIES = {
 
 
 def is_pareto(recipe: Recipe) -> bool:
-    """Whether a recipe is in the Pareto plot: a layer that a user may choose, trained as we recommend.
+    """True if a recipe is in the Pareto plot: a layer that a user may choose, trained as we recommend.
 
     These are layers of the families with any gate and any width, with leveled initial weights or with `nn.Linear`'s.
     Not in the plot: the searches for our recipe, masks that learn otherwise, routes, mixtures, other lengths of text

@@ -240,7 +240,7 @@ def how_masks_learn(recipe: Recipe) -> list[str]:
 
 
 def is_leveled(recipe: Recipe) -> bool:
-    """Whether the initial weights let the result start as large as the sum of four masks with the same activation."""
+    """True if the initial weights let the result start as large as the sum of four masks with the same activation."""
     gains = {
         "lu": lambda: lu_level_gain(recipe.activation),
         "glu": lambda: glu_level_gain(recipe.activation),
