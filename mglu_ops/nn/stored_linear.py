@@ -378,16 +378,16 @@ def _quantized_columns(chosen: WeightFormat, weight: DTensor) -> tuple[Tensor, T
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     mesh, placements = weight.device_mesh, list(weight.placements)
-    of_scale = placements if chosen.columns else [Replicate() for _ in placements]
+    scale_placements = placements if chosen.columns else [Replicate() for _ in placements]
     stored: list[Tensor] = []
     scales: list[Tensor] = []
     for one in weight.unbind(0):
         assert isinstance(one, DTensor)
         whole = chosen.quantize(one.full_tensor())
-        for parts, tensor, placed in zip((stored, scales), whole, (placements, of_scale), strict=True):
+        for parts, tensor, placed in zip((stored, scales), whole, (placements, scale_placements), strict=True):
             assert tensor is not None
             parts.append(distribute_tensor(tensor.unsqueeze(0), mesh, placed, src_data_rank=None).to_local())
     return (
         DTensor.from_local(torch.cat(stored), mesh, placements),
-        DTensor.from_local(torch.cat(scales), mesh, of_scale),
+        DTensor.from_local(torch.cat(scales), mesh, scale_placements),
     )

@@ -1,11 +1,11 @@
 """Packages of machine code, and the operator library for C++ programs; `csrc/README.md` shows how to use both.
 
-- `export` compiles a model into a package, `package` holds and reads its description, `load` checks and loads it.
-- `describe` makes the description of a program; `inputs` checks the inputs of each call against it.
+- `export` compiles a model into a package, `package` reads and writes its description, `load` checks and loads it.
+- `describe` makes a package's description from the program; `inputs` checks the inputs of each call against it.
 - `seal` writes and checks the checksum at the end of packages and weights files.
 - `library` builds and loads `libmglu_ops.so`; `device_code` compiles the CUDA kernels that go into it.
 - `shim` lets a package call the library without torch's dispatcher.
 - `tensor_file` writes tensors for C++ programs; `command` is the command line.
 
-Importing `mglu_ops.packaging` imports none of them, because they import parts of torch that take long to load.
+Importing `mglu_ops.packaging` imports none of these modules, because they import parts of torch that load slowly.
 """

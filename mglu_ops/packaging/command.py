@@ -1,4 +1,4 @@
-"""The command line of `export` and `build-runtime`. Importing it imports no torch."""
+"""The command line of `export` and `build-runtime`. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Run `export`. Raises UserError for what the user can put right."""
+    """Run `export`. Raises UserError for errors that the user can fix."""
     from ..backends.cpu.build import BuildError
     from ..passes import FusionError
     from .export import export
@@ -88,7 +88,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _without_logs_of_torch() -> Iterator[None]:
-    """Leave standard error to the one line of the command, unless `TORCH_LOGS` asks for torch's logs."""
+    """Keep torch's logs off standard error, where the command writes one line, unless `TORCH_LOGS` asks for them."""
     logging.disable(logging.NOTSET if "TORCH_LOGS" in os.environ else logging.ERROR)
     try:
         yield
@@ -97,7 +97,7 @@ def _without_logs_of_torch() -> Iterator[None]:
 
 
 def run_build(options: argparse.Namespace) -> int:
-    """Run `build-runtime`. Raises UserError for what the user can put right."""
+    """Run `build-runtime`. Raises UserError for errors that the user can fix."""
     from ..backends.cpu.build import BuildError
     from .library import build_runtime, write_kernels
     from .seal import PackageError

@@ -1,6 +1,6 @@
-"""`mglu::forward` in torch operations, which Inductor compiles into a package with `backend="composite"`.
+"""`mglu::forward` in torch operators, which Inductor compiles into a package with `backend="composite"`.
 
-It computes what the backend `composite` does, but writes nothing in place and reads no mask on the host. Inductor then
+It computes the same as the backend `composite`, but writes nothing in place and reads no mask on the host. Inductor
 generates one kernel for each masked copy of the weight, and one that computes the result from the products. Uncompiled,
 it is slower than the backend.
 """
@@ -29,7 +29,7 @@ def forward(
     weight_format: str = "dense",
     activation_format: str = "dense",
 ) -> Tensor:
-    """The result `[..., out_features]` in x's dtype; the arguments are as in `mglu::forward`."""
+    """Compute `mglu::forward`, with its arguments and its result `[..., out_features]` in x's dtype."""
     if activation_format != "dense":
         x = round_activation(x)
     if weight_scale is not None:
@@ -42,7 +42,7 @@ def forward(
 
 
 def _gates_and_values(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the gate and value `[tokens, out_features]` of each mask in the dtype of the sums."""
+    """Yield the gate and the value `[tokens, out_features]` of each mask, in the dtype of the sums."""
     both_products = n_masks_of(packed_masks) == 1 or x.dtype is torch.float32
     dtype = operand_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
@@ -58,7 +58,7 @@ def _gates_and_values(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Iterat
 
 
 def _mask(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
-    """Mask `index` as bool `[out_features, in_features]`. In a generated kernel it needs no memory."""
+    """Mask `index` as bool `[out_features, in_features]`. A generated kernel computes it without storing it."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed_masks.device)
     bits = (packed_masks[:, :, index].unsqueeze(-1) >> shifts) & 1
     return bits.reshape(packed_masks.shape[0], packed_masks.shape[1] * 8)[:, :in_features] != 0

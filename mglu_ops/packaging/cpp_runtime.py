@@ -1,14 +1,14 @@
-"""Finds packages that hold a copy of the C++ standard library, because such a package crashes a Python process.
+"""Finds packages that contain a copy of libstdc++, because such a package crashes a Python process.
 
 A C++ compiler that links libstdc++ statically (`-static-libstdc++`, or an installation without `libstdc++.so`) puts a
-copy of it into the machine code of a package, and the code exports the copy's symbols. A Python process imports torch,
-and with it `libstdc++.so`, in a way that hides their functions from libraries that are loaded later. So the package
-calls the functions of its copy. But the identifiers of locale facets are unique symbols (`STB_GNU_UNIQUE`), of which a
-process has one each, from `libstdc++.so`. The copy then looks up its facets by identifiers that another library
-numbers, and finds a wrong facet or none. The first `std::regex` of the package does that while it is loaded. Code of
-GCC 12 then throws `std::bad_cast`; code of GCC 13 does not check, and the process ends with a segmentation fault.
+copy into the machine code of a package, which then exports the copy's symbols. A Python process loads torch, and with
+it `libstdc++.so`, in a way that hides their functions from libraries that are loaded later. So the package calls the
+functions of its copy. But the identifiers of locale facets are unique symbols (`STB_GNU_UNIQUE`): a process has one of
+each, here in `libstdc++.so`. The copy therefore looks up its facets by identifiers that another library has numbered,
+and finds a wrong facet or none. The first `std::regex` in the package does that while the package is loaded. Code of
+GCC 12 then throws `std::bad_cast`. Code of GCC 13 does not check, and the process ends with a segmentation fault.
 
-A C++ program that is linked to libtorch does not hide `libstdc++.so`. There, the package calls its functions too.
+A C++ program that is linked to libtorch does not hide `libstdc++.so`, so there the package calls its functions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FUNCTION_OF_LIBSTDCXX = b"_ZNSt6locale7classicEv\0"
 
 
 def has_own_libstdcxx(package: Path) -> bool:
-    """Whether machine code in a package exports a copy of libstdc++."""
+    """True if machine code in a package exports a copy of libstdc++."""
     with zipfile.ZipFile(package) as archive:
         for name in archive.namelist():
             if name.endswith(".so"):
@@ -40,9 +40,9 @@ def has_own_libstdcxx(package: Path) -> bool:
 
 
 def _exports_libstdcxx(library: IO[bytes]) -> bool:
-    """Whether a shared library defines a function of libstdc++ for other libraries.
+    """True if a shared library exports a function of libstdc++.
 
-    False for code of a system without ELF files, where a library's symbols do not replace the symbols of others.
+    False for files that are not ELF: on such systems a library's symbols do not replace those of other libraries.
     """
 
     def read(offset: int, size: int) -> bytes:

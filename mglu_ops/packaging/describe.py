@@ -1,4 +1,4 @@
-"""The description of a package, made of the program that it is compiled from."""
+"""Makes the description of a package from the program that it is compiled from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe(
     embeds_weights: bool,
     multi_arch: bool,
 ) -> PackageInfo:
-    """Describe the package of a program, of which `fused` is compiled.
+    """Describe the package of a program. `fused` is the program after fusion, which is compiled.
 
     Raises:
         ValueError: the program takes inputs that a package cannot check.
@@ -66,20 +66,20 @@ def describe(
 
 
 def tensors_of(program: ExportedProgram) -> dict[str, Tensor]:
-    """The parameters, buffers and constants of a program, by name."""
+    """Map names to the parameters, buffers and constants of a program."""
     values = {**program.state_dict, **program.constants}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """The arguments that a call of an operator is given, by name; empty for other nodes."""
+    """Map names to the arguments of a call of an operator; empty for other nodes."""
     if (schema := getattr(node.target, "_schema", None)) is None:
         return {}
     return {**dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
 def fake_arguments_of(layer: Node) -> LayerArguments | ExpertArguments:
-    """The arguments of a layer, with a fake tensor for each tensor."""
+    """The arguments of a layer, with fake tensors."""
     kind = LayerArguments if layer.target is torch.ops.mglu.forward.default else ExpertArguments
     return kind(**map_arg(arguments_of(layer), lambda node: node.meta["val"]))
 
@@ -149,7 +149,7 @@ def _describe_inputs(program: ExportedProgram) -> list[InputInfo]:
 
 
 def _written(program: ExportedProgram) -> set[str]:
-    """The names of the inputs that a program writes to. Decomposed, it returns what it would write in place."""
+    """The names of the inputs to which a program writes. After decomposition, it returns their new values instead."""
     schemas = [getattr(node.target, "_schema", None) for node in program.graph.nodes]
     if any(schema is not None and schema.is_mutable for schema in schemas):
         program = program.run_decompositions({})
@@ -169,7 +169,7 @@ def _describe_tensor(program: ExportedProgram, name: str, value: Tensor, is_writ
 
 
 def _example(size: Any) -> int:
-    """A size or a stride of the example."""
+    """The value of a size or a stride in the example inputs."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
@@ -190,10 +190,10 @@ def _describe_size(program: ExportedProgram, size: Any) -> Any:
 
 
 def _conditions(program: ExportedProgram, inputs: list[InputInfo]) -> list[str]:
-    """The conditions on sizes for which the program was traced, in the symbols of the inputs.
+    """The conditions on sizes under which the program was traced, in the symbols of the inputs.
 
     Raises:
-        ValueError: a package cannot check one of them.
+        ValueError: a package cannot check one of the conditions.
     """
     named = dict(_named_sizes(program, inputs))
     conditions = []
@@ -210,23 +210,23 @@ def _conditions(program: ExportedProgram, inputs: list[InputInfo]) -> list[str]:
                 "(dynamic_tokens=False)"
             ) from None
         left, _, right = condition.text.partition(" == ")
-        if left != right:  # in the symbols of the inputs, many conditions say that something equals itself
+        if left != right:  # in the symbols of the inputs, many conditions are trivially true
             conditions.append(condition.text)
     return conditions
 
 
 def conditions_of_code(graph: Graph, program: ExportedProgram, inputs: list[InputInfo]) -> list[str]:
-    """The conditions without which the code of a package would divide by 0 or read elements that an input lacks.
+    """The conditions without which the code of a package would divide by 0 or read past the end of an input.
 
-    Eager PyTorch runs another kernel for such sizes, or raises an error. torch makes no guards of them.
+    For such sizes, eager PyTorch runs another kernel or raises an error. torch makes no guards for them.
 
     Args:
-        graph: what Inductor compiles, after its passes, which may make attention of matrix products.
-        program: the program that it is compiled from.
+        graph: the graph that Inductor compiles, after its passes, which may fuse matrix products to attention.
+        program: the program from which the graph was made.
         inputs: the description of the program's inputs.
 
     Raises:
-        PackageError: a package cannot check one of them.
+        PackageError: a package cannot check one of the conditions.
     """
     from torch.utils._sympy.printers import PythonPrinter
     from torch.utils._sympy.value_ranges import bound_sympy
@@ -235,7 +235,7 @@ def conditions_of_code(graph: Graph, program: ExportedProgram, inputs: list[Inpu
     symbols = {name for _, _, text in sizes for name in Expression(text).names}
     conditions: dict[str, None] = {}
     for size, minimum in _minima(graph):
-        is_known = {str(symbol) for symbol in size.free_symbols} <= symbols  # and not read from a tensor
+        is_known = {str(symbol) for symbol in size.free_symbols} <= symbols  # False if read from a tensor's values
         if not is_known or bound_sympy(size, program.range_constraints).lower >= minimum:
             continue
         text = f"{PythonPrinter().doprint(size)} >= {minimum}"
@@ -250,7 +250,7 @@ def conditions_of_code(graph: Graph, program: ExportedProgram, inputs: list[Inpu
 
 
 def _minima(graph: Graph) -> Iterator[tuple[Any, int]]:
-    """Yield the sizes of a graph that must not be below a number, as expressions, and these numbers."""
+    """Yield (size, minimum) for each size of a graph, an expression, that must not be below a minimum."""
     import sympy
     from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
@@ -266,7 +266,7 @@ def _minima(graph: Graph) -> Iterator[tuple[Any, int]]:
 
 
 def _minimal_sizes(node: Node) -> Iterator[tuple[Any, int]]:
-    """Yield the sizes that an operator needs: tokens of attention, the elements of windows, and a selected index."""
+    """Yield (size, minimum) for an operator: tokens of attention, the elements of windows, and a selected index."""
     name, given = str(node.target), arguments_of(node)
     shapes = [each.meta["val"].shape for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
     if "scaled_dot_product" in name:
@@ -278,7 +278,7 @@ def _minimal_sizes(node: Node) -> Iterator[tuple[Any, int]]:
 
 
 def _check_example(program: ExportedProgram, inputs: list[InputInfo], conditions: list[str]) -> None:
-    """Check that calls with the sizes of the example will be accepted."""
+    """Check that the package will accept inputs with the sizes of the example."""
     leaves = pytree.tree_leaves(program.example_inputs)
     shapes = {entry.name: leaf.shape for entry, leaf in zip(inputs, leaves, strict=True) if entry.constant is None}
     try:
@@ -291,7 +291,7 @@ def _check_example(program: ExportedProgram, inputs: list[InputInfo], conditions
 
 
 def _named_sizes(program: ExportedProgram, inputs: list[InputInfo]) -> Iterator[tuple[str, str]]:
-    """Yield what the guards of a program call each size, and its expression."""
+    """Yield (name, expression) for each size, with the name that it has in the guards of a program."""
     if program.example_inputs is None:
         raise ValueError(
             "model: the program holds no example inputs, without which torch compiles none; export it anew"
@@ -299,12 +299,12 @@ def _named_sizes(program: ExportedProgram, inputs: list[InputInfo]) -> Iterator[
     names = program.module_call_graph[0].signature.forward_arg_names or []
     leaves = pytree.tree_leaves_with_path(program.example_inputs)
     for number, ((path, _), entry) in enumerate(zip(leaves, inputs, strict=True)):
-        key = path[1]  # of args or kwargs
+        key = path[1]  # the position in args, or the key in kwargs
         argument = names[key.idx] if isinstance(key, pytree.SequenceKey) else getattr(key, "key", "")
         base, _, index = argument.rpartition("_")
         inside = pytree.keystr(path[2:])
         sources = [f"L['{argument}']{inside}", f"L['flat_args'][{number}]"]
-        sources += [f"L['{base}'][{index}]{inside}"] if index.isdigit() else []  # of *args
+        sources += [f"L['{base}'][{index}]{inside}"] if index.isdigit() else []  # an element of *args
         for dim, size in enumerate(entry.shape):
             for source in sources:
                 yield f"{source}.size()[{dim}]", str(size if isinstance(size, int) else size[2])

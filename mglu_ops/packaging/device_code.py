@@ -1,7 +1,7 @@
-"""The CUDA kernels that are put into `libmglu_ops.so`: compiled for the layers of packages, for chosen GPUs.
+"""Compiles CUDA kernels into `libmglu_ops.so`, for the layers of packages and for chosen GPU architectures.
 
-`backends.cuda.choice` chooses the launch of every number of tokens. The table written here holds its choices, and C++
-looks them up.
+`backends.cuda.choice` chooses the launch for every number of tokens. This module writes the choices to a table in which
+C++ looks them up.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ TABLE = "mglu_kernels.inc"
 """The file that `csrc/library/cuda/kernels.cpp` includes."""
 
 MAX_TOKENS = 512
-"""The most tokens of a launch of a layer without experts (kMaxTokens of csrc/library/cuda/launch.cpp). More tokens take
-several launches."""
+"""The most tokens of one launch without experts (kMaxTokens in csrc/library/cuda/launch.cpp)."""
 
 _MANY_SMS = 1 << 30
-"""So many that they limit no grid: C++ limits the grid of a persistent kernel to the SMs of its GPU."""
+"""A number of SMs that limits no grid. C++ limits the grid of a persistent kernel to the SMs of its GPU instead."""
 
 
 def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
@@ -44,8 +43,8 @@ def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) ->
 
     Raises:
         ValueError: an architecture is not of the form sm_90, or unknown, or one of the two lists is empty.
-        PackageError: a package is damaged, for a CPU, or calls `mglu::experts_down` so that no kernel takes it.
-        CompileError: neither NVRTC nor nvcc is here, or a kernel was refused.
+        PackageError: a package is damaged or for a CPU, or no kernel takes one of its calls of `mglu::experts_down`.
+        CompileError: neither NVRTC nor nvcc was found, or a kernel does not compile.
     """
     if not (archs and packages):
         raise ValueError("kernels are compiled for an architecture and for a package's layers: give both")
@@ -78,7 +77,7 @@ def _layers(package: str | Path) -> list[LayerInfo]:
 
 
 class _Cubins:
-    """Compiled kernels in a folder, each once."""
+    """Compiles kernels into a folder, each once, and numbers them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +95,7 @@ class _Cubins:
         return self._found[key]
 
     def indices(self, sources: Sequence[tuple[str, str, dict[str, int]]]) -> dict[str, int]:
-        """The numbers of kernels, compiled from `(kernel, target, macros)`, by name."""
+        """Map the names of kernels, given as `(kernel, target, macros)`, to their numbers."""
         return {kernel: self.index(kernel, target, macros) for kernel, target, macros in sources}
 
 
@@ -104,14 +103,14 @@ class _Cubins:
 
 
 def _call(layer: LayerInfo, tokens: int) -> LayerCall:
-    """A call that the library's tuned launches are for. The library copies an x of another layout."""
+    """A call with contiguous tensors, as the tuned launches need them. The library copies an x with other strides."""
     return layer.call(torch.device("cuda"), tokens)
 
 
 def _row(**fields: object) -> str:
     """A C++ initializer with named fields, in the order in which csrc/library/cuda/kernels.h declares them.
 
-    Omitted fields have the default values there.
+    Omitted fields get their default values.
     """
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
     return f"{{{', '.join(f'.{name} = {text}' for name, text in texts.items())}}}"
@@ -130,9 +129,9 @@ def _variant(call: LayerCall, gpu: Gpu) -> str:
 
 
 def _tuned(layer: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
-    """A row for each run of numbers of tokens that are launched alike.
+    """Yield a row for each range of numbers of tokens with the same launch.
 
-    A launch that is chosen for a number of tokens is also the launch of those after the number before it.
+    The launch that is chosen for a number of tokens also serves the numbers below it, down to the next chosen one.
     """
     launch_of = _launch if not layer.experts else _expert_launch if layer.n_masks else _down_launch
     first = 1
@@ -151,7 +150,7 @@ def _tuned(layer: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
 
 
 def _chosen_tokens(layer: LayerInfo) -> list[int]:
-    """The numbers of tokens for which launches are chosen: up to 512 each one, then for experts the powers of two."""
+    """The numbers of tokens for which launches are chosen: each up to 512, and for experts powers of two above that."""
     if not layer.experts:
         return list(range(1, MAX_TOKENS + 1))
     most = (group_tokens.MOST_ROWS if layer.n_masks else experts_down.MOST_ROWS) // max(layer.top_k, 1)
@@ -160,9 +159,9 @@ def _chosen_tokens(layer: LayerInfo) -> list[int]:
 
 
 def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
-    """The other fields of a `TunedLaunch`; None where the plain kernel is the choice.
+    """The launch-dependent fields of a `TunedLaunch`; None if the plain kernel is chosen.
 
-    They hold for every GPU of the architecture: C++ adds the number of SMs and the shared memory of the one at hand.
+    They are the same for every GPU of an architecture. C++ adapts them to the number of SMs and the shared memory.
     """
     call = _call(layer, tokens)
     config = choose(call, gpu).config
@@ -219,7 +218,7 @@ def _boxes(config: LaunchConfig, call: LayerCall) -> str:
 
 
 def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object]:
-    """The fields of the launch of a layer of experts, as `_launch`."""
+    """The same fields for a layer of experts."""
     call = layer.expert_call(torch.device("cuda"), tokens)
     launch = choose_experts(call, gpu)
     config, item = launch.config, launch.of_item(call)
@@ -247,9 +246,9 @@ def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> 
 
 
 def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
-    """The fields of the launch of `mglu::experts_down`; None if shared memory cannot hold the order of the rows.
+    """The same fields for `mglu::experts_down`; None if shared memory cannot hold the sorted rows.
 
-    Python leaves many rows of an expert to `grouped_mm` (`experts_down.uses_library`), and C++ does not.
+    For many rows per expert, Python uses `grouped_mm` instead (`experts_down.uses_library`), but C++ does not.
     """
     call = layer.expert_call(torch.device("cuda"), tokens)
     if tokens == 1 and (problem := experts_down.unsupported_reason(call, gpu)):
@@ -279,7 +278,10 @@ def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> di
 
 
 def _quantize_x(call: LayerCall, target: str, block_tokens: int, cubins: _Cubins) -> int:
-    """The cubin that rounds x, to tiles of `block_tokens` tokens in fp8, or to x's dtype for 0; -1 if none does."""
+    """The number of the cubin that rounds x: to tiles of `block_tokens` tokens in fp8, or with 0 to x's dtype.
+
+    It is -1 if the call does not round x.
+    """
     if call.activation_format == "dense":
         return -1
     return cubins.index(quantize_x.NAME, target, quantize_x.macros(call, block_tokens))

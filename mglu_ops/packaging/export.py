@@ -1,4 +1,4 @@
-"""`export`: compiles a model into a package of machine code, with the masks of its MGLU layers packed."""
+"""`export`, which compiles a model into a package of machine code, with the masks of its MGLU layers packed."""
 
 from __future__ import annotations
 
@@ -53,57 +53,56 @@ def export(
 ) -> PackageInfo:
     """Compile a model for inference into a `.pt2` package, which `mglu_ops.load` and C++ programs run.
 
-    MGLU layers, spelled naively or as modules of `mglu_ops.nn`, become `mglu::forward`. Their masks are packed now: the
-    package holds one bit per weight and mask, and no logits. A layer that calls `mglu::forward` itself is kept,
-    with its weight and x in any formats of `mglu_ops.formats`. So do the operators over experts, of which a model that
-    learns its masks gets `mglu::grouped_forward`. The model does not change.
+    MGLU layers, written naively or as modules of `mglu_ops.nn`, become calls of `mglu::forward`. Their masks are
+    packed: the package holds one bit per weight and mask, and no logits. Calls of `mglu::forward` and of the operators
+    over experts stay, with weights and x in any format of `mglu_ops.formats`. Experts with learned masks become
+    `mglu::grouped_forward`. The model does not change.
 
     A package is code: whoever loads it runs what it holds.
 
     Args:
-        model: a module, which may be one that `torch.compile` returned, or a program of `torch.export.export` (with
-            grad mode on or off), whose shapes then hold. It is compiled in the mode that it is in, as `torch.export`
-            does, with a warning if this is training mode.
-        example_inputs: positional inputs that the model runs with, on the device to compile for. The code is compiled
-            for their order of dimensions in memory, and calls copy inputs of other strides.
-        path: the package to write, which must end in `.pt2`; its folder must exist. A package that is there is replaced
-            when the new one is whole.
-        dynamic_tokens: let all sizes vary, from 1 up, except the last of floating inputs (the features), where the
-            model allows it. If False, the package takes the shapes of `example_inputs` only.
+        model: a module, also one that `torch.compile` returned, or a program of `torch.export.export` (with grad mode
+            on or off), whose dynamic shapes are then kept. It is compiled in its current mode, as by `torch.export`,
+            with a warning if that is training mode.
+        example_inputs: positional inputs of the model, on the device to compile for. The code is compiled for their
+            order of dimensions in memory; a call copies inputs of another order.
+        path: the package to write, which must end in `.pt2`; its folder must exist. An existing package is replaced
+            when the new one is complete.
+        dynamic_tokens: let all sizes vary from 1 up where the model allows it, except the last size of floating inputs
+            (the features). If False, the package takes only the shapes of `example_inputs`.
         backend: what runs the layers. "cpu" and "cuda" call the operator, which mglu_ops provides in a Python process
             and `libmglu_ops.so` in any other. "triton" (GPU) and "composite" (matrix products, any device) are compiled
-            into the package, which then needs no operator library; experts run on neither. "auto" is the operator of
+            into the package, which then needs no operator library, but cannot run experts. "auto" is the operator of
             the inputs' device.
-        dynamic_shapes: the argument of that name of `torch.export.export`, in place of `dynamic_tokens`.
+        dynamic_shapes: the argument `dynamic_shapes` of `torch.export.export`, in place of `dynamic_tokens`.
         shim: call `libmglu_ops.so` directly (see `packaging.shim`), also in Python: `mglu_ops.load(path, library=...)`.
             It has no C functions for experts.
-        weights: a file for the parameters and packed masks, which are then not in the package. `mglu_ops.load` takes
-            it, and packages made with one file share its tensors. If the file exists, it is extended.
-        multi_arch: add code that the drivers of later GPUs compile, for the kernels of Inductor and Triton; the kernels
-            of `libmglu_ops.so` do not depend on it. Needs nvcc, and a GPU before compute capability 9.0: from there on,
+        weights: a file for the parameters and packed masks, which are then not in the package. `mglu_ops.load` needs
+            it. Packages that are made with the same file share its tensors. If the file exists, it is extended.
+        multi_arch: add PTX for the kernels of Inductor and Triton, which the drivers of later GPUs compile; the kernels
+            of `libmglu_ops.so` do not change. It needs nvcc, and a GPU below compute capability 9.0, since from 9.0 on
             torch compiles for instructions that later architectures lack.
-        strict: raise an error if a layer is recognised and cannot be fused; otherwise such a layer is warned of, and
-            compiled unfused.
-        assume_binary: see `mglu_ops.enable_fusion`. The values of constant masks are checked in any case.
+        strict: raise an error if a recognised layer cannot be fused. If False, warn and compile it unfused.
+        assume_binary: see `mglu_ops.enable_fusion`. The values of constant masks are always checked.
         inductor_options: further settings of Inductor.
 
     Returns:
-        The description that the package holds of itself.
+        The description that is stored in the package.
 
     Raises:
-        ValueError: an argument is wrong, torch cannot export the model with these inputs, no layer of it was fused,
-            none of its sizes can vary, or a file cannot be written.
+        ValueError: an argument is wrong, torch cannot export the model with these inputs, no layer was fused, none of
+            the sizes can vary, or a file cannot be written.
         TypeError: `path` or `weights` is not a path.
-        compile_passes.fusion.FusionError: under `strict`, a layer was not fused.
+        compile_passes.fusion.FusionError: with `strict`, a layer was not fused.
         BuildError: no C++ compiler was found.
-        PackageError: `weights` is a file that `export` did not write, or damaged.
+        PackageError: the file `weights` is damaged, or `export` did not write it.
     """
     from ..passes import FusionReport, fuse_exported, layers_of
 
     path = as_path("path", path)
     weights = None if weights is None else as_path("weights", weights)
     options = {} if inductor_options is None else inductor_options
-    model = getattr(model, "_orig_mod", model)  # the model inside of torch.compile's wrapper, whose forward takes *args
+    model = getattr(model, "_orig_mod", model)  # unwrap torch.compile's module, whose forward takes *args
     _check_arguments(model, example_inputs, backend, options)
     _check_files(path, weights)
     compiler = _compiler(options)
@@ -151,8 +150,8 @@ def _check_arguments(model: Any, example_inputs: Any, backend: Any, options: Any
 
 
 def _check_files(path: Path, weights: Path | None) -> None:
-    """Say at once that a file cannot be written, instead of after minutes of compiling."""
-    if path.suffix != ".pt2" or path.stem in (".", ".."):  # torch makes the stem the folder of all members
+    """Check that files can be written, before minutes of compiling."""
+    if path.suffix != ".pt2" or path.stem in (".", ".."):  # torch uses the stem as the archive's top folder
         raise ValueError(f"path: got {path}, must be a name that ends in .pt2")
     check_writable("path", path)
     if weights is not None:
@@ -163,10 +162,10 @@ def _check_files(path: Path, weights: Path | None) -> None:
 
 @contextmanager
 def _replacing(name: str, path: Path) -> Iterator[Path]:
-    """A file of the same name in a new folder beside a file, whose place it takes at the end unless there is an error.
+    """Yield the path of a temporary file, which replaces `path` at the end unless there is an error.
 
-    Whoever reads the file meanwhile, or after the process was killed, finds the older one, and never half of one. A
-    killed process leaves the new folder, `.NAME.*.tmp`.
+    Readers always find the old or the new file, and never half of one. The temporary file has the same name, in a new
+    folder `.NAME.*.tmp` beside `path`, which stays if the process is killed.
     """
     target = path.resolve()
     try:
@@ -174,15 +173,15 @@ def _replacing(name: str, path: Path) -> Iterator[Path]:
     except OSError as error:
         raise ValueError(f"{name}: {path} cannot be written: {error.strerror} in {target.parent}") from None
     with folder as inside:
-        unfinished = Path(inside, path.name)  # torch makes the stem of a package's name the folder of its members
+        unfinished = Path(inside, path.name)  # the same name, since torch uses its stem as the archive's top folder
         yield unfinished
         os.replace(unfinished, target)
 
 
 def _compiler(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's setting of the C++ compiler: that of `options`, else the command line in `CXX`, else torch's own.
+    """Inductor's setting of the C++ compiler: from `options`, else the command line in `CXX`, else torch's default.
 
-    A compiler that is missing is an error at once, instead of after minutes of tracing.
+    A missing compiler is an error here, before minutes of tracing.
     """
     from torch._inductor import config, cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
@@ -214,7 +213,7 @@ def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: b
 
 
 def _check_experts(program: ExportedProgram, backend: str, shim: bool) -> None:
-    """Check that the operators over experts of a model can stay calls of operators, as they must."""
+    """Check that the backend supports experts, which must stay calls of operators."""
     names = [f"mglu::{schema.split('(')[0]}" for schema in expert_ops.SCHEMAS]
     called = [node.target.name() for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     name = next((name for name in called if name in names), None)
@@ -227,7 +226,7 @@ def _check_experts(program: ExportedProgram, backend: str, shim: bool) -> None:
 
 
 def _check_triton(layers: Sequence[LayerInfo], device: torch.device) -> None:
-    """Check that Triton's kernels, which are compiled into the package, take the layers."""
+    """Check that the Triton kernels, which are compiled into the package, take all layers."""
     for layer in layers:
         if problem := Triton().unsupported_reason(layer.call(device, tokens=1)):
             raise ValueError(f"backend: got 'triton', which cannot take a layer of the model: {problem}")
@@ -235,7 +234,7 @@ def _check_triton(layers: Sequence[LayerInfo], device: torch.device) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torch's warnings about its own use of functions that it deprecates."""
+    """Silence torch's warnings about its own use of deprecated functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -257,11 +256,11 @@ def _exported(
     if dynamic_shapes is not None or not dynamic_tokens:
         return _torch_export(model, inputs, dynamic_shapes)
     inputs = pytree.tree_map_only(Tensor, _enlarged, inputs)
-    shapes = torch.export.ShapesCollection()  # it finds the tensors in any signature, also in `*args`
+    shapes = torch.export.ShapesCollection()  # works for any signature, also `*args`
     for value in pytree.tree_leaves(inputs):
         if isinstance(value, Tensor):
             shapes[value] = _varying(value)
-    # Without this setting, torch assumes that a size that varies is never 0 or 1.
+    # Without this setting, torch assumes that dynamic sizes are never 0 or 1.
     with symbolic.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # a config module's
         program = _torch_export(model, inputs, shapes)
     if not program.range_constraints:
@@ -283,21 +282,21 @@ def _torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> Exp
         ) from None
     try:
         return torch.export.export(model, inputs, dynamic_shapes=shapes)
-    except Exception as error:  # it runs the user's code, and raises errors of many types
+    except Exception as error:  # runs the user's code, which may raise any error
         reason, *_ = str(error).strip().splitlines() or [""]
         raise ValueError(
             f"model: torch.export.export failed on example_inputs {described(inputs)}: {type(error).__name__}: {reason}"
-        ) from None  # the traceback of torch's error has 200 lines
+        ) from None  # the traceback of torch's error would have 200 lines
 
 
 def _dense(value: Tensor) -> Tensor:
-    """A tensor whose strides leave gaps or overlap as a contiguous one: torch compiles code for strides."""
+    """Make a tensor contiguous if its strides leave gaps or overlap, because torch compiles code for these strides."""
     has_gaps = value.layout is torch.strided and dense_order(value.shape, value.stride()) is None
     return value.contiguous() if has_gaps else value
 
 
 def _signs_of_training(model: nn.Module | ExportedProgram) -> list[str]:
-    """What shows that a model would be compiled as it is trained: its mode, or operators that were traced so."""
+    """List the signs that a model would be compiled in training mode: its mode, or operators traced in that mode."""
     if isinstance(model, nn.Module):
         how = "the model is in training mode, and is compiled so, with dropout and the like; call model.eval() before"
         return [how] if model.training else []
@@ -311,13 +310,13 @@ def _signs_of_training(model: nn.Module | ExportedProgram) -> list[str]:
 
 
 _SMALLEST_EXAMPLES = (2, 3, 5, 7)
-"""The smallest example of the first, second, ... size that varies."""
+"""The smallest values of the first, second, ... dynamic size of an example."""
 
 
 def _enlarged(value: Tensor) -> Tensor:
-    """Repeat the elements of a tensor until all sizes that vary are above 1.
+    """Repeat the elements of a tensor until all dynamic sizes are above 1.
 
-    If the example has a size of 1, torch lets it vary and then compiles code that is right for 1 alone (torch 2.13).
+    If a dynamic size is 1 in the example, torch 2.13 compiles code that is correct only for 1.
     """
     for dim in _varying(value):
         wanted = _SMALLEST_EXAMPLES[min(dim, 3)]
@@ -329,7 +328,7 @@ def _enlarged(value: Tensor) -> Tensor:
 
 
 def _varying(value: Tensor) -> dict[int, Any]:
-    """The dimensions of a tensor that may vary, for `torch.export`: all except the last of a floating tensor."""
+    """The dynamic dimensions of a tensor, for `torch.export`: all except the last one of a floating tensor."""
     fixed = 1 if value.is_floating_point() else 0
     return dict.fromkeys(range(value.dim() - fixed), torch.export.Dim.AUTO)
 
@@ -348,7 +347,7 @@ def _device(program: ExportedProgram) -> torch.device:
 
 
 def _check_masks(program: ExportedProgram) -> None:
-    """Check the packed masks that a model held already; the others were packed by `fuse_exported`."""
+    """Check the packed masks that the model itself contains. The others come from `fuse_exported`."""
     from ..passes import layers_of
 
     tensors = tensors_of(program)
@@ -359,7 +358,7 @@ def _check_masks(program: ExportedProgram) -> None:
             continue  # an input of the model
         masks = tensors[name]
         try:
-            in_rows = masks.flatten(0, -3) if masks.dim() > 3 else masks  # of all experts
+            in_rows = masks.flatten(0, -3) if masks.dim() > 3 else masks  # the rows of all experts
             check_packed_masks(in_rows, int(fake_arguments_of(layer).x.shape[-1]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"model: {name}: {str(error).removeprefix('packed_masks: ')}") from None
@@ -371,7 +370,7 @@ def _check_masks(program: ExportedProgram) -> None:
 def _compile(
     program: ExportedProgram, fused: ExportedProgram, info: PackageInfo, options: dict[str, Any], path: Path
 ) -> None:
-    """Compile `fused`, which was made of `program`, and add the conditions of its code to the description."""
+    """Compile `fused`, the program after fusion, and add the conditions of its code to the description."""
     from torch._inductor.exc import InductorError
 
     from . import shim
@@ -385,7 +384,7 @@ def _compile(
     ranges = [size for entry in info.inputs for size in entry.shape if not isinstance(size, int)]
     if any(low < 2 for low, _, _ in ranges):
         # The optional checks of inputs in the code (AOTI_RUNTIME_CHECK_INPUTS) would refuse a size of 1, because torch
-        # assumes while it compiles that a size that varies is above 1.
+        # assumes that dynamic sizes are above 1.
         options.setdefault("aot_inductor.check_lowerbound", False)
     options["aot_inductor.metadata"] = {**options.get("aot_inductor.metadata", {}), **info.texts()}
     given = options.get("post_grad_custom_post_pass", torch._inductor.config.post_grad_custom_post_pass)
@@ -401,17 +400,17 @@ def _compile(
         try:
             torch._inductor.aoti_compile_and_package(fused, package_path=str(path), inductor_configs=options)
         except InductorError as error:
-            if isinstance(error.inner_exception, PackageError):  # of conditions_of_code
+            if isinstance(error.inner_exception, PackageError):  # from conditions_of_code
                 raise ValueError(str(error.inner_exception)) from None
             raise
 
 
 @contextmanager
 def _symbols_in_integers() -> Iterator[None]:
-    """While Inductor generates code, it computes a symbol from an input's size by integer division.
+    """Make Inductor compute symbols from the sizes of inputs by integer division.
 
-    Torch 2.13 writes `b = (1.0 / 49.0) * rows` if the input has `49 * b` rows. That is 12.99... for 13 * 49 rows, and
-    the code cuts it off to 12.
+    If an input has `49 * b` rows, torch 2.13 generates `b = (1.0 / 49.0) * rows`. For 13 * 49 rows that is 12.99...,
+    which the code truncates to 12.
     """
     import sympy
     from torch.utils._sympy import solve
@@ -422,7 +421,7 @@ def _symbols_in_integers() -> Iterator[None]:
             return None
         relation, value = solution
         dividend, divisor = sympy.fraction(sympy.together(value))
-        # A divisor may be the size of another input, which may be 0.
+        # The divisor may be the size of another input, and 0.
         return relation, FloorDiv(dividend, Max(1, divisor))
 
     try_solve, solve.try_solve = solve.try_solve, exactly
@@ -434,7 +433,7 @@ def _symbols_in_integers() -> Iterator[None]:
 
 @contextmanager
 def _layers_as_code(backend: str) -> Iterator[None]:
-    """While Inductor traces a program, `mglu::forward` is replaced by the code of the backend."""
+    """Replace `mglu::forward` by the code of the backend while Inductor traces a program."""
     if backend not in ("triton", "composite"):
         yield
         return
@@ -458,7 +457,7 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
             given = given._replace(x=round_activation(given.x))
         in_rows = given.in_rows()
         tokens = in_rows.x.shape[0]
-        # The launch is chosen once for all numbers of tokens: tiles of 16 tokens take any number of them.
+        # Choose one launch for all numbers of tokens, which tiles of 16 tokens can take.
         chosen = choose(given.n_masks, tokens if isinstance(tokens, int) else 16, wide=given.x.dtype is torch.float32)
         return launch(in_rows, chosen).view(*given.x.shape[:-1], given.out_features)
 
@@ -486,11 +485,11 @@ def _store_weights(program: ExportedProgram, path: Path) -> None:
 
 
 def _entry(tensor: Tensor) -> Tensor | tuple[str, Tensor]:
-    """A tensor as weights files hold it: 8-bit floats, which C++ cannot read, as the name of their dtype and bytes."""
+    """A tensor as stored in weights files: 8-bit floats, which C++ cannot read, become a dtype's name and bytes."""
     bits = _bits(tensor)
     return tensor if bits is tensor else (str(tensor.dtype).removeprefix("torch."), bits)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A tensor that torch can compare and C++ can read: the bytes of 8-bit floats, and any other tensor itself."""
+    """The bytes of 8-bit floats, which torch can compare and C++ can read; any other tensor unchanged."""
     return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

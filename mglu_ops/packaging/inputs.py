@@ -1,7 +1,7 @@
-"""The inputs of a package's calls: checked against its description, and laid out as its code was compiled for.
+"""Checks the inputs of a call against a package's description, and copies them to the strides that its code needs.
 
-torch's loader checks none of this. The code of a package reads an input as if it had the strides of the example, takes
-sizes that must be equal from one input and assumes them of the others, and has only one branch of a condition on sizes.
+torch's loader checks none of this. The code of a package reads an input as if it had the strides of the example. It
+reads a size that several inputs share from one of them. It contains only one branch of a condition on sizes.
 
 Sizes and conditions are Python expressions in integer symbols, such as `s77 + s98` and `s77 % 2 == 0`.
 """
@@ -34,14 +34,14 @@ _LONGEST_EXPRESSION = 2000
 
 
 class Expression:
-    """Integer arithmetic, comparisons, `abs`, `max` and `min`, and nothing else of Python.
+    """A Python expression that may contain only integer arithmetic, comparisons, `abs`, `max` and `min`.
 
     Attributes:
         text: the expression.
         names: its symbols.
 
     Raises:
-        PackageError: `text` is something else.
+        PackageError: `text` is not such an expression.
     """
 
     def __init__(self, text: str) -> None:
@@ -58,7 +58,7 @@ class Expression:
         self.names = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in called}
 
     def __call__(self, values: dict[str, int]) -> Any:
-        """The value, given the values of all symbols; None if it divides by zero."""
+        """Evaluate the expression for values of all symbols. Return None on a division by zero."""
         try:
             return eval(self._code, {"__builtins__": {}, **_FUNCTIONS}, values)
         except ZeroDivisionError:
@@ -76,13 +76,13 @@ def _is_allowed(node: ast.AST, called: set[int]) -> bool:
 
 
 class Sizes:
-    """The sizes that vary: how they follow from each other, and the conditions that they must meet.
+    """The dynamic sizes of a package's inputs, and the conditions that they must meet.
 
-    A symbol gets its value from a size that is this symbol alone, or else from one that is linear in it without another
+    A symbol gets its value from a size that is this symbol, or else from a size that is linear in it without another
     unknown, such as `2 * s3 + 1`. All other sizes are computed and compared.
 
     Raises:
-        PackageError: an expression is none, or a symbol gets no value.
+        PackageError: an expression is invalid, or a symbol gets no value.
     """
 
     def __init__(self, inputs: Sequence[InputInfo], conditions: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ class Sizes:
             for dim, size in enumerate(entry.shape)
             if not isinstance(size, int)
         ]
-        self._words: dict[str, str] = {}  # what each known symbol is called in messages
+        self._words: dict[str, str] = {}  # the name of each known symbol in messages
         self._alone: dict[str, tuple[str, int]] = {}
         self._solved: list[tuple[str, str, int, Expression]] = []
         self._computed: list[tuple[str, int, Expression]] = []
@@ -134,7 +134,7 @@ class Sizes:
 
 
 def _is_linear(size: Expression, symbol: str) -> bool:
-    """Whether a size grows by the same step with a symbol, wherever the other symbols are."""
+    """True if a size is linear in a symbol, tested at several values of it and of the other symbols."""
     for others in (2, 5):
         at_0, at_1, *more = (size({**dict.fromkeys(size.names, others), symbol: value}) for value in (0, 1, 2, 101))
         if None in (at_0, at_1, *more) or at_1 == at_0 or more != [2 * at_1 - at_0, 101 * at_1 - 100 * at_0]:
@@ -146,7 +146,7 @@ def _is_linear(size: Expression, symbol: str) -> bool:
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor without gaps, whose dimensions are in memory in this order, the outermost first."""
+    """The strides of a tensor without gaps whose dimensions have this order in memory, outermost first."""
     strides, step = [0] * len(order), 1
     for dim in reversed(order):
         strides[dim] = step
@@ -155,7 +155,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 
 
 def dense_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """The order that gives these strides in `dense_strides`, up to dimensions of size 1; None if no order does."""
+    """The order for which `dense_strides` gives these strides, or None. Strides of dimensions of size 1 are ignored."""
     order = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim]), reverse=True)
     wanted = dense_strides(shape, order)
     is_dense = all(size == 1 or a == b for size, a, b in zip(shape, strides, wanted, strict=True))
@@ -174,11 +174,16 @@ class Inputs:
         self._sizes = Sizes(info.inputs, info.conditions)
 
     def tensors(self, arguments: Any, spec: TreeSpec) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """The tensors for the code, in order, and pairs of a copy and a tensor into which the copy is to go afterwards.
+        """Return the tensors for the code, in order, and pairs `(copy, input)` to copy back after the call.
 
-        An input of other strides than the example's is copied. What the model then writes to it is in the copy. The
-        arguments are `(args, kwargs)` of the call, and `spec` is the tree of the example's. `Package.__call__` says
-        which errors are raised.
+        An input whose strides differ from the example's is copied. If the model writes to it, it writes to the copy.
+
+        Args:
+            arguments: `(args, kwargs)` of the call.
+            spec: the tree of the example's arguments.
+
+        Raises:
+            TypeError, ValueError: as in `Package.__call__`.
         """
         found, written = [], []
         for entry, dtype, value in zip(self._info.inputs, self._dtypes, self._leaves(arguments, spec), strict=True):
@@ -229,7 +234,7 @@ def _check_constant(entry: InputInfo, value: Any) -> None:
 
 
 def _laid_out(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """The tensor with dense strides in an order of dimensions: itself, or a copy."""
+    """Return the tensor if its strides are dense in this order of dimensions, else a copy that has them."""
     strides = dense_strides(tensor.shape, order)
     if tensor.stride() == strides and not tensor.is_conj() and not tensor.is_neg():
         return tensor

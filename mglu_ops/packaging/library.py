@@ -1,4 +1,4 @@
-"""`libmglu_ops.so`: built by CMake from `csrc`, and loaded after its checksum was compared."""
+"""Builds `libmglu_ops.so` from `csrc` with CMake, and loads it after comparing its checksum."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .seal import PackageError
 
 LIBRARY = "libmglu_ops.so"
 CHECKSUM = f"{LIBRARY}.sha256"
-"""The file beside the library that holds its checksum, in the format of `sha256sum`."""
+"""The file with the library's checksum, beside the library, in the format of `sha256sum`."""
 
 
 @cache
 def source_directory() -> Path:
-    """`csrc`: inside an installed package, or beside it in a checkout."""
+    """The folder `csrc`, which is inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "csrc", package.parent / "csrc"):
         if (candidate / "library").is_dir():
@@ -46,31 +46,31 @@ def build_runtime(
 ) -> Path:
     """Build `libmglu_ops.so` for C++ programs and for packages that call its shims.
 
-    The build needs CMake, a C++20 compiler and the headers that torch brings, and no CUDA. The library runs with torch
-    2.11 and later, whichever torch it was built beside.
+    The build needs CMake, a C++20 compiler and torch's headers, but not CUDA. The library runs with torch 2.11 and
+    later, whichever version it was built with.
 
     Args:
-        out: folder to write the library and its checksum to; made if missing.
+        out: folder for the library and its checksum; created if missing.
         compiler: the command line of the C++ compiler; by default `$CXX`, else `c++`, `g++` or `clang++`.
-        flags: further flags for it, such as `-march=native` or `-fsanitize=address`.
-        archs: GPU architectures ("sm_90") to compile kernels for now, with NVRTC or nvcc, so that the library needs
-            neither where it runs. Kernels that are not compiled now are compiled by NVRTC where the library runs.
-        packages: the packages for whose layers to compile them.
-        program: also build `run_package`, which runs a package without Python (csrc/README.md), and write it to `out`.
+        flags: further compiler flags, such as `-march=native` or `-fsanitize=address`.
+        archs: GPU architectures ("sm_90") for which kernels are compiled into the library, with NVRTC or nvcc. NVRTC
+            compiles all other kernels where the library runs.
+        packages: packages for whose layers these kernels are compiled.
+        program: also write `run_package` to `out`, a program that runs a package without Python (csrc/README.md).
 
     Returns:
         The path of the library.
 
     Raises:
         BuildError: CMake or the compiler is missing, or the compiler refused the sources.
-        PackageError: one of `packages` is damaged, for a CPU, or calls `mglu::experts_down` so that no kernel takes it.
+        PackageError: a package is damaged or for a CPU, or no kernel takes one of its calls of `mglu::experts_down`.
         FileNotFoundError: one of `packages` does not exist.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
         TypeError: `out` is not a path.
         ValueError: an architecture is not of the form sm_90, only one of `archs` and `packages` is given, or the
             library cannot be written.
     """
-    _find_tools(compiler)  # compiling kernels takes minutes; a missing tool is said before
+    _find_tools(compiler)  # report a missing tool before kernels are compiled, which takes minutes
     out = as_path("out", out)
     out.mkdir(parents=True, exist_ok=True)
     check_writable("out", out / LIBRARY)
@@ -92,15 +92,15 @@ def build_targets(
     flags: Sequence[str] = (),
     kernels: str | Path = "",
 ) -> None:
-    """Build targets of `csrc/CMakeLists.txt` and write what they make to a folder, which is made if missing.
+    """Build targets of `csrc/CMakeLists.txt` and copy the results to a folder. Errors are as in `build_runtime`.
 
     Args:
-        out: the folder.
+        out: the folder; created if missing.
         targets: `mglu_ops`, and the programs `run_package`, `run_package_alone` and `fuzz`. `run_package` loads the
-            library in its own folder.
-        compiler: as in `build_runtime`, as are the errors.
+            library from its own folder.
+        compiler: as in `build_runtime`.
         flags: as in `build_runtime`; they follow `-O3`.
-        kernels: folder that `write_kernels` filled.
+        kernels: a folder that `write_kernels` filled.
     """
     cmake, generator, command = _find_tools(compiler)
     out = Path(out)
@@ -120,14 +120,14 @@ def build_targets(
         for name in (LIBRARY if target == "mglu_ops" else target for target in targets):
             temporary = out / f"{name}.{os.getpid()}.tmp"
             shutil.copy(Path(folder) / name, temporary)
-            os.replace(temporary, out / name)  # a process that has mapped the old file keeps it
+            os.replace(temporary, out / name)  # processes that have mapped the old file keep it
 
 
 def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
     """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`.
 
-    Arguments and errors are as in `build_runtime`. A BuildError says that neither NVRTC nor nvcc is here, or that
-    a kernel was refused.
+    Arguments and errors are as in `build_runtime`. A BuildError also tells that neither NVRTC nor nvcc was found, or
+    that a kernel does not compile.
     """
     from ..backends.cuda.compiler import CompileError
     from . import device_code
@@ -142,7 +142,7 @@ def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[s
 
 
 def _find_tools(compiler: str | None) -> tuple[str, str, list[str]]:
-    """CMake, the generator that it uses, and the command line of the C++ compiler."""
+    """Return the path of CMake, the name of its generator, and the command line of the C++ compiler."""
     cmake, generator = _find_cmake(), os.environ.get("CMAKE_GENERATOR")
     if not generator:
         found = [name for program, name in (("ninja", "Ninja"), ("make", "Unix Makefiles")) if shutil.which(program)]
@@ -153,7 +153,7 @@ def _find_tools(compiler: str | None) -> tuple[str, str, list[str]]:
 
 
 def _find_cmake() -> str:
-    """CMake on the path, else the one in the Python package `cmake`."""
+    """Find CMake on the path, or else in the Python package `cmake`."""
     if found := shutil.which("cmake"):
         return found
     try:
@@ -164,7 +164,7 @@ def _find_cmake() -> str:
 
 
 def _show_progress(line: str) -> None:
-    """Write a line of ninja or make that tells how far it is, as `[3/40] Building ...`."""
+    """Write a progress line of ninja or make, such as `[3/40] Building ...`."""
     if line.startswith("["):
         notices.write(line)
 
@@ -189,14 +189,15 @@ def load_library(path: str | Path) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: the file with the checksum is missing or has another checksum, or the system cannot load it.
+        PackageError: the checksum is missing or differs, or the system cannot load the library.
     """
     path = as_path("path", path).resolve()
     if str(path) in _loaded:
         return
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; `python -m mglu_ops build-runtime --out DIR` builds it")
-    # The system's loader trusts the file: a truncated library kills the process, and a damaged one may do worse.
+    # The system's loader does not check the file. A truncated library kills the process, and a damaged one may do
+    # worse.
     checksum = path.with_name(path.name + ".sha256")
     if not checksum.is_file():
         raise PackageError(f"{path} has no {checksum.name} beside it; build it with `python -m mglu_ops build-runtime`")

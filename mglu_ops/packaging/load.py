@@ -1,4 +1,4 @@
-"""`load`: checks a package against this process before torch maps its code, and checks its inputs before each call."""
+"""`load`, which checks a package before torch maps its code, and the inputs before each call."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .seal import PackageError, check_seal
 
 
 class Package:
-    """A loaded package. It is called like the model.
+    """A loaded package, which is called like the model.
 
-    Several threads may call one package. Its calls run one after another: it has one model of torch's, and torch's
-    runner would wait for this model with the interpreter's lock, which the model itself may need to finish.
+    Several threads may call one package, but its calls run one after another. It has one model, and torch's runner
+    would wait for it while holding the GIL, which the model may need to finish.
 
     Attributes:
         info: the package's description of itself.
@@ -41,8 +41,8 @@ class Package:
 
         Raises:
             TypeError: an input is not a dense tensor.
-            ValueError: the arguments are not nested like the example's, or the dtype, device, shape or value of
-                one is not as the package was compiled for, or its storage was resized.
+            ValueError: the arguments are not nested like the example's; or an input has another dtype, device, shape or
+                value than the package was compiled for; or its storage was resized.
         """
         with torch.no_grad():
             tensors, written = self._inputs.tensors((args, kwargs), self._in_spec)
@@ -53,7 +53,7 @@ class Package:
         return pytree.tree_unflatten(results, self._out_spec)
 
     def __deepcopy__(self, memo: object) -> Package:
-        """The package itself, because its machine code and weights cannot be copied."""
+        """Return the package itself, because its machine code and weights cannot be copied."""
         return self
 
 
@@ -66,12 +66,12 @@ def load(
     """Load a package of `mglu_ops.export`.
 
     Args:
-        path: the package. It is code, which runs in this process, and is to be trusted as such: load only packages from
-            a source whose programs you would run. The checks before are for damage and mistakes, not for malice.
+        path: the package. It is code that runs in this process, so load only packages whose programs you would run. The
+            checks find damage and mistakes, not malice.
         library: `libmglu_ops.so`, for a package made with `shim=True`.
-        weights: for a package made with `weights=...`: that file, or its tensors as `load_weights` returns them.
-            Packages that are given the same tensors share them, without a copy. torch never frees the tensors that it
-            gave a package (torch 2.13): to load packages again and again, load the weights once, by `load_weights`.
+        weights: for a package made with `weights=...`, that file, or its tensors as `load_weights` returns them.
+            Packages that get the same tensors share them without a copy. torch 2.13 never frees tensors that it has
+            given to a package, so load the weights only once (`load_weights`) if you load packages repeatedly.
 
     Returns:
         The package, which is called like the model.
@@ -80,8 +80,8 @@ def load(
         FileNotFoundError: there is no such file.
         TypeError: an argument is not a path, or `weights` neither a path nor a mapping.
         PackageError: the package is damaged, was not made by this version of `export`, was made for another torch, CPU,
-            device or GPU or by a C++ compiler that links libstdc++ statically, or needs a library or weights that were
-            not given or do not fit.
+            device or GPU, was compiled with a C++ compiler that links libstdc++ statically, or needs a library or
+            weights that are missing or do not fit.
     """
     path = as_path("path", path)
     library = None if library is None else as_path("library", library)
@@ -107,7 +107,7 @@ def load(
     inputs = Inputs(info)
     try:
         runner = torch._inductor.aoti_load_package(str(path))
-    except Exception as error:  # torch reads the package with code that raises errors of many types
+    except Exception as error:  # torch's loader raises errors of many types
         first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise PackageError(f"{path}: torch cannot load it: {first_line}") from error
     if weights is not None:
@@ -122,7 +122,7 @@ def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[s
         FileNotFoundError: there is no such file.
         TypeError: `path` is not a path.
         ValueError: there is no such device.
-        PackageError: it is damaged, or `export` did not write it.
+        PackageError: the file is damaged, or `export` did not write it.
     """
     path = as_path("path", path)
     try:
@@ -131,7 +131,7 @@ def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[s
         raise ValueError(f"device: got {device!r}, must be a device such as 'cpu' or 'cuda'") from None
     check_seal(path, "weights")
     entries: dict[str, Tensor | tuple[str, Tensor]] = torch.load(path, map_location=device, weights_only=True)
-    return {  # the file holds 8-bit floats as the name of their dtype and bytes
+    return {  # 8-bit floats are stored as a dtype's name and bytes
         name: entry if isinstance(entry, Tensor) else entry[1].view(getattr(torch, entry[0]))
         for name, entry in entries.items()
     }
@@ -149,7 +149,7 @@ def _give_weights(runner: Any, weights: str | Path | Mapping[str, Tensor], info:
 
 
 def _check_weight(info: PackageInfo, expected: WeightInfo | None, name: str, tensor: object) -> None:
-    """Refuse a tensor of another layout, which the package would read as if it had the layout it was compiled for."""
+    """Refuse a tensor with another shape, dtype or strides, which the package would read as if they were right."""
     if expected is None:
         raise PackageError(f"{info.path}: its description: weights: lacks {name!r}, which its code needs")
     found = type(tensor).__name__
@@ -163,11 +163,11 @@ def _check_weight(info: PackageInfo, expected: WeightInfo | None, name: str, ten
 
 
 _VECTORS = ("DEFAULT", "AVX2", "AVX512")
-"""Vector instructions of x86 by torch's names. A CPU that has one of them has all before it."""
+"""Vector instructions of x86, by torch's names. A CPU that has one of them also has those before it."""
 
 
 def _check_process(info: PackageInfo) -> None:
-    """Check that this torch, CPU and GPU run the package. Instructions that the CPU lacks would kill the process."""
+    """Check that this torch, CPU and GPU can run the package. Missing CPU instructions would kill the process."""
     if minor_version(info.torch) != minor_version(torch.__version__):
         raise PackageError(
             f"{info.path} was compiled by torch {info.torch}, and this is {torch.__version__}; export it anew"

@@ -1,9 +1,9 @@
-"""The description that a package holds of itself, read without running or unpacking any of the package.
+"""The description that is stored in a package, which can be read without running or extracting anything.
 
-A `.pt2` package is a zip archive: machine code, weights, and a JSON file of texts, to which mglu_ops adds its own. The
-last bytes are a seal (`seal`), which is checked first.
+A `.pt2` package is a zip archive with machine code, weights, and a JSON file of texts, one of which is the description.
+The last bytes are a seal (`seal`), which is checked first.
 
-A package is code: whoever writes one can write its description and its seal too, and loading it runs what it holds.
+A package is code. Whoever writes one can also write its description and its seal, and loading it runs its code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..words import counted
 from .seal import PackageError, check_seal, seal
 
 KEY = "mglu_ops"
-"""The name of mglu_ops's description among a package's texts."""
+"""The key of the description among a package's texts."""
 
 _MOST_TEXT_BYTES = 1 << 26
 
@@ -37,11 +37,11 @@ class InputInfo:
     Attributes:
         name: its name in the exported program.
         dtype: the dtype of a tensor; the type of a value.
-        shape: the sizes of a tensor. One that varies is `[lowest, highest or None, expression]`; the same symbol in two
-            expressions has one value (`packaging.inputs`).
-        order: the dimensions as they are in memory, the outermost first. The code is compiled for these strides.
-        is_written: whether the model writes to it.
-        constant: the `repr` of a value, None for a tensor.
+        shape: the sizes of a tensor. A dynamic size is `[lowest, highest or None, expression]`; a symbol has the same
+            value in all expressions (`packaging.inputs`).
+        order: the order of the dimensions in memory, outermost first, for which the code is compiled.
+        is_written: True if the model writes to it.
+        constant: the `repr` of a value; None for a tensor.
     """
 
     name: str
@@ -62,7 +62,7 @@ class InputInfo:
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """A tensor that the package takes from a weights file. Its code is compiled for these sizes and strides."""
+    """A tensor that the package takes from a weights file. The code is compiled for these sizes and strides."""
 
     name: str
     dtype: str
@@ -80,11 +80,11 @@ class WeightInfo:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """An MGLU layer of a package, or a call of `mglu::experts_down`: the properties on which its kernel depends.
+    """The properties of an MGLU layer, or of a call of `mglu::experts_down`, on which the choice of a kernel depends.
 
-    `dtype` is x's. `experts` are the experts of a layer of them, each of which is such a layer; 0 for any other layer.
-    `top_k` are the experts of a token; 0 where the rows of x are sorted by expert. `experts_down` has no masks, the
-    activation "identity", and the dtype of its expert weights in place of the mask weights'.
+    `dtype` is x's dtype. `experts` is the number of experts, and 0 for a layer without experts. `top_k` is the number
+    of experts of a token, and 0 if the rows of x are sorted by expert. `experts_down` has no masks and the activation
+    "identity", and its expert weights take the place of mask weights.
     """
 
     n_masks: int
@@ -99,7 +99,7 @@ class LayerInfo:
     top_k: int = 0
 
     def call(self, device: torch.device, tokens: int) -> LayerCall:
-        """A call of the layer with contiguous tensors at aligned addresses."""
+        """Describe a call of the layer with contiguous, aligned tensors."""
         return LayerCall.contiguous(
             device,
             getattr(torch, self.dtype),
@@ -114,7 +114,7 @@ class LayerInfo:
         )
 
     def expert_call(self, device: torch.device, tokens: int) -> ExpertCall:
-        """A call of a layer of experts, or of `experts_down`, with contiguous tensors at aligned addresses."""
+        """Describe a call of a layer of experts, or of `experts_down`, with contiguous, aligned tensors."""
         layer = self.call(device, 1)
         call = ExpertCall.contiguous(layer, self.experts, tokens, self.top_k or None)
         return call if self.n_masks else replace(call, expert_weights_dtype=layer.mask_weights_dtype)
@@ -129,19 +129,19 @@ class PackageInfo:
         mglu_ops: the version of mglu_ops that made it.
         device: "cpu" or "cuda".
         backend: what runs the layers: "cpu" or "cuda" (the operator), "triton" or "composite" (code in the package).
-        calls: what the package calls for a layer: "operator" (through torch's dispatcher), "shim" (a C function of
-            libmglu_ops.so), or "nothing" where the layers are code in the package.
-        embeds_weights: whether the tensors are in the package.
+        calls: how the package calls a layer: "operator" (through torch's dispatcher), "shim" (a C function of
+            libmglu_ops.so), or "nothing" if the layers are code in the package.
+        embeds_weights: True if the tensors are in the package.
         inputs: the model's inputs, flattened.
-        conditions: expressions in the symbols of the inputs' sizes. The model branches on them, and was compiled for
-            inputs for which all are true.
+        conditions: expressions in the symbols of the inputs' sizes. The model branches on them, and the code is correct
+            only if all are true.
         layers: the MGLU layers, and after them the calls of `mglu::experts_down`.
-        weights: the tensors that are in a weights file; none if the package embeds them.
+        weights: the tensors in the weights file; none if the package embeds them.
         cpu: the machine and the vector instructions of the CPU that compiled it, by torch's names; None if unknown.
         arch: the compute capability of the GPU that it was compiled for; None for a CPU.
-        multi_arch: whether it runs on later GPUs too.
+        multi_arch: True if it also runs on later GPUs.
         missed: layers that were recognised but not fused, each with the reason.
-        path: the path of the file.
+        path: the path of the package.
     """
 
     torch: str
@@ -161,7 +161,7 @@ class PackageInfo:
     path: str = ""
 
     def texts(self) -> dict[str, str]:
-        """The text that `export` adds to the texts of the package: all of this but the path, as JSON."""
+        """The description without the path, as JSON, in the form that Inductor adds to a package's texts."""
         values = asdict(self)
         del values["path"]
         return {KEY: json.dumps(values)}
@@ -185,28 +185,28 @@ class PackageInfo:
 
 
 def in_words(expression: str, words: dict[str, str]) -> str:
-    """An expression with words such as `x.shape[0]` in place of the symbols of sizes."""
+    """Replace the symbols in an expression by words such as `x.shape[0]`."""
     return re.sub(r"[A-Za-z_]\w*", lambda found: words.get(found[0], found[0]), expression)
 
 
 def seal_package(path: Path, info: PackageInfo) -> None:
-    """Write the seal of a package that holds the texts of `info`."""
+    """Write the seal of a package whose description is `info`."""
     weights = "inside" if info.embeds_weights else "outside"
     seal(path, f"package torch={minor_version(info.torch)} device={info.device} weights={weights}")
 
 
 def minor_version(version: str) -> str:
-    """`2.13` for `2.13.1+cu130`: packages run with all versions of torch that begin so."""
+    """`2.13` for `2.13.1+cu130`. Packages run with all versions of torch with the same minor version."""
     return ".".join(version.split(".")[:2])
 
 
 def read_info(path: str | Path) -> PackageInfo:
-    """The description of a package, after its seal was checked. Runs and extracts nothing of it.
+    """Check the seal of a package and read its description, without running or extracting anything.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: mglu_ops did not make it, it is damaged or of another format, a member's name leads out of the
-            folder that torch extracts it to, or its description has other fields than `PackageInfo`.
+        PackageError: mglu_ops did not write the package, it is damaged or of another version, a member's name leads out
+            of the folder to which torch extracts it, or its description has other fields than `PackageInfo`.
     """
     path = Path(path)
     check_seal(path, "package")
@@ -219,7 +219,7 @@ def read_info(path: str | Path) -> PackageInfo:
 
 
 def _description(archive: zipfile.ZipFile) -> str:
-    """The JSON in a package. torch keeps the texts in a file beside each file of code."""
+    """Return the JSON of the description. torch stores the texts in a file beside each file of code."""
     for name in archive.namelist():
         if name.startswith("/") or ".." in name.split("/"):
             raise PackageError(f"the name of its member {name!r} leads out of the folder that torch extracts it to")
@@ -234,7 +234,7 @@ def _description(archive: zipfile.ZipFile) -> str:
 
 
 def _read(hint: Any, value: Any, field_name: str) -> Any:
-    """A value of JSON as its type hint says: a dataclass, a list, a union of types, or a type of JSON."""
+    """Convert a value of JSON to the type of a hint: a dataclass, a list, a union of types, or a type of JSON."""
     for kind in get_args(hint) if get_origin(hint) is UnionType else (hint,):
         if kind is Any or kind is type(value):
             return value

@@ -1,14 +1,14 @@
-"""The seal at the end of a package or a weights file, by which Python and C++ find damage.
+"""The seal at the end of a package or a weights file, with which Python and C++ detect damage.
 
-torch's loaders compare no checksums. Both files are zip archives, and `export` writes the seal as the comment of the
-archive, which is the end of the file:
+torch's loaders compare no checksums. Both files are zip archives, and `export` writes the seal as the archive's
+comment, at the end of the file:
 
     mglu_ops seal 7 package torch=2.13 device=cpu weights=inside adler32=5e8fa1c0
     mglu_ops seal 7 weights adler32=5e8fa1c0
 
-The number is the format of the file. The last eight characters are the Adler-32 checksum (RFC 1950) of all bytes before
-them. `csrc/library/seal.cpp` checks the same. A seal finds damage and mistakes. It cannot find malice, because whoever
-writes a file can seal it.
+The number is the version of the file's format. The last eight characters are the Adler-32 checksum (RFC 1950) of all
+bytes before them. `csrc/library/seal.cpp` makes the same checks. A seal detects damage and mistakes. It cannot detect
+malice, because whoever writes a file can seal it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 FORMAT = 7
-"""The format of packages and weights files; changes whenever one of them is written differently."""
+"""The version of packages and weights files, which changes whenever one of them is written differently."""
 
 _SEAL = re.compile(rb"mglu_ops seal (\d{1,9}) ([!-~ ]*)adler32=([0-9a-f]{8})\Z")
 _CHECKSUM_DIGITS = 8
@@ -30,11 +30,11 @@ _TAIL_BYTES = 1 << 16
 
 
 class PackageError(RuntimeError):
-    """A file is not a package, is damaged, or does not fit this process; the message says which, and what to do."""
+    """A file is not a package, is damaged, or does not fit this process. The message says which, and what to do."""
 
 
 def seal(path: Path, contents: str) -> None:
-    """Write the seal of a zip archive; `contents` are the words between the format and the checksum."""
+    """Write the seal of a zip archive. `contents` are the words between the version and the checksum."""
     with zipfile.ZipFile(path, "a") as archive:
         archive.comment = f"mglu_ops seal {FORMAT} {contents} adler32=".encode() + b"0" * _CHECKSUM_DIGITS
     with path.open("r+b") as file:
@@ -44,11 +44,11 @@ def seal(path: Path, contents: str) -> None:
 
 
 def check_seal(path: Path, kind: str) -> None:
-    """Check that a file is whole, and that it is a "package" or "weights", whichever `kind` says.
+    """Check that a file is undamaged, and of the given kind, "package" or "weights".
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: it has no seal, or another format, is damaged, or is of the other kind.
+        PackageError: it has no seal or another version, is damaged, or is of the other kind.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
@@ -72,6 +72,6 @@ def check_seal(path: Path, kind: str) -> None:
 
 
 def _checksum(file: BinaryIO) -> bytes:
-    """The checksum of all bytes of a file but the last eight, which may be more than fit into memory."""
+    """The checksum of all but the last eight bytes of a file, which is mapped, since it may not fit into memory."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
         return b"%08x" % zlib.adler32(view[:-_CHECKSUM_DIGITS])

@@ -1,8 +1,8 @@
-"""`mglu::forward` as a C function of libmglu_ops.so, which a package calls without torch's dispatcher and its boxing.
+"""Makes packages call a C function of libmglu_ops.so for `mglu::forward`, without torch's dispatcher and its boxing.
 
-Inductor derives the name of the C function from the operator's without its namespace: for `forward`, this would
-be `aoti_torch_cpu_forward`, a name that other libraries may use too. So the graph of a package that calls the shim has
-the operator `mglu::mglu_forward` instead, which has the schema of `mglu::forward`, is only compiled and never runs.
+Inductor derives the name of the C function from the name of the operator without its namespace. For `forward` that
+would be `aoti_torch_cpu_forward`, which other libraries may use too. So the graph calls the operator
+`mglu::mglu_forward` instead. It has the schema of `mglu::forward`, and is only compiled and never run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def call_shim(module: GraphModule) -> None:
 
 
 def settings(device: str) -> dict[str, Any]:
-    """Inductor's settings for a graph that calls the shim on a device, "cpu" or "cuda"."""
+    """Inductor's settings for a graph that calls the shim on the device "cpu" or "cuda"."""
     declaration = (
         f"AOTITorchError aoti_torch_{device}_mglu_forward(AtenTensorHandle x, AtenTensorHandle weight, "
         "AtenTensorHandle packed_masks, const char* activation, AtenTensorHandle* mask_weights, "

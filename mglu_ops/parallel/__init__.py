@@ -11,12 +11,12 @@ __all__ = ["ColwiseMGLU", "ParallelExperts", "register_transformers_style", "sha
 
 
 def register_transformers_style() -> None:
-    """Register the styles for MGLU layers with Transformers, for the `tp_plan` of a model.
+    """Register the tensor-parallel styles for MGLU layers with Transformers, for the `tp_plan` of a model.
 
         tp_plan = {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
 
-    With it, `from_pretrained` gives each rank its rows of the weight and of the logits or packed masks. The plans of
-    mixtures have `"layers.*.mlp.experts": "mglu_expert_rows"`, and for expert parallelism `"mglu_experts"`.
+    `from_pretrained` then gives each rank its rows of the weight and of the logits or packed masks. In plans of
+    mixtures the style of `"layers.*.mlp.experts"` is `"mglu_expert_rows"`, or `"mglu_experts"` for expert parallelism.
     `import mglu_ops.transformers` calls this function.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank computes a part of out_features, from its rows of the weight and of the masks."""
+"""Tensor parallelism: each rank computes some of the out_features, from its rows of the weight and of the masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..nn.arguments import check_rows_of_ranks
 from ..nn.masked_linear import MaskedLinear
 
 ROWS = {"weight": Shard(0), "weight_scale": Shard(0), "mask_logits": Shard(1), "packed_masks": Shard(0)}
-"""The placement that divides each tensor of a layer by rows, which are out_features."""
+"""The placement of each tensor of a layer that is divided by rows, which are out_features."""
 
 
 class ColwiseMGLU(ColwiseParallel):
@@ -23,23 +23,23 @@ class ColwiseMGLU(ColwiseParallel):
 
     Each rank holds its rows of `weight` `[out_features, in_features]`, and of `mask_logits`
     `[n_masks, out_features, in_features]` or `packed_masks` `[out_features, ceil(in_features / 8), n_masks]`. A router
-    is on every rank. The layer needs no communication in forward, and one sum of the gradient of x over the ranks in
-    backward; `RowwiseParallel` after it sums the result. Layers with learned masks, fixed masks and frozen masks are
-    sharded alike, before or after `mglu_ops.freeze`. So are quantized ones with their scales, before or after
-    `mglu_ops.quantize`; a rank's rows in `fp8_block` must be a multiple of 128.
+    is on every rank. The forward pass needs no communication, and the backward pass sums the gradient of x over the
+    ranks. `RowwiseParallel` after this layer sums the result. Masks may be learned, fixed or frozen, and the layer may
+    be sharded before or after `mglu_ops.freeze` and `mglu_ops.quantize`. In `fp8_block` a rank's number of rows must be
+    a multiple of 128.
 
     Args:
         input_layouts: placement of x `[..., in_features]`: replicated by default; `Shard(1)` if each rank has a part
             of the sequence of x `[batch, sequence, in_features]`, which is then gathered.
-        output_layouts: placement of the result `[..., out_features]`; by default `Shard(-1)`, a part of out_features
+        output_layouts: placement of the result `[..., out_features]`; by default `Shard(-1)`, some of the out_features
             on each rank.
-        use_local_output: whether the result is the local part, a plain tensor, or a DTensor.
+        use_local_output: return the local part as a plain tensor, and not a DTensor.
 
     Raises:
         TypeError: (by `parallelize_module`) the module is neither an `MGLU` nor a `NaiveMGLU`.
-        ValueError: (by `parallelize_module`) the result is a local part of out_features, and the number of ranks does
-            not divide out_features: from parts of different sizes, the next module could not tell the whole size.
-            `use_local_output=False` takes any out_features. Or the parts would cut blocks of `fp8_block`.
+        ValueError: (by `parallelize_module`) the result is local and sharded, and the number of ranks does not divide
+            out_features, so that the next module could not tell the whole size (`use_local_output=False` takes any
+            out_features); or a rank's rows would cut blocks of `fp8_block`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -64,9 +64,9 @@ def _partition(src_data_rank: int | None, name: str, module: nn.Module, mesh: De
 
 
 def place(module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replace a parameter or a buffer by a DTensor on a mesh of one dimension, unless it is one already, or None.
+    """Replace a parameter or a buffer by a DTensor on a one-dimensional mesh, unless it is a DTensor already or None.
 
-    All ranks get the values of `src_data_rank`; if that is None, each has the values already.
+    All ranks get the values of `src_data_rank`. If that is None, each rank must have the values already.
     """
     tensor: Tensor | None = getattr(module, name)
     if tensor is None or isinstance(tensor, DTensor):

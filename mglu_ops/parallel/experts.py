@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism of experts: each rank computes what its rows or experts contribute to a result."""
+"""Tensor and expert parallelism of experts: each rank computes a partial sum of the result, for its rows or experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_EXPERTS: dict[str, Placement] = dict.fromkeys(("weight", "weight_scale", "mas
 BY_ROWS: dict[str, Placement] = {**dict.fromkeys(BY_EXPERTS, Shard(1)), "mask_logits": Shard(2)}
 TOKENS = ("replicated", "sharded")
 DIVISIONS = {"experts": (BY_EXPERTS, Shard(0)), "rows": (BY_ROWS, Shard(2))}
-"""The placements of the tensors of `MGLUExperts` and of the weight of `ExpertsDown`, for each way to divide a layer."""
+"""The placements of `MGLUExperts`' tensors and of `ExpertsDown`'s weight, for each way to divide a layer."""
 
 
 class ParallelExperts(ParallelStyle):
@@ -29,36 +29,36 @@ class ParallelExperts(ParallelStyle):
 
         parallelize_module(block, mesh, {"mlp": ParallelExperts("experts")})
 
-    With `"experts"` (expert parallelism), each rank holds its share of the experts, with their masks and projections.
-    With `"rows"` (tensor parallelism), each rank holds the same rows of every expert, which are intermediate features,
-    and the same columns of its projection. The routers of experts and of masks are on every rank.
+    With `"experts"` (expert parallelism), each rank holds some of the experts, with their masks and down projections.
+    With `"rows"` (tensor parallelism), each rank holds some rows of every expert's weight and masks, and the same
+    columns of its down projection. The routers of experts and of masks are on every rank.
 
-    By default, all ranks have all tokens and route them alike; each computes what its experts or rows contribute, and
-    the results are summed over the ranks. So is the gradient of x. No shape depends on the routing, and nothing waits
-    for a GPU.
+    By default, all ranks have all tokens and the same routing. Each rank computes a partial sum for its experts or
+    rows, and the sums are added over the ranks. So is the gradient of x. No shape depends on the routing, and the host
+    does not wait for a GPU.
 
-    With `tokens="sharded"`, each rank has tokens of its own, as many as it likes, as in data-parallel training: x
-    `[..., hidden_size]` is a plain tensor, and so is the result. A token is sent to the ranks of its experts by
-    all-to-all, one row for each expert, and the results come back. All ranks must call the layer, also one without
-    tokens. How many rows a rank sends depends on the routing, so **the host waits for its GPU** in each call, and CUDA
-    graphs cannot capture one. The gradients of the experts are averages over the ranks. The routers stay ordinary
-    parameters: DDP or FSDP averages their gradients over the ranks, as in the rest of the model.
+    With `tokens="sharded"`, each rank has its own tokens, any number of them, as in data-parallel training. x
+    `[..., hidden_size]` and the result are plain tensors. An all-to-all sends one row for each expert of a token to the
+    expert's rank, and another returns the results. All ranks must call the layer, also a rank without tokens. The
+    number of rows depends on the routing, so **the host waits for its GPU** in each call, and CUDA graphs cannot
+    capture it. The gradients of the experts are averaged over the ranks. The routers stay ordinary parameters: DDP or
+    FSDP averages their gradients, as in the rest of the model.
 
-    Layers with learned, fixed and frozen masks are divided alike, before or after `mglu_ops.freeze`. So are quantized
-    ones with their scales, before or after `mglu_ops.quantize`; a rank's rows in `fp8_block`, and its columns of the
-    projections in `fp8_block` and `int4_group`, must be a multiple of 128.
+    Masks may be learned, fixed or frozen, and the layer may be divided before or after `mglu_ops.freeze` and
+    `mglu_ops.quantize`. A rank's number of rows in `fp8_block`, and of columns of the down projections in `fp8_block`
+    and `int4_group`, must be a multiple of 128.
 
     Args:
         divide: `"experts"` or `"rows"`.
         input_layouts: placement of x `[..., hidden_size]`: replicated by default; `Shard(1)` if each rank has a part
             of the sequence of x `[batch, sequence, hidden_size]`, which is then gathered.
-        output_layouts: placement of the result, likewise; `Shard(1)` scatters the sum. The logits of
-            `output_router_logits` are of all tokens.
-        tokens: `"replicated"`; or, with `"experts"` and without layouts, `"sharded"`.
+        output_layouts: placement of the result: replicated by default; `Shard(1)` scatters the sum along the sequence.
+            The logits of `output_router_logits` always contain all tokens.
+        tokens: `"replicated"`, or with `divide="experts"` and without layouts `"sharded"`.
 
     Raises:
-        ValueError: `divide` or `tokens` is not as above; or (by `parallelize_module`) the number of ranks does not
-            divide num_experts or intermediate_size, or would cut blocks or groups of weights that share a scale.
+        ValueError: an argument has another value; or (by `parallelize_module`) the number of ranks does not divide
+            num_experts or intermediate_size, or a rank's part would cut blocks or groups of weights that share a scale.
         TypeError: (by `parallelize_module`) the module is not an `MGLUExpertsFeedForward`.
     """
 
@@ -109,9 +109,9 @@ class ParallelExperts(ParallelStyle):
 
 
 def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """`weighted_sum` for tokens that only this rank has: send a row for each expert of a token, and get its result.
+    """`weighted_sum` for tokens that only this rank has: send one row per expert of a token, and receive the results.
 
-    Rows travel sorted by expert, so that a rank needs only the number of rows for each of its experts to know theirs.
+    Rows are sent sorted by expert, so that the numbers of rows per expert tell a rank which expert each row is for.
     """
     experts = layer.experts
     assert isinstance(experts.weight, DTensor)
@@ -135,28 +135,28 @@ def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, exper
 
 
 def divide(experts: MGLUExperts, down_proj: ExpertsDown, way: str, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Place the tensors of a layer on the ranks, and tell its parts the number of the rank's first expert.
+    """Divide the tensors of a layer over the ranks, and set `first_expert` of both modules.
 
     Args:
-        experts: the first half of the layer.
-        down_proj: the second half.
+        experts: the MGLU layers of the experts.
+        down_proj: their down projections.
         way: a key of DIVISIONS.
-        mesh: the ranks, in one dimension.
-        src_data_rank: the rank whose values all get; None if each has them already.
+        mesh: a one-dimensional mesh of the ranks.
+        src_data_rank: the rank whose values all ranks get; None if each rank has them already.
     """
-    of_experts, of_down_proj = DIVISIONS[way]
+    placements, down_placement = DIVISIONS[way]
     ranks, first_expert = mesh.size(), 0
-    of_scale: Placement = of_down_proj
+    scale_placement: Placement = down_placement
     if way == "rows":
         check_rows_of_ranks("intermediate_size", experts.out_features, ranks, experts.weight_format)
         check_columns_of_ranks("intermediate_size", down_proj.in_features, ranks, down_proj.weight_format)
         if get_format(down_proj.weight_format).columns is None:
-            of_scale = Replicate()
+            scale_placement = Replicate()
     else:
         check_rows_of_ranks("num_experts", experts.num_experts, ranks, "dense")
         first_expert = mesh.get_local_rank() * (experts.num_experts // ranks)
     experts.first_expert = down_proj.first_expert = first_expert
-    place(down_proj, "weight", of_down_proj, mesh, src_data_rank)
-    place(down_proj, "weight_scale", of_scale, mesh, src_data_rank)
-    for name, placement in of_experts.items():
+    place(down_proj, "weight", down_placement, mesh, src_data_rank)
+    place(down_proj, "weight_scale", scale_placement, mesh, src_data_rank)
+    for name, placement in placements.items():
         place(experts, name, placement, mesh, src_data_rank)

@@ -22,24 +22,24 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
 
     `fully_shard` divides every parameter along its first dimension. For logits `[n_masks, out_features, in_features]`,
     this is the dimension of masks: with one mask, the first rank holds all logits and their optimizer state. With this
-    function, logits are divided along out_features, as the weight is. The logits of experts,
-    `[num_experts, n_masks, out_features, in_features]`, are divided along the experts, as their weight is.
+    function, logits are divided along out_features, like the weight. The logits of experts,
+    `[num_experts, n_masks, out_features, in_features]`, are divided along the experts, like their weight.
 
-    FSDP divides a dimension other than the first only into equal parts: if the number of ranks does not divide
+    FSDP divides dimensions other than the first only into equal parts. If the number of ranks does not divide
     out_features, FSDP raises an error that names the sizes.
 
     Args:
-        model: the model; the logits of `MGLU` and `NaiveMGLU` are found by their class. A warning names modules that
-            look like them, and whose logits are not in `mask_logits`.
+        model: the model. The logits of `MGLU` and `NaiveMGLU` are found by the class of their module. A warning names
+            modules that look like MGLU layers and whose logits are not in `mask_logits`.
         mask_logits: more parameters that are logits, as in `mglu_ops.nn.parameter_groups`.
 
     Returns:
-        A function of a parameter: `Shard(d)` for logits, where d is their last dimension but one, and None for others
-        and for logits of experts.
+        A function that maps a parameter to the `Shard` of out_features if it holds logits of a layer without experts,
+        and to None otherwise.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, or `mask_logits` is not as above.
-        ValueError: a name in `mask_logits` fits no parameter.
+        TypeError: `model` is not an `nn.Module`, or `mask_logits` has another type.
+        ValueError: a name in `mask_logits` matches no parameter.
     """
     check_model(model)
     names = set(selected(model, mask_logits))
@@ -47,7 +47,7 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
     warn_of_unnamed_logits("shard_placement_fn", model, mask_logits, without_placement, stacklevel=2)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        # The logits are looked up now: `fully_shard` replaces the parameters of one module after the other.
+        # Look up the logits at each call, since `fully_shard` replaces the parameters of one module after the other.
         logits = {other for name, _, other in parameters_with_owners(model) if name in names}
         logits.update(logits_of_modules(model))
         return Shard(parameter.dim() - 2) if parameter in logits and parameter.dim() < 4 else None

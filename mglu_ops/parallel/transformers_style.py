@@ -1,4 +1,4 @@
-"""The parallel styles of Transformers for MGLU layers. Import this module only where transformers is installed."""
+"""Tensor-parallel styles of Transformers for MGLU layers. Importing this module requires transformers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ NAME = "mglu_colwise"
 class TransformersColwiseMGLU(ColwiseParallel):
     """`mglu_ops.parallel.ColwiseMGLU` for the `tp_plan` of a Transformers model.
 
-    Transformers shards the parameters of the module one by one, before it loads a checkpoint. It leaves buffers and the
-    router's parameters alone; `install_forward` places these, so that the loader finds DTensors and reads the rows of
-    this rank.
+    Transformers shards the parameters of the module one by one, before it loads a checkpoint, but not buffers and the
+    router's parameters. `install_forward` shards these, so that the loader finds DTensors and reads this rank's rows.
     """
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Place a parameter of the module."""
+        """Shard a parameter of the module."""
         place(module, param, ROWS[param], mesh, None)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Place the packed masks and the router, and let the module run on DTensors."""
+        """Shard the packed masks, replicate the router, and make the module run on DTensors."""
         if not isinstance(module, MaskedLinear) or module.num_experts is not None:
             raise TypeError(
                 f'tp_plan: got the style "{NAME}" for a {type(module).__name__}, must be for an MGLU or a NaiveMGLU'
@@ -42,7 +41,7 @@ class TransformersColwiseMGLU(ColwiseParallel):
 
 
 class TransformersParallelExperts(TensorParallelLayer):
-    """`mglu_ops.parallel.ParallelExperts` for the experts of a Transformers model, which get ids of all ranks' experts.
+    """`mglu_ops.parallel.ParallelExperts` for the experts of a Transformers model. Expert ids count all ranks' experts.
 
     Args:
         way: `"rows"` or `"experts"`, as `divide` of `ParallelExperts`.
@@ -52,7 +51,7 @@ class TransformersParallelExperts(TensorParallelLayer):
         self.way = way
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Place all tensors of the experts, so that the loader reads those of this rank, and let the module sum."""
+        """Divide all tensors of the experts, so that the loader reads this rank's, and add the sum over the ranks."""
         experts: Any = module.mglu
         down_proj: Any = module.down_proj
         divide(experts, down_proj, self.way, mesh, None)
@@ -62,7 +61,7 @@ class TransformersParallelExperts(TensorParallelLayer):
     def transform_inputs_pre_forward(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Make DTensors of x and the weights, whose gradients are then summed over the ranks."""
+        """Turn x and the expert weights into DTensors, so that their gradients are summed over the ranks."""
         x, expert_ids, weights = args
         x, weights = (DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in (x, weights))
         return (x, expert_ids, weights), kwargs
@@ -79,7 +78,7 @@ def _replicate_router(layer: MaskedLinear, mesh: DeviceMesh) -> None:
 
 
 def register() -> None:
-    """Register the styles; a second call does no harm."""
+    """Register the styles. It may be called repeatedly."""
     ALL_PARALLEL_STYLES.register(NAME, TransformersColwiseMGLU())
     ALL_PARALLEL_STYLES.register("mglu_expert_rows", TransformersParallelExperts("rows"))
     ALL_PARALLEL_STYLES.register("mglu_experts", TransformersParallelExperts("experts"))

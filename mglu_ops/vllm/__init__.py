@@ -1,7 +1,7 @@
-"""MGLU models in vLLM: the plugin that registers them.
+"""The plugin that registers MGLU models with vLLM.
 
-vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package. Nobody
-else needs to import this module. README.md beside it says what runs.
+vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins` of this package. Users do
+not need to import this module. README.md beside it lists what is supported.
 """
 
 from .plugin import register

@@ -1,6 +1,6 @@
 """A mixture of MGLU experts in vLLM, for tensor and expert parallelism.
 
-vLLM's own layer of experts, `FusedMoE`, has the two matrices of SwiGLU, so that only its router is used here.
+vLLM's own layer of experts, `FusedMoE`, has the two matrices of SwiGLU, so only its router is used here.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _router = cache(create_fused_moe_router)
     "mglu_vllm::route", mutates_args=(), schema="(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)"
 )
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The weights, float32, and ids, int32, `[tokens, top_k]`, of the experts that vLLM's router chooses by softmax.
+    """Choose experts with vLLM's softmax router: weights (float32) and ids (int32), both `[tokens, top_k]`.
 
-    On a GPU, the router asks the context of the step which tokens are padding. As an operator, it is asked at each
-    step, and not only when vLLM compiles the model.
+    On a GPU, the router reads from the context of each step which tokens are padding. It is a custom operator so that
+    it runs at each step, and not only while vLLM compiles the model.
 
     Args:
         logits: floating `[tokens, num_experts]`.
         top_k: number of experts of a token.
-        renormalize: whether the weights of a token are divided by their sum.
+        renormalize: divide the weights of a token by their sum.
     """
     router = _router(top_k=top_k, global_num_experts=logits.shape[1], renormalize=renormalize)
-    return router.select_experts(logits, logits, torch.int32)  # of the first, routers by softmax read the sizes only
+    return router.select_experts(logits, logits, torch.int32)  # a softmax router reads only the sizes of the first
 
 
 @route.register_fake
@@ -61,9 +61,9 @@ def _route_fake(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, 
 
 
 class ColumnParallelExperts(ColumnParallelMGLU):
-    """MGLU experts, of which this rank has some rows of each, or with expert parallelism all rows of some.
+    """MGLU experts. This rank has some rows of every expert, or with expert parallelism all rows of some experts.
 
-    The parameters have this rank's experts as their first size.
+    The first size of the parameters is the number of this rank's experts.
     """
 
     def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:  # type: ignore[override] # one layer takes no ids
@@ -71,8 +71,8 @@ class ColumnParallelExperts(ColumnParallelMGLU):
 
         Args:
             x: `[tokens, in_features]`.
-            expert_ids: int32 or int64 `[tokens, K]`, counted from this rank's first expert. One outside of its experts
-                gives a row of zeros.
+            expert_ids: int32 or int64 `[tokens, K]`, relative to this rank's first expert. The id of another rank's
+                expert gives a row of zeros.
         """
         mask_weights = self.mask_weights(x)
         if mask_weights is not None:
@@ -82,20 +82,20 @@ class ColumnParallelExperts(ColumnParallelMGLU):
 
 
 class RowParallelDown(nn.Module):
-    """The down projections of experts, of which this rank has some columns, or with expert parallelism some experts.
+    """The down projections of experts. This rank has some columns of each, or with expert parallelism some experts.
 
     Args:
-        config: with `hidden_size`, and with the format of the weight if `mglu_ops.quantize` has quantized it.
+        config: has `hidden_size`, and the format of the weight if `mglu_ops.quantize` has quantized it.
         prefix: name of the module in the model.
-        size: name in the config of the number of columns of all ranks together.
-        part: what this rank holds.
+        size: name of the config's entry with the number of columns of all ranks together.
+        part: the part that this rank holds.
 
     Attributes:
         weight: Parameter `[experts of this rank, hidden_size, columns of this rank]`.
         weight_scale: Parameter of the scales; None if the weight is dense, in the dtype of the model.
 
     Raises:
-        ValueError: a rank's columns are not whole groups that share scales.
+        ValueError: a rank's columns would cut groups that share a scale.
     """
 
     weight: nn.Parameter
@@ -119,7 +119,7 @@ class RowParallelDown(nn.Module):
         self.loaded: set[str] = set()
 
     def forward(self, y: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """Return this rank's term of the weighted sums `[tokens, hidden_size]`.
+        """Return this rank's partial sum of the result `[tokens, hidden_size]`.
 
         Args:
             y: `[tokens, K, columns of this rank]`.
@@ -130,13 +130,13 @@ class RowParallelDown(nn.Module):
         return expert_ops.experts_down(*given, self.weight_scale, self.weight_format)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take this rank's part of the tensors in a checkpoint; vLLM's loader calls it, perhaps repeatedly.
+        """Copy this rank's part of the tensors of a checkpoint. vLLM's loader may call it repeatedly.
 
         Returns:
             The names of the parameters that were loaded.
 
         Raises:
-            TypeError, ValueError: a tensor has another shape or dtype than the config says, or another name.
+            TypeError, ValueError: a tensor has an unknown name, or another shape or dtype than the config says.
         """
         parameters, loaded = dict(self.named_parameters()), set()
         for name, tensor in weights:
@@ -152,12 +152,12 @@ class RowParallelDown(nn.Module):
 
 
 class ParallelExperts(nn.Module):
-    """The experts of a mixture with their down projections: this rank's term of the sum over the ranks.
+    """The experts of a mixture with their down projections. Each rank computes a partial sum of the result.
 
     Args:
-        config: as in `ColumnParallelMGLU`, and with `num_experts` and `moe_intermediate_size`, or without the second
+        config: as in `ColumnParallelMGLU`, with `num_experts`, and with `moe_intermediate_size` or else
             `intermediate_size`.
-        quant_config: of the router of masks.
+        quant_config: quantization of the router of masks.
         prefix: name of the module in the model.
 
     Attributes:
@@ -165,8 +165,8 @@ class ParallelExperts(nn.Module):
         down_proj: the down projections.
 
     Raises:
-        ValueError: as in `ColumnParallelMGLU`, with expert parallelism `num_experts` is not a multiple of the number of
-            ranks, or vLLM is to spread experts in a way that is not supported.
+        ValueError: as in `ColumnParallelMGLU`; with expert parallelism, `num_experts` is not a multiple of the number
+            of ranks; or vLLM's options spread experts in a way that is not supported.
     """
 
     def __init__(self, config: PretrainedConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
@@ -176,14 +176,14 @@ class ParallelExperts(nn.Module):
         check_parallelism(parallel)
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         part = Part.of_experts(settings.num_experts, rank, ranks, parallel.enable_expert_parallel)
-        is_moe_size = hasattr(config, "moe_intermediate_size")  # where intermediate_size is of layers without experts
+        is_moe_size = hasattr(config, "moe_intermediate_size")  # then intermediate_size belongs to dense layers
         size = "moe_intermediate_size" if is_moe_size else "intermediate_size"
         self.first_expert = part.experts.start
         self.mglu = ColumnParallelExperts(config, quant_config, f"{prefix}.mglu", size, part)
         self.down_proj = RowParallelDown(config, f"{prefix}.down_proj", size, part)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """Map x `[tokens, hidden_size]` to this rank's term of the result `[tokens, hidden_size]`.
+        """Map x `[tokens, hidden_size]` to this rank's partial sum of the result `[tokens, hidden_size]`.
 
         Args:
             x: `[tokens, hidden_size]`.
@@ -191,15 +191,15 @@ class ParallelExperts(nn.Module):
             expert_weights: floating `[tokens, K]`.
         """
         if self.first_expert:
-            expert_ids = expert_ids - self.first_expert  # ids of other ranks' experts leave the range
+            expert_ids = expert_ids - self.first_expert  # the ids of other ranks' experts are then out of range
         return self.down_proj(self.mglu(x, expert_ids), expert_ids, expert_weights)
 
 
 def check_parallelism(parallel: ParallelConfig) -> None:
-    """Check that experts are spread over the tensor-parallel group, if at all, and stay where they are.
+    """Check that vLLM's options spread experts over no more than the tensor-parallel group, and do not move them later.
 
     Raises:
-        ValueError: they are not; the message names the option.
+        ValueError: they do; the message names the option.
     """
     if parallel.enable_eplb:
         raise ValueError("enable_eplb: got True, must be False: MGLU experts are not moved between ranks")
@@ -213,11 +213,11 @@ def check_parallelism(parallel: ParallelConfig) -> None:
 
 
 class MGLUMoE(nn.Module):
-    """A router and MGLU experts, in place of the feed-forward layer of a model of vLLM.
+    """A router and MGLU experts, which replace the feed-forward layer of a model of vLLM.
 
     Args:
-        config: as in `ParallelExperts`, and with `num_experts_per_tok`, and `norm_topk_prob`, which is True by default.
-        quant_config: of the router of masks. The router of experts stays in the dtype of the model.
+        config: as in `ParallelExperts`, with `num_experts_per_tok`, and with `norm_topk_prob`, by default True.
+        quant_config: quantization of the router of masks. The router of experts stays in the dtype of the model.
         prefix: name of the module in the model.
 
     Raises:
@@ -240,7 +240,7 @@ class MGLUMoE(nn.Module):
 
 
 def has_experts(config: PretrainedConfig, prefix: str) -> bool:
-    """Whether the feed-forward layer with the name `prefix` is a mixture, as Transformers reads the config."""
+    """True if the feed-forward layer named `prefix` is a mixture, by Transformers' reading of the config."""
     settings: Any = config
     if not getattr(settings, "num_experts", 0):
         return False

@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 
 class ColumnParallelMGLU(nn.Module):
-    """The MGLU projection whose `out_features` are spread over the ranks: this rank's columns of the result.
+    """The MGLU projection, with `out_features` divided over the ranks. Each rank computes its columns of the result.
 
-    Checkpoints hold the whole weight, its scales if it is quantized, and packed masks or logits. `load_weights` takes
+    Checkpoints hold the whole weight, its scales if it is quantized, and packed masks or logits. `load_weights` copies
     this rank's rows of each, and packs logits.
 
     Args:
         config: the model's config with `hidden_size`, `hidden_act`, `n_masks` and `mask_top_k`, and with the formats of
-            the weight and of x if `mglu_ops.quantize` has quantized it. The activation scheme of another quantizer does
-            not change x of MGLU.
-        quant_config: of the router of masks, which is a linear layer. It does not change the weight of MGLU; a warning
-            says so if that is dense.
+            the weight and of x if `mglu_ops.quantize` has quantized the model. The activation scheme of another
+            quantizer does not affect MGLU.
+        quant_config: quantization of the router of masks, which is a linear layer. It does not apply to the weight of
+            MGLU; if that is dense, a warning says so.
         prefix: name of the module in the model.
-        size: name in the config of the number of `out_features` of all ranks together.
-        part: what this rank holds; by default its rows of the layer, of the ranks of the tensor-parallel group.
+        size: name of the config's entry with the number of `out_features` of all ranks together.
+        part: the part that this rank holds; by default this rank's rows in the tensor-parallel group.
 
     Raises:
-        ValueError: a value in the config is out of range, `out_features` is not a multiple of the number of ranks, or a
-            rank's rows are not whole blocks of 128 rows in `fp8_block`.
+        ValueError: a value in the config is out of range, `out_features` is not a multiple of the number of ranks, or
+            in `fp8_block` a rank's number of rows is not a multiple of 128.
     """
 
     weight: nn.Parameter
@@ -86,8 +86,8 @@ class ColumnParallelMGLU(nn.Module):
         if not stored.is_dense:
             scale = torch.empty(*leading, *stored.scale_shape(rows, self.in_features), dtype=stored.scale_dtype)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        # Zeros are valid masks, for runs with dummy weights. A parameter, because vLLM checks that parameters were
-        # loaded.
+        # Zeros are valid masks, for runs with dummy weights. The masks are a Parameter, because vLLM checks that
+        # parameters were loaded.
         masks = torch.zeros(*leading, *packed_shape(self.n_masks, rows, self.in_features), dtype=torch.uint8)
         self.packed_masks = nn.Parameter(masks, requires_grad=False)
         self.router = None
@@ -102,7 +102,7 @@ class ColumnParallelMGLU(nn.Module):
             )
 
     def mask_weights(self, x: Tensor) -> Tensor | None:
-        """The weights `[tokens, n_masks]` of the masks; None without a router, where each counts once."""
+        """The mask weights `[tokens, n_masks]`, or None without a router, which means 1 for each mask."""
         return None if self.router is None else top_k_mask_weights(self.router(x), self.top_k)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,14 +111,14 @@ class ColumnParallelMGLU(nn.Module):
         return ops.forward(*given, self.weight_scale, self.weight_format, self.activation_format)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take this rank's part of the layer's tensors in a checkpoint; vLLM's loader calls it, perhaps repeatedly.
+        """Copy this rank's part of the layer's tensors from a checkpoint. vLLM's loader may call it repeatedly.
 
         Returns:
             The names of the parameters that were loaded.
 
         Raises:
-            TypeError, ValueError: a tensor has another shape or dtype than the config says, packed masks are damaged,
-                or the layer has no tensor of that name, or both forms of masks. The message names the tensor.
+            TypeError, ValueError: a tensor has an unknown name, or another shape or dtype than the config says; packed
+                masks are damaged; or there are both packed masks and logits. The message names the tensor.
         """
         names, loaded = set(), set()
         for name, tensor in weights:
@@ -143,7 +143,7 @@ class ColumnParallelMGLU(nn.Module):
         return name
 
     def _shard(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's rows of a tensor of one layer in a checkpoint; logits are packed."""
+        """This rank's rows of one layer's tensor in a checkpoint. Logits are packed."""
         rows = (self.out_features, self.in_features, self.part.rank, self.part.ranks)
         if name == "weight":
             return weight_shard(tensor, *rows, self.weight_format)
@@ -153,7 +153,7 @@ class ColumnParallelMGLU(nn.Module):
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Check that all tensors of a model's MGLU layers were loaded; vLLM does so only for models without quantization.
+    """Check that all tensors of a model's MGLU layers were loaded. vLLM checks this only without quantization.
 
     Raises:
         ValueError: a tensor is missing; the message names it.
@@ -161,7 +161,7 @@ def check_loaded(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         loaded = getattr(layer, "loaded", None)
         if isinstance(loaded, set):
-            # A quantizer may give the router more parameters, which checkpoints need not have.
+            # A quantizer may add parameters to the router that checkpoints do not have.
             expected = {key for key, _ in layer.named_parameters(recurse=False)}
             expected |= {"router.weight"} & {key for key, _ in layer.named_parameters()}
             if missing := sorted(expected - loaded):
@@ -169,11 +169,11 @@ def check_loaded(model: nn.Module) -> None:
 
 
 class MGLUMLP(nn.Module):
-    """`down_proj(mglu(x))`, in place of the feed-forward layer of a model of vLLM.
+    """`down_proj(mglu(x))`, which replaces the feed-forward layer of a model of vLLM.
 
     Args:
-        config: as in `ColumnParallelMGLU`, and with `intermediate_size`.
-        quant_config: as in `ColumnParallelMGLU`, and of `down_proj`.
+        config: as in `ColumnParallelMGLU`, with `intermediate_size`.
+        quant_config: quantization of `down_proj` and of the router of masks, as in `ColumnParallelMGLU`.
         prefix: name of the module in the model.
 
     Raises:

@@ -1,9 +1,9 @@
 """vLLM's Llama, Qwen3 and Mistral with MGLU feed-forward layers, and Qwen3-MoE and Mixtral with MGLU experts.
 
 vLLM imports this module when it loads such a model. Each decoder layer is vLLM's own, with its feed-forward layer
-replaced. It is built from a config in which the replaced layer is as small as possible, so that discarded weights use
-no memory. Qwen3-MoE has Qwen3's decoder layers, and Mixtral has Mistral's: they differ only in the layer that is
-replaced. In the decoder layers of its own mixtures, vLLM would register the experts, and so keep their weights.
+replaced. It is built from a config in which the replaced layer is as small as possible, so that discarded weights take
+little memory. Qwen3-MoE uses Qwen3's decoder layers, and Mixtral uses Mistral's, which differ from vLLM's mixtures only
+in the replaced layer. vLLM's own mixtures would register their experts, and thus keep the discarded weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
 _STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-"""The projections that vLLM stacks in these models: only attention has any."""
+"""The projections that vLLM stacks in these models, which are only in attention."""
 
 
 def _with_small_mlp(config: PretrainedConfig) -> PretrainedConfig:
-    """A config from which vLLM builds a decoder layer with a feed-forward layer of 128 channels a rank.
+    """A config from which vLLM builds a decoder layer whose feed-forward layer has only 128 channels per rank.
 
     Some quantization configs refuse fewer channels.
     """
@@ -69,7 +69,7 @@ class MGLUQwen3Model(Qwen3Model):
 
 
 class _LoadedWhole(LlamaForCausalLM):
-    """A model that refuses a checkpoint without all tensors of its MGLU layers."""
+    """A model that refuses a checkpoint in which tensors of its MGLU layers are missing."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded = super().load_weights(weights)
@@ -98,8 +98,8 @@ class MGLUMistralForCausalLM(_LoadedWhole, MistralForCausalLM):
 class MGLUQwen3ForCausalLM(_LoadedWhole):
     """Qwen3 with an MGLU feed-forward layer.
 
-    vLLM's Qwen3ForCausalLM has no argument for the class of its layers. LlamaForCausalLM differs from it only in the
-    model inside, and makes that in a method of its own.
+    vLLM's Qwen3ForCausalLM has no argument for the class of its layers, so this derives from LlamaForCausalLM, which
+    differs from it only in the inner model, and overrides the method that makes the inner model.
     """
 
     packed_modules_mapping = _STACKED

@@ -1,4 +1,4 @@
-"""The function that vLLM calls in each of its processes: it registers the MGLU architectures, and may enable fusion."""
+"""`register`, which vLLM calls in each of its processes. It registers the MGLU architectures, and may enable fusion."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ ARCHITECTURES = (
     *("MGLULlamaForCausalLM", "MGLUMistralForCausalLM", "MGLUQwen3ForCausalLM"),
     *("MGLUQwen3MoeForCausalLM", "MGLUMixtralForCausalLM"),
 )
-"""The names in `config.architectures` that `mglu_ops.transformers` writes; also the classes in `models.py`."""
+"""The names that `mglu_ops.transformers` writes to `config.architectures`; `models.py` has classes of these names."""
 
 FUSION = "MGLU_VLLM_FUSION"
-"""The environment variable that enables fusion in vLLM, whose processes inherit it: `1` or `strict`."""
+"""The environment variable that enables fusion in all processes of vLLM, if it is `1` or `strict`."""
 
 
 def register() -> None:
     """Register the MGLU architectures and quantization config with vLLM, and their configs with Transformers.
 
-    It may be called repeatedly.
-
-    vLLM imports the classes of models later, when it loads such a model. If `mglu_ops.transformers` cannot be imported,
-    a warning says so and other models of vLLM are unaffected. Fusion is enabled if `MGLU_VLLM_FUSION` is set.
+    It may be called repeatedly. vLLM imports the classes of models only when it loads such a model. If
+    `mglu_ops.transformers` cannot be imported, there is a warning, and other models of vLLM are unaffected. Fusion is
+    enabled if `MGLU_VLLM_FUSION` is set.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -36,7 +35,7 @@ def register() -> None:
         raise ImportError(f"{error}; mglu_ops.vllm is a plugin of vLLM: pip install vllm") from error
     enable_fusion_from_environment()
     try:
-        importlib.import_module("mglu_ops.transformers")  # registers the configs with AutoConfig
+        importlib.import_module("mglu_ops.transformers")  # importing it registers the configs with AutoConfig
     except ImportError as error:
         notices.warn(f"mglu_ops: vLLM cannot load MGLU models: {error}", stacklevel=2)
         return
@@ -50,11 +49,11 @@ def register() -> None:
 
 
 def enable_fusion_from_environment() -> None:
-    """Enable the fusion pass in this process if `MGLU_VLLM_FUSION` is set; warn if it is enabled in another way.
+    """Enable the fusion pass in this process if `MGLU_VLLM_FUSION` is set. Warn if it is enabled in another way.
 
-    A vLLM model runs in other processes than the one that made it, and `mglu_ops.enable_fusion()` applies only to its
-    own process. vLLM also keeps compiled code on disk, under a key that does not include the pass, so that a model
-    could run unfused code from an earlier start. With the variable, that cache is off (`VLLM_DISABLE_COMPILE_CACHE`).
+    `mglu_ops.enable_fusion()` applies only to its own process, but vLLM runs models in other processes. vLLM also keeps
+    compiled code on disk, under a key that does not include the pass, so a model could run unfused code from an earlier
+    start. This function therefore turns that cache off (`VLLM_DISABLE_COMPILE_CACHE`).
 
     Raises:
         ValueError: the variable is neither `1` nor `strict`.

@@ -1,4 +1,4 @@
-"""The quantization config of vLLM for models whose MGLU weights `mglu_ops.quantize` has stored in 8 or 4 bits."""
+"""vLLM's quantization config for models whose MGLU weights `mglu_ops.quantize` has quantized."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from ..checks import FLOATING
 
 METHOD = "mglu"
-"""`mglu_ops.transformers.quantization.METHOD`, which vLLM finds in a model's config."""
+"""The name of the method in a model's config, equal to `mglu_ops.transformers.quantization.METHOD`."""
 
 
 class MGLUConfig(QuantizationConfig):
-    """Leaves linear layers and embeddings in the model's dtype; `MGLUMLP` reads the format of its weight itself."""
+    """Keeps linear layers and embeddings in the model's dtype. `MGLUMLP` reads the format of its weight itself."""
 
     @classmethod
     def get_name(cls) -> Any:
@@ -38,10 +38,10 @@ class MGLUConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a linear layer, which stays dense; vLLM asks for each layer that it builds.
+        """Return the method of a layer, by which a linear layer stays dense. vLLM calls this for each layer it builds.
 
         Raises:
-            ValueError: the Transformers backend runs the model, which casts all parameters to the model's dtype.
+            ValueError: the Transformers backend runs the model; it would cast quantized weights to the model's dtype.
         """
         from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod

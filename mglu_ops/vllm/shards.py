@@ -1,10 +1,10 @@
-"""The rows of a checkpoint that one rank of a tensor-parallel group holds. Plain functions of tensors, without vLLM.
+"""Selects the rows of a checkpoint that one rank of a tensor-parallel group holds. It does not need vLLM.
 
-MGLU is parallel over `out_features`: a rank holds a run of rows of the weight and of every mask, computes those columns
-of the result, and the row-parallel output projection adds up what the ranks computed. Rows of packed masks are rows of
-the tensor, so that a rank's part needs no repacking. The scales of a quantized weight are spread with its rows.
+MGLU is divided over `out_features`: a rank holds consecutive rows of the weight and of every mask, and computes those
+columns of the result. The row-parallel output projection then sums over the ranks. The first dimension of packed masks
+is out_features, so a rank's rows need no repacking. The scales of a quantized weight are divided with its rows.
 
-A mixture is spread over the rows of every expert in the same way, or over its experts.
+A mixture is divided in the same way, over the rows of every expert, or else over its experts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..sizes import ceil_div
 
 
 class Part(NamedTuple):
-    """What this rank holds of a layer, or of the experts of a mixture, each of which is a layer.
+    """The part of a layer, or of the experts of a mixture, that this rank holds.
 
     Attributes:
-        rank: which of the parts into which the rows of a layer are divided.
-        ranks: number of those parts.
+        rank: index of this rank among those that divide the rows of a layer.
+        ranks: number of ranks that divide the rows of a layer.
         num_experts: number of experts of all ranks; None for a layer without experts.
-        experts: the experts of which it holds rows.
+        experts: the experts of which this rank holds rows.
     """
 
     rank: int
@@ -38,10 +38,10 @@ class Part(NamedTuple):
 
     @classmethod
     def of_experts(cls, num_experts: int, rank: int, ranks: int, is_expert_parallel: bool) -> Part:
-        """All rows of some experts, if experts are spread over the ranks, or some rows of every expert.
+        """With expert parallelism, all rows of some experts; otherwise some rows of every expert.
 
         Raises:
-            ValueError: experts are spread over the ranks, and `num_experts` is not a multiple of their number.
+            ValueError: with expert parallelism, `num_experts` is not a multiple of the number of ranks.
         """
         if is_expert_parallel:
             return cls(0, 1, num_experts, rows_of_rank(num_experts, rank, ranks, name="num_experts"))
@@ -49,14 +49,14 @@ class Part(NamedTuple):
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The sizes of a parameter before those that one layer's has: the number of experts, if there are any."""
+        """The leading sizes of a parameter: the number of this rank's experts, or none without experts."""
         return () if self.num_experts is None else (self.experts.stop - self.experts.start,)
 
     def layers(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """The tensors of the layers of which this rank holds rows, views of a tensor of all layers.
+        """Views of a checkpoint's tensor, one for each expert of this rank, or the tensor of a layer without experts.
 
         Raises:
-            ValueError: there are experts, and the first size is not their number.
+            ValueError: there are experts, and the first size is not num_experts.
         """
         if self.num_experts is None:
             return [tensor]
@@ -68,11 +68,11 @@ class Part(NamedTuple):
 def rows_of_rank(
     rows: int, rank: int, ranks: int, weight_format: str = "dense", name: str = "intermediate_size"
 ) -> slice:
-    """The rows that a rank holds, of `rows` that are spread evenly over `ranks`; a config calls `rows` by `name`.
+    """The rows that a rank holds if `rows` are divided evenly over `ranks`. `name` is the name of `rows` in messages.
 
     Raises:
-        ValueError: `rows` is not a multiple of `ranks`, there is no such rank, or a rank's rows are not whole blocks
-            of rows that share scales.
+        ValueError: `rows` is not a multiple of `ranks`, there is no such rank, or a rank's rows would cut a block of
+            rows that share a scale.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank: got {rank}, must be from 0 to {ranks - 1} with {ranks} ranks")
@@ -81,10 +81,10 @@ def rows_of_rank(
 
 
 def columns_of_rank(columns: int, rank: int, ranks: int, weight_format: str, name: str = "intermediate_size") -> slice:
-    """The columns of a down projection that a rank holds, likewise.
+    """The columns of a down projection that a rank holds, as in `rows_of_rank`.
 
     Raises:
-        ValueError: as in `rows_of_rank`, for groups of columns that share scales.
+        ValueError: as in `rows_of_rank`, for groups of columns that share a scale.
     """
     check_columns_of_ranks(name, columns, ranks, weight_format)
     return _slice_of_rank(columns, rank, ranks)
@@ -98,10 +98,10 @@ def _slice_of_rank(size: int, rank: int, ranks: int) -> slice:
 def weight_shard(
     weight: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str = "dense"
 ) -> Tensor:
-    """A rank's rows of a weight `[out_features, in_features]`, a view; half the columns in `int4_group`.
+    """A view of a rank's rows of a weight `[out_features, in_features]`. In `int4_group` a byte holds two columns.
 
     Raises:
-        TypeError: the format has another dtype, or is dense and the dtype is not floating; vLLM would cast it.
+        TypeError: the dtype is not the format's, or for `dense` not floating, so that vLLM would cast it.
         ValueError: the weight has another shape, or `rows_of_rank` raises.
     """
     _check_weight(weight, out_features, in_features, weight_format)
@@ -111,10 +111,10 @@ def weight_shard(
 def scale_shard(
     scale: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str
 ) -> Tensor:
-    """The scales of a rank's rows of a weight, a view: those of its rows, or of its blocks of rows.
+    """A view of the scales of a rank's rows of a weight.
 
     Raises:
-        TypeError: the dtype is not that of the format.
+        TypeError: the dtype is not the format's.
         ValueError: the config says `dense`, the scales have another shape, or `rows_of_rank` raises.
     """
     stored = _check_scale(scale, out_features, in_features, weight_format)
@@ -125,7 +125,7 @@ def scale_shard(
 def packed_shard(
     packed_masks: Tensor, n_masks: int, out_features: int, in_features: int, rank: int, ranks: int
 ) -> Tensor:
-    """A rank's rows of packed masks `uint8 [out_features, ceil(in_features / 8), n_masks]`, a view.
+    """A view of a rank's rows of packed masks `uint8 [out_features, ceil(in_features / 8), n_masks]`.
 
     Raises:
         TypeError: the dtype is not uint8.
@@ -142,9 +142,7 @@ def packed_shard(
 def packed_shard_of_logits(
     mask_logits: Tensor, n_masks: int, out_features: int, in_features: int, rank: int, ranks: int
 ) -> Tensor:
-    """A rank's rows of the masks `mask_logits > 0`, packed; `mask_logits` is `[n_masks, out_features, in_features]`.
-
-    Only the rank's own rows are packed.
+    """Pack a rank's rows of the masks `mask_logits > 0`. `mask_logits` is `[n_masks, out_features, in_features]`.
 
     Raises:
         ValueError: the logits have another shape, or `rows_of_rank` raises.
@@ -158,7 +156,7 @@ def packed_shard_of_logits(
 def down_shard(
     weight: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str = "dense"
 ) -> Tensor:
-    """A rank's columns of a down projection `[out_features, in_features]`, a view; half as many in `int4_group`.
+    """A view of a rank's columns of a down projection `[out_features, in_features]`. In `int4_group` a byte holds two.
 
     Raises:
         TypeError: as in `weight_shard`.
@@ -172,7 +170,7 @@ def down_shard(
 def down_scale_shard(
     scale: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str
 ) -> Tensor:
-    """The scales of a rank's columns of a down projection, a view: all of them if they are of whole rows.
+    """A view of the scales of a rank's columns of a down projection: all scales if each row has one.
 
     Raises:
         TypeError, ValueError: as in `scale_shard`, for columns.
@@ -185,7 +183,7 @@ def down_scale_shard(
 
 
 def _check_weight(weight: Tensor, out_features: int, in_features: int, weight_format: str) -> None:
-    """Check the dtype and the shape of the whole weight of one layer."""
+    """Check the dtype and the shape of one layer's whole weight."""
     stored = get_format(weight_format)
     allowed = FLOATING if stored.dtype is None else (stored.dtype,)
     if weight.dtype not in allowed:
@@ -198,7 +196,7 @@ def _check_weight(weight: Tensor, out_features: int, in_features: int, weight_fo
 
 
 def _check_scale(scale: Tensor, out_features: int, in_features: int, weight_format: str) -> WeightFormat:
-    """Check the dtype and the shape of the scales of the whole weight of one layer, and return its format."""
+    """Check the dtype and the shape of the scales of one layer's whole weight, and return its format."""
     stored = get_format(weight_format)
     if stored.is_dense:
         raise ValueError("weight_scale: got the scales of a quantized weight, but the config says that it is dense")
