@@ -97,7 +97,7 @@ def disable_fusion() -> None:
 
 @contextmanager
 def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[FusionReport]:
-    """Fuse MGLU layers in the compilations inside a `with` block. The options are those of `enable_fusion`.
+    """Fuse MGLU layers in the compilations inside a `with` block, with the same options as `enable_fusion`.
 
     The block has its own report. `torch.compile` compiles at the first call of the model, so call it inside the block:
 

@@ -141,7 +141,7 @@ def with_strides_of(view: View, root: Node, nodes: Sequence[Node]) -> Node:
     """Try new nodes before `root`, and give their result the strides of `root`.
 
     Returns:
-        The last of `nodes`. If its strides differ from those of `root`, a node that copies it into these strides.
+        The last of `nodes`. If its strides are not those of `root`, a new node that holds a copy with these strides.
 
     Raises:
         Refusal: the nodes cannot run there, or their result has another shape, dtype or `requires_grad`.

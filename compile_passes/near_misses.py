@@ -44,10 +44,7 @@ class _Weight:
 
 
 def find_near_misses(recogniser: Recogniser, found: set[Node]) -> dict[Hashable, SiteReport]:
-    """The near misses of a graph, keyed by the key of the weight.
-
-    `found` has the nodes of the layers that were found. They do not count.
-    """
+    """The near misses of a graph, by the key of the weight. Nodes of layers that were `found` do not count."""
     misses = {}
     for key, weight in _weights(recogniser, found).items():
         is_multiplied = any(len(forms) > 1 for forms in weight.by_x.values())
@@ -117,7 +114,7 @@ def _carried_on(
 
 
 def _masked_by_any_call(recogniser: Recogniser, node: Node) -> Iterator[Hashable]:
-    """The keys of tensors that a call without a rule combines with a mask, or with levels, of the same shape."""
+    """The keys of weights that an unknown call combines with a mask (or a tensor of few values) of the same shape."""
     if recogniser.value(node) is not None or dims(node) not in (2, 3):
         return
     values = {item: recogniser.value(item) for item in node.all_input_nodes}

@@ -53,8 +53,8 @@ class Signature:
     | `name=value` | an optional argument with its default, which the rules receive |
     | `a\|b` | an argument with two names |
     | `name==value` | must be absent or have this value; the rules do not receive it |
-    | `-name` | ignored: cannot change what the rules conclude, as they read shape and dtype from the result |
-    | `-inplace` | ignored, because the view (`view.py`) has replaced writes; must be a bool |
+    | `-name` | ignored, because no rule depends on it (rules read shape and dtype from the example value) |
+    | `-inplace` | ignored, because the view (`view.py`) has no writes; must be a bool |
     | `*name` | all further positional arguments, or one sequence; the rules receive a tuple |
     | `...` | any further arguments; ignored like `-name` |
     """
@@ -157,7 +157,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "mul", _TWO, _elementwise("mul", *products)
     quotients = (operator.truediv, operator.itruediv, torch.true_divide, "true_divide", "__truediv__")
     yield "div", f"{_TWO}, rounding_mode==None", _elementwise("div", *quotients)
-    # Forms with a factor or a rounding mode. Only the rule for functions of a mask knows them, which runs the call.
+    # Forms with a factor or a rounding mode. Only `masks.pointwise` reads them, because it runs the call in torch.
     yield "scaled_add", f"{_TWO}, alpha", _elementwise("add")
     yield "scaled_sub", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
     yield "rounded_div", f"{_TWO}, rounding_mode", _elementwise("div")
@@ -295,7 +295,7 @@ OTHER_ACTIVATIONS: Mapping[str, str] = {
 }
 """Activations that the operator lacks, and their options. They are listed so that the report can name them."""
 
-_TABLE: dict[Any, list[tuple[str, Signature]]] = {}  # for each spelling; the first signature that fits a call counts
+_TABLE: dict[Any, list[tuple[str, Signature]]] = {}  # for each spelling, the symbols to try in order
 
 _ORDER: dict[str, tuple[str, ...]] = {}  # for each symbol, the order of its arguments, from its first signature
 

@@ -32,7 +32,7 @@ Slice = tuple[Node, "int | None"]  # a node, or with an index one slice of it
 class Carrier:
     """The float tensor through which a mask's gradient flows. Equal keys mean equal values and gradients."""
 
-    node: Node  # the straight-through mask
+    node: Node  # the tensor itself: a straight-through mask
     key: Hashable  # the key of the node, or of its slice
     logits: Node | None = None  # the node that receives the gradient, if the mask is `logits > 0`
     index: int | None = None  # if not None, the mask is this slice of `node` and of `logits`
@@ -240,7 +240,7 @@ def first_of(value: Value) -> Value:
 
 
 def projection_of(value: Value) -> Projection | None:
-    """The projection from which a value is computed (for a term, the gate; for a bundle, that of the first item)."""
+    """A projection from which a value is computed: the gate of a term; for a bundle, a projection of its first item."""
     value = first_of(value)
     if isinstance(value, Gated):
         return value.terms[0].gate

@@ -51,10 +51,10 @@ class View:
         """The original node whose tensor holds the value of a node, until it is overwritten. New nodes have none."""
         self._defined: dict[Node, int] = {}  # the position in the original graph at which a node's value was made
         self._copied: dict[Node, tuple[Any, Any]] = {}  # the arguments of each node before the rewrite
-        self._tensors: dict[Node, Node] = {}  # for a node that writes to a tensor and returns it, the tensor's maker
-        self._latest: dict[Node, Node] = {}  # for the maker of a tensor, the last node that returns this tensor
-        self._current: dict[Node, Node] = {}
-        """For the maker of a tensor, the node of the view with its value at the last read or write."""
+        # A tensor of the original graph is identified by the node that made it.
+        self._tensors: dict[Node, Node] = {}  # for a node that writes to a tensor and returns it: that tensor
+        self._latest: dict[Node, Node] = {}  # for a tensor, the last node that returns it
+        self._current: dict[Node, Node] = {}  # for a tensor, the node of the view with its value at the last access
         if self.memory.has_writes:
             for node in graph.nodes:
                 self._copy(node)
@@ -135,14 +135,14 @@ class View:
         return self.memory.effects[self.origin[node]] if node in self.origin else NONE
 
     def modes(self, node: Node) -> Modes:
-        """The modes under which a node runs; for an `overwritten` node, those of the tensor's original node."""
+        """The modes under which a node runs; for an `overwritten` node, the modes of its tensor's original node."""
         return self.memory.modes[self.holders[node]]
 
     def is_repeatable(self, node: Node) -> bool:
         """True if a node is a call that gives equal values and gradients for equal arguments.
 
-        Higher-order operators are excluded. They may have a custom backward, so the gradients of two calls may differ
-        from that of one call that is used twice.
+        Higher-order operators are excluded. They may have a custom backward, and then two calls may have other
+        gradients than one call that is used twice.
         """
         effect = self.effect(node)
         is_call = node.op.startswith("call_") and not isinstance(node.target, torch._ops.HigherOrderOperator)

@@ -316,7 +316,7 @@ def _spread_positions(scale: Node, calls: Sequence[Node], shapes: Mapping[Node, 
 
 
 def _is_layout(positions: Tensor, fmt: WeightFormat) -> bool:
-    """True if the position at each weight is that of the scale that the format assigns to it."""
+    """True if each weight has the position of its scale in the format."""
     wanted = fmt.of_weights(_positions(fmt.scale_shape(*positions.shape)), *positions.shape)
     return torch.equal(positions, wanted.expand(positions.shape))
 

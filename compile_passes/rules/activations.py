@@ -94,9 +94,10 @@ def _number(argument: Any, value: Value) -> Formula | None:
 
 
 def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:
-    """True if `act(p) * p` of one projection p is a gate times a value, not a function of p.
+    """True if `act(p) * p` of one projection p counts as a gate times a value.
 
-    It is unless the product is an activation. The site is then refused because of its masks, which the report names.
+    If the product is an activation, it counts as a function of p. Otherwise the user probably forgot the complement of
+    the mask, and the refusal should say so.
     """
     found = [formulas.activation(formula) for formula in (a, b)]
     names = {known.activation for known in found if known is not None}

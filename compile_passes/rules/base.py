@@ -15,7 +15,7 @@ from ..symbols import Call, symbol_of
 from ..values import MOST_ITEMS, Bundle, Gated, Value
 
 RuleFunction = Callable[[Recogniser, Node, Call], Value]
-"""A function that returns the value of a node, given its `Call`, or None if the rule does not know the node.
+"""A function that returns the value of a node, given its `Call`, or None for a node that it does not know.
 
 It reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
 """

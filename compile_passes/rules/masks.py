@@ -20,7 +20,7 @@ from .base import bundle, rule
 
 # --- The straight-through form ---------------------------------------------------------------------------------------
 
-_LONGEST_SUM = 16  # nodes; a straight-through mask is a short sum, and a residual stream, which is long, is not one
+_LONGEST_SUM = 16  # nodes; a straight-through mask is a short sum, but a residual stream may have any length
 
 
 def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float, Node]] | None:
@@ -54,7 +54,7 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`(hard - soft).detach() + soft` in any order, which has the value of `hard` and the gradient of `soft`.
 
     The program's own sum is not binary where `soft` is not finite, or where |soft| is so large that rounding swallows
-    the 1: above 256 in bfloat16, 2048 in float16 and 2^24 in float32. The operator uses `hard` there, too.
+    the 1: above 256 in bfloat16, 2048 in float16 and 2^24 in float32. There the operator still uses `hard`.
     """
     terms = _linear_terms(recogniser, node) if recogniser.has_masks else None
     if terms is None:
@@ -246,9 +246,9 @@ def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _narrows_the_gradient(mask: Mask, source: torch.dtype, dtype: torch.dtype) -> bool:
-    """True if a cast rounds the gradient on its way back to the carrier.
+    """True if a cast from `source` to `dtype` makes backward round the gradient.
 
-    The mask was cast from the carrier's dtype to the narrower `source`, and is cast again to `dtype`, which is wider.
+    This happens if the mask was cast before, from the carrier's wider dtype to `source`, and `dtype` is wider again.
     """
     carrier = None if mask.carrier is None else dtype_of(mask.carrier.node)
     return carrier is not None and carrier != source and holds(carrier, source) and not holds(source, dtype)

@@ -207,7 +207,7 @@ def unsqueezed(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("to", "alias", "assert_metadata")
 def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A value of the layer, copied or in a wider dtype. The proof compares this dtype with that of the projections."""
+    """A value of the layer, copied or in a wider dtype. The proof compares the projections' dtype with the result's."""
     (source,) = call.args
     value, dtype = recogniser.value(source), dtype_of(node)
     projection = values.projection_of(value)

@@ -134,7 +134,7 @@ def test_enabling_again_keeps_compiled_code() -> None:
 
 
 def test_enabling_restarts_the_count_of_compilations() -> None:
-    """Dynamo compiles a function at most eight times. Code that was dropped does not count."""
+    """Dynamo compiles a function at most eight times. Compilations whose code was dropped do not count."""
     limit = torch._dynamo.config.recompile_limit
     compiled = torch.compile(lambda x, n: x.sin() + n, backend=(counter := CompileCounter()), dynamic=False)
     for n in range(limit + 2):
