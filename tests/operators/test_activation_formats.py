@@ -1,4 +1,4 @@
-"""x rounded to fp8 with one scale a token."""
+"""The activation format `fp8_token`: x is rounded to fp8 with one scale per token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bits(tensor: Tensor) -> Tensor:
 @example(amax=448.0, exponent=-135)
 @examples(200)
 def test_the_scale_is_the_smallest_power_of_two(amax: float, exponent: int) -> None:
-    """At 448 * 2^k the scale is 2^k, and at the next float above, 2^(k + 1)."""
+    """If the largest magnitude is 448 * 2^k, the scale is 2^k. For the next larger float it is 2^(k + 1)."""
     edge = torch.tensor(448 * 2.0**exponent, dtype=torch.float32)
     above = torch.nextafter(edge, torch.tensor(math.inf))
     for largest in (amax, edge.item(), above.item()):
@@ -66,9 +66,10 @@ def test_the_scale_is_the_smallest_power_of_two(amax: float, exponent: int) -> N
 @each_dtype
 @pytest.mark.parametrize("size", [1e-5, 1.0, 1e4])
 def test_each_value_is_rounded_to_the_nearest(dtype: torch.dtype, size: float) -> None:
-    """The oracle looks for the nearest of all numbers of fp8, on a tie for the one whose last bit is 0."""
+    """The oracle searches all fp8 numbers for the nearest one. On a tie, it takes the one whose last bit is 0."""
     x = (size * torch.randn(7, 50) * torch.logspace(-6, 0, 50)).to(dtype)
-    x[0, :8] = torch.tensor([448, -0.0, 2**-10, 3 * 2**-10, 17, 19, -21, 432]) * 2.0**-9  # ties, if 448 is the largest
+    # 448 fixes the scale, and most of the others are ties.
+    x[0, :8] = torch.tensor([448, -0.0, 2**-10, 3 * 2**-10, 17, 19, -21, 432]) * 2.0**-9
     x[0, 8:] = 0
     stored, scale = quantize_activation(x)
     numbers = torch.arange(128, dtype=torch.uint8)[:127].view(FP8).double()
@@ -84,7 +85,7 @@ def test_each_value_is_rounded_to_the_nearest(dtype: torch.dtype, size: float) -
 
 @each_dtype
 def test_the_smallest_and_largest_numbers_are_rounded_exactly(dtype: torch.dtype) -> None:
-    """Denormals too are exact in x's dtype; beyond the largest number, a rounded value becomes that number."""
+    """Denormals stay exact in x's dtype. Values that round to more than its largest number become that number."""
     info = torch.finfo(dtype)
     tiny = (info.smallest_normal * info.eps * torch.arange(1, 600)).to(dtype)
     for x in (tiny[None], tiny[:3, None], torch.cat((tiny, tiny.new_ones(1)))[None]):
@@ -135,7 +136,7 @@ def test_rounding_is_the_same_compiled_and_under_transforms(dtype: torch.dtype, 
 
 @pytest.mark.parametrize("weight_format", ["fp8_row", "fp8_block"])
 @given(
-    # The norm of fewer features may be as small as what rounding leaves of a difference.
+    # With fewer features, cancellation may leave a result as small as its rounding errors.
     sizes=st.tuples(st.integers(0, 40), st.integers(64, 300), st.integers(0, 600)),
     n_masks=st.integers(1, 16),
     dtype=st.sampled_from(DTYPES),
@@ -154,7 +155,7 @@ def test_results_match_the_oracle_of_the_rounded_values(
 @each_dtype
 @pytest.mark.parametrize("n_masks", [1, 4])
 def test_errors_equal_a_naive_layers_in_fp8(dtype: torch.dtype, n_masks: int) -> None:
-    """Scales of powers of two lose nothing against amax / 448, because fp8 rounds all sizes alike."""
+    """Power-of-two scales are as accurate as amax / 448, because fp8 has the same relative precision everywhere."""
     arguments, _ = make("fp8_row", dtype, (16, 256, 1024), n_masks)
     exact, naive = naive_error(arguments)
     assert 0.5 * naive < relative_error(forward(*arguments), exact) < NAIVE_FACTOR * naive
@@ -162,7 +163,7 @@ def test_errors_equal_a_naive_layers_in_fp8(dtype: torch.dtype, n_masks: int) ->
 
 @pytest.mark.parametrize("layout", ["strided", "transposed", "expanded", "offset"])
 def test_layouts_of_x_and_more_dimensions(layout: str) -> None:
-    """Rounded x is contiguous, however x lies; and a call is prepared for its own layout."""
+    """Rounded x is contiguous in any layout of x, and each layout gets its own prepared call."""
     arguments, _ = make(dtype=torch.bfloat16, sizes=(6, 130, 264))
     x = laid_out(arguments.x, layout)
     expected = forward(*arguments._replace(x=round_activation(x).contiguous(), activation_format="dense"))
@@ -231,7 +232,7 @@ def test_wrong_arguments_are_named(
 
 @pytest.mark.parametrize("weight_format", ["fp8_row", "fp8_block"])
 def test_opcheck(weight_format: str) -> None:
-    """Torch cannot compare fp8 tensors, which `test_schema` does with the arguments before and after a call."""
+    """`test_schema` is skipped: it compares arguments before and after a call, and torch cannot compare fp8 tensors."""
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     report = torch.library.opcheck(forward.default, tuple(make(weight_format)[0]), test_utils=checks)
     assert set(report.values()) == {"SUCCESS"}

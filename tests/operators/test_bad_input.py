@@ -1,4 +1,4 @@
-"""Every wrong argument raises an error that names it, what it was and what it must be, in eager mode and in tracing."""
+"""Every wrong argument raises an error that says its name, what it was and what it must be, also in tracing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def good(op: str) -> dict[str, object]:
     return arguments_of(op, make_layer(weighted=True))
 
 
-# Valid x, weight, mask_logits, mask_weights and packed_masks, from which the wrong arguments are made.
+# Valid x, weight, mask_logits, mask_weights and packed_masks. Wrong arguments are made from them.
 X, W, L, R = torch.zeros(5, 24), torch.zeros(10, 24), torch.zeros(3, 10, 24), torch.zeros(5, 3)
 P = torch.zeros(10, 3, 3, dtype=torch.uint8)
 
@@ -120,7 +120,7 @@ def assert_good_call_works(op: str) -> None:
 @pytest.mark.parametrize(("op", "name", "value", "error", "message"), CASES, ids=IDS)
 def test_an_error_names_the_wrong_argument(op, name, value, error, message, kind):
     if kind == "meta" and "device" in message:
-        return  # then all tensors are on one device
+        return  # all tensors are on the meta device, so devices cannot differ
     convert = {"real": lambda t: t, "fake": FakeTensorMode().from_tensor, "meta": lambda t: t.to("meta")}[kind]
     args = good(op) | {name: value}
     with pytest.raises(error, match=message):
@@ -194,10 +194,10 @@ def test_none_instead_of_a_tensor_is_refused(op: str, name: str) -> None:
 
 
 def _other_layouts(op: str, name: str) -> list[str]:
-    """The layouts other than dense that torch can give an argument."""
+    """The layouts, other than dense, that an argument can be converted to."""
     tensor = good(op)[name]
-    of_matrices = ["sparse_csr"] if tensor.dim() == 2 else []
-    return ["sparse_coo", "nested", "jagged", *of_matrices, *(["mkldnn"] if tensor.is_floating_point() else [])]
+    matrix_layouts = ["sparse_csr"] if tensor.dim() == 2 else []
+    return ["sparse_coo", "nested", "jagged", *matrix_layouts, *(["mkldnn"] if tensor.is_floating_point() else [])]
 
 
 def in_layout(tensor: Tensor, layout: str) -> Tensor:
@@ -225,7 +225,7 @@ def test_tensors_of_another_layout_are_refused(op: str, name: str) -> None:
 @pytest.mark.parametrize("is_freed", [True, False])
 @pytest.mark.parametrize(("op", "name"), TENSORS)
 def test_a_tensor_whose_storage_was_resized_is_refused(op: str, name: str, is_freed: bool) -> None:
-    """FSDP frees storages in this way. test_repeated_calls.py has the same for calls that skip most checks."""
+    """FSDP frees storages this way. test_repeated_calls.py tests it in calls that skip most checks."""
     dispatch._prepared.clear()
     args = good(op) | {name: torch.stack([good(op)[name]] * 2)[1]}
     needed = 2 * args[name].nbytes
@@ -249,7 +249,7 @@ def test_a_switch_that_is_not_a_bool_is_refused() -> None:
 
 
 def attempt(op: Callable[..., object], *args: object) -> tuple[object, str | None]:
-    """The result of a call and None, or None and the message of its TypeError or ValueError."""
+    """The pair (result, None), or (None, message) if the call raises a TypeError or ValueError."""
     try:
         return op(*args), None
     except (TypeError, ValueError) as error:

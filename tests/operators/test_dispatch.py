@@ -1,4 +1,4 @@
-"""The choice of a backend: what it says, how to override it, and its warning before a slow fallback."""
+"""The choice of a backend: its explanation, how to override it, and the warning about a slow fallback."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_only_the_argument_whose_rows_need_a_copy_is_copied_at_each_call(op: str
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
-    """Backends get rows of tokens and contiguous partials, whatever the shapes and strides of the call."""
+    """Backends get two-dimensional x and contiguous partials, for any shapes and strides of the call."""
     described, shapes = [], []
 
     class Cuda(Composite):
@@ -119,7 +119,7 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
     assert all(map(torch.equal, again, (result, partials)))
     for got, want in zip(torch.ops.mglu.backward(result, x, *rest), gradients, strict=True):
         assert torch.equal(got, want)
-    for _ in range(2):  # prepared once, whatever the number of calls
+    for _ in range(2):  # the second call uses the prepared one
         torch.ops.mglu.backward(torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights)[0], x, *rest)
     assert described == [((6,), torch.bfloat16)] * 2
     assert shapes == (3 * [((6, 16), (6, 2)), ((6, 8), (6, 16), (6, 5, 8), True)] if trains else [])

@@ -1,6 +1,6 @@
-"""DTensor: the operators and compiled modules on two gloo ranks, against one process.
+"""Operators and compiled modules with DTensors on two gloo ranks, compared with one process.
 
-No check registers the sharding rules, because an operator registers them at its first call with a DTensor.
+No check registers the sharding rules. An operator registers them at its first call with a DTensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 
 class Ranks:
-    """The mesh of all ranks, and the differences from one process found so far."""
+    """The mesh of all ranks, and the differences from one process that were found so far."""
 
     def __init__(self) -> None:
         self.mesh = init_device_mesh("cpu", (RANKS,))
@@ -62,25 +62,25 @@ class Ranks:
 
 
 def _packing(ranks: Ranks) -> None:
-    """Unpacking comes first, because a first call must not cache a result for another `in_features`."""
-    for in_features in (24, 21, 20):  # three bytes a row, all of them
+    """Unpacking comes first: the first call must not cache a result that is wrong for another `in_features`."""
+    for in_features in (24, 21, 20):  # all take three bytes per row
         masks = make_layer(in_features=in_features).masks
         packed = torch.ops.mglu.pack_masks(masks)
-        for of_packed, of_masks in ((Shard(0), Shard(1)), (Replicate(), Replicate())):
-            what = f"in_features={in_features}, {of_masks}"
-            sharded = ranks.shard(packed, of_packed)
+        for packed_placement, masks_placement in ((Shard(0), Shard(1)), (Replicate(), Replicate())):
+            what = f"in_features={in_features}, {masks_placement}"
+            sharded = ranks.shard(packed, packed_placement)
             unpacked = torch.ops.mglu.unpack_masks(sharded, in_features)
-            ranks.compare(f"unpack_masks, {what}", unpacked, masks, of_masks)
-            again = torch.ops.mglu.pack_masks(ranks.shard(masks, of_masks))
-            ranks.compare(f"pack_masks, {what}", again, packed, of_packed)
-            logits = ranks.shard(masks.float() - 0.5, of_masks)
-            ranks.compare(f"pack_logits, {what}", torch.ops.mglu.pack_logits(logits), packed, of_packed)
+            ranks.compare(f"unpack_masks, {what}", unpacked, masks, masks_placement)
+            again = torch.ops.mglu.pack_masks(ranks.shard(masks, masks_placement))
+            ranks.compare(f"pack_masks, {what}", again, packed, packed_placement)
+            logits = ranks.shard(masks.float() - 0.5, masks_placement)
+            ranks.compare(f"pack_logits, {what}", torch.ops.mglu.pack_logits(logits), packed, packed_placement)
     single = ranks.shard(masks[0], Shard(0))
     ranks.compare("pack_masks, one mask", torch.ops.mglu.pack_masks(single), torch.ops.mglu.pack_masks(masks[0]))
 
 
 def _layers(ranks: Ranks) -> None:
-    """`mglu::forward` and its gradients, for each way to shard a layer."""
+    """`mglu::forward` and its gradients, for all ways to shard a layer."""
     replicate = Replicate()
     # x, weight and masks, mask_weights, result
     ways = {
@@ -98,16 +98,16 @@ def _layers(ranks: Ranks) -> None:
         return torch.ops.mglu.forward(args["x"], args["weight"], packed, "silu", args.get("mask_weights"))
 
     for way, leading, weighted in itertools.product(ways, ((6,), (4, 3)), (False, True)):
-        of_x, of_weight, of_mask_weight, of_result = ways[way]
+        x_placement, weight_placement, mask_weight_placement, result_placement = ways[way]
         layer = make_layer(leading, dtype=torch.float64, weighted=weighted)
         what = f"{way}, x {list(layer.x.shape)}, {weighted=}"
         plain = {"x": layer.x, "weight": layer.weight, "mask_weights": layer.mask_weights}
         plain = {k: t.clone().requires_grad_() for k, t in plain.items() if t is not None}
-        placements = {"x": of_x, "weight": of_weight, "mask_weights": of_mask_weight}
+        placements = {"x": x_placement, "weight": weight_placement, "mask_weights": mask_weight_placement}
         shards = {k: ranks.shard(t, placements[k]) for k, t in plain.items()}
         expected = run(plain, layer.packed_masks)
-        result = run(shards, ranks.shard(layer.packed_masks, of_weight))
-        ranks.compare(f"{what}: result", result, expected, of_result(layer.x))
+        result = run(shards, ranks.shard(layer.packed_masks, weight_placement))
+        ranks.compare(f"{what}: result", result, expected, result_placement(layer.x))
         expected.square().sum().backward()
         result.square().sum().backward()
         for name, tensor in shards.items():
@@ -115,7 +115,7 @@ def _layers(ranks: Ranks) -> None:
 
 
 def _learned_masks(ranks: Ranks) -> None:
-    """`mglu::forward_ste` in inference, and in training with gradients for different subsets of the tensors."""
+    """`mglu::forward_ste` in inference, and in training with gradients for several subsets of the tensors."""
     replicate = Replicate()
     layer = make_layer((4, 3), dtype=torch.float64)
     tensors = (layer.x, layer.weight, layer.logits.double())
@@ -124,28 +124,28 @@ def _learned_masks(ranks: Ranks) -> None:
         "column parallel": (replicate, Shard(0), Shard(1), Shard(2), Shard(0), (Partial(), Shard(0), Shard(1))),
         "token parallel": (Shard(1), replicate, replicate, Shard(1), replicate, (Shard(1), Partial(), Partial())),
     }
-    for way, (*of_tensors, of_result, of_packed, of_gradients) in ways.items():
-        shards = [ranks.shard(tensor, placement) for tensor, placement in zip(tensors, of_tensors, strict=True)]
+    for way, (*operand_placements, result_placement, packed_placement, grad_placements) in ways.items():
+        shards = [ranks.shard(tensor, placement) for tensor, placement in zip(tensors, operand_placements, strict=True)]
         for mode in (torch.inference_mode, torch.no_grad):
             with mode():
                 expected, results = torch.ops.mglu.forward_ste(*tensors), torch.ops.mglu.forward_ste(*shards)
                 for name, got, want, placement in zip(
-                    ("result", "packed masks"), results, expected, (of_result, of_packed), strict=True
+                    ("result", "packed masks"), results, expected, (result_placement, packed_placement), strict=True
                 ):
                     ranks.compare(f"{way}, {mode.__name__}: {name}", got, want, placement)
         for needs in ((1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1), (0, 1, 1)):
             plain = [t.clone().requires_grad_(bool(need)) for t, need in zip(tensors, needs, strict=True)]
-            shards = [ranks.shard(t, placement) for t, placement in zip(plain, of_tensors, strict=True)]
+            shards = [ranks.shard(t, placement) for t, placement in zip(plain, operand_placements, strict=True)]
             torch.ops.mglu.forward_ste(*plain)[0].square().sum().backward()
             torch.ops.mglu.forward_ste(*shards)[0].square().sum().backward()
             for number, (tensor, sharded) in enumerate(zip(plain, shards, strict=True)):
                 if tensor.requires_grad:
                     what = f"{way}, gradients wanted {needs}: gradient {number}"
-                    ranks.compare(what, sharded.grad, tensor.grad, of_gradients[number])
+                    ranks.compare(what, sharded.grad, tensor.grad, grad_placements[number])
 
 
 def _compiled_modules(ranks: Ranks) -> None:
-    """A naive layer, which the pass fuses, an `MGLU` and a frozen one, each sharded column parallel."""
+    """Compiled column-parallel layers: a naive layer, which the pass fuses, an `MGLU` and a frozen `MGLU`."""
     kinds: dict[str, Callable[[], nn.Module]] = {
         "naive": lambda: NaiveMGLU(16, 12, n_masks=2, dtype=torch.float64),
         "MGLU": lambda: MGLU(16, 12, n_masks=2, dtype=torch.float64),
@@ -157,8 +157,8 @@ def _compiled_modules(ranks: Ranks) -> None:
         torch.manual_seed(0)
         plain, sharded = make(), make()
         sharded.load_state_dict(plain.state_dict())
-        of_masks = {"mask_logits": Shard(1), "packed_masks": Shard(0)}
-        held = {key: of for key, of in of_masks.items() if getattr(sharded, key, None) is not None}
+        masks_placement = {"mask_logits": Shard(1), "packed_masks": Shard(0)}
+        held = {key: of for key, of in masks_placement.items() if getattr(sharded, key, None) is not None}
         ranks.shard_module(sharded, {"weight": Shard(0), **held})
         with mglu_ops.fusion() as report, torch.set_grad_enabled(trains):
             want, got = plain(x), torch.compile(sharded)(ranks.shard(x, Replicate()))
@@ -175,7 +175,7 @@ def _compiled_modules(ranks: Ranks) -> None:
 
 
 def _rules_of_the_user(ranks: Ranks) -> None:
-    """A user's rule is kept, whether it is registered before or after ours; and ours may be registered twice."""
+    """A user's rule wins, registered before or after ours. Registering ours twice is allowed."""
     asked = []
 
     def rule(masks: Any) -> Any:
@@ -199,38 +199,41 @@ def _rules_of_the_user(ranks: Ranks) -> None:
 
 
 def _stored_weights(ranks: Ranks) -> None:
-    """Weights in fewer bits with their scales. A shard holds whole blocks of rows that share scales."""
+    """Quantized weights and their scales. A shard holds whole blocks of rows that share scales."""
     rank = dist.get_rank()
 
-    def rows(tensor: Tensor) -> Tensor:  # gloo cannot scatter fp8
+    def rows(tensor: Tensor) -> Tensor:  # without communication, since gloo cannot scatter fp8
         return DTensor.from_local(tensor.chunk(RANKS)[rank].contiguous(), ranks.mesh, [Shard(0)])
 
     for name in (name for name in FORMATS if name != "dense"):
         given, _ = stored_layer(name, torch.float32, 6, 256, 264, 2)
         expected = torch.ops.mglu.forward(*given)
-        of_x = {key: ranks.shard(getattr(given, key), Replicate()) for key in ("x", "mask_weights")}
-        of_weight = {key: rows(getattr(given, key)) for key in ("weight", "weight_scale", "packed_masks")}
-        got = torch.ops.mglu.forward(*given._replace(**of_x, **of_weight))
+        whole = {key: ranks.shard(getattr(given, key), Replicate()) for key in ("x", "mask_weights")}
+        shards = {key: rows(getattr(given, key)) for key in ("weight", "weight_scale", "packed_masks")}
+        got = torch.ops.mglu.forward(*given._replace(**whole, **shards))
         ranks.compare(name, got, expected, Shard(1), rtol=1e-5)
         if name in ACTIVATION_FORMATS["fp8_token"]:
-            # A rank rounds whole tokens: x that is sharded along in_features is gathered first.
+            # Rounding needs whole tokens, so x that is sharded along in_features is gathered first.
             expected = torch.ops.mglu.forward(*given._replace(activation_format="fp8_token"))
             for placement in (Replicate(), Shard(1)):
-                rounded = given._replace(**of_weight, activation_format="fp8_token", mask_weights=of_x["mask_weights"])
+                rounded = given._replace(**shards, activation_format="fp8_token", mask_weights=whole["mask_weights"])
                 got = torch.ops.mglu.forward(*rounded._replace(x=ranks.shard(given.x, placement)))
                 ranks.compare(f"{name}, x in fp8", got, expected, Shard(1), rtol=1e-5)
     given, _ = stored_layer("fp8_block", torch.float32, 6, 384, 264, 2)
-    of_weight = {key: rows(getattr(given, key)) for key in ("weight", "packed_masks")}
+    shards = {key: rows(getattr(given, key)) for key in ("weight", "packed_masks")}
     scale = ranks.shard(given.weight_scale, Replicate())
     x = ranks.shard(given.x, Replicate())
     with pytest.raises(RuntimeError, match="384 rows of fp8_block in 2 shards, must be a multiple of 128 rows in each"):
-        torch.ops.mglu.forward(x, **of_weight, weight_scale=scale, weight_format="fp8_block")
+        torch.ops.mglu.forward(x, **shards, weight_scale=scale, weight_format="fp8_block")
 
 
 def _check_experts(ranks: Ranks, op: Any, given: dict[str, Tensor], ways: dict[str, Any], **options: Any) -> None:
-    """The result of an operator and its gradients. A way has the placements of tensors, of the result, of gradients."""
+    """Check an operator's result and gradients.
+
+    Each entry of `ways` has the placements of the tensors, of the result, and of the gradients.
+    """
     is_learned = {name for name, tensor in given.items() if tensor.requires_grad}
-    for way, (placements, of_result, of_gradients) in ways.items():
+    for way, (placements, result_placement, grad_placements) in ways.items():
         what = f"{op}, {way}"
         plain = {name: t.detach().requires_grad_(name in is_learned) for name, t in given.items()}
         shards = {name: ranks.shard(t, placements.get(name, Replicate())) for name, t in plain.items()}
@@ -238,27 +241,27 @@ def _check_experts(ranks: Ranks, op: Any, given: dict[str, Tensor], ways: dict[s
         if isinstance(want, tuple):
             ranks.compare(f"{what}: packed masks", got[1], want[1], Shard(1))
             want, got = want[0], got[0]
-        ranks.compare(f"{what}: result", got, want, of_result)
+        ranks.compare(f"{what}: result", got, want, result_placement)
         if is_learned:
             want.square().sum().backward()
             got.square().sum().backward()
         for name in is_learned:
-            ranks.compare(f"{what}: gradient of {name}", shards[name].grad, plain[name].grad, of_gradients[name])
+            ranks.compare(f"{what}: gradient of {name}", shards[name].grad, plain[name].grad, grad_placements[name])
 
 
 def _experts(ranks: Ranks) -> None:
-    """Layers of experts by their rows or their tokens; divided by experts, a weight is gathered."""
+    """Layers of experts, sharded by rows, tokens or experts. A weight that is sharded by experts is gathered."""
     mglu, sum_of_ranks = torch.ops.mglu, Partial()
     layer = make_experts(weighted=True, dtype=torch.float64, routing="some out of range")
     x, weight, packed_masks, _, mask_weights, *_, expert_ids, _ = layer.given
     assert mask_weights is not None
     assert expert_ids is not None
     given = {"x": x, "weight": weight, "packed_masks": packed_masks, "expert_ids": expert_ids}
-    of_rows = {"weight": Shard(1), "packed_masks": Shard(1)}
-    of_tokens = {"x": Shard(0), "expert_ids": Shard(0), "mask_weights": Shard(0)}
+    by_row = {"weight": Shard(1), "packed_masks": Shard(1)}
+    by_token = {"x": Shard(0), "expert_ids": Shard(0), "mask_weights": Shard(0)}
     ways: dict[str, Any] = {
-        "rows": (of_rows, Shard(2), {}),
-        "tokens": (of_tokens, Shard(0), {}),
+        "rows": (by_row, Shard(2), {}),
+        "tokens": (by_token, Shard(0), {}),
         "experts": ({"weight": Shard(0), "packed_masks": Shard(0)}, None, {}),
     }
     _check_experts(ranks, mglu.experts_forward.default, given | {"mask_weights": mask_weights}, ways)
@@ -266,8 +269,8 @@ def _experts(ranks: Ranks) -> None:
     rows = {"x": x.nan_to_num(), "weight": weight, "mask_weights": mask_weights[:, 0].double().nan_to_num()}
     rows = {name: tensor.requires_grad_() for name, tensor in rows.items()}
     rows["offs"] = torch.tensor([1, 1, 4, 5], dtype=torch.int32)
-    of_gradients = {"x": sum_of_ranks, "weight": Shard(1), "mask_logits": Shard(2), "mask_weights": sum_of_ranks}
-    by_rows = {"rows": (of_rows | {"mask_logits": Shard(2)}, Shard(1), of_gradients)}
+    grad_placements = {"x": sum_of_ranks, "weight": Shard(1), "mask_logits": Shard(2), "mask_weights": sum_of_ranks}
+    by_rows = {"rows": (by_row | {"mask_logits": Shard(2)}, Shard(1), grad_placements)}
     _check_experts(ranks, mglu.grouped_forward.default, rows | {"packed_masks": packed_masks}, by_rows)
     logits = (layer.masks.double() - 0.5).requires_grad_()
     _check_experts(ranks, mglu.grouped_forward_ste.default, rows | {"mask_logits": logits}, by_rows)
@@ -275,18 +278,18 @@ def _experts(ranks: Ranks) -> None:
     y = torch.randn(*expert_ids.shape, 10, dtype=torch.float64)
     down = {"y": y, "weight": weight.detach().transpose(1, 2), "expert_weights": torch.rand(6, 2, dtype=torch.float64)}
     down = {name: tensor.requires_grad_() for name, tensor in down.items()} | {"expert_ids": expert_ids}
-    of_tokens = {"y": Shard(0), "expert_ids": Shard(0), "expert_weights": Shard(0)}
-    of_weights = {"expert_weights": sum_of_ranks}
+    by_token = {"y": Shard(0), "expert_ids": Shard(0), "expert_weights": Shard(0)}
+    weights_grad = {"expert_weights": sum_of_ranks}
     ways = {
-        "rows": ({"weight": Shard(1)}, Shard(1), {"y": sum_of_ranks, "weight": Shard(1), **of_weights}),
-        "columns": ({"y": Shard(2), "weight": Shard(2)}, None, {"y": Shard(2), "weight": Shard(2), **of_weights}),
-        "tokens": (of_tokens, Shard(0), {"y": Shard(0), "weight": sum_of_ranks, "expert_weights": Shard(0)}),
+        "rows": ({"weight": Shard(1)}, Shard(1), {"y": sum_of_ranks, "weight": Shard(1), **weights_grad}),
+        "columns": ({"y": Shard(2), "weight": Shard(2)}, None, {"y": Shard(2), "weight": Shard(2), **weights_grad}),
+        "tokens": (by_token, Shard(0), {"y": Shard(0), "weight": sum_of_ranks, "expert_weights": Shard(0)}),
     }
     _check_experts(ranks, mglu.experts_down.default, down, ways)
 
 
 def _stored_experts(ranks: Ranks) -> None:
-    """Experts in fewer bits with their scales, by rows. A shard holds whole blocks of rows that share scales."""
+    """Quantized experts and their scales, sharded by rows. A shard holds whole blocks of rows that share scales."""
     for name in ("int8_row", "int4_group"):  # gloo cannot scatter fp8
         x, weight, packed_masks, _, _, scale, *_, expert_ids, _ = make_experts(weight_format=name).given
         given = {"x": x, "weight": weight, "packed_masks": packed_masks, "expert_ids": expert_ids}
@@ -312,14 +315,14 @@ CHECKS = {
 
 
 def _run_check(rank: int, check: str) -> None:
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a warm cache would not call the rules
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # with a warm cache, the sharding rules are not called
     ranks = Ranks()
     CHECKS[check](ranks)
     assert not ranks.failures, "\n".join(ranks.failures)
 
 
-@pytest.mark.long  # tests/distributed has two ranks in the quick tests
+@pytest.mark.long  # the quick tests with two ranks are in tests/distributed
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks_equal_one_process(check: str, tmp_path: Path) -> None:
-    """Each check runs in new processes, so that it makes the first call with a DTensor."""
+    """Each check runs in new processes, so that it makes their first call with a DTensor."""
     run_on_ranks(_run_check, tmp_path, check)

@@ -37,7 +37,7 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def in_blocks(given: ExpertArguments) -> Tensor:
-    """The composite of devices other than a CPU."""
+    """The composite backend as it runs on devices other than a CPU: in blocks of rows."""
     if given.activation_format != "dense":
         given = given._replace(x=round_activation(given.x), activation_format="dense")
     return composite_experts.forward(ExpertCall.of(given), given.in_rows())
@@ -51,8 +51,8 @@ RUNS = {
 }
 
 
-def of_experts(result: Tensor, layer: Experts) -> Tensor:
-    """The rows with an expert; the others must be zeros."""
+def rows_with_expert(result: Tensor, layer: Experts) -> Tensor:
+    """The rows of expert slots with an expert. All other rows must be zeros."""
     assert not result[~layer.has_expert].count_nonzero()
     return result[layer.has_expert]
 
@@ -68,7 +68,7 @@ def test_results_match_a_loop_over_experts(weight_format: str, how: str, data: s
     result = layer.forward() if run is None else run(layer.given)
     assert result.dtype is layer.given.x.dtype
     assert result.is_contiguous()
-    found, expected = of_experts(result, layer), of_experts(layer.oracle(), layer)
+    found, expected = rows_with_expert(result, layer), rows_with_expert(layer.oracle(), layer)
     assert relative_error(found, expected) <= BUDGET[result.dtype]
 
 
@@ -76,9 +76,9 @@ def test_results_match_a_loop_over_experts(weight_format: str, how: str, data: s
 @given(data=st.data())
 @examples(60)
 def test_sorted_rows_give_the_same_bits(how: str, data: st.DataObject) -> None:
-    """Rows past the last end are zeros, and their x, which is NaN in some routings, is not read.
+    """`grouped_forward` has the bits of `experts_forward`. Rows past the last expert are zeros; their x is not read.
 
-    In float64 the library multiplies, and its last bits depend on the memory layout.
+    float64 is compared with a tolerance: the last bits of BLAS depend on the memory layout.
     """
     layer = data.draw(expert_layers(DTYPES))
     given, pairs = sorted_rows(layer)
@@ -113,7 +113,7 @@ def test_experts_down_matches_a_loop(weight_format: str, data: st.DataObject) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_experts_down_has_the_range_of_float32(weight_format: str, dtype: torch.dtype, rows: int) -> None:
-    """Products of any number of rows may exceed float16 before they are weighted; an infinity stays one."""
+    """Products may exceed float16 before they are multiplied by expert weights. Infinite results stay infinite."""
     stored, dense = FORMATS[weight_format], torch.full((1, 5, 256), 20.0)
     weight, scale = (dense.to(dtype), None) if stored.is_dense else stored.quantize(dense[0])
     weight, scale = weight.view(1, 5, -1), None if scale is None else scale[None]
@@ -144,7 +144,7 @@ def test_offs_of_any_value_stay_in_bounds(values: list[int]) -> None:
 
 
 def test_the_composite_of_other_devices_reads_no_value_on_the_host() -> None:
-    """Fake tensors have no values, so that reading one raises."""
+    """Fake tensors have no values, so reading one raises an error."""
     layer, down = make_experts(weighted=True), make_down(make_experts())
     both = [(ExpertCall.of(given), given.in_rows()) for given in (layer.given, sorted_rows(layer)[0])]
     with FakeTensorMode() as mode:
@@ -161,7 +161,7 @@ def test_a_prepared_call_takes_other_loads() -> None:
     expert_dispatch._prepared.clear()
     for routing in ROUTINGS:
         layer = make_experts(routing=routing, seed=3)
-        assert_matches(of_experts(layer.forward(), layer), of_experts(layer.oracle(), layer), what=routing)
+        assert_matches(rows_with_expert(layer.forward(), layer), rows_with_expert(layer.oracle(), layer), what=routing)
     assert len(expert_dispatch._prepared) == 1
 
 
@@ -329,7 +329,7 @@ def test_vmap_over_tokens_and_over_weights() -> None:
 
 
 def test_flops_count_the_rows_of_the_result() -> None:
-    """6 tokens of 2 experts, 3 masks, 10 x 24; the gradients of x and weight are twice as many."""
+    """6 tokens with 2 experts each, 3 masks, 10 x 24. The backward pass has twice as many flops as the forward pass."""
     layer = make_experts()
     given, _ = sorted_rows(layer)
     x, weight = leaf(given.x), leaf(given.weight)

@@ -11,7 +11,7 @@ mglu = torch.ops.mglu
 
 
 def good(op: str) -> dict[str, object]:
-    """The arguments of a valid call: 6 tokens, 2 experts of 4 each, 3 masks, 10 x 24."""
+    """The arguments of a valid call: 6 tokens with 2 of 4 experts each, 3 masks, 10 x 24."""
     layer = make_experts(weighted=True)
     given, (rows, _) = layer.given, sorted_rows(layer)
     if op == "experts_down":

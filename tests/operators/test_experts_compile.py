@@ -1,4 +1,4 @@
-"""The operators over experts in graphs: opcheck, torch.compile with other loads, and export."""
+"""The operators over experts in graphs: opcheck, torch.compile with several routings, and export."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_opcheck_below_autograd(weighted: bool, needs: list[bool], logits_dtype:
 
 
 def whole_layer(x: Tensor, weight: Tensor, masks: Tensor, down: Tensor, router: Tensor) -> Tensor:
-    """A layer of a mixture of experts in inference."""
+    """A mixture-of-experts layer in inference."""
     top = (x @ router.T).softmax(-1).topk(2)
     y = mglu.experts_forward(x, weight, masks, top.indices)
     return mglu.experts_down(y, down, top.indices, top.values)
@@ -78,7 +78,7 @@ def trained_layer(x: Tensor, weight: Tensor, logits: Tensor, offs: Tensor) -> Te
 
 
 def with_gradients(function: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, ...]:
-    """The result, and the gradients of all arguments but the last one."""
+    """The result, and the gradients of all arguments except the last."""
     leaves = [leaf(one) for one in args[:-1]]
     y = function(*leaves, args[-1])
     return y, *torch.autograd.grad(y.square().sum(), leaves)

@@ -1,4 +1,4 @@
-"""Weights in other formats than x's dtype."""
+"""Weights in quantized formats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ forward = torch.ops.mglu.forward
 
 @every_format
 @given(
-    # The norm of fewer features may be as small as what rounding leaves of a difference.
+    # With fewer features, cancellation may leave a result as small as its rounding errors.
     sizes=st.tuples(st.integers(0, 40), st.integers(64, 300), st.integers(0, 300).map(lambda half: 2 * half)),
     n_masks=st.integers(1, 16),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -40,7 +40,7 @@ forward = torch.ops.mglu.forward
 )
 @examples(25)
 def test_results_match_the_oracle_of_the_decoded_weight(name, sizes, n_masks, dtype, backend):
-    """Backends of the CPU sum decoded weights that are exact, or rounded to float32: the error is a dense weight's."""
+    """CPU backends decode weights exactly or to float32, so errors stay within the budget of dense weights."""
     given, expected = stored_layer(name, dtype, *sizes, n_masks)
     found = forward(*given) if backend is None else dispatch.forward(given, backend=backend)
     assert relative_error(found, expected) < BUDGET[dtype]
@@ -96,7 +96,7 @@ def test_quantizing_rounds_to_the_nearest(name: str) -> None:
     assert torch.equal(decoded[7], weight[7])
     again, _ = chosen.quantize(decoded)
     assert torch.equal(again.view(torch.uint8), stored.view(torch.uint8))
-    # The largest distance between stored numbers: fp8 has 4 significant bits, the integers a step of 1.
+    # The largest distance between neighbouring numbers: 32 for fp8 with its 4 significant bits, and 1 for integers.
     step = {torch.float8_e4m3fn: 32, torch.int8: 1, torch.uint8: 1}[chosen.dtype]
     columns = scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(128, 1)[:, :264]
     rows = columns.repeat_interleave(chosen.rows, 0)[:130].double()
@@ -140,14 +140,14 @@ def test_wrong_arguments_are_named(given, changes, error, message, device):
     changed = given._replace(**changes)
     moved = {name: tensor.to(device) for name, tensor in changed.tensors().items()}
     moved = changed._replace(**moved)
-    for trains in (False, True):  # in training, autograd has the arguments first
+    for trains in (False, True):  # in training, autograd sees the arguments first
         with pytest.raises(error, match=message):
             forward(*moved._replace(x=moved.x.clone().requires_grad_(trains)))
 
 
 @pytest.mark.parametrize("name", quick_only_for(["int4_group"], STORED))
 def test_opcheck(name: str) -> None:
-    """Torch cannot compare fp8 tensors, which `test_schema` does with the arguments before and after a call."""
+    """fp8 skips `test_schema`: it compares arguments before and after a call, and torch cannot compare fp8 tensors."""
     given, _ = stored_layer(name, torch.float32, 3, 130, 264, 2)
     trained = given._replace(x=given.x.clone().requires_grad_(), mask_weights=given.mask_weights.requires_grad_())
     checks = CHECKS if given.weight.dtype.is_floating_point else ("test_schema", *CHECKS)
@@ -159,7 +159,7 @@ def test_opcheck(name: str) -> None:
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_x_and_of_mask_weights(name: str, dtype: torch.dtype) -> None:
-    """They equal the decoded weight's, in eager mode and compiled."""
+    """They equal those of a layer with the decoded weight, in eager mode and compiled."""
     given, _ = stored_layer(name, dtype, 5, 130, 264, 3)
     decoded = FORMATS[name].dequantize(given.weight, given.weight_scale, dtype)
 
@@ -193,14 +193,14 @@ def test_autocast_casts_x_alone() -> None:
 
 @every_format
 def test_vmap(name: str) -> None:
-    """Over x it is one call of more tokens; over weights and scales, a loop."""
+    """A vmap over x makes one call with more tokens. A vmap over weights and scales loops over calls."""
     given, _ = stored_layer(name, torch.float32, 4, 130, 264, 2)
     x = torch.stack((given.x, 2 * given.x))
-    of_x = torch.vmap(lambda one: forward(*given._replace(x=one)))(x)
-    torch.testing.assert_close(of_x, torch.stack([forward(*given._replace(x=one)) for one in x]))
+    batched = torch.vmap(lambda one: forward(*given._replace(x=one)))(x)
+    torch.testing.assert_close(batched, torch.stack([forward(*given._replace(x=one)) for one in x]))
     scales = torch.stack((given.weight_scale, 2 * given.weight_scale))
-    of_scales = torch.vmap(lambda one: forward(*given._replace(weight_scale=one)))(scales)
-    assert torch.equal(of_scales, torch.stack([forward(*given._replace(weight_scale=one)) for one in scales]))
+    per_scale = torch.vmap(lambda one: forward(*given._replace(weight_scale=one)))(scales)
+    assert torch.equal(per_scale, torch.stack([forward(*given._replace(weight_scale=one)) for one in scales]))
 
 
 def test_flops_count_the_decoded_weight() -> None:
@@ -226,7 +226,7 @@ def test_kernels_that_take_a_format(name: str, tokens: int) -> None:
     fast = DecodeMma if tokens <= 16 else TileWgmma
     assert isinstance(choice.config, fast)
     assert choice.slow_reason is None
-    # A vector of 16 bytes is 16 columns in 8 bits, and 32 in 4.
+    # A 16-byte vector holds 16 columns of 8 bits or 32 columns of 4 bits.
     for columns, expected in ((256 + 128 // call.weight.bits, fast), (264, Plain)):
         wider = LayerCall.of(stored_layer(name, torch.bfloat16, tokens, 64, columns, 4)[0])
         assert isinstance(choose(wider, hopper).config, expected)

@@ -1,4 +1,4 @@
-"""Gradients of the operators, against autograd through the oracle; and what they cost."""
+"""Gradients of the operators, compared with autograd through the oracle, and the number of their GEMMs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = ("x", "weight", "logits", "mask_weights")
 
 
 def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:
-    """Copies of the tensors of a layer; those in `wanted` require a gradient."""
+    """Copies of a layer's tensors, of which those in `wanted` require a gradient."""
     tensors = {"x": layer.x, "weight": layer.weight, "logits": layer.logits, "mask_weights": layer.mask_weights}
     return {
         name: None if tensor is None else tensor.clone().requires_grad_(name in wanted)
@@ -32,12 +32,12 @@ def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:
 
 
 def run_ste(args: dict[str, Tensor | None], activation: str = "silu") -> Tensor:
-    """The result of `mglu::forward_ste` for what `leaves` returns."""
+    """The result of `mglu::forward_ste` for the tensors of `leaves`."""
     return forward_ste(args["x"], args["weight"], args["logits"], activation, args["mask_weights"])[0]
 
 
 def exact_gradients(layer: Layer, grad_output: Tensor, *wanted: str) -> dict[str, Tensor]:
-    """The gradients that autograd computes through the float64 oracle and the straight-through masks."""
+    """The gradients by autograd through the float64 oracle, with straight-through masks."""
     args = {
         name: None if tensor is None else tensor.detach().double().requires_grad_()
         for name, tensor in leaves(layer).items()
@@ -55,7 +55,7 @@ def wanted_of(layer: Layer) -> tuple[str, ...]:
 @s.examples(60)
 @given(s.layers(dtype=torch.float64), s.layouts, s.seeds)
 def test_gradients_agree_with_the_straight_through_oracle(layer, layout, seed):
-    # If a mask has no 1 in a row, the gate is 0, where rounding decides which derivative relu has.
+    # If a row of a mask has no 1, the gate is 0 up to rounding, and relu's derivative there is arbitrary.
     assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
     wanted = wanted_of(layer)
     args = leaves(layer, *wanted)
@@ -65,7 +65,7 @@ def test_gradients_agree_with_the_straight_through_oracle(layer, layout, seed):
     result.backward(grad_output)
     for name, exact in exact_gradients(layer, grad_output, *wanted).items():
         size = 1 + exact.abs().max().item() + (layer.x.norm() * layer.weight.norm()).item()
-        precision = 1e-7 if name == "logits" else 1e-12  # the logits are float32
+        precision = 1e-7 if name == "logits" else 1e-12  # logits and their gradients are float32
         torch.testing.assert_close(args[name].grad.double(), exact, rtol=precision, atol=precision * size)
 
 
@@ -116,7 +116,7 @@ SUBSETS = [subset for size in range(5) for subset in itertools.combinations(NAME
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "none",
 )
 def test_each_subset_of_gradients_runs_only_its_gemms(op, wanted):
-    layer = make_layer(weighted=True, dtype=torch.float64)  # runs library GEMMs, which can be counted
+    layer = make_layer(weighted=True, dtype=torch.float64)  # float64 runs library GEMMs, which can be counted
     args = leaves(layer, *wanted)
     if op == "forward":
         result = forward(args["x"], args["weight"], layer.packed_masks, "silu", args["mask_weights"])
@@ -212,7 +212,7 @@ FUNCTIONS = {
     "forward": lambda weight: forward(LAYER.x, weight, LAYER.packed_masks),
     "forward_ste": lambda weight: forward_ste(LAYER.x, weight, LAYER.logits)[0],
 }
-of_weight = FUNCTIONS["forward"]
+forward_of_weight = FUNCTIONS["forward"]
 each_op = pytest.mark.parametrize("op", FUNCTIONS)
 
 
@@ -226,19 +226,19 @@ def test_double_backward_is_refused(op):
     (first,) = torch.autograd.grad(loss, weight, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
         torch.autograd.grad(first.sum(), weight, retain_graph=True)
-    with pytest.raises(RuntimeError, match=SECOND):  # a gradient penalty: part of the loss has a gradient
+    with pytest.raises(RuntimeError, match=SECOND):  # a gradient penalty: only a part of the loss is a gradient
         (loss + first.square().sum()).backward()
 
 
 def test_create_graph_without_a_second_derivative_works():
     weight = LAYER.weight.clone().requires_grad_()
-    (plain,) = torch.autograd.grad(of_weight(weight).sum(), weight)
-    (kept,) = torch.autograd.grad(of_weight(weight).sum(), weight, create_graph=True)
+    (plain,) = torch.autograd.grad(forward_of_weight(weight).sum(), weight)
+    (kept,) = torch.autograd.grad(forward_of_weight(weight).sum(), weight, create_graph=True)
     assert torch.equal(plain, kept.detach())
 
 
 def total(weight: Tensor) -> Tensor:
-    return of_weight(weight).sum()
+    return forward_of_weight(weight).sum()
 
 
 def grad_x(weight: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def test_func_grad_of_every_argument():
 
 def test_jacrev_equals_the_oracles():
     exact = jacrev(lambda w: reference.forward(LAYER.x, w, LAYER.masks))(LAYER.weight)
-    torch.testing.assert_close(jacrev(of_weight)(LAYER.weight), exact)
+    torch.testing.assert_close(jacrev(forward_of_weight)(LAYER.weight), exact)
 
 
 def test_per_sample_gradients_equal_a_loop():
@@ -321,7 +321,7 @@ def test_per_sample_gradients_equal_a_loop():
 
 def test_gradients_through_vmap_equal_a_loop():
     weights = torch.stack([LAYER.weight, -LAYER.weight]).requires_grad_()
-    torch.vmap(of_weight)(weights).sum().backward()
+    torch.vmap(forward_of_weight)(weights).sum().backward()
     for i in range(2):
         torch.testing.assert_close(weights.grad[i], grad(total)(weights[i].detach()))
 

@@ -1,4 +1,4 @@
-"""The errors of imports of this package that cannot work."""
+"""Errors of imports that cannot work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def last_line(folder: Path, *arguments: str) -> str:
-    """The last line on standard error of a Python process that runs in this folder and must fail."""
+    """The last line that a Python process in this folder prints to standard error. The process must fail."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=folder
@@ -41,7 +41,7 @@ finally:
 
 
 WITHOUT_EDITABLE = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]; "
-"""Removes the import hook of an editable install, which would find our modules despite the user's package."""
+"""Removes the import hook of an editable install, which would find our modules before the user's."""
 
 
 @pytest.mark.long

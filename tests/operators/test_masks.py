@@ -1,4 +1,4 @@
-"""The packed format: each bit of it, its inverse, and the tensors that it refuses."""
+"""The packed format: the position of each bit, unpacking, and the tensors that are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_logits_are_packed_by_their_sign(n_masks, out_features, in_features, lay
     packed = torch.ops.mglu.pack_logits(logits)
     assert torch.equal(packed, expected)
     assert packed.is_contiguous()
-    for source in (logits, logits > 0):  # the operators use the kernels only for larger masks than these
+    for source in (logits, logits > 0):  # the operators themselves use the kernels only for larger masks
         if BACKENDS["cpu"].can_pack(source):
             assert torch.equal(BACKENDS["cpu"].pack(source), expected)
 
@@ -71,7 +71,7 @@ def test_the_kernels_pack_large_masks_as_torch_does():
 
 @pytest.mark.parametrize("shape", [(1, 3, 8), (2, 5, 21), (3, 1, 7), (4, 256, 512), (3, 513, 1029)])
 def test_any_byte_of_a_bool_but_0_is_true(shape):
-    """A uint8 tensor viewed as bool; the kernels pack the larger sizes, and torch the smaller ones."""
+    """For example, a uint8 tensor can be viewed as bool. Kernels pack the larger shapes, and torch the smaller ones."""
     generator = torch.Generator().manual_seed(0)
     octets = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     octets[torch.rand(shape, generator=generator) < 0.4] = 0
@@ -135,7 +135,7 @@ PACKED_DTYPES = (torch.uint8, torch.int8, torch.int64, torch.float32, torch.bool
 
 @st.composite
 def packed_tensors(draw: st.DrawFn) -> tuple[Tensor, int, int]:
-    """Draw a tensor that may be packed masks, and the in_features and out_features of its layer, which often match."""
+    """Draw a tensor, in_features and out_features. Often they are valid packed masks of a layer of this size."""
     in_features, out_features, n_masks = draw(st.integers(1, 20)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
     shape = [out_features, (in_features + 7) // 8, n_masks]
     if draw(st.booleans()):

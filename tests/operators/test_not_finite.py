@@ -1,6 +1,6 @@
-"""NaN and infinity in the arguments: the rule of `mglu_ops.ops`, for every backend that runs on a CPU.
+"""The rule of `mglu_ops.ops` for NaN and infinity in arguments, on all backends that run on a CPU.
 
-tests/triton/triton_interpreted.py checks the Triton kernels, and tests/gpu/test_not_finite_gpu.py the GPU's.
+tests/triton/triton_interpreted.py checks Triton kernels, and tests/gpu/test_not_finite_gpu.py the GPU's kernels.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ VALUES = [math.nan, math.inf, -math.inf]
 
 
 def changed(layer: Layer, where: str, value: float) -> Layer:
-    """The layer with a value that is not finite at token 1 or row 1."""
+    """The layer with `value` at token 1 or row 1 of the argument `where`."""
     tensor = getattr(layer, where).clone()
     tensor[1, -1] = value
     return replace(layer, **{where: tensor})
 
 
 def launches(backend: str, dtype: torch.dtype) -> list[str | None]:
-    """The ways in which a backend can run a call; for the CPU, the instruction sets of this machine."""
+    """The launch options of a backend: for the CPU, this machine's instruction sets, and otherwise only the default."""
     if backend != "cpu":
         return [None]
     return [isa for isa in cpu.ISAS if isa != "best" and library.load().supports(isa, dtype)]
@@ -92,7 +92,7 @@ def test_a_nan_logit_is_a_0_of_the_mask(dtype: torch.dtype, records: bool) -> No
 
 
 def test_a_nan_gradient_reaches_weight_and_logits_together() -> None:
-    """So a fused layer whose weight is trained returns NaN after a step with NaN; NaN logits alone do not show."""
+    """NaN logits alone would not show, because they count as 0. The NaN weight makes the layer return NaN."""
     torch.manual_seed(0)
     layer, x = MGLU(16, 8, n_masks=2), torch.randn(5, 16)
     optimizer = torch.optim.AdamW(layer.parameters())

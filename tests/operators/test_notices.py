@@ -1,4 +1,4 @@
-"""Notices on standard error change nothing else: whether and where a call runs, or what a command prints."""
+"""Notices on standard error change neither where a call runs nor what a command prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from families import sample
 from mglu_ops import notices
 from mglu_ops.backends.cpu import build
 
-# Large layers warn that a compiler is missing. Then the CPU kernels are built, with a notice to the user.
+# The first compiler is missing, and the large layer warns of it. With the second one, the CPU kernels are built, and a
+# notice says so.
 PROGRAM = """
 import os, sys, torch, mglu_ops
 from mglu_ops.backends.cpu import library
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a 
 
 
 def run_in_shell(arguments: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python, with arguments and redirections of the shell."""
+    """Run Python in bash, so that `arguments` may contain redirections."""
     root, cache = str(Path(__file__).parents[2]), str(tmp_path / "cache")
     return subprocess.run(
         ["bash", "-c", f"{shlex.quote(sys.executable)} {arguments}"],
@@ -55,7 +56,7 @@ def run_in_shell(arguments: str, tmp_path: Path) -> subprocess.CompletedProcess[
 
 
 def copying_compiler(tmp_path: Path) -> Path:
-    """A C++ compiler that is fast: it copies the library that the cache of this process holds."""
+    """A fake C++ compiler that copies the library from this process's cache."""
     path = tmp_path / "fast-c++"
     path.write_text(f"#!/bin/sh\nfor out; do :; done\ncp {build.load_library(Path)} $out\n")
     path.chmod(0o755)
@@ -82,7 +83,7 @@ def test_a_command_that_fails_exits_as_usual(how: str, tmp_path: Path) -> None:
 
 
 class Broken:
-    """A user's stream that raises an error, such as one that a notebook has closed."""
+    """A stream that raises an error, such as one that a notebook has closed."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

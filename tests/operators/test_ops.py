@@ -1,4 +1,4 @@
-"""The operators in eager mode, against the float64 oracle, the naive layer, and identities of the equation."""
+"""The operators in eager mode, compared with the float64 oracle, the naive layer, and identities of the equation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ forward, forward_ste, forward_train = torch.ops.mglu.forward, torch.ops.mglu.for
 
 
 def assert_within_condition(result: Tensor, layer: Layer) -> None:
-    """Assert that each element is within the budget, relative to the equation with the absolute values of all terms.
+    """Assert that each element is within the budget, relative to the sum of the absolute values of all terms.
 
-    Unlike the relative error of a whole tensor, this bound is also right for single elements in which terms cancel.
+    Unlike the relative error of the whole tensor, this bound also holds for single elements in which terms cancel.
     """
     total = layer.x.abs().double() @ layer.weight.abs().double().T
     term_weights = len(layer.masks) if layer.mask_weights is None else layer.mask_weights.double().sum(-1, keepdim=True)
@@ -72,7 +72,7 @@ def test_relative_error_is_within_the_budget(activation, dtype, weighted):
 @pytest.mark.parametrize("n_masks", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_error_is_at_most_1_5_times_the_naive_layers(dtype, n_masks, density):
-    """This skips float64, in which the oracle's own rounding is as large as the error."""
+    """float64 is skipped, because the oracle's own rounding errors are as large."""
     for activation in ("silu", "relu", "sigmoid", "identity"):
         layer = make_layer((32,), 256, 64, n_masks, activation=activation, dtype=dtype, density=density)
         exact = layer.oracle()
@@ -102,7 +102,7 @@ def test_defaults_are_silu_without_mask_weights_and_no_argument_is_written_to():
 
 @given(s.layers(dtype=torch.float64), st.integers(1, 16))
 def test_a_mask_given_several_times_counts_several_times(layer, times):
-    """The masks are a tensor with a stride of 0."""
+    """The repeated masks are an expanded tensor with stride 0."""
     single = layer.with_(masks=layer.masks[:1], mask_weights=None)
     packed = single.packed_masks.expand(-1, -1, times)
     repeated = single.with_(masks=single.masks.expand(times, -1, -1), packed_masks=packed)
@@ -111,7 +111,7 @@ def test_a_mask_given_several_times_counts_several_times(layer, times):
 
 @given(s.layers(), s.seeds)
 def test_tokens_are_independent(layer, seed):
-    """A token gives the same result alone and together with other tokens of any value."""
+    """A token's result is the same alone and among other tokens, whatever their values."""
     x = layer.x.reshape(-1, layer.x.shape[-1])
     mask_weight = None if layer.mask_weights is None else layer.mask_weights.reshape(len(x), -1)
     token = seed % len(x)
@@ -124,7 +124,7 @@ def test_tokens_are_independent(layer, seed):
 
 @pytest.mark.parametrize("backend", ["cpu", "composite"])
 def test_relu_squared_beyond_float16_is_infinite_and_a_nan_stays(backend):
-    """One weight makes the gate, and the other the value, which is 1."""
+    """The first column is the gate. The second is the value, which is 1."""
     gates = torch.tensor([200.0, 300.0, -300.0, 0.0, math.nan], dtype=torch.float16)
     x, weight = torch.stack((gates, torch.ones_like(gates)), 1), torch.ones(1, 2).half()
     masks = torch.tensor([[[True, False]]])
@@ -146,17 +146,17 @@ BATCH = 3
 
 
 def batched(tensor: Tensor, count: int = BATCH) -> Tensor:
-    """A batch of `count` tensors: `tensor`, and others with its elements rolled."""
+    """A batch of `count` tensors: `tensor`, and rolled copies of it."""
     return torch.stack([tensor.roll(i, dims=-2 if tensor.dim() > 1 else 0) for i in range(count)])
 
 
 def assert_equals_a_loop(function: Callable[..., Any], dims: tuple[int | None, ...], *args: Tensor) -> None:
-    """Assert that vmap over these dimensions gives what a loop over the entries of the batch gives."""
+    """Assert that vmap over these dimensions equals a loop over the batch."""
     found = torch.vmap(function, dims)(*args)
     for i in range(BATCH):
         expected = function(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, dims, strict=True)))
-        of_entry = tuple(part[i] for part in found) if isinstance(found, tuple) else found[i]
-        torch.testing.assert_close(of_entry, expected)
+        entry = tuple(part[i] for part in found) if isinstance(found, tuple) else found[i]
+        torch.testing.assert_close(entry, expected)
 
 
 @pytest.mark.parametrize("name", ["forward", "forward_ste", "forward_train"])
@@ -191,7 +191,7 @@ def test_vmap_over_packing():
     masks = batched(make_layer().masks)
     assert_equals_a_loop(torch.ops.mglu.pack_masks, (0,), masks)
     assert_equals_a_loop(torch.ops.mglu.pack_logits, (0,), masks.float())
-    packed = torch.stack([torch.ops.mglu.pack_masks(of_layer) for of_layer in masks])
+    packed = torch.stack([torch.ops.mglu.pack_masks(layer_masks) for layer_masks in masks])
     assert_equals_a_loop(lambda packed: torch.ops.mglu.unpack_masks(packed, 24), (0,), packed)
 
 

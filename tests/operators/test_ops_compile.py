@@ -98,7 +98,7 @@ def frames(
     weighted: bool = False,
     prepare: Callable[[Tensor], None] = lambda x: None,
 ) -> list[int]:
-    """Call a function compiled with dynamic=True once for each size, and count the graphs after each call.
+    """Compile a function with dynamic=True, call it once per size, and return the number of graphs after each call.
 
     Each call's result and gradients are compared with eager mode.
     """
@@ -132,7 +132,7 @@ ORDERS = ((1, 2, 1000, 0, 8), (8, 1, 1000, 0, 2))
 @pytest.mark.parametrize("order", quick_only_for(ORDERS[:1], ORDERS), ids=["from-1", "from-8"])
 @pytest.mark.parametrize("training", quick_only_for([True], [False, True]), ids=["inference", "training"])
 def test_an_operator_compiles_as_many_graphs_as_a_linear_layer(training, order):
-    """With dynamic=True alone, torch compiles any function for 0 tokens, for 1 token and for all other numbers."""
+    """With dynamic=True, torch compiles any function three times: for 0 tokens, 1 token, and all other numbers."""
     linear = frames("linear", order, training=training)
     assert linear[-1] == 3
     for name in LAYERS:
@@ -150,8 +150,8 @@ def test_an_operator_compiles_as_many_graphs_as_a_linear_layer(training, order):
 def test_one_graph_serves_every_number_of_tokens_if_torch_does_not_specialise(backend, name, training, weighted, how):
     """`mark_unbacked` and `backed_size_oblivious` ask torch not to specialise for 0 and 1 tokens.
 
-    The operators must add no guard that does. With `backed_size_oblivious`, Inductor of torch 2.13 sometimes adds
-    guards of its own, even for a linear layer.
+    The operators must not add guards that specialise. With `backed_size_oblivious`, Inductor of torch 2.13 sometimes
+    adds guards itself, even for a linear layer.
     """
     prepare = (lambda x: mark_unbacked(x, 0)) if how == "unbacked" else (lambda x: None)
     for order in ORDERS:
@@ -176,7 +176,7 @@ def test_data_dependent_sizes_compile_in_one_graph():
 
 @pytest.mark.parametrize(
     ("dtype", "backend"),
-    quick_cases(  # the quick tests compile both operators with Inductor above
+    quick_cases(  # the tests above already compile both operators with Inductor
         [(torch.bfloat16, "aot_eager")],
         [*((dtype, "aot_eager") for dtype in DTYPES), (torch.float32, "inductor"), (torch.bfloat16, "inductor")],
     ),
@@ -227,7 +227,7 @@ def test_compiled_autocast_equals_eager_autocast():
 
 @pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
 def test_a_graph_holds_one_node_for_each_operator_call(partition):
-    """In training these are forward_train and backward, whatever the number of masks. Nothing is recomputed."""
+    """In training these are forward_train and backward, for any number of masks. Nothing is recomputed."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:

@@ -1,4 +1,4 @@
-"""CPU backends lose no more digits than the naive layer where gates and values have very different sizes."""
+"""CPU backends lose no more digits than the naive layer if gates and values have very different sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def isas(dtype: torch.dtype) -> list[str]:
-    """The instruction sets of this machine for a dtype."""
+    """This machine's instruction sets that have kernels for a dtype."""
     loaded = library.load()
     assert isinstance(loaded, library.Library), loaded
     return [isa for isa in library.ISAS if loaded.supports(isa, dtype)]
@@ -55,13 +55,13 @@ def test_composite(data):
     dtype = data.draw(st.sampled_from(DTYPES))
     layer = data.draw(outlier_layers(dtype))
     result = run_on("composite", layer.x, layer.weight, layer.packed_masks, layer.activation)
-    slack = BUDGET[dtype] if dtype is torch.float32 else 0.0  # another order of sums, no wider than the operands
+    slack = BUDGET[dtype] if dtype is torch.float32 else 0.0  # float32 sums in another order, without more precision
     assert_loses_no_more_than_naive(result, layer, slack)
 
 
 @given(st.data())
 def test_sums_with_flipped_signs(data):
-    """Values computed as differences, as in training and in GPU kernels, keep the documented bound."""
+    """Training and GPU kernels compute values as differences of sums. They keep the documented bound."""
     layer = data.draw(outlier_layers(data.draw(st.sampled_from(DTYPES))))
     result, _ = torch.ops.mglu.forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation)
     assert_loses_no_more_than_naive(result, layer, slack_of_differences(layer))
@@ -71,14 +71,14 @@ def test_sums_with_flipped_signs(data):
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_sums_overflow_where_the_naive_layers_do(dtype, n_masks):
-    """A gate near or past the largest float32 changes no value, and no doubled sum overflows before it."""
+    """A gate near or past the largest float32 leaves values right, and sums that a kernel doubles do not overflow."""
     for tokens in TOKENS:
         for large, activation in ((-2.5e38, "silu"), (-2.5e38, "identity"), (-4e38, "relu"), (4e38, "tanh")):
             layer = make_layer((tokens,), 24, 9, n_masks, activation=activation, dtype=dtype)
             masks = torch.zeros_like(layer.masks)
             masks[:, :, :4] = True
             weight = torch.full_like(layer.weight, 0.0)
-            weight[:, 0], weight[:, 5] = large / 1e19, 2.0**-100  # the result is finite where the gate is
+            weight[:, 0], weight[:, 5] = large / 1e19, 2.0**-100  # the small value keeps the product finite
             x = torch.ones_like(layer.x)
             x[:, 0] = 1e19
             layer = layer.with_(x=x, weight=weight, masks=masks)

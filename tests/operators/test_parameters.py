@@ -1,4 +1,4 @@
-"""The structs of parameters that Python reads from the C++ and CUDA sources."""
+"""The parameter structs that Python reads from the C++ and CUDA sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRUCTS = [(source, found[0], found[1]) for source in SOURCES for found in _STRU
 
 
 def offsets(fields: Parameters) -> dict[str, int]:
-    """The offset of each field, from where the host writes it."""
+    """The offset at which the host writes each field."""
     packed = bytearray(fields.size)
     fields.pointer_struct.pack_into(
         packed, 0, *fields.in_order({name: 1 + i for i, name in enumerate(fields.pointers)})

@@ -1,8 +1,8 @@
-"""A repeated call skips the checks, so it must not count as repeated if anything that they depend on has changed.
+"""A repeated call skips the checks. It must not count as repeated if anything that they depend on has changed.
 
-Each test makes a good call, changes one property of one argument, and expects what the changed call gives when it is
-the first: the same error, or the same bits. It runs in a process of its own, because a call that wrongly skips a check
-reads memory outside the tensor.
+Each test makes a good call, and changes one property of one argument. The next call must give the same error or the
+same bits as in a new process. The calls run in a forked process, because a call that wrongly skips a check reads memory
+outside the tensor.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Change = Callable[[Arguments, str], None]
 SPARE = 64
 """Elements before and after an argument in its storage."""
 
-TOKENS, IN, OUT, N_MASKS = 8, 24, 16, 3  # so that the bytes of every tensor are a multiple of 16
+TOKENS, IN, OUT, N_MASKS = 8, 24, 16, 3  # every tensor's size is a multiple of 16 bytes
 
 
 def _roomy(tensor: Tensor) -> Tensor:
-    """The same values in the middle of a larger storage."""
+    """A copy in the middle of a larger storage."""
     flat = tensor.new_zeros(tensor.numel() + 2 * SPARE)
     flat[SPARE : SPARE + tensor.numel()] = tensor.flatten()
     return flat[SPARE : SPARE + tensor.numel()].view(tensor.shape)
 
 
 def arguments(op: str) -> Arguments:
-    """The arguments of a good call. Every size differs from the others, and the values are the same each time."""
+    """The arguments of a good call. All sizes differ, and the values are the same at every call."""
     args = arguments_of(op, make_layer((TOKENS,), IN, OUT, N_MASKS, weighted=True))
     return {name: _roomy(value) if isinstance(value, Tensor) else value for name, value in args.items()}
 
@@ -63,7 +63,7 @@ def forget() -> None:
 
 
 def _end(tensor: Tensor) -> int:
-    """The bytes that the storage of a contiguous tensor must have."""
+    """The number of bytes that a contiguous tensor needs in its storage."""
     return (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
 
 
@@ -76,7 +76,7 @@ def shrink(args: Arguments, name: str) -> None:
 
 
 def shrink_to_the_tensor_before(args: Arguments, name: str) -> None:
-    """A good call with the first tensor, which is still whole, must not vouch for the second."""
+    """Shrink the storage of two tensors to the first. A good call with the first must not vouch for the second."""
     tensor = args[name]
     pair = torch.stack([tensor, tensor])
     args[name] = pair[1]
@@ -85,7 +85,7 @@ def shrink_to_the_tensor_before(args: Arguments, name: str) -> None:
 
 
 def move(args: Arguments, name: str) -> None:
-    """Move the tensor to an address of another alignment, for float32 and for uint8."""
+    """Move the tensor by one element, to an address with another alignment."""
     tensor = args[name]
     tensor.as_strided_(tensor.shape, tensor.stride(), tensor.storage_offset() + 1)
 
@@ -120,7 +120,7 @@ def swap_sizes(args: Arguments, name: str) -> None:
 
 
 def cut(args: Arguments, name: str) -> None:
-    """Leave out the last row, or the last mask of logits."""
+    """Drop the last row, or the last mask of logits."""
     tensor = args[name]
     tensor.as_strided_((len(tensor) - 1, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset())
 
@@ -130,13 +130,13 @@ def add_a_dimension(args: Arguments, name: str) -> None:
 
 
 def other_dtype(args: Arguments, name: str) -> None:
-    """Change the dtype to one of the same size, so that nothing else changes."""
+    """Change only the dtype, to another one of the same size."""
     same_size = {torch.float32: torch.int32, torch.uint8: torch.int8}
     args[name] = args[name].view(same_size[args[name].dtype])
 
 
 def other_device(args: Arguments, name: str) -> None:
-    """Change the device, with the same layout in a storage of the same size, so that nothing else changes."""
+    """Change only the device. Layout and storage size stay."""
     tensor = args[name]
     storage = torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype, device="meta")
     args[name] = storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -160,7 +160,7 @@ def other_values(args: Arguments, name: str) -> None:
 
 
 BEYOND = (free, shrink, shrink_to_the_tensor_before, move_past_the_end, stretch_past_the_end)
-"""The changes that leave a tensor with elements outside its storage."""
+"""Changes after which a tensor has elements outside its storage."""
 
 CHANGES: tuple[Change, ...] = (*BEYOND, move, turn, swap_sizes, cut, add_a_dimension)
 CHANGES += (other_dtype, other_device, other_layout, none, record, other_values)
@@ -177,7 +177,7 @@ OTHER_ARGUMENTS = [
 
 
 def outcome(op: str, name: str, change: Change, *, repeated: bool) -> object:
-    """The results or the error of a changed call, after a good call with the same tensors or as the first call."""
+    """The results or the error of a changed call: after a good call with the same tensors, or as the first call."""
     forget()
     args = arguments(op)
     if repeated:
@@ -191,7 +191,7 @@ def outcome(op: str, name: str, change: Change, *, repeated: bool) -> object:
 
 
 def outcomes_in_a_fork(op: str, name: str) -> list[tuple[object, object]]:
-    """The outcomes of each change as a first call and after a good one, up to a change that ends the process."""
+    """For each change: the outcomes as a first call and after a good call. The list ends at a change that crashes."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -243,7 +243,7 @@ def test_a_changed_argument_other_than_a_tensor_makes_another_call(op: str, name
 
 @pytest.mark.parametrize("op", OPS[:3])
 def test_repeated_calls_also_obey_the_batch_invariant_mode(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No CPU kernel is batch invariant."""
+    """No CPU kernel is batch invariant, so the mode makes every call raise an error."""
     args = arguments(op)
     assert isinstance(run(op, args), list)
     monkeypatch.setattr(batch_invariance, "enabled", True)
@@ -253,7 +253,7 @@ def test_repeated_calls_also_obey_the_batch_invariant_mode(op: str, monkeypatch:
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in TENSORS if op != "forward_ste"])
 def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPU kernels load as many bytes at once as the alignment allows; on a CPU, only the kept calls differ."""
+    """The alignment is part of a kept call's key, because it decides how many bytes GPU kernels load at once."""
     monkeypatch.setattr(dispatch, "_prepared", {})
     monkeypatch.setattr(dispatch, "_training_calls", {})
     args = arguments(op)
@@ -268,19 +268,19 @@ def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: p
 
 
 def test_parts_of_a_large_x_make_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preparing a call takes several times as long as a small call, and a loop may meet a new offset in each step."""
+    """Offsets with the same alignment share a prepared call. Preparing takes several times as long as a small call."""
     monkeypatch.setattr(dispatch, "_prepared", {})
     args = arguments("forward")
     x = args["x"].contiguous()
-    for part in torch.stack([x] * 48).unflatten(0, (3, 16))[:, 0]:  # 16 parts apart, so that the alignment is the same
+    for part in torch.stack([x] * 48).unflatten(0, (3, 16))[:, 0]:  # every 16th part, for the same alignment
         assert isinstance(run("forward", args | {"x": part}), list)
     assert len(dispatch._prepared) == 1
 
 
 class OnAnotherGpu:
-    """A tensor that says it is on a second GPU; only what a key asks of a tensor may be asked of it."""
+    """A tensor that claims to be on a second GPU. It has only the attributes that keys of kept calls read."""
 
-    __class__ = torch.Tensor  # what isinstance asks for
+    __class__ = torch.Tensor  # for isinstance
     device = torch.device("cuda", 1)
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""`forward_train` and `backward` called directly: what is kept, each gradient alone, errors and memory."""
+"""`forward_train` and `backward`, called directly: saved tensors, each gradient alone, errors and memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def forward_train(layer: Layer) -> tuple[Tensor, Tensor]:
 
 
 def flips(layer: Layer) -> Tensor:
-    """F_i, -1 where M_i = 1 and +1 elsewhere, in float64."""
+    """F_i in float64: -1 where M_i = 1, and +1 elsewhere."""
     return 1 - 2 * layer.masks.double()
 
 
 def exact_partials(layer: Layer) -> Tensor:
-    """The derivatives that autograd computes of y as a function of t, all f_i and all r_i, in float64."""
+    """The derivatives of y with respect to t, all f_i and all r_i, by autograd in float64."""
     x, weight, n_masks = layer.x.double(), layer.weight.double(), len(layer.masks)
     t = (x @ weight.T).requires_grad_()
     f = torch.einsum("...h,ndh->...nd", x, weight * flips(layer)).requires_grad_()
@@ -40,13 +40,13 @@ def exact_partials(layer: Layer) -> Tensor:
     r = r.double().unsqueeze(-1).expand_as(f).clone().requires_grad_()
     t_i = t.unsqueeze(-2)
     y = (r * get_activation(layer.activation).forward((t_i - f) / 2) * (t_i + f) / 2).sum()
-    of_t, of_f, of_r = torch.autograd.grad(y, (t, f, r))
-    return torch.cat([of_t.unsqueeze(-2), of_f] + ([] if layer.mask_weights is None else [of_r]), -2)
+    grad_t, grad_f, grad_r = torch.autograd.grad(y, (t, f, r))
+    return torch.cat([grad_t.unsqueeze(-2), grad_f] + ([] if layer.mask_weights is None else [grad_r]), -2)
 
 
 @given(FLOAT64)
 def test_partials_are_the_derivatives_of_the_result(layer):
-    # If a mask has no 1 in a row, the gate is 0, where rounding decides which derivative relu has.
+    # If a row of a mask has no 1, the gate is 0 up to rounding, and relu's derivative there is arbitrary.
     assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
     exact = exact_partials(layer)
     _, partials = forward_train(layer)
@@ -86,7 +86,7 @@ def test_the_inputs_and_the_partials_are_all_that_is_saved(op, weighted):
 
 
 class Sizes(TorchDispatchMode):
-    """Counts the elements of the results of every operator but mglu's."""
+    """Counts the elements of all operators' results, except those of mglu."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_a_result_without_a_gradient_gives_none():
 
 
 def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of x, weight, logits and mask weights as `mglu_ops.ops` writes them, in float64."""
+    """The gradients of x, weight, logits and mask weights by the equations in `mglu_ops.ops`, in float64."""
     grad_output, x, weight, partials = (t.double() for t in (grad_output, layer.x, layer.weight, partials))
     n_masks = len(layer.masks)
     dt, b, terms = (grad_output.unsqueeze(-2) * partials).split((1, n_masks, partials.shape[-2] - 1 - n_masks), -2)
@@ -142,9 +142,9 @@ def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tens
 
 
 def magnitudes(grad_output: Tensor, layer: Layer, partials: Tensor) -> list[Tensor]:
-    """The gradients if no terms cancelled; rounding errors are proportional to them.
+    """The gradients if no terms cancelled, which bound the rounding errors.
 
-    The gradient of the logits may also be the difference of two products with the gradients of gate and value.
+    A backend may compute the gradient of the logits as a difference of two larger products, which is included.
     """
     same_sign = layer.with_(x=layer.x.abs(), weight=layer.weight.abs(), masks=torch.zeros_like(layer.masks))
     grad_x, grad_weight, grad_logits, grad_mask_weights = equations(grad_output.abs(), same_sign, partials.abs())
@@ -193,7 +193,7 @@ def test_zero_tokens_and_one_token(tokens, dtype):
 
 
 GRADIENTS_FACTOR = {0.1: 2.5, 0.25: NAIVE_FACTOR, 0.5: NAIVE_FACTOR, 0.75: NAIVE_FACTOR, 0.9: 2.5}
-"""The largest error of a gradient, as a multiple of the naive layer's, by the density of masks."""
+"""Density of masks -> allowed error of gradients, as a multiple of the naive layer's error."""
 
 
 def naive_gradients(layer: Layer, grad_output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -222,7 +222,7 @@ def assert_as_good_as_naive(layer: Layer, factor: float) -> None:
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [1, 2, 4, 16]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_errors_of_gradients_are_at_most_a_multiple_of_the_naive_layers(dtype, n_masks, density):
-    """This skips float64, in which the oracle's own rounding is as large as the error."""
+    """float64 is skipped, because the oracle's own rounding errors are as large."""
     for activation in ("silu", "relu", "sigmoid", "identity"):
         layer = make_layer((40,), 128, 56, n_masks, activation=activation, dtype=dtype, density=density)
         assert_as_good_as_naive(layer, GRADIENTS_FACTOR[density])

@@ -1,4 +1,4 @@
-"""The largest sizes that a check or a backend accepts, and sizes larger by one."""
+"""The largest sizes that checks and backends accept, and the next larger sizes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_cuda_kernels_pack_fewer_than_2_to_the_31_rows_and_columns(dim: int)
     (torch.bfloat16, 1, 256), (torch.float16, 2, 512), (torch.float32, 1, 64), (torch.float32, 4, 64),
 ])  # fmt: skip
 def test_masks_are_applied_on_chip_up_to_a_number_of_tokens(dtype: torch.dtype, n_masks: int, limit: int) -> None:
-    """33 columns exclude `tile_wgmma`, which takes any number of tokens."""
+    """The 33 columns exclude `tile_wgmma`, which has no limit of tokens."""
     for tokens, backend in ((limit, "cuda"), (limit + 1, "composite")):
         call = LayerCall.contiguous(GPU, dtype, n_masks, tokens, 64, 33)
         assert dispatch.choose(call).backend == backend
