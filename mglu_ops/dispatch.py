@@ -256,7 +256,7 @@ def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
 
 
 def _prepare(backend: Backend, call: LayerCall, given: LayerArguments, launch: Any) -> PreparedCall:
-    """Prepare a call. The prepared call rounds x and copies arguments that are not `in_rows` first, where necessary."""
+    """Prepare a call. If necessary, the prepared call first rounds x, and copies arguments that are not `in_rows`."""
     if call.activation_format != "dense" and not backend.rounds_x:
         return OfRoundedX(backend.prepare(call.with_rounded_x(), launch))
     prepared = backend.prepare(call, launch)
@@ -307,7 +307,10 @@ def pack_logits(mask_logits: Tensor) -> Tensor:
 
 
 def _packing_backend(masks: Tensor) -> Backend | None:
-    """The backend that packs in one pass. None if torch packs, as it does small masks before CPU kernels are built."""
+    """The backend that packs these masks in one pass; None if torch must pack them.
+
+    Small masks on a CPU are not worth building the CPU kernels, so torch packs them until the kernels are loaded.
+    """
     if masks.is_cuda:
         backend = BACKENDS["cuda"]
     elif masks.is_cpu and (masks.numel() >= NOTICEABLE_WEIGHTS or cpu.is_loaded()):

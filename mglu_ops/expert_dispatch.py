@@ -129,7 +129,7 @@ def _asked_for(name: str, call: ExpertCall) -> Backend:
 
 
 def _prepare(backend: Backend, call: ExpertCall, given: ExpertArguments, launch: Any) -> PreparedExperts:
-    """Prepare a call. The prepared call rounds x and copies arguments that are not `in_rows` first, where necessary."""
+    """Prepare a call. If necessary, the prepared call first rounds x, and copies arguments that are not `in_rows`."""
     if call.layer.activation_format != "dense" and not backend.rounds_x:
         rounded = replace(call, layer=call.layer.with_rounded_x())
         return OfRoundedX(backend.prepare_experts(rounded, launch))

@@ -1,4 +1,4 @@
-"""Loads the model that a user names on the command line by a function that returns it with example inputs."""
+"""Loads a user's model for a command. The user names a function that returns the model and example inputs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _free_name(path: Path) -> str:
-    """A module name for a file: its stem, or `types_` with an underscore for `types.py` if another module has it."""
+    """A module name for a file: its stem, or the stem and underscores if another module has that name."""
     name = path.stem
     while name in sys.stdlib_module_names or not _is_of(sys.modules.get(name), path):
         name += "_"

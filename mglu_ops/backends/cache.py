@@ -192,7 +192,7 @@ def _find(folder: Path, artifact: Artifact, load: Callable[[Path, bytes], T]) ->
 
 
 def _lock(folder: Path, artifact: Artifact) -> AbstractContextManager[object]:
-    """Hold the lock of an artifact in a `with` block. The system releases it when the process ends.
+    """Take the lock of an artifact; a `with` block releases it. The system also releases it when the process ends.
 
     Raises:
         OSError: the lock cannot be taken, or another process has held it for `LOCK_SECONDS`.

@@ -197,7 +197,7 @@ def down_backward_in_blocks(
         rows = torch.where(is_used, rows_of_y[pairs], 0).to(dtype)
         factors = torch.where(is_used, weights[pairs], 0)
         if needs[0] or needs[2]:
-            back = _matmul(grad, weight[chosen].mT.to(dtype))  # the gradient of y before its expert weight
+            back = _matmul(grad, weight[chosen].mT.to(dtype))  # the gradient of y, not yet times its expert weight
             grad_y.append((back * factors).to(y.dtype))
             grad_expert_weights.append((back * rows).sum(-1, keepdim=True))
         if needs[1]:
@@ -372,7 +372,7 @@ def down_backward_on_cpu(
     for expert, rows in expert_loop.pairs_of_experts(ids, weight.shape[0]):
         grad = grad_output[rows // top_k].to(wide)
         if needs[0] or needs[2]:
-            back = grad @ weight[expert].to(wide)  # the gradient of y before its expert weight
+            back = grad @ weight[expert].to(wide)  # the gradient of y, not yet times its expert weight
         if needs[0]:
             grad_y.view(-1, d)[rows] = (back * weights[rows, None]).to(y.dtype)
         if needs[2]:

@@ -1,4 +1,4 @@
-"""Searches the fastest launch of a call whose results are correct, by measurements."""
+"""Finds the fastest launch of a call by measurements, among launches with correct results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Layers:
 
 
 def search(call: LayerCall, gpu: Gpu, steps: int, rounds: int, note: Callable[[str], None]) -> Entry:
-    """Search the fastest launch of a call, which may be the one chosen without tables, and return a table entry.
+    """Find the fastest launch of a call, which may be the one chosen without tables, and return a table entry.
 
     Args:
         call: a call of contiguous tensors.

@@ -30,8 +30,8 @@ _CHUNK_MULTIPLE = 64
 """Chunks have a multiple of this many tokens or output features, so that rows fill whole cache lines."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
-"""With up to this many masks, D_0 is rounded to bfloat16 before the D_i are added to it. With more masks, that would
-make the error of dW more than 1.5 times that of the compiled naive layer, which sums over masks in float32."""
+"""With up to this many masks, D_0 is rounded to bfloat16 before the D_i are added to it. With more masks, the error of
+dW would exceed 1.5 times the error of the compiled naive layer, which sums over masks in float32."""
 
 
 def can_run(call: LayerCall) -> bool:

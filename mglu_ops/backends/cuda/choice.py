@@ -55,7 +55,7 @@ def choose(call: LayerCall, gpu: Gpu) -> LaunchChoice:
 
 
 def without_tables(call: LayerCall, gpu: Gpu) -> LaunchConfig:
-    """Choose the launch of a call without tables: that of the first kernel in `CHOICES` that accepts the call."""
+    """Choose the launch of a call without tables. The first kernel in `CHOICES` that accepts the call runs it."""
     return next(config for config in (choose(call, gpu) for choose in CHOICES) if config is not None)
 
 

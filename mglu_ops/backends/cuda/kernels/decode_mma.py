@@ -187,12 +187,14 @@ def in_one_wave(call: LayerCall, tiles: int) -> DecodeMma:
 
     The rules come from measurements (csrc/cuda/decode_mma.md):
 
-    - split_k: the largest power of two for which an SM has at most 12 warps, three for each of its four schedulers; 8
-      warps from 8 masks on with scales of columns. Weights in 8 bits get 16 warps and the shortest stages in two cases:
-      one mask, more than 8 tokens and scales of rows; one or two masks, one token and scales of columns.
-    - sub: up to 8 masks, long stages if warps are few and each has at least four of them, and the longest stages for 8
-      and 4 bits if each warp has at least eight of them. With more masks, long stages if a warp has all of k.
-    - mask_group: 4, which needs the fewest registers. All 8 masks at once are faster if stages are long (swizzled).
+    - split_k: the largest power of two for which the block has at most 12 warps, three for each scheduler of an SM.
+      With scales of columns and 8 or more masks, the limit is 8 warps.
+    - sub for up to 8 masks: 2 if warps are few and each has at least four such stages; 4 for 8- and 4-bit weights if
+      each warp has at least eight such stages.
+    - sub for more masks: 2 if one warp has all of k.
+    - Weights in 8 bits get up to 16 warps and the shortest stages in two cases: scales of rows, one mask and more than
+      8 tokens; scales of columns, one or two masks and one token.
+    - mask_group: 4, which needs the fewest registers. With long stages, all 8 masks at once are faster.
     """
     n_masks = call.n_masks
     # Scales of columns double the registers for sums, which only 8 warps have.

@@ -42,7 +42,7 @@ def max_items(call: ExpertCall, item_rows: int) -> int:
 
 
 def table_bytes(call: ExpertCall, item_rows: int) -> int:
-    """The size of the table in bytes: its entries, and the row numbers sorted by expert unless the rows are sorted."""
+    """The size of the table in bytes: its entries and, if the rows are unsorted, the row numbers in sorted order."""
     return _ENTRY_BYTES * max_items(call, item_rows) + (0 if call.is_sorted else 4 * call.rows)
 
 
