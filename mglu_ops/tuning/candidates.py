@@ -56,7 +56,7 @@ def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
     widths = _LADDERS["tile_wgmma"]["block_tokens"]
     half = next((width for width in widths if 2 * width >= call.tokens), widths[-1])
     pair = TileWgmma(rows=128, block_tokens=half, sub=2, cluster=2)
-    if (call.n_masks + 1) * pair.block_tokens // 2 <= 168:  # the most accumulators of a thread
+    if (call.n_masks + 1) * pair.block_tokens <= 336:  # so a thread has at most 168 accumulators, half of this
         found += [_with_full_ring(replace(pair, sparse=sparse), call, gpu) for sparse in (False, True)]
     return [config for config in dict.fromkeys(found) if config.violation(call, gpu) is None]
 
