@@ -59,7 +59,7 @@ struct Forward {
     std::int64_t tokens;
     std::int64_t out_features;
     std::int64_t in_features;
-    std::int64_t n_masks;                  // 1 to 16, or 0 for x W^T, which ignores masks, their weights and activation
+    std::int64_t n_masks;                  // 1 to 16; 0 for x W^T without masks, mask weights and activation
     std::int64_t x_stride;                 // from one token to the next
     std::int64_t weight_stride;            // from one output feature to the next, in stored elements
     std::int64_t mask_stride;              // from one output feature to the next, in bytes

@@ -32,7 +32,7 @@ struct StageShape {
 };
 
 // Copies one warp's 16 rows from global memory into its ring, stage by stage. A lane keeps one pointer into W and one
-// into the masks; its other copies are a number of rows further that is the same for all lanes.
+// into the masks. It finds its other copies by row offsets that are the same for all lanes.
 template <typename Shape, int kStep>  // a warp takes every kStep-th stage of k
 class StageLoader {
     static constexpr int kRows = Shape::kRows;

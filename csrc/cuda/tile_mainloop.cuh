@@ -119,8 +119,8 @@ __device__ __forceinline__ void release_stage(u32 empty, int lane) {
     }
 }
 
-// The row of W, of every 8, that is row g of a sparse MMA: 0, 5, 2, 7, 1, 4, 3, 6. In this order each half of a warp,
-// whose lanes load 8 bytes each, uses every bank once, both for W (vector v of row r at v ^ r) and for masks of 32, 64
+// Maps row g of a sparse MMA to one of 8 rows of W: 0, 5, 2, 7, 1, 4, 3, 6. In this order each half of a warp, whose
+// lanes load 8 bytes each, uses every bank once, both for W (vector v of row r at v ^ r) and for masks of 32, 64
 // or 128 bytes per row.
 __device__ __forceinline__ int sparse_row(int g) { return g % 2 * 4 | (g & 2) | (g / 4 ^ g % 2); }
 

@@ -150,7 +150,7 @@ def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
     if not module.learnable_masks:
         return
     if parametrize.is_parametrized(module, LOGITS):
-        # remove_parametrizations deletes a property of the class, which copies made by deepcopy share.
+        # remove_parametrizations deletes a property of the class, and deep copies of a module share its class.
         _parametrized_class(module, type(module).__bases__)
         parametrize.remove_parametrizations(module, LOGITS, leave_parametrized=True)
     if f"{LOGITS}_orig" in module._parameters:

@@ -203,7 +203,7 @@ class StoredLinear(nn.Module):
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The sizes before those of one layer: `(num_experts,)`, or none."""
+        """The leading sizes of all tensors: `(num_experts,)` for experts, else empty."""
         return () if self.num_experts is None else (self.num_experts,)
 
     @property

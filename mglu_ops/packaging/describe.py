@@ -250,7 +250,7 @@ def conditions_of_code(graph: Graph, program: ExportedProgram, inputs: list[Inpu
 
 
 def _minima(graph: Graph) -> Iterator[tuple[Any, int]]:
-    """Yield (size, minimum) for each size of a graph, an expression, that must not be below a minimum."""
+    """Yield (size, minimum) for each size of a graph that has a minimum. Sizes are symbolic expressions."""
     import sympy
     from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 

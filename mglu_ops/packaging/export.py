@@ -421,7 +421,7 @@ def _symbols_in_integers() -> Iterator[None]:
             return None
         relation, value = solution
         dividend, divisor = sympy.fraction(sympy.together(value))
-        # The divisor may be the size of another input, and 0.
+        # The divisor may be the size of another input, which may be 0.
         return relation, FloorDiv(dividend, Max(1, divisor))
 
     try_solve, solve.try_solve = solve.try_solve, exactly

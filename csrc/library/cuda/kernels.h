@@ -1,5 +1,5 @@
-// The kernels of the library, both those in it and those that NVRTC compiles where it runs, and the tables that choose
-// the kernel of a call.
+// The kernels that are compiled into the library or, by NVRTC, at run time, and the tables that choose the kernel of a
+// call.
 #pragma once
 
 #include <compare>
