@@ -53,7 +53,8 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in distributions_of("torch"):
         files = metadata.files(name) or []
         for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
-            (folder / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
+            if not (folder / top).exists():  # several distributions share a namespace package
+                (folder / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
     zipfile.ZipFile(wheel).extractall(folder)
     return folder
 
