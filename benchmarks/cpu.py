@@ -28,8 +28,9 @@ from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.backends import BACKENDS, cpu
 from mglu_ops.backends.cpu.build import find_compiler
 from mglu_ops.backends.cpu.library import Library, load
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.given import Given
 
 MIN_ROUNDS = 3
 CHECKED_TOKENS = 64
@@ -75,10 +76,10 @@ def variants_of(layers: Layers, formats: Sequence[str], baselines: Sequence[str]
     for name in ("dense", *formats):
         stored = [FORMATS[name].quantize(weight) for weight in weights]
         given = [
-            LayerArguments(x, weight, bits, weight_scale=scale, weight_format=name)
+            Given(x, weight, bits, weight_scale=scale, weight_format=name)
             for (weight, scale), bits in zip(stored, packed, strict=True)
         ]
-        prepared = BACKENDS["cpu"].prepare(LayerCall.of(given[0]))
+        prepared = BACKENDS["cpu"].prepare("forward", Call.of(given[0]))
         calls = [partial(prepared, one) for one in given]
         variants.append(Variant(f"mglu cpu {name}".removesuffix(" dense"), partial(run, calls), layers.count))
     if "naive" in baselines:

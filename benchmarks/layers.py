@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.baselines import swiglu
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerArguments
+from mglu_ops.given import Given
 from mglu_ops.timer import layers_for
 
 
@@ -70,10 +70,10 @@ class Layers:
         self.packed = [torch.randint(0, 256, octets, dtype=torch.uint8, device=device) for _ in range(self.count)]
         self._known: dict[tuple[str, int], Tensor] = {}
 
-    def arguments(self, i: int) -> LayerArguments:
+    def arguments(self, i: int) -> Given:
         """The arguments of the operator for layer i."""
         scale, name = self.scales[i], self.format.name
-        return LayerArguments(self.x, self.weights[i], self.packed[i], weight_scale=scale, weight_format=name)
+        return Given(self.x, self.weights[i], self.packed[i], weight_scale=scale, weight_format=name)
 
     def weight(self, i: int, dtype: torch.dtype) -> Tensor:
         """The weight `[d, h]` of layer i, decoded to `dtype`."""

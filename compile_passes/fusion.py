@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-from mglu_ops import expert_ops, formats, notices, ops
+from mglu_ops import formats, given, notices, ops
 
 from .evaluate import Evaluation
 from .memory import Memory, Surroundings
@@ -326,7 +326,7 @@ def _frozen(graph: Graph) -> dict[Node, Tensor]:
 def _source_hash() -> str:
     """A hash of the sources of the pass, and of the operators that it inserts."""
     digest = hashlib.sha256()
-    operators = (Path(str(module.__file__)) for module in (ops, expert_ops, formats))
+    operators = (Path(str(module.__file__)) for module in (ops, given, formats))
     for path in (*sorted(Path(__file__).parent.rglob("*.py")), *operators):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.checks import FLOATING
-from mglu_ops.expert_dispatch import untrainable_reason
+from mglu_ops.dispatch import untrainable_reason
 from mglu_ops.masks import MAX_MASKS
 
 from . import formulas, shapes

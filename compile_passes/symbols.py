@@ -24,9 +24,6 @@ import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import nn
 from torch.fx import Node
 
-import mglu_ops.expert_ops
-import mglu_ops.ops  # noqa: F401
-
 _mglu = torch.ops.mglu
 
 # --- Signatures ------------------------------------------------------------------------------------------------------

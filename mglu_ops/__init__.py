@@ -9,10 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import expert_ops, nn, ops
+    from . import nn, ops
     from .batch_invariance import is_batch_invariant_mode_enabled, set_batch_invariant_mode
     from .dispatch import explain_dispatch
-    from .expert_dispatch import explain_experts_dispatch
     from .masks import check_packed_masks
     from .nn import dequantize, freeze, quantize
     from .packaging.export import export
@@ -30,9 +29,7 @@ __all__ = [
     "dequantize",
     "disable_fusion",
     "enable_fusion",
-    "expert_ops",
     "explain_dispatch",
-    "explain_experts_dispatch",
     "export",
     "freeze",
     "fuse",
@@ -51,7 +48,6 @@ __all__ = [
 _NAMES_OF = {
     "batch_invariance": ("is_batch_invariant_mode_enabled", "set_batch_invariant_mode"),
     "dispatch": ("explain_dispatch",),
-    "expert_dispatch": ("explain_experts_dispatch",),
     "masks": ("check_packed_masks",),
     "nn": ("dequantize", "freeze", "quantize"),
     "packaging.export": ("export",),
@@ -86,4 +82,4 @@ def _runs_as_a_command() -> bool:
 
 
 if not _runs_as_a_command():
-    from . import expert_ops, nn, ops
+    from . import nn, ops

@@ -108,7 +108,7 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, 
     from .backends.cuda.choice import choose
     from .backends.cuda.device import gpu_of_architecture
     from .backends.cuda.kernels import pack, quantize_x
-    from .layer_call import LayerCall
+    from .call import Call
     from .packaging.device_code import capability
 
     device, dtype = torch.device("cuda"), getattr(torch, options.dtype)
@@ -118,7 +118,7 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, 
                 yield pack.source(gpu.arch, kind, n_masks)
             for rows, columns in options.shapes:
                 for tokens in options.tokens:
-                    call = LayerCall.contiguous(
+                    call = Call.contiguous(
                         device,
                         dtype,
                         n_masks,

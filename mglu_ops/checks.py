@@ -5,24 +5,46 @@ The checks read metadata but no values, so they never synchronise and work under
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from .activations import get_activation
 from .formats import FORMATS, WeightFormat, check_activation_format, get_format
-from .layer_call import LayerArguments
+from .given import BackwardGiven, DownGiven, Given, SteGiven
 from .masks import MAX_MASKS, check_layout
 from .sizes import same_sizes
 from .tensors import check_dense
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATING_NAMES = "float16, bfloat16, float32 or float64"
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-def check_layer(given: LayerArguments) -> None:
-    """Check the arguments of `mglu::forward`."""
+# --- One function for each task ---------------------------------------------------------------------------------------
+
+
+def check_forward(given: Given) -> None:
+    """Check the arguments of `mglu::forward`, `mglu::experts_forward` or `mglu::grouped_forward`."""
+    if given.routing is None:
+        _check_layer(given)
+        return
+    x = given.x
+    _check_rank("x", x, "[S, in_features]" if given.expert_ids is None else "[T, in_features]")
+    experts = _check_experts_of(weight=given.weight, packed_masks=given.packed_masks, weight_scale=given.weight_scale)
+    if given.expert_ids is None:
+        _check_offs(given.offs, experts, x.device)
+    else:
+        _check_ids(given.expert_ids, x.shape[0], x.device)
+        x = x.unsqueeze(1).expand(-1, given.expert_ids.shape[1], -1)
+    with _of_each_expert():
+        _check_layer(given.of_expert(0, x, given.mask_weights))
+
+
+def _check_layer(given: Given) -> None:
+    """Check the arguments of one layer."""
     weight_format = get_format(given.weight_format)
     check_inputs(given.x, given.weight, weight_format)
     check_activation_format(given.activation_format, given.weight_format)
@@ -35,6 +57,90 @@ def check_layer(given: LayerArguments) -> None:
     get_activation(given.activation)
     check_packed(given.weight, given.packed_masks, weight_format)
     check_mask_weights(given.x, given.n_masks, given.mask_weights)
+
+
+def check_ste(given: SteGiven) -> None:
+    """Check the arguments of `mglu::forward_ste` or `mglu::grouped_forward_ste`."""
+    x, weight, mask_logits, activation, mask_weights, offs = given
+    if offs is not None:
+        _check_rows_and_experts(x, offs, weight=weight, mask_logits=mask_logits)
+        with _of_each_expert():
+            check_ste(SteGiven(x, weight[0], mask_logits[0], activation, mask_weights))
+        return
+    check_inputs(x, weight)
+    get_activation(activation)
+    check_packable_logits(mask_logits, weight)
+    check_mask_weights(x, mask_logits.shape[0], mask_weights)
+
+
+def check_backward(given: BackwardGiven) -> None:
+    """Check the arguments of `mglu::backward` or, with offs, of `mglu::grouped_backward`."""
+    if given.offs is not None:
+        _check_rows_and_experts(given.x, given.offs, weight=given.weight, packed_masks=given.packed_masks)
+        with _of_each_expert():
+            check_backward(given._replace(weight=given.weight[0], packed_masks=given.packed_masks[0], offs=None))
+        return
+    check_inputs(given.x, given.weight)
+    check_packed(given.weight, given.packed_masks)
+    _check_needs(given.needs, "x", "weight")
+    for name in ("grad_output", "partials"):
+        check_dense(name, getattr(given, name))
+    for name in ("logits_dtype", "mask_weights_dtype"):
+        check_floating(name, getattr(given, name))
+    leading, out_features, n_masks = given.x.shape[:-1], given.weight.shape[0], given.packed_masks.shape[-1]
+    # Partials of a layer with mask weights are valid even if the gradient of the mask weights is not needed.
+    weighted = rows_of_partials(n_masks, has_mask_weights=True)
+    has_mask_weights = given.mask_weights_dtype is not None or same_sizes(given.partials.shape[-2:-1], (weighted,))
+    partials = (*leading, rows_of_partials(n_masks, has_mask_weights), out_features)
+    _check_like("grad_output", given.grad_output, (*leading, out_features), "x", given.x)
+    _check_like("partials", given.partials, partials, "x", given.x)
+
+
+def rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
+    """The size of partials before out_features."""
+    return 2 * n_masks + 1 if has_mask_weights else n_masks + 1
+
+
+def check_down(given: DownGiven) -> None:
+    """Check the arguments of `mglu::experts_down`."""
+    y, weight, ids, expert_weights, scale, name = given
+    weight_format = get_format(name)
+    _check_rank("y", y, "[T, K, in_features]")
+    _check_experts_of(weight=weight, weight_scale=scale)
+    _check_ids(ids, y.shape[0], y.device)
+    check_dense("expert_weights", expert_weights)
+    if expert_weights.dtype not in FLOATING:
+        raise TypeError(f"expert_weights: got dtype {expert_weights.dtype}, must be {FLOATING_NAMES}")
+    for what, tensor in (("y", y), ("expert_weights", expert_weights)):
+        if not same_sizes(tensor.shape[:2], ids.shape) or (tensor is expert_weights and tensor.dim() != 2):
+            raise ValueError(f"{what}: got shape {list(tensor.shape)}, must begin with expert_ids' {list(ids.shape)}")
+    if expert_weights.device != y.device:
+        raise ValueError(f"expert_weights: got device {expert_weights.device}, must be y's device {y.device}")
+    with _of_each_expert():
+        check_inputs(y, weight[0], weight_format, "y")
+        check_scale(weight[0], None if scale is None else scale[0], weight_format)
+
+
+def check_down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> None:
+    """Check the arguments of `mglu::experts_down_backward`."""
+    check_down(given)
+    _check_needs(needs, "y", "weight", "expert_weights")
+    _check_like("grad_output", grad_output, (given.y.shape[0], given.weight.shape[1]), "y", given.y)
+
+
+def check_expert_logits(mask_logits: Tensor) -> None:
+    """Check that mask_logits are floating `[E, n_masks, out_features, in_features]` of at least one expert."""
+    check_dense("mask_logits", mask_logits)
+    if mask_logits.dim() != 4 or mask_logits.shape[0] == 0:
+        raise ValueError(
+            f"mask_logits: got shape {list(mask_logits.shape)}, must be [E, n_masks, out_features, in_features] of at "
+            "least 1 expert"
+        )
+    with _of_each_expert():
+        check_packable_logits(mask_logits[0])
+
+
+# --- Single arguments -------------------------------------------------------------------------------------------------
 
 
 def check_inputs(x: Tensor, weight: Tensor, weight_format: WeightFormat = FORMATS["dense"], name: str = "x") -> None:
@@ -109,7 +215,7 @@ def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> 
         raise ValueError(f"mask_logits: got device {mask_logits.device}, must be x's device {weight.device}")
 
 
-def check_needs(needs: Sequence[bool], *names: str) -> None:
+def _check_needs(needs: Sequence[bool], *names: str) -> None:
     """Check that `needs` has one bool for each argument in `names`: True asks for its gradient."""
     if len(needs) != len(names):
         wanted = f"{len(names)} bools, for the gradients of {', '.join(names)}"
@@ -130,3 +236,78 @@ def check_mask_weights(x: Tensor, n_masks: int, mask_weights: Tensor | None) -> 
         )
     if mask_weights.device != x.device:
         raise ValueError(f"mask_weights: got device {mask_weights.device}, must be x's device {x.device}")
+
+
+def _check_like(name: str, tensor: Tensor, shape: Sequence[int], like: str, other: Tensor) -> None:
+    """Check that a tensor has this shape, and the dtype and device of `other`, which errors call `like`."""
+    check_dense(name, tensor)
+    if not same_sizes(tensor.shape, shape):
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
+    if tensor.dtype != other.dtype:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, must be {like}'s dtype {other.dtype}")
+    if tensor.device != other.device:
+        raise ValueError(f"{name}: got device {tensor.device}, must be {like}'s device {other.device}")
+
+
+def _check_rows_and_experts(x: Tensor, offs: Tensor, **tensors: Tensor) -> None:
+    """Check the shapes of x `[S, in_features]` and offs `[E]`, and that `tensors` are `[E, ...]`."""
+    _check_rank("x", x, "[S, in_features]")
+    _check_offs(offs, _check_experts_of(**tensors), x.device)
+
+
+def _check_offs(offs: Tensor | None, experts: int, device: torch.device) -> None:
+    """Check that offs are int32 `[E]` on x's device. Their values are not read."""
+    check_dense("offs", offs)
+    assert offs is not None
+    if offs.dtype is not torch.int32:
+        raise TypeError(f"offs: got dtype {offs.dtype}, must be torch.int32, as for torch.nn.functional.grouped_mm")
+    if not same_sizes(offs.shape, (experts,)):
+        raise ValueError(f"offs: got shape {list(offs.shape)}, must be [{experts}], the end of each expert's rows")
+    if offs.device != device:
+        raise ValueError(f"offs: got device {offs.device}, must be x's device {device}")
+
+
+def _check_ids(expert_ids: Tensor, tokens: int, device: torch.device) -> None:
+    check_dense("expert_ids", expert_ids)
+    if expert_ids.dtype not in INDEX_DTYPES:
+        raise TypeError(f"expert_ids: got dtype {expert_ids.dtype}, must be torch.int32 or torch.int64")
+    if expert_ids.dim() != 2 or not same_sizes(expert_ids.shape[:1], (tokens,)) or expert_ids.shape[1] == 0:
+        raise ValueError(
+            f"expert_ids: got shape {list(expert_ids.shape)}, must be [T, K] = [{tokens}, K] with K of at least 1"
+        )
+    if expert_ids.device != device:
+        raise ValueError(f"expert_ids: got device {expert_ids.device}, must be x's device {device}")
+
+
+def _check_rank(name: str, tensor: Tensor, shape: str) -> None:
+    check_dense(name, tensor)
+    if tensor.dim() != shape.count(",") + 1:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {shape}")
+
+
+def _check_experts_of(**tensors: Tensor | None) -> int:
+    """Check that all tensors are `[E, ...]` as the weight is, and return E."""
+    weight = tensors["weight"]
+    check_dense("weight", weight)
+    assert weight is not None
+    if weight.dim() != 3 or weight.shape[0] == 0:
+        raise ValueError(
+            f"weight: got shape {list(weight.shape)}, must be [E, ...] with the weights of at least 1 expert in 3 sizes"
+        )
+    for name, tensor in tensors.items():
+        if tensor is None and name == "weight_scale":
+            continue
+        check_dense(name, tensor)
+        assert tensor is not None
+        if not same_sizes(tensor.shape[:1], weight.shape[:1]):
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, must begin with E = {weight.shape[0]} experts")
+    return weight.shape[0]
+
+
+@contextmanager
+def _of_each_expert() -> Iterator[None]:
+    """Append "(of each expert)" to the errors of a layer's checks, which show the shapes of one expert."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} (of each expert)") from None

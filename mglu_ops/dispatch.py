@@ -1,36 +1,34 @@
 """Chooses the backend for a call of an operator, prepares the call and runs it.
 
-A `LayerCall` describes a call of `mglu::forward`. `choose` is a pure function of the description and names the backend.
-The backend prepares the call: it decides everything except the tensors. Later calls with the same description reuse the
-prepared call. Nothing is tuned or timed at run time. `backend=` overrides the choice, for tests and for tuning.
+A `Call` describes what an operator was given. The first backend that can run the task is chosen, as a pure function of
+the description, and prepares it: it decides everything except the tensors. Later calls with the same description reuse
+the prepared call. Nothing is tuned or timed at run time. `backend=` overrides the choice, for tests and for tuning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
-from . import batch_invariance, notices
-from .backends import BACKENDS, Backend, PreparedCall, cpu
-from .backends.base import BackwardArguments, PreparedBackward, PreparedForwardTrain
-from .backends.cuda import Cuda, LaunchConfig
-from .backends.cuda.choice import LaunchChoice
-from .checks import check_layer
+from . import checks, notices
+from .backends import BACKENDS
+from .backends.base import Backend, Description, Prepared, Reason, Task
+from .call import Call, Key, metadata_key
 from .formats import round_activation
-from .layer_call import Key, LayerArguments, LayerCall, as_rows, metadata_key
-from .masks import pack
-from .words import counted
+from .given import OPERATORS, BackwardGiven, DownGiven, Given
+from .masks import pack, packed_shape
 
 CALLS_KEPT = 4096
-"""The capacity of each cache of prepared calls. A full cache is cleared, and calls are prepared again."""
+"""The capacity of the cache of prepared calls. A full cache is cleared, and calls are prepared again."""
 
-_prepared: dict[Key, PreparedCall] = {}
-"""The prepared calls by the metadata of their tensors."""
+_prepared: dict[Key, Prepared] = {}
+"""The prepared calls by the metadata of their arguments: of `metadata_key` for inference, else of `arguments_key`."""
 
 
 # --- The choice of a backend -----------------------------------------------------------------------------------------
@@ -44,31 +42,34 @@ class Choice:
         backend: its name.
         reason: why it was chosen.
         is_fallback: True if `reason` prevents a faster backend or kernel from running the call.
-        launch: the launch configuration of the CUDA backend.
+        launch: the launch configuration, if the backend has several.
         launch_origin: the source of `launch`: a table of measured launches, or the cost model.
         weight_format: the format of the weight (`mglu_ops.formats`).
         activation_format: the format to which the kernel or torch rounds x before it is multiplied.
+        rounds_x: True if the kernel multiplies in `activation_format`.
+        is_kept: True if later calls with the same description may reuse the prepared call.
     """
 
     backend: str
     reason: str
     is_fallback: bool = False
-    launch: LaunchConfig | None = None
+    launch: Any = None
     launch_origin: str = ""
     weight_format: str = "dense"
     activation_format: str = "dense"
+    rounds_x: bool = False
+    is_kept: bool = True
 
     @property
     def kernel(self) -> str | None:
-        """The CUDA backend's kernel: decode_mma, tile_wgmma or plain."""
+        """The name of the kernel, where a backend has several."""
         return None if self.launch is None else self.launch.kernel
 
     def __str__(self) -> str:
         launch = "" if self.launch is None else f" {self.launch}, by {self.launch_origin}"
         stored = "" if self.weight_format == "dense" else f", weight in {self.weight_format}"
         if self.activation_format != "dense":
-            rounds_x = self.launch is not None and self.launch.rounds_x
-            stored += f", x {'in' if rounds_x else 'rounded to'} {self.activation_format}"
+            stored += f", x {'in' if self.rounds_x else 'rounded to'} {self.activation_format}"
         return f"{self.backend}{launch}{stored}: {self.reason}"
 
 
@@ -81,105 +82,102 @@ REFUSED = (
 )
 
 
-def explain_dispatch(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    mask_weights: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_format: str = "dense",
-    activation_format: str = "dense",
-) -> Choice:
-    """The backend and the kernel for a call of `mglu::forward` with these arguments. Reads no tensor values.
+def explain_dispatch(*args: Any, **kwargs: Any) -> Choice:
+    """The backend and the kernel that would run a call of an operator. Reads no tensor values.
+
+    Args:
+        *args: an operator, such as `torch.ops.mglu.experts_forward`, and its arguments. Without an operator, they are
+            the arguments of `mglu::forward`: x, weight, packed_masks, activation and so on.
+        **kwargs: arguments of the operator by name.
 
     Raises:
-        TypeError: an argument is not a dense tensor, or has a wrong dtype.
-        ValueError: the shape or the device of an argument is wrong, or there is no such activation.
+        TypeError: an argument is missing or unknown, is not a dense tensor, or has a wrong dtype.
+        ValueError: the shape or the device of an argument is wrong, there is no such activation, or the operator is
+            not one of `mglu_ops.given.OPERATORS`.
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and no kernel can run the call in it.
+        NotImplementedError: no backend runs the operator on this device.
     """
-    given = LayerArguments(
-        x, weight, packed_masks, activation, mask_weights, weight_scale, weight_format, activation_format
-    )
-    check_layer(given)
-    return choose(LayerCall.of(given))
+    op: Any = torch.ops.mglu.forward
+    if args and isinstance(args[0], (OpOverload, OpOverloadPacket)):
+        op, *args = args  # type: ignore[assignment] # a list
+    schema = (op.default if isinstance(op, OpOverloadPacket) else op)._schema
+    name = schema.name.removeprefix("mglu::")
+    if name not in OPERATORS:
+        raise ValueError(f"operator: got {schema.name}, must be mglu::{{{', '.join(OPERATORS)}}}")
+    task, given_of = OPERATORS[name]
+    return choose(*_task_and_call(task, given_of(*_in_order(schema, args, kwargs))))
 
 
-def choose(call: LayerCall) -> Choice:
-    """The backend for a call; raises the errors of `explain_dispatch`."""
-    return replace(_choose(call), weight_format=call.weight.format.name, activation_format=call.activation_format)
+def _in_order(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """All arguments of a schema in its order. Raises TypeError if one is missing or unknown."""
+    names = [argument.name for argument in schema.arguments]
+    found = {**dict(zip(names, args, strict=False)), **kwargs}
+    missing = [one.name for one in schema.arguments if one.name not in found and not one.has_default_value()]
+    unknown = [*(found.keys() - set(names)), *map(repr, args[len(names) :])]
+    if missing or unknown:
+        raise TypeError(f"{schema.name}: must get {', '.join(names)}; missing {missing}, unknown {unknown}")
+    return [found.get(one.name, one.default_value) for one in schema.arguments]
 
 
-def _choose(call: LayerCall) -> Choice:
+def _task_and_call(task: str, given: Any) -> tuple[Task, Call]:
+    """Check the arguments of an operator of `OPERATORS`, and describe its call."""
+    if task == "down":
+        checks.check_down(given)
+        return "down", Call.of_down(given)
+    if task == "backward":
+        checks.check_backward(given)
+        return "backward", _of_backward(given)
+    if task == "ste":
+        checks.check_ste(given)
+        *experts, n_masks, d, h = given.mask_logits.shape
+        packed_masks = given.x.new_empty((*experts, *packed_shape(n_masks, d, h)), dtype=torch.uint8)
+        return "forward", Call.of(given.packed(packed_masks))
+    checks.check_forward(given)
+    return ("train" if task == "train" else "forward"), Call.of(given)
+
+
+def choose(task: Task, call: Call) -> Choice:
+    """The first backend that can run a task; raises the errors of `explain_dispatch`."""
+    declined: list[Reason] = []
+    for backend in BACKENDS.values():
+        if backend.device_type not in (None, call.device.type):
+            continue
+        reason = _reason(backend, task, call)
+        if reason is None:
+            return _chosen(backend, backend.describe(task, call), call, declined)
+        declined.append(reason)
+    problem = "; ".join(dict.fromkeys(map(str, declined)))
     if call.batch_invariant:
-        return _choose_batch_invariant(call)
-    if call.device.type == "cpu":
-        return _choose_on_cpu(call)
-    if call.device.type == "cuda":
-        return _choose_on_gpu(call)
-    return Choice("composite", f"library GEMMs, the only backend for {call.device.type}")
+        raise RuntimeError(REFUSED.format(declined[0]))
+    raise NotImplementedError(f"x: got {call.dtype} on {call.device}, for which no backend runs {task!r}: {problem}")
 
 
-def _most_tokens_on_chip(call: LayerCall) -> int:
-    """Above this many tokens `composite` beats `decode_mma` and Triton, which reread W for every 8 or 16 tokens.
-
-    `tile_wgmma` beats all of them, so the limit does not apply to it. Measured in 16 bits on an H200
-    (benchmarks/results/tokens.csv, routes.csv); float32 was not measured.
-    """
-    if call.dtype in (torch.float16, torch.bfloat16):
-        return 256 if call.n_masks == 1 else 512
-    return 64 if call.dtype is torch.float32 else 0
+def _reason(backend: Backend, task: Task, call: Call) -> Reason | None:
+    """Why a backend cannot run a task of a call in the present mode; None if it can."""
+    if call.batch_invariant and task not in backend.batch_invariant_tasks:
+        return Reason("training" if task in ("train", "backward", "down_backward") else f"the backend {backend.name}")
+    return backend.reason(task, call)
 
 
-def _choose_on_gpu(call: LayerCall) -> Choice:
-    limit = _most_tokens_on_chip(call)
-    if not limit:
-        return Choice("composite", f"library GEMMs, the only backend for {call.dtype}")
-    problem = BACKENDS["cuda"].unsupported_reason(call)
-    if problem is None:
-        launch = cuda_backend().choose(call)
-        if call.tokens <= limit or launch.config.kernel == "tile_wgmma":
-            return _on_cuda(launch, call)
-    if call.tokens > limit:
-        return Choice("composite", f"library GEMMs, for {counted(call.tokens, 'token')} (more than {limit})")
-    if BACKENDS["triton"].supports(call):
-        return Choice("triton", f"the masks are applied on chip, but slower than by the CUDA backend: {problem}", True)
-    return Choice("composite", f"library GEMMs, several times slower here than the CUDA backend: {problem}", True)
-
-
-def _on_cuda(launch: LaunchChoice, call: LayerCall) -> Choice:
-    if launch.slow_reason is None:
-        reason, is_fallback = f"the masks are applied on chip, for {counted(call.tokens, 'token')}", False
-    else:
-        reason = f"several times slower than by the kernels for aligned layers: {launch.slow_reason}"
-        is_fallback = call.out_features * call.in_features >= NOTICEABLE_WEIGHTS
-    return Choice("cuda", reason, is_fallback, launch.config, launch.origin)
-
-
-def _choose_batch_invariant(call: LayerCall) -> Choice:
-    problem = BACKENDS["cuda"].unsupported_reason(call)
-    if problem is not None:
-        raise RuntimeError(REFUSED.format(problem))
-    return _on_cuda(cuda_backend().choose(call), call)
-
-
-def _choose_on_cpu(call: LayerCall) -> Choice:
-    if call.dtype is torch.float64:
-        return Choice("composite", f"library GEMMs, the only backend for {call.dtype} on a CPU")
-    problem = BACKENDS["cpu"].unsupported_reason(call)
-    if problem is None:
-        isa = cpu.isa(call.dtype, call.tokens, call.n_masks, call.weight.format.name)
-        return Choice("cpu", f"kernels of this package, instruction set {isa}")
-    slow = call.out_features * call.in_features >= NOTICEABLE_WEIGHTS
-    return Choice("composite", f"library GEMMs, several times slower here than the CPU backend: {problem}", slow)
-
-
-def cuda_backend() -> Cuda:
-    """The backend `cuda`."""
-    backend = BACKENDS["cuda"]
-    assert isinstance(backend, Cuda)
-    return backend
+def _chosen(backend: Backend, how: Description, call: Call, declined: Sequence[Reason]) -> Choice:
+    losses, text = [reason for reason in declined if reason.is_loss], how.text
+    is_fallback = bool(losses or how.slow_reason) and call.out_features * call.in_features >= NOTICEABLE_WEIGHTS
+    if how.slow_reason is not None:
+        text = how.slow_reason
+    elif declined:
+        text += f", slower here than other kernels of this package: {losses[0]}" if losses else f": {declined[0]}"
+    return Choice(
+        backend.name,
+        text,
+        is_fallback,
+        how.launch,
+        how.origin,
+        call.weight.format.name,
+        call.activation_format,
+        how.rounds_x,
+        not any(reason.is_passing for reason in declined),
+    )
 
 
 @cache
@@ -188,10 +186,10 @@ def warn_of_fallback(backend: str, reason: str, op: str = "forward", stacklevel:
     notices.warn(f"mglu::{op} runs on the backend {backend}: {reason}", stacklevel=stacklevel)
 
 
-# --- Inference -------------------------------------------------------------------------------------------------------
+# --- Prepared calls --------------------------------------------------------------------------------------------------
 
 
-def repeat(given: LayerArguments) -> Tensor | None:
+def repeat(given: Given) -> Tensor | None:
     """Run a call whose `metadata_key` equals an earlier call's, without checking or preparing it again.
 
     Returns None for any other call, which must be checked and passed to `forward`.
@@ -203,7 +201,12 @@ def repeat(given: LayerArguments) -> Tensor | None:
     return None if prepared is None else prepared(given)
 
 
-def forward(given: LayerArguments, *, backend: str | None = None, launch: Any = None) -> Tensor:
+def is_known(key: Key | None) -> bool:
+    """True if an earlier call with this key has passed the checks."""
+    return key in _prepared
+
+
+def forward(given: Given, *, backend: str | None = None, launch: Any = None) -> Tensor:
     """The result `[..., out_features]` of a call whose arguments have been checked.
 
     Args:
@@ -215,83 +218,87 @@ def forward(given: LayerArguments, *, backend: str | None = None, launch: Any = 
         ValueError: there is no such backend, or it cannot run the call.
         RuntimeError: the batch-invariant mode is on, and no kernel can run the call in it.
     """
+    call = Call.of(given)
     if backend is not None:
-        return _prepare_on(backend, given, launch)(given)
-    result = repeat(given)
-    if result is not None:
-        return result
-    call = LayerCall.of(given)
-    choice = choose(call)
-    if choice.is_fallback:
-        warn_of_fallback(choice.backend, choice.reason)
-    prepared = _prepare(BACKENDS[choice.backend], call, given, choice.launch)
-    if is_kept(call, choice.backend):
-        if len(_prepared) >= CALLS_KEPT:
-            _prepared.clear()
-        _prepared[metadata_key(given)] = prepared
+        return _forward_on(_asked_for(backend, "forward", call), call, given, launch)(given)
+    known = repeat(given)
+    if known is not None:
+        return known
+    op = "forward" if given.routing is None else "experts_forward" if given.offs is None else "grouped_forward"
+    choice = _announced("forward", call, op)
+    prepared = _forward_on(BACKENDS[choice.backend], call, given, choice.launch)
+    _keep(metadata_key(given), choice, prepared)
     return prepared(given)
 
 
-def is_kept(call: LayerCall, backend: str) -> bool:
-    """True if the prepared call is cached for later calls.
-
-    It is not if the CPU kernels could not be built, so that later calls use the kernels once `CXX` is fixed.
-    """
-    if call.device.type == "cpu":
-        return not (backend == "composite" and call.dtype is not torch.float64 and cpu.is_missing())
-    return call.device.type == "cuda"
+def _announced(task: Task, call: Call, op: str) -> Choice:
+    """Choose a backend, and warn if it is a fallback."""
+    choice = choose(task, call)
+    if choice.is_fallback:
+        warn_of_fallback(choice.backend, choice.reason, op, stacklevel=6)
+    return choice
 
 
-def _prepare_on(name: str, given: LayerArguments, launch: Any) -> PreparedCall:
-    """Prepare a call on the backend called `name`. Raises the errors of `forward`."""
-    if batch_invariance.enabled and name != "cuda":
-        raise RuntimeError(REFUSED.format(f"the backend {name!r} was asked for"))
+def _asked_for(name: str, task: Task, call: Call) -> Backend:
+    """The backend called `name`. Raises the errors of `forward`."""
     if name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, must be {', '.join(sorted(BACKENDS))}")
-    call = LayerCall.of(given)
-    problem = BACKENDS[name].unsupported_reason(call)
+    backend = BACKENDS[name]
+    if call.batch_invariant and task not in backend.batch_invariant_tasks:
+        raise RuntimeError(REFUSED.format(f"the backend {name!r} was asked for"))
+    problem = backend.reason(task, call)
     if problem is not None:
         raise ValueError(f"backend: got {name!r}, which cannot take this call: {problem}")
-    return _prepare(BACKENDS[name], call, given, launch)
+    return backend
 
 
-def _prepare(backend: Backend, call: LayerCall, given: LayerArguments, launch: Any) -> PreparedCall:
-    """Prepare a call. If necessary, the prepared call first rounds x, and copies arguments that are not `in_rows`."""
+def _keep(key: Key | None, choice: Choice, prepared: Prepared) -> None:
+    if key is None or not choice.is_kept:
+        return
+    if len(_prepared) >= CALLS_KEPT:
+        _prepared.clear()
+    _prepared[key] = prepared
+
+
+def _forward_on(backend: Backend, call: Call, given: Given, launch: Any) -> Prepared:
+    """Prepare a call. The prepared call rounds x and copies arguments that are not `in_rows` first, where necessary."""
     if call.activation_format != "dense" and not backend.rounds_x:
-        return OfRoundedX(backend.prepare(call.with_rounded_x(), launch))
-    prepared = backend.prepare(call, launch)
-    scale, weights = given.weight_scale, given.mask_weights
-    copies = _is_copied(given.x) or (weights is not None and _is_copied(weights))
-    copies = copies or (scale is not None and not scale.is_contiguous())
-    return InRows(prepared) if copies else prepared
+        return OfRoundedX(backend.prepare("forward", call.with_rounded_x(), launch))
+    prepared = backend.prepare("forward", call, launch)
+    return InRows(prepared) if _is_copied(given) else prepared
 
 
-def _is_copied(tensor: Tensor) -> bool:
-    return as_rows(tensor).data_ptr() != tensor.data_ptr()
+def _is_copied(given: Given) -> bool:
+    """True if `in_rows` copies a tensor, or gives mask weights of experts the rows that backends index."""
+    rows = given.in_rows()
+    weights = given.mask_weights
+    return (given.routing is not None and weights is not None and weights.dim() != 2) or any(
+        tensor.data_ptr() != getattr(rows, name).data_ptr() for name, tensor in given.tensors().items()
+    )
 
 
 class InRows:
-    """A prepared call, of a layer or of experts, that first converts its arguments with `in_rows`."""
+    """A prepared call that first converts its arguments with `in_rows`."""
 
-    def __init__(self, prepared: Callable[[Any], Tensor]) -> None:
+    def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
 
-    def __call__(self, given: Any) -> Tensor:
+    def __call__(self, given: Given) -> Tensor:
         return self._prepared(given.in_rows())
 
 
 class OfRoundedX:
-    """A prepared call, of a layer or of experts, that first rounds x to the activation format `fp8_token`."""
+    """A prepared call that first rounds x to the activation format `fp8_token`."""
 
-    def __init__(self, prepared: Callable[[Any], Tensor]) -> None:
+    def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
 
-    def __call__(self, given: Any) -> Tensor:
+    def __call__(self, given: Given) -> Tensor:
         x = round_activation(given.x).contiguous()
         return self._prepared(given._replace(x=x, activation_format="dense").in_rows())
 
 
-# --- Packing and training --------------------------------------------------------------------------------------------
+# --- Packing ---------------------------------------------------------------------------------------------------------
 
 
 def pack_masks(masks: Tensor) -> Tensor:
@@ -301,75 +308,35 @@ def pack_masks(masks: Tensor) -> Tensor:
 
 
 def pack_logits(mask_logits: Tensor) -> Tensor:
-    """The packed masks of logits `[n_masks, out_features, in_features]`, `M = logits > 0`."""
+    """The packed masks of logits `[(E,) n_masks, out_features, in_features]`, `M = logits > 0`, without a copy."""
     backend = _packing_backend(mask_logits)
-    return pack(mask_logits > 0) if backend is None else backend.pack(mask_logits)
+    if backend is not None:
+        return backend.pack(mask_logits)
+    if mask_logits.dim() == 4:
+        return torch.stack([pack_logits(one) for one in mask_logits])
+    return pack(mask_logits > 0)
 
 
 def _packing_backend(masks: Tensor) -> Backend | None:
-    """The backend that packs these masks in one pass; None if torch must pack them.
-
-    Small masks on a CPU are not worth building the CPU kernels, so torch packs them until the kernels are loaded.
-    """
-    if masks.is_cuda:
-        backend = BACKENDS["cuda"]
-    elif masks.is_cpu and (masks.numel() >= NOTICEABLE_WEIGHTS or cpu.is_loaded()):
-        backend = BACKENDS["cpu"]
-    else:
-        return None
-    return backend if backend.can_pack(masks) else None
+    """The backend that packs in one pass; None if torch packs."""
+    return next((backend for backend in BACKENDS.values() if backend.can_pack(masks)), None)
 
 
-_training_calls: dict[Key, PreparedForwardTrain | PreparedBackward] = {}
-"""The prepared calls of `mglu::forward_train` and `mglu::backward`, by the metadata of their arguments."""
+# --- Training, and the second half of experts -------------------------------------------------------------------------
 
 
-def is_known(key: Key | None) -> bool:
-    """True if an earlier training call with this key has passed the checks."""
-    return key in _training_calls
-
-
-def _forward_backend(call: LayerCall) -> Backend:
-    """The first backend that can run the forward pass of a training call. `composite`, the last, can run every call.
-
-    The backward pass may run on another backend, as all backends store the partials in the same layout.
-    """
-    backend = next(backend for backend in BACKENDS.values() if backend.can_train_forward(call))
-    is_on_cpu = call.device.type == "cpu" and call.dtype is not torch.float64
-    if backend.name == "composite" and is_on_cpu and call.out_features * call.in_features >= NOTICEABLE_WEIGHTS:
-        problem = BACKENDS["cpu"].unsupported_reason(call)
-        warn_of_fallback(backend.name, f"library GEMMs, slower here than the CPU backend: {problem}", "forward_train")
-    return backend
-
-
-def _backward_backend(call: LayerCall) -> Backend:
-    return next(backend for backend in BACKENDS.values() if backend.can_train_backward(call))
-
-
-P = TypeVar("P", PreparedForwardTrain, PreparedBackward)
-
-
-def _keep(key: Key | None, call: LayerCall, backend: Backend, prepared: P) -> P:
-    if key is not None and is_kept(call, backend.name):
-        if len(_training_calls) >= CALLS_KEPT:
-            _training_calls.clear()
-        _training_calls[key] = prepared
-    return prepared
-
-
-def forward_train(key: Key | None, given: LayerArguments) -> tuple[Tensor, Tensor]:
+def train(key: Key | None, given: Given) -> tuple[Tensor, Tensor]:
     """The result `[..., out_features]`, and the partial derivatives `[..., rows, out_features]` that backward needs.
 
-    `key` is the `arguments_key` of the arguments.
+    `key` is the `arguments_key` of the operator and its arguments.
     """
-    if batch_invariance.enabled:
-        raise RuntimeError(REFUSED.format("training"))
     x, given = given.x, given.in_rows()
-    prepared: Any = _training_calls.get(key) if key else None
+    prepared = _prepared.get(key) if key else None
     if prepared is None:
-        call = LayerCall.of(given)
-        backend = _forward_backend(call)
-        prepared = _keep(key, call, backend, backend.prepare_forward_train(call))
+        call = Call.of(given)
+        choice = _announced("train", call, "forward_train" if given.offs is None else "grouped_forward_train")
+        prepared = BACKENDS[choice.backend].prepare("train", call)
+        _keep(key, choice, prepared)
     result, partials = prepared(given)
     if given.x is x:
         return result, partials
@@ -379,29 +346,59 @@ def forward_train(key: Key | None, given: LayerArguments) -> tuple[Tensor, Tenso
     return result, partials.view(*leading, *partials.shape[1:])
 
 
-def backward(key: Key | None, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(key: Key | None, given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, mask logits and mask weights; gradients that are not needed are empty.
 
-    `key` is the `arguments_key` of the arguments.
+    `key` is the `arguments_key` of the operator and its arguments.
     """
-    x, weight, packed_masks, partials = arguments[1:5]
-    rows, mask_weights_dtype = as_rows(x), arguments.mask_weights_dtype
-    prepared: Any = _training_calls.get(key) if key else None
+    x, given = given.x, given.in_rows()
+    prepared = _prepared.get(key) if key else None
     if prepared is None:
-        described = LayerCall.of(LayerArguments(rows, weight, packed_masks))
-        call = replace(described, mask_weights_dtype=mask_weights_dtype)
-        backend = _backward_backend(call)
-        prepared = _keep(key, call, backend, backend.prepare_backward(call))
-    if rows is x and partials.is_contiguous():
-        return prepared(arguments)
-    in_rows = arguments._replace(
-        grad_output=as_rows(arguments.grad_output),
-        x=rows,
-        partials=partials.contiguous().view(len(rows), *partials.shape[-2:]),
-    )
-    grad_x, grad_weight, grad_logits, grad_mask_weights = prepared(in_rows)
-    if arguments.needs[0]:
-        grad_x = grad_x.view(x.shape)
-    if mask_weights_dtype is not None:
-        grad_mask_weights = grad_mask_weights.view(*x.shape[:-1], grad_mask_weights.shape[-1])
+        call = _of_backward(given)
+        choice = _announced("backward", call, "backward" if given.offs is None else "grouped_backward")
+        prepared = BACKENDS[choice.backend].prepare("backward", call)
+        _keep(key, choice, prepared)
+    grad_x, grad_weight, grad_logits, grad_mask_weights = prepared(given)
+    if given.x is not x:
+        if given.needs[0]:
+            grad_x = grad_x.view(x.shape)
+        if given.mask_weights_dtype is not None:
+            grad_mask_weights = grad_mask_weights.view(*x.shape[:-1], grad_mask_weights.shape[-1])
     return grad_x, grad_weight, grad_logits, grad_mask_weights
+
+
+def _of_backward(given: BackwardGiven) -> Call:
+    described = Call.of(Given(given.x, given.weight, given.packed_masks, offs=given.offs))
+    return replace(described, mask_weights_dtype=given.mask_weights_dtype)
+
+
+def down(key: Key | None, given: DownGiven, *, backend: str | None = None, launch: Any = None) -> Tensor:
+    """The result `[T, out_features]`; `key` as in `train`, `backend` and `launch` as in `forward`."""
+    prepared = _prepared.get(key) if key and backend is None else None
+    given = given.in_rows()
+    if prepared is None:
+        call = Call.of_down(given)
+        if backend is not None:
+            return _asked_for(backend, "down", call).prepare("down", call, launch)(given)
+        choice = _announced("down", call, "experts_down")
+        prepared = BACKENDS[choice.backend].prepare("down", call, choice.launch)
+        _keep(key, choice, prepared)
+    return prepared(given)
+
+
+def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of y, weight and expert_weights; gradients that are not needed are empty."""
+    given = given.in_rows()
+    call = Call.of_down(given)
+    choice = choose("down_backward", call)
+    return BACKENDS[choice.backend].prepare("down_backward", call)(grad_output, given, needs)
+
+
+def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why experts in this dtype cannot be trained on this device; None if they can."""
+    call = Call.contiguous(device, dtype, 1, 1, 16, 16).over_experts(1, 1, None)
+    try:
+        choose("train", replace(call, batch_invariant=False))
+    except NotImplementedError as error:
+        return str(error)
+    return None

@@ -4,11 +4,17 @@
 |---|---|
 | `mglu::pack_masks(masks)` | bool or {0, 1} masks in the packed format (`mglu_ops.masks`) |
 | `mglu::pack_logits(mask_logits)` | the masks `logits > 0` in the packed format, in one pass over the logits |
+| `mglu::pack_expert_logits(mask_logits)` | the same for the logits of experts |
 | `mglu::unpack_masks(packed_masks, in_features)` | bool masks: the inverse of packing |
 | `mglu::forward(x, weight, packed_masks, activation, mask_weights, ...)` | the layer with fixed masks |
 | `mglu::forward_ste(x, weight, mask_logits, activation, mask_weights)` | the layer with learned masks; packs them |
 | `mglu::forward_train(...)` | forward, and the partial derivatives that backward reads; autograd calls it |
 | `mglu::backward(...)` | all gradients of a layer |
+| `mglu::grouped_forward(x, weight, packed_masks, offs, ...)` | the layers of experts, for rows sorted by expert |
+| `grouped_forward_ste`, `grouped_forward_train`, `grouped_backward` | likewise; each takes `offs` after the masks |
+| `mglu::experts_forward(x, weight, packed_masks, expert_ids, ...)` | the layers of the experts that a router chose |
+| `mglu::experts_down(y, weight, expert_ids, expert_weights, ...)` | the weighted sum of a linear layer of each expert |
+| `mglu::experts_down_backward(...)` | all gradients of `experts_down` |
 
     forward: y = sum_i r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 1 .. n_masks, 1 <= n_masks <= 16
 
@@ -50,6 +56,27 @@ than about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU sums such 
 - If they hold an infinity, these elements are NaN, infinite, or finite as in `relu(-inf) * 2 = 0`, where a mask keeps
   the infinity out of the value. Backends may differ in this.
 
+**Experts.** An expert is a layer, and the tensors of its layer get a leading dimension of E experts. There are T
+tokens, K experts per token and S = T K rows of the result; d = out_features and h = in_features:
+
+    experts_forward: y[t, k] = layer(expert_ids[t, k])(x[t]),  x [T, h], mask_weights [T, K, n_masks], y [T, K, d]
+    grouped_forward: y[s] = layer(e)(x[s]) for offs[e - 1] <= s < offs[e], x [S, h], mask_weights [S, n_masks], y [S, d]
+    experts_down:    out[t] = sum_k expert_weights[t, k] * (y[t, k] W[expert_ids[t, k]]^T), y [T, K, d], W [E, h, d]
+
+weight `[E, d, h]`, packed_masks `[E, d, ceil(h / 8), n_masks]`, mask_logits `[E, n_masks, d, h]`. `experts_down` adds
+its products in float32, or float64 for float64, in the order of k.
+
+**Rows without an expert.** A row has no expert if its id is outside 0 .. E-1, as expert parallelism sets it for experts
+of other ranks, or if it lies past `offs[-1]`, where `torch.nn.functional.grouped_mm` leaves the result undefined. Its
+result and its gradients are zeros, and it contributes nothing to a sum, even if its inputs are NaN. The gradients of an
+expert without rows are zeros too. offs must ascend; otherwise the results are unspecified.
+
+**No value is read on the host of a GPU.** Shapes and launches do not depend on ids or offs, so a captured CUDA graph
+replays with new ids or offs.
+
+**Gradients.** `experts_forward`, for inference, has gradients of x and mask_weights. The other operators over experts
+have those of every floating argument; a weight must be dense.
+
 The operators are registered with `torch.library.Library`, because a call costs three times as much with `@custom_op`.
 This module names no backend and no kernel: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, FLOPs
 in `flops`.
@@ -57,7 +84,7 @@ in `flops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,29 +92,22 @@ from torch import Tensor
 from torch._C import DispatchKeySet
 from torch.autograd import forward_ad
 
-from . import checks, dispatch, notices
-from .activations import get_activation
-from .backends.base import BackwardArguments
+from . import checks, dispatch
+from .call import arguments_key
 from .formats import FORMATS
-from .layer_call import LayerArguments, arguments_key
-from .masks import (
-    binary_masks,
-    check_layout,
-    check_masks,
-    n_masks_of,
-    packed_shape,
-    unpack,
-    unpacked_shape,
-)
+from .given import OPERATORS, BackwardGiven, DownGiven, Given, SteGiven
+from .masks import binary_masks, check_layout, check_masks, packed_shape, unpack, unpacked_shape
 from .registering import (
     PLAIN_KEYSETS,
     apply_function,
     batched,
+    below_autograd,
     define,
     fake,
     kernel,
     last_derivative,
     library,
+    names_of,
     needs_gradient,
     no_view_tracking,
     outer_gradients,
@@ -95,23 +115,45 @@ from .registering import (
     vmap_loop,
     without_autograd,
 )
-from .sizes import same_sizes
+from .routing import inverse_of, sort_pairs
 from .tensors import check_dense, check_memory
 
-LAYER = 'str activation="silu", Tensor? mask_weights=None'
-STORED = 'Tensor? weight_scale=None, str weight_format="dense", str activation_format="dense"'
+_LAYER = 'str activation="silu", Tensor? mask_weights=None'
+_STORED = 'Tensor? weight_scale=None, str weight_format="dense", str activation_format="dense"'
+_TENSORS = "Tensor x, Tensor weight, Tensor"
+_DOWN = "Tensor expert_ids, Tensor expert_weights"
+_NEEDS = "Tensor partials, bool[2] needs, ScalarType? logits_dtype, ScalarType? mask_weights_dtype"
+_GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
 SCHEMAS = (
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",
+    "pack_expert_logits(Tensor mask_logits) -> Tensor",
     "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
-    f"forward(Tensor x, Tensor weight, Tensor packed_masks, {LAYER}, {STORED}) -> Tensor",
-    f"forward_ste(Tensor x, Tensor weight, Tensor mask_logits, {LAYER}) -> (Tensor, Tensor)",
-    f"forward_train(Tensor x, Tensor weight, Tensor packed_masks, {LAYER}) -> (Tensor, Tensor)",
-    "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
-    "ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"forward({_TENSORS} packed_masks, {_LAYER}, {_STORED}) -> Tensor",
+    f"forward_ste({_TENSORS} mask_logits, {_LAYER}) -> (Tensor, Tensor)",
+    f"forward_train({_TENSORS} packed_masks, {_LAYER}) -> (Tensor, Tensor)",
+    f"backward(Tensor grad_output, {_TENSORS} packed_masks, {_NEEDS}) -> {_GRADIENTS}",
+    f"grouped_forward({_TENSORS} packed_masks, Tensor offs, {_LAYER}, {_STORED}) -> Tensor",
+    f"grouped_forward_ste({_TENSORS} mask_logits, Tensor offs, {_LAYER}) -> (Tensor, Tensor)",
+    f"grouped_forward_train({_TENSORS} packed_masks, Tensor offs, {_LAYER}) -> (Tensor, Tensor)",
+    f"grouped_backward(Tensor grad_output, {_TENSORS} packed_masks, Tensor offs, {_NEEDS}) -> {_GRADIENTS}",
+    f"experts_forward({_TENSORS} packed_masks, Tensor expert_ids, {_LAYER}, {_STORED}) -> Tensor",
+    f'experts_down(Tensor y, Tensor weight, {_DOWN}, Tensor? weight_scale=None, str weight_format="dense") -> Tensor',
+    f"experts_down_backward(Tensor grad_output, Tensor y, Tensor weight, {_DOWN}, bool[3] needs) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 
-pack_masks, pack_logits, unpack_masks, forward, forward_ste, forward_train, backward = define(SCHEMAS)
+pack_masks, pack_logits, pack_expert_logits, unpack_masks, *_layers = define(SCHEMAS)
+forward, forward_ste, forward_train, backward, *_layers = _layers
+grouped_forward, grouped_forward_ste, grouped_forward_train, grouped_backward, *_layers = _layers
+experts_forward, experts_down, experts_down_backward = _layers
+
+
+def _check_real(tensors: dict[str, Tensor]) -> None:
+    """Check that the arguments of a kernel are dense and that their storages hold them."""
+    for name, tensor in tensors.items():
+        check_dense(name, tensor)
+    check_memory(**tensors)
 
 
 # --- Packing --------------------------------------------------------------------------------------------------------
@@ -131,17 +173,22 @@ def _pack_masks_fake(masks: Tensor) -> Tensor:
     return masks.new_empty(packed_shape(n_masks, out_features, in_features), dtype=torch.uint8)
 
 
-@kernel("pack_logits")
-def _pack_logits(mask_logits: Tensor) -> Tensor:
-    checks.check_packable_logits(mask_logits)
-    check_memory(mask_logits=mask_logits)
-    return dispatch.pack_logits(mask_logits)
+def _register_pack_logits(name: str, check: Callable[[Tensor], None]) -> None:
+    @kernel(name)
+    def pack(mask_logits: Tensor) -> Tensor:
+        check(mask_logits)
+        check_memory(mask_logits=mask_logits)
+        return dispatch.pack_logits(mask_logits)
+
+    @fake(name)
+    def pack_fake(mask_logits: Tensor) -> Tensor:
+        check(mask_logits)
+        *experts, n_masks, d, h = mask_logits.shape
+        return mask_logits.new_empty((*experts, *packed_shape(n_masks, d, h)), dtype=torch.uint8)
 
 
-@fake("pack_logits")
-def _pack_logits_fake(mask_logits: Tensor) -> Tensor:
-    checks.check_packable_logits(mask_logits)
-    return _pack_masks_fake(mask_logits)
+_register_pack_logits("pack_logits", checks.check_packable_logits)
+_register_pack_logits("pack_expert_logits", checks.check_expert_logits)
 
 
 @kernel("unpack_masks")
@@ -157,137 +204,202 @@ def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
     return packed_masks.new_empty(unpacked_shape(packed_masks, in_features), dtype=torch.bool)
 
 
-# --- The layer ------------------------------------------------------------------------------------------------------
+# --- Kernels and their fakes: each function registers an operator for one layer or over experts -----------------------
 
 
-def _check_ste(x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str, mask_weights: Tensor | None) -> None:
-    checks.check_inputs(x, weight)
-    get_activation(activation)
-    checks.check_packable_logits(mask_logits, weight)
-    checks.check_mask_weights(x, mask_logits.shape[0], mask_weights)
+def fake_result(given: Given) -> Tensor:
+    """The result of the fake kernel of an operator of inference."""
+    checks.check_forward(given)
+    return given.x.new_empty((*given.leading, given.out_features))
 
 
-def _check(given: LayerArguments) -> None:
-    """Check the arguments of a kernel, also that the storages hold the tensors."""
-    checks.check_layer(given)
-    check_memory(**given.tensors())
+def _register_forward(op: Any, given_of: Callable[..., Given]) -> None:
+    """Register an operator of inference; `given_of` takes the arguments in the order of its schema."""
+    name = op._schema.name.split("::")[1]
+
+    @kernel(name)
+    def run(*args: Any) -> Tensor:
+        given = given_of(*args)
+        known = dispatch.repeat(given)
+        if known is not None:
+            return known
+        _check_real(given.tensors())
+        checks.check_forward(given)
+        return dispatch.forward(given)
+
+    @fake(name)
+    def run_fake(*args: Any) -> Tensor:
+        return fake_result(given_of(*args))
+
+    @kernel(name, "Autograd", with_keyset=True)
+    def autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
+        # Checking here first saves a function call in decoding, where gradients are off.
+        if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and needs_gradient(*args):
+            return _differentiable(given_of(*args))[0]
+        if keys.raw_repr() in PLAIN_KEYSETS:
+            return run(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
 
 
-@kernel("forward")
-def _forward(*args: Any) -> Tensor:
-    given = LayerArguments(*args)
-    known = dispatch.repeat(given)
-    if known is not None:
-        return known
-    _check(given)
-    return dispatch.forward(given)
+def _register_ste(op: Any, given_of: Callable[..., SteGiven]) -> None:
+    """Register an operator with learned masks."""
+    name = op._schema.name.split("::")[1]
+
+    @kernel(name)
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        given = given_of(*args)
+        _check_real(given.tensors())
+        checks.check_ste(given)
+        packed_masks = dispatch.pack_logits(given.mask_logits)
+        return dispatch.forward(given.packed(packed_masks)), packed_masks
+
+    @fake(name)
+    def run_fake(*args: Any) -> tuple[Tensor, Tensor]:
+        given = given_of(*args)
+        checks.check_ste(given)
+        pack = pack_logits if given.offs is None else pack_expert_logits
+        return given.x.new_empty((*given.x.shape[:-1], given.mask_logits.shape[-2])), pack(given.mask_logits)
+
+    @kernel(name, "Autograd")
+    def autograd(*args: Any) -> tuple[Tensor, Tensor]:
+        if needs_gradient(*args):
+            given = given_of(*args)
+            check_dense("mask_logits", given.mask_logits)  # `_Layer` would take None for a call with packed masks
+            x, weight, mask_logits, activation, mask_weights, offs = given
+            return apply_function(_Layer, x, weight, mask_logits, None, offs, activation, mask_weights)[:2]
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
 
 
-@fake("forward")
-def _forward_fake(*args: Any) -> Tensor:
-    given = LayerArguments(*args)
-    checks.check_layer(given)
-    return given.x.new_empty((*given.x.shape[:-1], given.out_features))
+def _register_train(op: Any, given_of: Callable[..., Given]) -> None:
+    """Register an operator that returns a result and partials."""
+    name = op._schema.name.split("::")[1]
+
+    @kernel(name)
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        given, key = given_of(*args), arguments_key(name, *args)
+        if not dispatch.is_known(key):
+            _check_real(given.tensors())
+            checks.check_forward(given)
+        return dispatch.train(key, given)
+
+    @fake(name)
+    def run_fake(*args: Any) -> tuple[Tensor, Tensor]:
+        given = given_of(*args)
+        checks.check_forward(given)
+        rows = checks.rows_of_partials(given.n_masks, given.mask_weights is not None)
+        shapes = (*given.leading, given.out_features), (*given.leading, rows, given.out_features)
+        return given.x.new_empty(shapes[0]), given.x.new_empty(shapes[1])
+
+    @kernel(name, "Autograd", with_keyset=True)
+    def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
+        """Return a result that outer functorch levels can differentiate. The partials are constants."""
+        if needs_gradient(*args):
+            result, _, partials = _differentiable(given_of(*args))
+            return result, partials
+        return below_autograd(op, run, keys, *args)
 
 
-@kernel("forward_ste")
-def _forward_ste(
-    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    _check_ste(x, weight, mask_logits, activation, mask_weights)
-    check_memory(x=x, weight=weight, mask_logits=mask_logits, mask_weights=mask_weights)
-    packed_masks = dispatch.pack_logits(mask_logits)
-    return dispatch.forward(LayerArguments(x, weight, packed_masks, activation, mask_weights)), packed_masks
+def _register_backward(op: Any, given_of: Callable[..., BackwardGiven]) -> None:
+    """Register an operator that returns gradients, which cannot be differentiated again."""
+    name, last = op._schema.name.split("::")[1], last_derivative(op)
+
+    @kernel(name)
+    def run(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        given, key = given_of(*args), arguments_key(name, *args)
+        if not dispatch.is_known(key):
+            _check_real(given.tensors())
+            checks.check_backward(given)
+        return dispatch.backward(key, given)
+
+    @fake(name)
+    def run_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        given = given_of(*args)
+        checks.check_backward(given)
+        return given.empty_gradients()
+
+    @kernel(name, "Autograd", with_keyset=True)
+    def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return apply_function(last, *args) if needs_gradient(*args) else below_autograd(op, run, keys, *args)
 
 
-@fake("forward_ste")
-def _forward_ste_fake(
-    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    _check_ste(x, weight, mask_logits, activation, mask_weights)
-    return x.new_empty((*x.shape[:-1], mask_logits.shape[1])), _pack_masks_fake(mask_logits)
+_REGISTER: dict[str, Callable[..., None]] = {
+    "forward": _register_forward,
+    "ste": _register_ste,
+    "train": _register_train,
+    "backward": _register_backward,
+}
+for _name, (_task, _given_of) in OPERATORS.items():
+    if _task in _REGISTER:
+        _REGISTER[_task](getattr(torch.ops.mglu, _name).default, _given_of)
 
 
-@kernel("forward_train")
-def _forward_train(*args: Any) -> tuple[Tensor, Tensor]:
-    given = LayerArguments(*args)
-    key = arguments_key(*given)
+@kernel("experts_down")
+def _experts_down(*args: Any) -> Tensor:
+    given, key = DownGiven(*args), arguments_key("experts_down", *args)
     if not dispatch.is_known(key):
-        _check(given)
-    return dispatch.forward_train(key, given)
+        _check_real(given.tensors())
+        checks.check_down(given)
+    return dispatch.down(key, given)
 
 
-@fake("forward_train")
-def _forward_train_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    given, result = LayerArguments(*args), _forward_fake(*args)
-    rows = rows_of_partials(given.n_masks, given.mask_weights is not None)
-    return result, result.new_empty((*given.x.shape[:-1], rows, given.out_features))
+@fake("experts_down")
+def _experts_down_fake(*args: Any) -> Tensor:
+    given = DownGiven(*args)
+    checks.check_down(given)
+    return given.y.new_empty((given.y.shape[0], given.weight.shape[1]))
 
 
-def rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
-    """The number of partial derivatives of an element of y: the last but one size of `partials`."""
-    return 2 * n_masks + 1 if has_mask_weights else n_masks + 1
+@kernel("experts_down", "Autograd", with_keyset=True)
+def _experts_down_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
+    if not needs_gradient(*args):
+        return below_autograd(experts_down, _experts_down, keys, *args)
+    given = DownGiven(*args)
+    if given.weight_format != "dense" or given.weight_scale is not None:
+        checks.check_down(given)
+        _refuse_gradients(given.tensors(), given.weight_format)
+    return apply_function(_Down, *given)
 
 
-def check_backward(call: BackwardArguments) -> None:
-    """Check the arguments of `mglu::backward`."""
-    checks.check_inputs(call.x, call.weight)
-    checks.check_packed(call.weight, call.packed_masks)
-    checks.check_needs(call.needs, "x", "weight")
-    for name in ("grad_output", "partials"):
-        check_dense(name, getattr(call, name))
-    for name in ("logits_dtype", "mask_weights_dtype"):
-        checks.check_floating(name, getattr(call, name))
-    leading, out_features, n_masks = call.x.shape[:-1], call.weight.shape[0], n_masks_of(call.packed_masks)
-    # Without `mask_weights_dtype`, only the size of the partials shows that the layer had mask weights.
-    with_mask_weights = rows_of_partials(n_masks, has_mask_weights=True)
-    has_mask_weights = call.mask_weights_dtype is not None or same_sizes(
-        call.partials.shape[-2:-1], (with_mask_weights,)
-    )
-    shapes = {
-        "grad_output": (*leading, out_features),
-        "partials": (*leading, rows_of_partials(n_masks, has_mask_weights), out_features),
-    }
-    for name, shape in shapes.items():
-        tensor = getattr(call, name)
-        if not same_sizes(tensor.shape, shape):
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
-        if tensor.dtype != call.x.dtype:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, must be x's dtype {call.x.dtype}")
-        if tensor.device != call.x.device:
-            raise ValueError(f"{name}: got device {tensor.device}, must be x's device {call.x.device}")
+@kernel("experts_down_backward")
+def _experts_down_backward(grad_output: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of y, weight and expert_weights; gradients that are not needed are empty."""
+    given, needs = DownGiven(*args[:4]), args[4]
+    _check_real({"grad_output": grad_output, **given.tensors()})
+    checks.check_down_backward(grad_output, given, needs)
+    return dispatch.down_backward(grad_output, given, needs)
 
 
-@kernel("backward")
-def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, mask logits and mask_weights; gradients that are not needed are empty."""
-    key, call = arguments_key(*args), BackwardArguments(*args)
-    if not dispatch.is_known(key):
-        check_backward(call)
-        check_memory(**call.tensors())
-    return dispatch.backward(key, call)
+@fake("experts_down_backward")
+def _experts_down_backward_fake(grad_output: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given, needs = DownGiven(*args[:4]), args[4]
+    checks.check_down_backward(grad_output, given, needs)
+    tensors = zip((given.y, given.weight, given.expert_weights), needs, strict=True)
+    grad_y, grad_weight, grad_expert_weights = (one.new_empty(one.shape if needed else (0,)) for one, needed in tensors)
+    return grad_y, grad_weight, grad_expert_weights
 
 
-@fake("backward")
-def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = BackwardArguments(*args)
-    check_backward(call)
-    x, weight, needs, n_masks = call.x, call.weight, call.needs, n_masks_of(call.packed_masks)
-    return (
-        x.new_empty(x.shape if needs[0] else (0,)),
-        weight.new_empty(weight.shape if needs[1] else (0,)),
-        x.new_empty((n_masks, *weight.shape) if call.logits_dtype else (0,), dtype=call.logits_dtype or x.dtype),
-        x.new_empty(
-            (*x.shape[:-1], n_masks) if call.mask_weights_dtype else (0,), dtype=call.mask_weights_dtype or x.dtype
-        ),
-    )
+_LastDownDerivative = last_derivative(experts_down_backward)
+
+
+@kernel("experts_down_backward", "Autograd")
+def _experts_down_backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if needs_gradient(*args):
+        return apply_function(_LastDownDerivative, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return experts_down_backward(*args)
+
+
+for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):
+    kernel(_op._schema.name.split("::")[1], "Autograd")(without_autograd(_op))
 
 
 # --- Gradients ------------------------------------------------------------------------------------------------------
 
 
 class _Layer(torch.autograd.Function):
-    """Autograd of forward and forward_ste. Exactly one of `mask_logits` and `packed_masks` is not None."""
+    """The gradient of a layer, or with offs of experts; exactly one of `mask_logits` and `packed_masks` is given."""
 
     @staticmethod
     def forward(
@@ -296,18 +408,20 @@ class _Layer(torch.autograd.Function):
         weight: Tensor,
         mask_logits: Tensor | None,
         packed_masks: Tensor | None,
+        offs: Tensor | None,
         activation: str,
         mask_weights: Tensor | None,
         weight_scale: Tensor | None = None,
         weight_format: str = "dense",
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         in_dtype = decoded(x, weight, weight_scale, weight_format)
+        train, pack = (forward_train, pack_logits) if offs is None else (grouped_forward_train, pack_expert_logits)
         with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
             if mask_logits is not None:
-                _check_ste(x, weight, mask_logits, activation, mask_weights)
-                packed_masks = pack_logits(mask_logits)
-            result, partials = forward_train(x, in_dtype, packed_masks, activation, mask_weights)
-        ctx.save_for_backward(x, weight, packed_masks, partials, weight_scale)
+                checks.check_ste(SteGiven(x, weight, mask_logits, activation, mask_weights, offs))
+                packed_masks = pack(mask_logits)
+            result, partials = train(x, in_dtype, packed_masks, *_if_given(offs), activation, mask_weights)
+        ctx.save_for_backward(x, weight, packed_masks, offs, partials, weight_scale)
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
         ctx.mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
@@ -318,14 +432,15 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
-            return (None,) * 8
-        needs_x, needs_weight, needs_logits, _, _, needs_mask_weights, *_ = ctx.needs_input_grad
-        x, weight, packed_masks, partials, weight_scale = ctx.saved_tensors
-        grads = backward(
+            return (None,) * 9
+        needs_x, needs_weight, needs_logits, _, _, _, needs_mask_weights, *_ = ctx.needs_input_grad
+        x, weight, packed_masks, offs, partials, weight_scale = ctx.saved_tensors
+        grads = (backward if offs is None else grouped_backward)(
             grad_output,
             x,
             decoded(x, weight, weight_scale, ctx.weight_format),
             packed_masks,
+            *_if_given(offs),
             partials,
             (needs_x, needs_weight),
             ctx.logits_dtype if needs_logits else None,
@@ -335,7 +450,34 @@ class _Layer(torch.autograd.Function):
         grad_x, grad_weight, grad_logits, grad_mask_weights = (
             grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)
         )
-        return grad_x, grad_weight, grad_logits, None, None, grad_mask_weights, None, None
+        return grad_x, grad_weight, grad_logits, None, None, None, grad_mask_weights, None, None
+
+
+class _Down(torch.autograd.Function):
+    """The gradient of `mglu::experts_down`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        given = DownGiven(*args)
+        with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
+            result = experts_down(*args)
+        ctx.save_for_backward(*given[:5])
+        ctx.weight_format = given.weight_format
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight, expert_ids, expert_weights, scale = ctx.saved_tensors
+        needs_y, needs_weight, _, needs_expert_weights, *_ = ctx.needs_input_grad
+        needs = (needs_y, needs_weight, needs_expert_weights)
+        weight = decoded(y, weight, scale, ctx.weight_format)
+        grads = experts_down_backward(grad_output, y, weight, expert_ids, expert_weights, needs)
+        grads = [grad if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)]
+        return grads[0], grads[1], None, grads[2], None, None
+
+
+def _if_given(tensor: Tensor | None) -> Sequence[Tensor]:
+    return () if tensor is None else (tensor,)
 
 
 def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str) -> Tensor:
@@ -343,7 +485,45 @@ def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str)
     return weight if weight_format == "dense" else FORMATS[weight_format].dequantize(weight, scale, x.dtype)
 
 
-def refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_format: str = "dense") -> None:
+def _differentiable(given: Given) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, the packed masks and the partials of a call that autograd records."""
+    x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format, ids, offs = given
+    if ids is not None or activation_format != "dense" or weight_format != "dense" or scale is not None:
+        checks.check_forward(given)
+        _refuse_gradients(given.tensors(), weight_format, activation_format)
+    if ids is not None:
+        return _sorted_by_expert(given), packed_masks, x
+    return apply_function(_Layer, x, weight, None, packed_masks, offs, activation, mask_weights, scale, weight_format)
+
+
+def _sorted_by_expert(given: Given) -> Tensor:
+    """The differentiable `experts_forward`, also of DTensors."""
+    if given.weight.requires_grad:
+        raise ValueError(
+            "weight: got a tensor that requires a gradient, which mglu::experts_forward does not compute: sort the "
+            "tokens by expert and call mglu::grouped_forward or mglu::grouped_forward_ste"
+        )
+    if not any(type(tensor).__name__ == "DTensor" for tensor in given.tensors().values()):
+        return _by_sorted_rows(given)
+    from .sharding import on_local_tensors  # it imports torch.distributed.tensor
+
+    return on_local_tensors(_by_sorted_rows, given)
+
+
+def _by_sorted_rows(given: Given) -> Tensor:
+    """Sort the rows by expert, call `grouped_forward`, and undo the sort."""
+    x, weight, packed_masks, activation, mask_weights, *stored = given[:8]
+    expert_ids = given.expert_ids
+    assert expert_ids is not None
+    pairs, offs = sort_pairs(expert_ids, weight.shape[0])
+    if mask_weights is not None:
+        mask_weights = mask_weights.flatten(0, 1)[pairs]
+    rows = x[pairs // expert_ids.shape[1]]
+    sorted_result = grouped_forward(rows, weight, packed_masks, offs, activation, mask_weights, *stored)
+    return sorted_result[inverse_of(pairs)].view(*expert_ids.shape, given.out_features)
+
+
+def _refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_format: str = "dense") -> None:
     """Raise ValueError if a stored weight, its scales or, with an activation format, any tensor needs a gradient."""
     if activation_format != "dense":
         name = next(name for name, tensor in tensors.items() if tensor.requires_grad)
@@ -362,119 +542,46 @@ def refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_
             )
 
 
-def _apply_layer(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Call `_Layer` with the arguments of `mglu::forward`."""
-    given = LayerArguments(*args)
-    x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format = given
-    if activation_format != "dense" or weight_format != "dense" or scale is not None:
-        checks.check_layer(given)
-        refuse_gradients(given.tensors(), weight_format, activation_format)
-    return apply_function(_Layer, x, weight, None, packed_masks, activation, mask_weights, scale, weight_format)
+# --- Autocast: x and weight are cast as by F.linear; logits, mask_weights and expert_weights keep their dtype --------
 
-
-@kernel("forward", "Autograd", with_keyset=True)
-def _forward_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
-    # Checking here first saves a function call in decoding, where gradients are off.
-    if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and needs_gradient(*args):
-        return _apply_layer(*args)[0]
-    if keys.raw_repr() in PLAIN_KEYSETS:
-        return _forward(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return forward(*args)
-
-
-@kernel("forward_ste", "Autograd")
-def _forward_ste_autograd(
-    x: Tensor, weight: Tensor, mask_logits: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    if needs_gradient(x, weight, mask_logits, mask_weights):
-        check_dense("mask_logits", mask_logits)  # `_Layer` would take None for a call with packed masks
-        return apply_function(_Layer, x, weight, mask_logits, None, activation, mask_weights)[:2]
-    with torch._C._AutoDispatchBelowAutograd():
-        return forward_ste(x, weight, mask_logits, activation, mask_weights)
-
-
-@kernel("forward_train", "Autograd", with_keyset=True)
-def _forward_train_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
-    """Return a result that outer functorch levels can differentiate. The partials are constants."""
-    if needs_gradient(*args):
-        result, _, partials = _apply_layer(*args)
-        return result, partials
-    with torch._C._AutoDispatchBelowAutograd():
-        return _forward_train(*args) if keys.raw_repr() in PLAIN_KEYSETS else forward_train(*args)
-
-
-_LastDerivative = last_derivative(backward)
-
-
-@kernel("backward", "Autograd", with_keyset=True)
-def _backward_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if needs_gradient(*args):
-        return apply_function(_LastDerivative, *args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _backward(*args) if keys.raw_repr() in PLAIN_KEYSETS else backward(*args)
-
-
-kernel("pack_masks", "Autograd")(without_autograd(pack_masks))
-kernel("pack_logits", "Autograd")(without_autograd(pack_logits))
-kernel("unpack_masks", "Autograd")(without_autograd(unpack_masks))
-
-
-# --- Autocast: x and weight are cast as by F.linear; logits keep their dtype, as they are only compared with 0 --------
-
-for _op in (forward, forward_ste):
+for _op in (forward, forward_ste, grouped_forward, grouped_forward_ste, experts_forward, experts_down):
     register_autocast(_op)
 
 
-# --- vmap: a batch of x becomes more tokens of one call; a batch of weights or masks becomes a loop of calls ----------
+# --- vmap: a batch of tokens becomes more tokens of one call; any other batch becomes a loop of calls ----------------
 
 
-def _vmap_layer(op: Any, out_dims: Any) -> Callable[..., Any]:
+def _vmap_tokens(op: Any, tokens: set[str], out_dims: Any = 0) -> Callable[..., Any]:
+    """Return the rule of an operator whose arguments `tokens` have dimensions of tokens; over experts exactly one."""
+    names = names_of(op)
+
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        given, names = LayerArguments(*args), LayerArguments._fields
+        given = {name: arg for name, arg in zip(names, args, strict=False) if arg is not None}
         dims = {name: dim for name, dim in zip(names, in_dims, strict=False) if dim is not None}
-        if not dims or dims.keys() - {"x", "mask_weights"}:
+        if not dims or dims.keys() - tokens:
             return vmap_loop(op)(info, in_dims, *args)
-        as_tokens: dict[str, Any] = {
-            name: batched(getattr(given, name), dims.get(name), info.batch_size)
-            for name in ("x", "mask_weights")
-            if getattr(given, name) is not None
-        }
-        return op(*given._replace(**as_tokens)[: len(op._schema.arguments)]), out_dims
+        together = {name: batched(given[name], dims.get(name), info.batch_size) for name in tokens & given.keys()}
+        if "expert_ids" not in tokens:
+            return op(**given | together), out_dims
+        leading = together["expert_ids"].shape[:2]
+        result = op(**given | {name: tensor.flatten(0, 1) for name, tensor in together.items()})
+        return result.view(*leading, *result.shape[1:]), out_dims
 
     return rule
 
 
-for _op, _rule in (
-    (pack_masks, vmap_loop(pack_masks)),
-    (pack_logits, vmap_loop(pack_logits)),
-    (unpack_masks, vmap_loop(unpack_masks)),
-    (forward, _vmap_layer(forward, 0)),
-    (forward_ste, _vmap_layer(forward_ste, (0, None))),
-    (forward_train, _vmap_layer(forward_train, (0, 0))),
-    (backward, vmap_loop(backward)),
-):
-    torch.library.register_vmap(_op, _rule, lib=library)
+_VMAP_RULES = {
+    forward: _vmap_tokens(forward, {"x", "mask_weights"}),
+    forward_ste: _vmap_tokens(forward_ste, {"x", "mask_weights"}, (0, None)),
+    forward_train: _vmap_tokens(forward_train, {"x", "mask_weights"}, (0, 0)),
+    experts_forward: _vmap_tokens(experts_forward, {"x", "expert_ids", "mask_weights"}),
+    experts_down: _vmap_tokens(experts_down, {"y", "expert_ids", "expert_weights"}),
+}
+"""Grouped operators are missing: a batch of sorted rows is not sorted."""
 
-
-# --- `route_weights`, the former name of mask_weights ----------------------------------------------------------------
-
-
-def _renamed(op: Any) -> Callable[..., Any]:
-    """Return the kernel of an overload that takes `route_weights`."""
-
-    def kernel(x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", *, route_weights: Any) -> Any:
-        notices.warn(f"{op.name()}: route_weights is now called mask_weights", stacklevel=3)
-        return op(x, weight, masks, activation, route_weights)
-
-    return kernel
-
-
-for _op, _masks in ((forward, "packed_masks"), (forward_ste, "mask_logits")):
-    _name = f"{_op._schema.name.split('::')[1]}.route_weights"
-    _tail, _result = 'str activation="silu", *, Tensor? route_weights', str(_op._schema).rpartition("-> ")[2]
-    library.define(f"{_name}(Tensor x, Tensor weight, Tensor {_masks}, {_tail}) -> {_result}")
-    library.impl(_name, _renamed(_op), "CompositeImplicitAutograd")
+for _schema in SCHEMAS:
+    _op = getattr(torch.ops.mglu, _schema.partition("(")[0]).default
+    torch.library.register_vmap(_op, _VMAP_RULES.get(_op) or vmap_loop(_op), lib=library)
 
 
 # --- DTensor --------------------------------------------------------------------------------------------------------
@@ -487,3 +594,6 @@ def register_dtensor_rules() -> None:
     It imports `torch.distributed.tensor`, which `import mglu_ops` does not.
     """
     from . import sharding  # noqa: F401 (importing it registers the rules)
+
+
+from . import flops  # noqa: E402, F401 (registers the FLOP formulas of all operators)

@@ -1,4 +1,4 @@
-"""Helpers that register operators with torch, for `ops` and `expert_ops`."""
+"""Helpers that register operators with torch, for `ops`."""
 
 from __future__ import annotations
 
@@ -171,10 +171,8 @@ def without_autograd(op: Any) -> Callable[..., Any]:
 
 def below_autograd(op: Any, function: Callable[..., Any], keys: DispatchKeySet, *args: Any) -> Any:
     """Call an operator below its Autograd kernel. A plain call runs `function`, the kernel, without the dispatcher."""
-    if keys.raw_repr() in PLAIN_KEYSETS:
-        return function(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():  # which also saves the torch operations of the kernel a dispatch
+        return function(*args) if keys.raw_repr() in PLAIN_KEYSETS else op(*args)
 
 
 def last_derivative(op: Any) -> type[torch.autograd.Function]:

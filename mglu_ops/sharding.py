@@ -33,11 +33,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.experimental import local_map, register_sharding
 
 from .formats import FORMATS
+from .given import Given
 
 Option = tuple[list[Placement], list[Placement]]
 """A sharding of an operator: the placements of its results and of its tensor arguments."""
@@ -288,6 +290,56 @@ def _experts_down_backward(
         (_needed([Shard(0), _partial, Shard(0)], needs), [Shard(0), Shard(0), _replicate, Shard(0), Shard(0)]),
         (_needed([Shard(2), Shard(2), _partial], needs), [_replicate, Shard(2), Shard(2), _replicate, _replicate]),
     ]
+
+
+def on_local_tensors(run: Callable[[Given], Tensor], given: Given) -> Tensor:
+    """Run a differentiable function of the arguments of `mglu::experts_forward` on the local parts of DTensors.
+
+    A dimension of the mesh along which the rows of the weight are sharded is column parallel, one along which the
+    tokens of x are sharded is token parallel, and all others are replicated.
+    """
+    tensors = given.tensors()
+    mesh = next(tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor))
+    ways = [_way(given, dim) for dim in range(mesh.ndim)]
+    if "columns" in ways:
+        _check_blocks(given.weight, given.weight_format, 1)
+    placements, grads = (
+        tuple(
+            [table[way].get(name, _replicate) for way in ways] if isinstance(tensor, DTensor) else None
+            for name, tensor in tensors.items()
+        )
+        for table in (_PLACEMENTS, _GRADIENTS)
+    )
+
+    def local(*parts: Tensor) -> Tensor:
+        local_parts: dict[str, Any] = dict(zip(tensors, parts, strict=True))
+        return run(given._replace(**local_parts))
+
+    result = [_PLACEMENTS[way].get("result", _replicate) for way in ways]
+    return local_map(local, result, placements, grads, mesh, redistribute_inputs=True)(*tensors.values())
+
+
+def _way(given: Given, dim: int) -> str:
+    """How a dimension of the mesh divides a call of `mglu::experts_forward`."""
+    for name, tensor, wanted in (("columns", given.weight, Shard(1)), ("tokens", given.x, Shard(0))):
+        if isinstance(tensor, DTensor) and tensor.placements[dim] == wanted:
+            return name
+    return "replicated"
+
+
+_WEIGHTS, _ROWS_OF_TOKENS = ("weight", "packed_masks", "weight_scale"), ("x", "mask_weights", "expert_ids", "result")
+_PLACEMENTS: dict[str, dict[str, Placement]] = {
+    "columns": {**dict.fromkeys(_WEIGHTS, Shard(1)), "result": Shard(2)},
+    "tokens": dict.fromkeys(_ROWS_OF_TOKENS, Shard(0)),
+    "replicated": {},
+}
+"""The placements of the tensors and of the result; those that are missing are replicated."""
+_GRADIENTS: dict[str, dict[str, Placement]] = {
+    "columns": {**_PLACEMENTS["columns"], "x": _partial, "mask_weights": _partial},
+    "tokens": {**_PLACEMENTS["tokens"], **dict.fromkeys(_WEIGHTS, _partial)},
+    "replicated": {},
+}
+"""The placements of the gradients: a rank has one term of the gradient of a replicated tensor."""
 
 
 def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | None = None) -> None:

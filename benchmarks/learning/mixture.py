@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mglu_ops.activations import get_activation
-from mglu_ops.expert_calls import sort_pairs
 from mglu_ops.nn import MGLUExperts
 from mglu_ops.nn.experts import route
+from mglu_ops.routing import sort_pairs
 
 BALANCE = 0.01
 """The weight of the loss that balances the load, as in Switch Transformers (arXiv 2101.03961)."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .base import Backend, PreparedCall
-from .composite_experts import CompositeExperts
+from .base import Backend
+from .composite import Composite
 from .cpu import Cpu
 from .cuda import Cuda
 from .triton import Triton
 
-__all__ = ["BACKENDS", "Backend", "PreparedCall"]
+__all__ = ["BACKENDS", "Backend"]
 
-BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (Cuda(), Triton(), Cpu(), CompositeExperts())}
-"""All backends by name. For training, the first one that can run a pass is used."""
+BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (Cuda(), Triton(), Cpu(), Composite())}
+"""All backends by name, the fastest first. The first one that can run a task of a call is used."""

@@ -1,235 +1,118 @@
-"""The interface of a backend, an object that says which calls it can run, and prepares them.
-
-Every backend runs `mglu::forward`. Some also pack masks, train a layer or run experts.
-"""
+"""The interface of a backend: an object that says whether it can run a task of a call, and prepares it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ..expert_calls import DownArguments, ExpertArguments, ExpertCall
-from ..layer_call import LayerArguments, LayerCall
+from ..call import Call
+
+Task = Literal["forward", "train", "backward", "down", "down_backward"]
+"""What a call asks for, for a layer and for the layers of experts alike.
+
+| task | operators | a prepared call takes | and returns |
+|---|---|---|---|
+| forward | `forward`, `experts_forward`, `grouped_forward` | `Given` | the result in x's dtype |
+| train | `forward_train`, `grouped_forward_train` | `Given`, `in_rows` and with a dense weight | result, partials |
+| backward | `backward`, `grouped_backward` | `BackwardGiven`, `in_rows` | the gradients of `mglu::backward` |
+| down | `experts_down` | `DownGiven`, `in_rows` | the result `[T, out_features]` |
+| down_backward | `experts_down_backward` | grad_output, `DownGiven` (`in_rows`), needs | its gradients |
+
+Results are contiguous and have memory of their own. Those of `train` have a single dimension of tokens. A gradient that
+is not needed is an empty tensor. Rows without an expert are zeros, and their x is not read. No prepared call reads an
+id or an offset on the host of a GPU, and no value of ids or offs leads out of bounds. The partials of every backend
+have the layout that `mglu_ops.ops` describes, so that another backend can run `backward`.
+"""
+
+Prepared = Callable[..., Any]
+"""A call with everything decided except its tensors, which may be any that fit its description. Thread-safe."""
 
 
-class PreparedCall(Protocol):
-    """A call with everything decided except its tensors. It takes any tensors that fit its `LayerCall`. Thread-safe."""
+@dataclass(frozen=True)
+class Reason:
+    """Why a backend cannot run a call.
 
-    def __call__(self, given: LayerArguments) -> Tensor:
-        """Return y `[..., out_features]` in x's dtype. Tensors have the ranks of the call that was prepared."""
-
-
-class PreparedForwardTrain(Protocol):
-    """A prepared `mglu::forward_train`; see `PreparedCall`. Thread-safe."""
-
-    def __call__(self, given: LayerArguments) -> tuple[Tensor, Tensor]:
-        """Return the result, and the partial derivatives that backward needs (`mglu_ops.ops` has the equations).
-
-        Args:
-            given: the arguments in any strides, `in_rows`, with a dense weight.
-
-        Returns:
-            The result `[tokens, out_features]`, and partials `[tokens, n_masks + 1, out_features]`, or
-            `[tokens, 2 n_masks + 1, out_features]` with mask weights. Both are contiguous and in x's dtype.
-        """
-
-
-class BackwardArguments(NamedTuple):
-    """The arguments of `mglu::backward`, in the order of its schema.
-
-    In the arguments of a backend, `...` is one dimension, the tokens.
+    Attributes:
+        text: the reason, for a message.
+        is_loss: True if the call would be faster on this backend if it could run it.
+        is_passing: True if the backend may be able to run the same call later, in the same process.
     """
 
-    grad_output: Tensor
-    """`[..., out_features]` in x's dtype. The strides of grad_output, x and weight are arbitrary and may be 0."""
-    x: Tensor
-    """`[..., in_features]`."""
-    weight: Tensor
-    """`[out_features, in_features]`."""
-    packed_masks: Tensor
-    """`[out_features, ceil(in_features / 8), n_masks]`."""
-    partials: Tensor
-    """The partials that `forward_train` of any backend returned; contiguous in the arguments of a backend."""
-    needs: Sequence[bool]
-    """Two bools: the gradient of x is needed, the gradient of weight is needed."""
-    logits_dtype: torch.dtype | None
-    """The dtype of the gradient of the mask logits; None if it is not needed."""
-    mask_weights_dtype: torch.dtype | None
-    """The dtype of the gradient of mask_weights; None if it is not needed, or if there are none."""
+    text: str
+    is_loss: bool = True
+    is_passing: bool = False
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
-        return dict(zip(self._fields, self[:5], strict=False))
+    def __str__(self) -> str:
+        return self.text
 
 
-class PreparedBackward(Protocol):
-    """A prepared `mglu::backward`; see `PreparedCall`. Thread-safe.
+@dataclass(frozen=True)
+class Description:
+    """How a backend runs a call.
 
-    The arguments that are not tensors are the same in all its calls.
+    Attributes:
+        text: what runs it.
+        launch: the launch configuration, if the backend has several.
+        origin: the source of `launch`.
+        slow_reason: why it takes several times longer than such calls do on this backend; None if it does not.
+        rounds_x: True if the kernel multiplies in the call's activation format.
     """
 
-    def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of x, weight, mask logits and mask weights.
-
-        Returns:
-            Contiguous `[tokens, in_features]`, `[out_features, in_features]`, `[n_masks, out_features, in_features]`
-            and `[tokens, n_masks]`, which share no memory. A gradient that is not needed is an empty tensor.
-        """
-
-
-class PreparedExperts(Protocol):
-    """A prepared `mglu::experts_forward` or `mglu::grouped_forward`; see `PreparedCall`. Thread-safe.
-
-    On a GPU, the host reads no id and no offset. Kernels clamp offs, so no value causes an access out of bounds.
-    """
-
-    def __call__(self, given: ExpertArguments) -> Tensor:
-        """Return the contiguous result `[T, K, out_features]`, or `[S, out_features]` with offs; `given` is `in_rows`.
-
-        Rows without an expert are zeros, and their x is not read.
-        """
-
-
-class PreparedDown(Protocol):
-    """A prepared `mglu::experts_down`; see `PreparedCall`. Thread-safe."""
-
-    def __call__(self, given: DownArguments) -> Tensor:
-        """Return the contiguous result `[T, out_features]`; `given` is `in_rows`."""
-
-
-class PreparedGroupedForwardTrain(Protocol):
-    """A prepared `mglu::grouped_forward_train`; see `PreparedForwardTrain`. Thread-safe."""
-
-    def __call__(self, given: ExpertArguments) -> tuple[Tensor, Tensor]:
-        """Return the result `[S, out_features]` and the partials `[S, entries, out_features]`; `given` is `in_rows`."""
-
-
-class GroupedBackwardArguments(NamedTuple):
-    """The arguments of `mglu::grouped_backward`, in the order of its schema. See `BackwardArguments`."""
-
-    grad_output: Tensor
-    """`[S, out_features]`."""
-    x: Tensor
-    """`[S, in_features]`."""
-    weight: Tensor
-    """`[E, out_features, in_features]`."""
-    packed_masks: Tensor
-    """`[E, out_features, ceil(in_features / 8), n_masks]`."""
-    offs: Tensor
-    """int32 `[E]`; contiguous in the arguments of a backend."""
-    partials: Tensor
-    """The partials that `grouped_forward_train` of any backend returned; contiguous in the arguments of a backend."""
-    needs: Sequence[bool]
-    logits_dtype: torch.dtype | None
-    mask_weights_dtype: torch.dtype | None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name."""
-        return dict(zip(self._fields, self[:6], strict=False))
-
-    def of_expert(self, expert: int, rows: slice) -> BackwardArguments:
-        """The arguments of one expert's backward pass, for its rows."""
-        grad_output, x, weight, packed_masks, _, partials, needs, logits_dtype, mask_weights_dtype = self
-        return BackwardArguments(
-            grad_output[rows],
-            x[rows],
-            weight[expert],
-            packed_masks[expert],
-            partials[rows],
-            needs,
-            logits_dtype,
-            mask_weights_dtype,
-        )
-
-
-class PreparedGroupedBackward(Protocol):
-    """A prepared `mglu::grouped_backward`; see `PreparedBackward`. Thread-safe."""
-
-    def __call__(self, arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the gradients of x, weight, mask logits `[E, n_masks, out_features, in_features]` and mask weights."""
+    text: str
+    launch: Any = None
+    origin: str = ""
+    slow_reason: str | None = None
+    rounds_x: bool = False
 
 
 class Backend(ABC):
-    """One implementation of `mglu::forward`, entered in `mglu_ops.backends.BACKENDS`."""
+    """One implementation of the operators, entered in `mglu_ops.backends.BACKENDS`."""
 
     name: ClassVar[str]
+    device_type: ClassVar[str | None]
+    """The type of the devices whose calls it runs; None for any."""
     rounds_x: ClassVar[bool] = False
-    """True if prepared calls round x to the call's activation format. Otherwise `dispatch` rounds it beforehand."""
+    """True if prepared calls round x to the call's activation format. Otherwise `dispatch` does it before them."""
+    batch_invariant_tasks: ClassVar[frozenset[Task]] = frozenset()
+    """The tasks in which a row's bits do not depend on the other rows, if the call asks for it."""
 
     @abstractmethod
-    def unsupported_reason(self, call: LayerCall) -> str | None:
-        """The reason why `prepare` cannot take a call; None if it can."""
+    def reason(self, task: Task, call: Call) -> Reason | None:
+        """Why the backend cannot run a task of a call; None if it can.
 
-    def supports(self, call: LayerCall) -> bool:
-        """True if `prepare` can take a call."""
-        return self.unsupported_reason(call) is None
+        In a call of `backward`, the activation and the layout of the mask weights mean nothing, and
+        `mask_weights_dtype` is the argument of that name.
+        """
 
     @abstractmethod
-    def prepare(self, call: LayerCall, launch: Any = None) -> PreparedCall:
-        """Choose, compile and load the kernels of a supported call.
+    def prepare(self, task: Task, call: Call, launch: Any = None) -> Prepared:
+        """Choose, compile and load what runs a task that the backend can run.
 
         Args:
+            task: the task.
             call: the call.
-            launch: a launch configuration that overrides the backend's choice, for tests and tuning. Each backend
-                defines its type.
+            launch: how to run it instead of the backend's own choice, for tests and tuning; the backend defines its
+                type.
         """
+
+    def describe(self, task: Task, call: Call) -> Description:
+        """How the backend would run a task that it can run. Compiles nothing."""
+        return Description(f"kernels of this package, for {call}")
 
     def can_pack(self, masks: Tensor) -> bool:
         """True if `pack` takes these masks."""
         return False
 
     def pack(self, masks: Tensor) -> Tensor:
-        """Pack bool masks or logits (`M = logits > 0`) `[n_masks, out_features, in_features]`."""
+        """The packed masks of bool masks or logits (`M = logits > 0`) `[(E,) n_masks, out_features, in_features]`."""
         raise NotImplementedError(f"the backend {self.name} does not pack masks")
 
-    def can_train_forward(self, call: LayerCall) -> bool:
-        """True if the backend can run `mglu::forward_train`. Its partials are valid for the backward of any backend."""
-        return False
 
-    def can_train_backward(self, call: LayerCall) -> bool:
-        """True if the backend can run `mglu::backward`; `prepare_backward` describes the call."""
-        return False
-
-    def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
-        """Prepare a `mglu::forward_train`. `call.leading` is `(tokens,)`."""
-        raise NotImplementedError(f"the backend {self.name} does not train")
-
-    def prepare_backward(self, call: LayerCall) -> PreparedBackward:
-        """Prepare a `mglu::backward`.
-
-        Ignore the activation and the layout of the mask weights in `call`. Its `mask_weights_dtype` is the operator's
-        argument of that name, and may be None for a layer with mask weights; the size of the partials tells.
-        """
-        raise NotImplementedError(f"the backend {self.name} does not train")
-
-    def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
-        """The reason why `prepare_experts` (`prepare_down` if n_masks is 0) cannot take a call; None if it can."""
-        return f"the backend {self.name} has no kernels for experts"
-
-    def prepare_experts(self, call: ExpertCall, launch: Any = None) -> PreparedExperts:
-        """Prepare a call of `mglu::experts_forward` or `mglu::grouped_forward`; `launch` as in `prepare`."""
-        raise NotImplementedError(f"the backend {self.name} has no kernels for experts")
-
-    def prepare_down(self, call: ExpertCall, launch: Any = None) -> PreparedDown:
-        """Prepare a call of `mglu::experts_down`; `launch` as in `prepare`."""
-        raise NotImplementedError(f"the backend {self.name} has no kernels for experts")
-
-    def can_train_experts_forward(self, call: ExpertCall) -> bool:
-        """True if the backend can run `mglu::grouped_forward_train`; see `can_train_forward`."""
-        return False
-
-    def can_train_experts_backward(self, call: ExpertCall) -> bool:
-        """True if the backend can run `mglu::grouped_backward`; `prepare_backward` describes the call."""
-        return False
-
-    def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
-        """Prepare a `mglu::grouped_forward_train`."""
-        raise NotImplementedError(f"the backend {self.name} does not train experts")
-
-    def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
-        """Prepare a `mglu::grouped_backward`; see `prepare_backward`."""
-        raise NotImplementedError(f"the backend {self.name} does not train experts")
+def no_kernel(what: str, dtype: torch.dtype | None) -> Reason:
+    """The reason of a backend without kernels for a dtype, which the library's products run as fast."""
+    return Reason(f"no kernel for {what} {dtype}", is_loss=False)

@@ -1,391 +1,284 @@
-"""MGLU by library GEMMs, on every device and in every dtype; fast for many tokens.
+"""MGLU by the library's GEMMs, on every device and in every dtype; fast for many tokens.
 
-Let F_i be -1 where M_i = 1 and +1 elsewhere, t = x W^T and f_i = x (F_i * W)^T. The gate and the value of a mask are
-computed in one of three ways:
-
-- Sign flips (`_sign_flips`, n_masks + 1 GEMMs): gate_i = (t - f_i) / 2 and value_i = (t + f_i) / 2. Unlike with
-  gate_i = x (M_i * W)^T and value_i = t - gate_i, a value of few weights is not the small difference of two large sums,
-  unless x or W has outliers (see the bound in `mglu_ops.ops`).
-- Separate products (`_both_products`, 2 n_masks GEMMs), as in the naive layer: for one mask; for inference on a CPU
-  except in float64, so that outliers cost no digits; and in float32 on a GPU or for two masks or few tokens.
-- A float64 total (`_smaller_parts`): for all other training in float32 on a CPU. The error of a float32 total would
-  enter every gate and value.
-
-The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps (`gradients`).
-On a CPU, the backend `cpu` runs most calls instead: forward, also in training, and backward in bfloat16.
-
-A mask is applied by a product with 0 and 1, or with 1 and -1: exact, and several times faster than `torch.where` on a
-CPU. Sums are in float32 at least. Where the library has no 16-bit GEMM with a float32 result, the operands are widened.
+Experts are a loop over experts on a CPU, and elsewhere batched GEMMs over blocks of rows. A block has B slots for rows
+of one expert. The device assigns rows to slots, by sorting the rows by expert and counting them. The number of blocks
+depends on S and E only, so the host reads no value and never waits. For a chunk of blocks, the weights of their experts
+are gathered, masked as in `formula`, and multiplied by `torch.bmm`. Unused slots hold rows of other experts, whose
+products are discarded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..activations import get_activation
-from ..expert_calls import ExpertArguments
+from ..call import Call
 from ..formats import FORMATS
-from ..layer_call import LayerArguments, LayerCall
+from ..given import DownGiven, Given
 from ..masks import unpack_one
-from .base import (
-    Backend,
-    BackwardArguments,
-    GroupedBackwardArguments,
-    PreparedBackward,
-    PreparedCall,
-    PreparedForwardTrain,
-)
+from ..routing import inverse_of, sort_pairs
+from ..sizes import ceil_div
+from . import expert_loop, formula
+from .base import Backend, Description, Prepared, Reason, Task
+from .formula import operand_dtype, sum_dtype
 
-_FEW_TOKENS = 32
-"""With fewer tokens than this, a float64 copy of the weight costs more than the GEMMs that it saves."""
-
-_MOST_MASKS_OF_NARROW_TOTALS = 4
-"""With up to this many masks, the terms of dt are summed in float32, and only the sum is converted to float64. With a
-float64 sum, every term would be converted."""
-
-_FAST_FLOAT64 = {(7, 0), (8, 0), (9, 0), (10, 0)}
-"""The compute capabilities whose float64 GEMMs are about as fast as float32 ones: V100, A100, H100 and B200."""
+_MOST_GATHERED = 1 << 26
+"""The most weights that are gathered at once, for a chunk of blocks."""
 
 
-def operand_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the GEMMs' operands: x's dtype if the library can return wider sums, else the dtype of the sums."""
-    return x.dtype if x.is_cuda else sum_dtype(x.dtype)
+@dataclass
+class _Blocks:
+    """The assignment of rows to the slots of blocks. A block belongs to one expert.
 
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which GEMMs of `dtype` sum."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _total_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which forward sums dy/dt over all masks. On a CPU it is wider than float32 operands."""
-    return torch.float64 if x.dtype is torch.float32 and x.is_cpu else sum_dtype(x.dtype)
-
-
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, summed and returned in float32 at least."""
-    if a.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b)
-
-
-class Products:
-    """The GEMMs of a layer's training step, by the library. `composite_experts` has a subclass for experts.
-
-    They sum and return in float32 at least. `weight` is `[out_features, in_features]`, `x` is `[tokens, in_features]`
-    and `grad` is `[tokens, out_features]`. If `total` is given, the product is added to it in place.
+    Attributes:
+        experts: the expert of each block, int64 `[blocks]`; any expert for an unused block.
+        pairs: the row of the result in each slot, int64 `[blocks, B]`; any row in an unused slot.
+        is_used: True if a slot is used, bool `[blocks, B]`.
+        slots: the slot of each row of the result, numbered over all blocks, int64 `[S]`.
+        has_expert: True if a row has an expert, bool `[S]`.
     """
 
-    has_float64: ClassVar[bool] = True
+    experts: Tensor
+    pairs: Tensor
+    is_used: Tensor
+    slots: Tensor
+    has_expert: Tensor
 
-    def project(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return `x @ weight^T`, written to `out` if it is given."""
-        if out is None or out.dtype != x.dtype:
-            product = matmul(x, weight.t())
-            return product if out is None else out.copy_(product)
-        return torch.mm(x, weight.t(), out=out)
+    @staticmethod
+    def of(expert_ids: Tensor | None, offs: Tensor | None, experts: int, rows: int) -> _Blocks:
+        pairs: Tensor | None = None
+        if offs is None:
+            assert expert_ids is not None
+            pairs, offs = sort_pairs(expert_ids, experts)
+        size = _rows_of_a_block(rows, experts)
+        blocks = min(rows, rows // size + experts)
+        ends = offs.long().clamp(0, rows).cummax(0).values
+        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        block_ends = ((ends - starts + (size - 1)) // size).cumsum(0)
+        block_starts = torch.cat((block_ends.new_zeros(1), block_ends[:-1]))
+        numbers = torch.arange(blocks, device=offs.device)
+        block_experts = torch.searchsorted(block_ends, numbers, right=True).clamp_max(experts - 1)
+        first = starts[block_experts] + (numbers - block_starts[block_experts]) * size
+        sorted_rows = first[:, None] + torch.arange(size, device=offs.device)
+        is_used = sorted_rows < ends[block_experts, None]
+        sorted_rows = sorted_rows.clamp_max(rows - 1)
+        row = torch.arange(rows, device=offs.device)
+        expert = torch.searchsorted(ends, row, right=True)
+        has_expert, expert = expert < experts, expert.clamp_max(experts - 1)
+        slots = block_starts[expert] * size + (row - starts[expert])
+        slots = torch.where(has_expert, slots, 0)
+        if pairs is None:
+            return _Blocks(block_experts, sorted_rows, is_used, slots, has_expert)
+        back = inverse_of(pairs)
+        return _Blocks(block_experts, pairs[sorted_rows], is_used, slots[back], has_expert[back])
 
-    def back(self, grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
-        """Return `grad @ weight`, or add it to `total`."""
-        return _add_matmul(total, grad, weight)
+    def chunks(self, weights_per_expert: int) -> Iterator[slice]:
+        """Yield chunks of blocks whose experts have at most `_MOST_GATHERED` weights together."""
+        step = max(1, _MOST_GATHERED // max(1, weights_per_expert))
+        for start in range(0, len(self.experts), step):
+            yield slice(start, start + step)
 
-    def weight_product(self, grad: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
-        """Return `grad^T @ x`, or add it to `total`."""
-        return _add_matmul(total, grad.t(), x)
+    def rows(self, results: Sequence[Tensor], factors: Tensor | None = None) -> Tensor:
+        """Return the rows `[S, ...]` of the blocks' results `[blocks, B, ...]`, which come in chunks.
 
-    def count_ones(self, mask: Tensor) -> Tensor:
-        """Count the ones of the mask of the layer, or of each expert. The result broadcasts to the mask."""
-        return mask.count_nonzero()
-
-    def per_row(self, numbers: Tensor) -> Tensor:
-        """Expand one number per layer or expert, in the shape of `count_ones`, to the rows of x."""
-        return numbers
-
-
-def _add_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    if total is None:
-        return matmul(a, b)
-    return torch.addmm(total, a, b, out=total) if a.dtype == total.dtype else total.add_(matmul(a, b))
-
-
-_LAYER = Products()
-
-
-# --- Forward ---------------------------------------------------------------------------------------------------------
-
-
-def _gates_and_values(
-    x: Tensor, weight: Tensor, packed_masks: Tensor, *, apart: bool, products: Products = _LAYER
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield gate_i and value_i `[tokens, out_features]` of each mask, in the dtype of the sums.
-
-    All masks share the same memory. `apart` asks for separate products.
-    """
-    n_masks, tokens, narrow_sums = packed_masks.shape[-1], x.shape[0], x.dtype is torch.float32
-    gate, value = (x.new_empty(tokens, weight.shape[-2], dtype=sum_dtype(x.dtype)) for _ in range(2))
-    dtype = operand_dtype(x)
-    x, weight = x.to(dtype), weight.to(dtype)
-    masks = (_mask(packed_masks, i, weight) for i in range(n_masks))
-    is_narrow = x.is_cuda or not products.has_float64
-    if apart or n_masks == 1 or (narrow_sums and (n_masks == 2 or tokens < _FEW_TOKENS or is_narrow)):
-        project = _both_products
-    else:
-        project = _smaller_parts if narrow_sums else _sign_flips
-    for _ in project(products, x, weight, masks, gate, value):
-        yield gate, value
+        Rows are multiplied by `factors` `[S, 1]`. Rows without an expert are zeros.
+        """
+        found = torch.cat(list(results)).flatten(0, 1)[self.slots]
+        if factors is not None:
+            found.mul_(factors)  # before zeros are written, as the factor of a row without an expert may be NaN
+        return torch.where(self.has_expert[:, None], found, 0)
 
 
-def _mask(packed_masks: Tensor, index: int, weight: Tensor) -> Tensor:
-    """Unpack one mask to bool in the shape of the weight, which may have a leading dimension of experts."""
-    return unpack_one(packed_masks.flatten(0, -3), index, weight.shape[-1]).view(weight.shape)
+def _rows_of_a_block(rows: int, experts: int) -> int:
+    """The next power of two above the rows of an expert with balanced routing, clamped to 16 .. 128."""
+    balanced = ceil_div(rows, max(1, min(rows, experts)))
+    return min(128, max(16, 1 << balanced.bit_length()))
 
 
-def _both_products(
-    products: Products, x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor
-) -> Iterator[None]:
-    """Compute gate and value as separate products, as the naive layer does."""
-    for mask in masks:
-        masked = weight * mask
-        products.project(x, masked, gate)
-        products.project(x, weight - masked, value)
-        yield
+# --- One layer -------------------------------------------------------------------------------------------------------
 
 
-def _sign_flips(
-    products: Products, x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor
-) -> Iterator[None]:
-    half_total = products.project(x, weight).mul_(0.5)
-    for mask in masks:
-        flipped = products.project(x, torch.sub(weight, weight * mask, alpha=2), gate)
-        torch.add(half_total, flipped, alpha=0.5, out=value)
-        torch.sub(half_total, flipped, alpha=0.5, out=gate)
-        yield
+def _layer(call: Call) -> Prepared:
+    """Prepare `forward`."""
+    shape = call.result_shape
+
+    def prepared(given: Given) -> Tensor:
+        # Not a view: autograd does not allow detaching a view in place.
+        return torch.ops.aten._unsafe_view(formula.forward(given.in_rows()), shape)
+
+    return prepared
 
 
-def _smaller_parts(
-    products: Products, x: Tensor, weight: Tensor, masks: Iterable[Tensor], gate: Tensor, value: Tensor
-) -> Iterator[None]:
-    """Compute the gate or the value, whichever has fewer weights, as a product, and the other as t minus that product.
-
-    t is float64. The measured error in float32 is 0.4 to 1.2 times the naive layer's; with sign flips 2 to 4 times.
-    """
-    wide = x.double() @ weight.double().t()
-    total = wide.float()
-    remainder = wide.sub_(total).float()
-    del wide
-    for mask in masks:
-        gate_is_small = _is_sparse(mask)
-        part, rest = (gate, value) if gate_is_small else (value, gate)
-        masked = weight * mask
-        products.project(x, masked if gate_is_small else weight - masked, part)
-        torch.sub(total, part, out=rest).add_(remainder)
-        yield
+# --- Experts, without reading a value on the host ---------------------------------------------------------------------
 
 
-def _is_sparse(mask: Tensor) -> bool:
-    """True if at most half of a mask is 1. For CPU tensors only: it would synchronise with a GPU."""
-    return bool(mask.count_nonzero() <= mask.numel() // 2)
-
-
-def _forward(given: LayerArguments) -> Tensor:
-    """Return y `[tokens, out_features]`; `given` is `in_rows`, so x is two-dimensional."""
+def _experts(call: Call, given: Given) -> Tensor:
+    """Run `experts_forward` or `grouped_forward` without reading a value on the host."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
-    act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
-    if scale is not None:
-        weight = FORMATS[weight_format].dequantize(weight, scale, operand_dtype(x))
-    result = x.new_zeros(x.shape[0], given.out_features, dtype=dtype)
-    term_weights = None if mask_weights is None else mask_weights.to(dtype)
-    apart = x.is_cpu and x.dtype is not torch.float64
-    for i, (gate, value) in enumerate(_gates_and_values(x, weight, packed_masks, apart=apart)):
-        activated = act(gate)
-        result.addcmul_(activated if term_weights is None else activated * term_weights[:, i : i + 1], value)
-    return result.to(x.dtype)
+    routing = call.routed
+    if not call.tokens or not call.out_features:
+        return x.new_zeros(call.result_shape)
+    blocks = _Blocks.of(given.expert_ids, given.offs, routing.experts, call.tokens)
+    act, dtype = get_activation(activation).forward, operand_dtype(x)
+    results = []
+    for chunk in blocks.chunks(call.out_features * call.in_features):
+        experts, pairs = blocks.experts[chunk], blocks.pairs[chunk]
+        rows = x[pairs // (routing.top_k or 1)].to(dtype)
+        expert_weight = _decode(weight[experts], None if scale is None else scale[experts], weight_format, dtype)
+        masks = packed_masks[experts].flatten(0, 1)
+        weights = None if mask_weights is None else mask_weights[pairs].to(sum_dtype(x.dtype))
+        result: Tensor | None = None
+        for i in range(call.n_masks):
+            masked = expert_weight * unpack_one(masks, i, call.in_features).view(expert_weight.shape)
+            term = act(_matmul(rows, masked)) * _matmul(rows, expert_weight - masked)
+            if weights is not None:
+                term *= weights[..., i : i + 1]
+            result = term if result is None else result.add_(term)
+        assert result is not None
+        results.append(result.to(x.dtype))
+    return torch.ops.aten._unsafe_view(blocks.rows(results), call.result_shape)
 
 
-# --- Training --------------------------------------------------------------------------------------------------------
+def _down(given: DownGiven) -> Tensor:
+    """Run `experts_down` without reading a value on the host."""
+    y, weight, ids, expert_weights, scale, weight_format = given
+    (tokens, top_k, d), (experts, out_features, _) = y.shape, weight.shape
+    if not tokens or not out_features:
+        return y.new_zeros(tokens, out_features)
+    blocks, rows_of_y = _Blocks.of(ids, None, experts, tokens * top_k), y.flatten(0, 1)
+    dtype, results = operand_dtype(y), []
+    for chunk in blocks.chunks(out_features * d):
+        chosen = blocks.experts[chunk]
+        expert_weight = _decode(weight[chosen], None if scale is None else scale[chosen], weight_format, dtype)
+        results.append(_matmul(rows_of_y[blocks.pairs[chunk]].to(dtype), expert_weight))
+    terms = blocks.rows(results, expert_weights.view(-1, 1))
+    return expert_loop.sum_in_order(terms.view(tokens, top_k, out_features)).to(y.dtype)
 
 
-def forward_train(given: LayerArguments | ExpertArguments, products: Products = _LAYER) -> tuple[Tensor, Tensor]:
-    """Return y and its partial derivatives: P, all Q_i and, with mask weights, all R_i."""
-    x, weight, packed_masks, activation, mask_weights = given[:5]
-    act, dtype, n_masks = get_activation(activation), sum_dtype(x.dtype), packed_masks.shape[-1]
-    tokens, out_features = x.shape[0], given.out_features
-    result = x.new_zeros(tokens, out_features, dtype=dtype)
-    term_weights = result.new_ones(1, n_masks) if mask_weights is None else mask_weights.to(dtype)
-    term_weights, kinds = term_weights.expand(tokens, n_masks), 1 if mask_weights is None else 2
-    partials = x.new_empty(tokens, 1 + kinds * n_masks, out_features)
-    total_partial = torch.zeros_like(result, dtype=_total_dtype(x) if n_masks > 1 else dtype)
-    pairs = _gates_and_values(x, weight, packed_masks, apart=False, products=products)
-    for i, (gate, value) in enumerate(pairs):
-        for rows in _chunks(result):
-            g, v, mask_weight, kept = gate[rows], value[rows], term_weights[rows, i : i + 1], partials[rows]
-            activated, slope = act.forward(g), act.backward(v, g)  # act(g_i), act'(g_i) v_i
-            if mask_weights is not None:
-                torch.mul(activated, v, out=kept[:, 1 + n_masks + i])
-            result[rows].addcmul_(activated if mask_weights is None else activated * mask_weight, v)
-            half = mask_weight * 0.5
-            total_partial[rows].add_(torch.add(activated, slope).mul_(half))
-            torch.mul(activated.sub(slope), half, out=kept[:, 1 + i])
-    partials[:, 0] = total_partial
-    return result.to(x.dtype), partials
+def _decode(weight: Tensor, scale: Tensor | None, weight_format: str, dtype: torch.dtype) -> Tensor:
+    return FORMATS[weight_format].dequantize(weight, scale, dtype)
 
 
-def _chunks(result: Tensor) -> list[slice]:
-    """Divide the tokens of a result into slices, to limit the size of temporary tensors.
-
-    A slice has about 2^20 elements on a CPU, to keep its tensors in the caches, and 2^24 on a GPU, to keep it busy.
-    """
-    tokens, out_features = result.shape
-    step = max(1, (1 << (20 if result.is_cpu else 24)) // max(1, out_features))
-    return [slice(start, start + step) for start in range(0, tokens, step)]
+def _matmul(rows: Tensor, weight: Tensor) -> Tensor:
+    """`rows @ weight^T` of each block, summed and returned in float32 at least."""
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(rows, weight.mT, out_dtype=torch.float32)
+    return torch.bmm(rows, weight.mT)
 
 
-def gradients(
-    arguments: BackwardArguments | GroupedBackwardArguments, products: Products = _LAYER
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and mask logits; a gradient that is not needed is empty.
-
-    They follow the equations of `mglu_ops.ops`, but in float32 the terms of `dt W + sum_i b_i (F_i * W)` nearly cancel
-    if masks are sparse or dense. Therefore F_i is split into a constant, 1 or -1, and a rest that is zero for most
-    weights; b_i times the constant is added to dt. Measured errors of dx and dW, as multiples of the naive layer's:
-
-    - without the split: up to 5;
-    - with it, and GEMMs of dt in float32: up to 2.1;
-    - with it, and GEMMs of dt in float64, as on a CPU (`_backward_total_dtype`): 0.7 to 1.7.
-
-    With one mask, gate and value are separate products (`_gradients_of_both_products`).
-    """
-    grad_output, x, weight, packed_masks = arguments[:4]
-    partials, (needs_x, needs_weight), logits_dtype = arguments.partials, arguments.needs, arguments.logits_dtype
-    needs_total, needs_products = needs_x or needs_weight, needs_weight or logits_dtype is not None
-    operand, wide, n_masks = operand_dtype(x), sum_dtype(x.dtype), packed_masks.shape[-1]
-    if not (needs_total or needs_products):
-        return x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    if n_masks == 1 and x.dtype is torch.float32 and needs_total and (needs_weight or logits_dtype is None):
-        return _gradients_of_both_products(arguments, products)
-    grad_x = x.new_zeros(x.shape if needs_x else 0, dtype=wide)
-    grad_weight = x.new_zeros(weight.shape if needs_weight else 0, dtype=wide)
-    logits_shape = (*weight.shape[:-2], n_masks, *weight.shape[-2:])
-    grad_logits = x.new_empty(logits_shape if logits_dtype else 0, dtype=logits_dtype or x.dtype)
-    splits = x.dtype is torch.float32 and not rounds_to_tf32(x)
-    total_dtype = _backward_total_dtype(x) if products.has_float64 else torch.float32
-    x, w, grad = x.to(operand), weight.to(operand), grad_output.to(operand)
-    if needs_total:
-        total = grad * partials[:, 0]
-        if splits and n_masks > _MOST_MASKS_OF_NARROW_TOTALS:
-            total = total.to(total_dtype)
-    b = None
-    for i in range(n_masks):
-        b = torch.mul(grad, partials[:, 1 + i], out=b)  # all masks share the memory
-        if needs_total:
-            mask = _mask(packed_masks, i, weight)
-            flips = mask.to(operand).mul_(-2).add_(1)
-            if splits:
-                # The constant stays on the device, because reading it would synchronise with a GPU.
-                half = weight.shape[-2:].numel() // 2
-                constant = torch.where(products.count_ones(mask) <= half, 1.0, -1.0)
-                flips.sub_(constant)
-                total.addcmul_(b, products.per_row(constant))
-        if needs_x:
-            products.back(b, w * flips, grad_x)
-        if needs_products:
-            product = products.weight_product(b, x)
-            if needs_weight:
-                grad_weight.addcmul_(product, flips)
-            if logits_dtype:
-                torch.mul(product.mul_(-2), w, out=grad_logits.select(-3, i))
-    if needs_total and splits:
-        total = total.to(total_dtype)
-    if needs_x:
-        products.back(total, w.to(total.dtype), grad_x)
-    if needs_weight:
-        products.weight_product(total, x.to(total.dtype), grad_weight)
-    return grad_x.to(weight.dtype), grad_weight.to(weight.dtype), grad_logits
-
-
-def rounds_to_tf32(x: Tensor) -> bool:
-    """True if float32 GEMMs use TF32, whose error dwarfs all others."""
-    return x.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def _backward_total_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the GEMMs of dt for an x in float32: float64 on CPUs, and on GPUs where it is as fast."""
-    is_fast = x.is_cpu or (x.is_cuda and torch.cuda.get_device_capability(x.device) in _FAST_FLOAT64)
-    return torch.float64 if is_fast else torch.float32
-
-
-def _gradients_of_both_products(
-    arguments: BackwardArguments | GroupedBackwardArguments, products: Products
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a layer with one mask like the naive layer: from the gradients of gate and value."""
-    grad_output, x, weight, packed_masks = arguments[:4]
-    partials, needs, logits_dtype = arguments.partials, arguments.needs, arguments.logits_dtype
-    mask = _mask(packed_masks, 0, weight).to(weight.dtype)
-    grad_gate, grad_value = (
-        change(partials[:, 0], partials[:, 1]).mul_(grad_output) for change in (torch.sub, torch.add)
+def _down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """`down_backward` for every dtype and device, without reading a value on the host."""
+    y, weight, ids, expert_weights, *_ = given
+    (tokens, top_k, d), (experts, out_features, _), wide = y.shape, weight.shape, sum_dtype(y.dtype)
+    blocks, rows_of_y = _Blocks.of(ids, None, experts, tokens * top_k), y.flatten(0, 1)
+    dtype, weights = operand_dtype(y), expert_weights.view(-1, 1).to(wide)
+    grad_y, grad_expert_weights = [], []  # of each chunk of blocks
+    grad_weight = y.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
+    for chunk in blocks.chunks(out_features * d):
+        chosen, pairs, is_used = blocks.experts[chunk], blocks.pairs[chunk], blocks.is_used[chunk, :, None]
+        # A GEMM over rows also sums the unused slots, so these must be zeros.
+        grad = torch.where(is_used, grad_output[pairs // top_k], 0).to(dtype)
+        rows = torch.where(is_used, rows_of_y[pairs], 0).to(dtype)
+        factors = torch.where(is_used, weights[pairs], 0)
+        if needs[0] or needs[2]:
+            back = _matmul(grad, weight[chosen].mT.to(dtype))  # the gradient of y before its expert weight
+            grad_y.append((back * factors).to(y.dtype))
+            grad_expert_weights.append((back * rows).sum(-1, keepdim=True))
+        if needs[1]:
+            products = _matmul((grad * factors).to(dtype).mT, rows.mT)
+            for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # one by one: deterministic
+                grad_weight.index_add_(0, expert, product)
+    return (
+        blocks.rows(grad_y).view(y.shape) if needs[0] else y.new_empty(0),
+        grad_weight.to(weight.dtype),
+        blocks.rows(grad_expert_weights).view(ids.shape).to(expert_weights.dtype)
+        if needs[2]
+        else expert_weights.new_empty(0),
     )
-    grad_x, grad_weight, grad_logits = x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    masked = weight * mask
-    if needs[0]:
-        grad_x = products.back(grad_value, weight - masked, products.back(grad_gate, masked))
-    if needs[1]:
-        from_gate, from_value = products.weight_product(grad_gate, x), products.weight_product(grad_value, x)
-        grad_weight = (from_gate * mask).addcmul_(from_value, mask.neg_().add_(1))
-        if logits_dtype:
-            grad_logits = from_gate.sub_(from_value).mul_(weight).to(logits_dtype).unsqueeze(-3)
-    return grad_x, grad_weight, grad_logits
 
 
-def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum `grad_output * R_i` over out_features: `[tokens, n_masks]`. `terms` are all R_i.
+# --- On a CPU --------------------------------------------------------------------------------------------------------
 
-    `terms` is `[tokens, n_masks, out_features]`.
-    """
-    grad = grad_output.to(sum_dtype(grad_output.dtype))
-    result = grad.new_empty(terms.shape[:2], dtype=dtype)
-    for i in range(terms.shape[1]):
-        result[:, i] = (grad * terms[:, i]).sum(-1)
-    return result
+
+def _down_on_cpu(given: DownGiven) -> Tensor:
+    """Run `experts_down`."""
+    _, weight, _, _, scale, weight_format = given
+    dtype = sum_dtype(given.y.dtype)
+
+    def product(expert: int, rows: Tensor) -> Tensor:
+        expert_scale = None if scale is None else scale[expert]
+        return rows.to(dtype) @ _decode(weight[expert], expert_scale, weight_format, dtype).t()
+
+    return expert_loop.down(product, given)
+
+
+def _down_backward_on_cpu(
+    grad_output: Tensor, given: DownGiven, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `down_backward` by a loop over the experts."""
+    y, weight, ids, expert_weights, *_ = given
+    (_, top_k, d), wide = y.shape, sum_dtype(y.dtype)
+    rows_of_y, weights = y.flatten(0, 1), expert_weights.flatten().to(wide)
+    grad_y, grad_weight, grad_expert_weights = (
+        tensor.new_zeros(tensor.shape if is_needed else 0)
+        for tensor, is_needed in zip((y, weight, expert_weights), needs, strict=True)
+    )
+    for expert, rows in expert_loop.pairs_of_experts(ids, weight.shape[0]):
+        grad = grad_output[rows // top_k].to(wide)
+        if needs[0] or needs[2]:
+            back = grad @ weight[expert].to(wide)  # the gradient of y before its expert weight
+        if needs[0]:
+            grad_y.view(-1, d)[rows] = (back * weights[rows, None]).to(y.dtype)
+        if needs[2]:
+            grad_expert_weights.view(-1)[rows] = (back * rows_of_y[rows]).sum(-1).to(expert_weights.dtype)
+        if needs[1]:
+            grad_weight[expert] = ((grad * weights[rows, None]).t() @ rows_of_y[rows].to(wide)).to(weight.dtype)
+    return grad_y, grad_weight, grad_expert_weights
+
+
+# --- The backend -----------------------------------------------------------------------------------------------------
 
 
 class Composite(Backend):
-    """The backend of this module, which can run every call."""
+    """The backend of this module, which runs every call but the training of experts on a GPU."""
 
     name: ClassVar[str] = "composite"
+    device_type: ClassVar[str | None] = None
 
-    def unsupported_reason(self, call: LayerCall) -> str | None:
+    def reason(self, task: Task, call: Call) -> Reason | None:
+        if task in ("train", "backward") and call.routing is not None and call.device.type != "cpu":
+            return Reason("library GEMMs of the rows of experts would wait for the GPU")
         return None
 
-    def prepare(self, call: LayerCall, launch: None = None) -> PreparedCall:
-        shape = call.result_shape
+    def describe(self, task: Task, call: Call) -> Description:
+        return Description("library GEMMs")
 
-        def prepared(given: LayerArguments) -> Tensor:
-            # `_unsafe_view` returns no view: autograd does not allow detaching a view in place.
-            return torch.ops.aten._unsafe_view(_forward(given.in_rows()), shape)
+    def prepare(self, task: Task, call: Call, launch: Any = None) -> Prepared:
+        is_cpu = call.device.type == "cpu"
+        if task == "down":
+            return _down_on_cpu if is_cpu else _down
+        if task == "down_backward":
+            return _down_backward_of(is_cpu)
+        if call.routing is not None:
+            return expert_loop.prepare(self, task, call) if is_cpu else partial(_experts, call)
+        if task == "forward":
+            return _layer(call)
+        return formula.forward_train if task == "train" else formula.backward
 
-        return prepared
 
-    def can_train_forward(self, call: LayerCall) -> bool:
-        return True
+def _down_backward_of(is_cpu: bool) -> Prepared:
+    run = _down_backward_on_cpu if is_cpu else _down_backward
 
-    def can_train_backward(self, call: LayerCall) -> bool:
-        return True
+    def prepared(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        if given.y.numel() and given.weight.numel():
+            return run(grad_output, given, needs)
+        tensors = zip((given.y, given.weight, given.expert_weights), needs, strict=True)
+        return tuple(one.new_zeros(one.shape if is_needed else 0) for one, is_needed in tensors)  # type: ignore[return-value]
 
-    def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
-        return forward_train
-
-    def prepare_backward(self, call: LayerCall) -> PreparedBackward:
-        first_term = 1 + call.n_masks
-
-        def prepared(arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            found, x, mask_weights_dtype = gradients(arguments), arguments.x, arguments.mask_weights_dtype
-            if mask_weights_dtype is None:
-                return (*found, x.new_empty(0))
-            terms = arguments.partials[:, first_term:]
-            return (*found, mask_weight_gradients(arguments.grad_output, terms, mask_weights_dtype))
-
-        return prepared
+    return prepared

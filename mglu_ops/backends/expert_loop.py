@@ -8,52 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..expert_calls import DownArguments, ExpertArguments, ExpertCall, sort_pairs
-from ..layer_call import LayerArguments, LayerCall, Layout
-from .base import (
-    GroupedBackwardArguments,
-    PreparedBackward,
-    PreparedCall,
-    PreparedForwardTrain,
-)
-from .composite import sum_dtype
+from ..call import Call, Layout
+from ..given import BackwardGiven, DownGiven, Given
+from ..routing import sort_pairs
+from .base import Backend, Prepared, Task
+from .formula import sum_dtype
 
-P = TypeVar("P")
-
-_ROWS_KEPT = 1024
-"""Capacity of the cache of prepared layers, whose key is an expert's number of rows."""
+_LAYERS_KEPT, _ROWS_KEPT = 64, 256
+"""Capacities of the caches of prepared layers: the layers, and the numbers of rows of each. A prepared layer of the CPU
+kernels takes about 1 KB, so all together take at most 20 MB."""
 
 
-def layers(prepare: Callable[[LayerCall], P], call: ExpertCall) -> Callable[[int], P]:
-    """Return a cached function from an expert's number of rows to the prepared call of its layer.
-
-    `prepare` is the backend's method that prepares one layer.
-    """
-    layer = call.layer
-    if not call.is_sorted:  # rows are gathered, so they are contiguous
-        layer = replace(layer, x=Layout((layer.in_features, 1)))
-        if layer.mask_weights_dtype is not None:
-            layer = replace(layer, mask_weights=Layout((layer.n_masks, 1)))
-    return lru_cache(_ROWS_KEPT)(lambda rows: prepare(replace(layer, leading=(rows,))))
+def prepare(backend: Backend, task: Task, call: Call, launch: Any = None) -> Prepared:
+    """Prepare a task over experts, other than `down`, on a backend that prepares the same task of one layer."""
+    runs: dict[str, Callable[..., Any]] = {"forward": _forward, "train": _forward_train, "backward": _backward}
+    return partial(runs[task], layers(backend, task, call, launch), call)
 
 
-def forward(layers: Callable[[int], PreparedCall], call: ExpertCall, given: ExpertArguments) -> Tensor:
-    """Run `experts_forward` or `grouped_forward`."""
-    out = given.x.new_zeros(call.rows, call.layer.out_features)
-    for expert, rows in _rows_of_experts(given.routing, call):
-        one = _layer(given, expert, rows, call.top_k or 1)
+def layers(backend: Backend, task: Task, call: Call, launch: Any = None) -> Callable[[int], Prepared]:
+    """Return a cached function from an expert's number of rows to the prepared task of its layer."""
+    one = call.of_rows(1)
+    if not call.routed.is_sorted:  # rows are gathered, so they are contiguous
+        one = replace(one, x=Layout((one.in_features, 1)))
+        if one.mask_weights_dtype is not None:
+            one = replace(one, mask_weights=Layout((one.n_masks, 1)))
+    return _layers(backend, task, one, launch)
+
+
+@lru_cache(_LAYERS_KEPT)
+def _layers(backend: Backend, task: Task, one: Call, launch: Any) -> Callable[[int], Prepared]:
+    """`layers` for the layer of one expert. Calls with any number of tokens share it."""
+    return lru_cache(_ROWS_KEPT)(lambda rows: backend.prepare(task, one.of_rows(rows), launch))
+
+
+def _forward(layers: Callable[[int], Prepared], call: Call, given: Given) -> Tensor:
+    out = given.x.new_zeros(call.tokens, call.out_features)
+    for expert, rows in _rows_of_experts(given, call):
+        one = _layer(given, expert, rows, call.routed.top_k or 1)
         out[rows] = layers(len(one.x))(one)
-    return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, see `Composite.prepare`
+    return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, as in `composite`
 
 
-def down(product: Callable[[int, Tensor], Tensor], given: DownArguments) -> Tensor:
+def down(product: Callable[[int, Tensor], Tensor], given: DownGiven) -> Tensor:
     """Run `experts_down`. `product(expert, rows)` multiplies rows of y by the transposed weight of an expert."""
     y, weight, ids, expert_weights, *_ = given
     (tokens, top_k, d), (experts, out_features, _), dtype = y.shape, weight.shape, sum_dtype(y.dtype)
@@ -72,34 +75,23 @@ def sum_in_order(terms: Tensor) -> Tensor:
     return total
 
 
-def forward_train(
-    layers: Callable[[int], PreparedForwardTrain], call: ExpertCall, given: ExpertArguments
-) -> tuple[Tensor, Tensor]:
-    """Run `grouped_forward_train`."""
-    layer = call.layer
-    entries = (1 if layer.mask_weights_dtype is None else 2) * layer.n_masks + 1
+def _forward_train(layers: Callable[[int], Prepared], call: Call, given: Given) -> tuple[Tensor, Tensor]:
+    entries = (1 if call.mask_weights_dtype is None else 2) * call.n_masks + 1
     out = given.x.new_zeros(call.result_shape)
-    partials = given.x.new_zeros(call.rows, entries, layer.out_features)
-    for expert, rows in _slices_of_experts(given.routing, call.rows):
+    partials = given.x.new_zeros(call.tokens, entries, call.out_features)
+    for expert, rows in _rows_of_experts(given, call):
         one = _layer(given, expert, rows, 1)
         out[rows], partials[rows] = layers(len(one.x))(one)
     return out, partials
 
 
-def backward(
-    layers: Callable[[int], PreparedBackward], arguments: GroupedBackwardArguments
+def _backward(
+    layers: Callable[[int], Prepared], call: Call, given: BackwardGiven
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `grouped_backward`."""
-    _, x, weight, packed_masks, offs, _, needs, logits_dtype, mask_weights_dtype = arguments
-    (experts, d, h), n_masks = weight.shape, packed_masks.shape[-1]
-    grad_x = x.new_zeros(x.shape if needs[0] else 0)
-    grad_weight = x.new_zeros(weight.shape if needs[1] else 0)
-    grad_logits = x.new_zeros((experts, n_masks, d, h) if logits_dtype else 0, dtype=logits_dtype or x.dtype)
-    grad_mask_weights = x.new_zeros(
-        (x.shape[0], n_masks) if mask_weights_dtype else 0, dtype=mask_weights_dtype or x.dtype
-    )
-    for expert, rows in _slices_of_experts(offs, x.shape[0]):
-        grads = layers(rows.stop - rows.start)(arguments.of_expert(expert, rows))
+    assert given.offs is not None
+    grad_x, grad_weight, grad_logits, grad_mask_weights = (grad.zero_() for grad in given.empty_gradients())
+    for expert, rows in _slices_of_experts(given.offs, call.tokens):
+        grads = layers(rows.stop - rows.start)(given.of_expert(expert, rows))
         for grad, expert_grad in zip((grad_x, grad_mask_weights), grads[::3], strict=True):
             if grad.numel():
                 grad[rows] = expert_grad
@@ -109,18 +101,18 @@ def backward(
     return grad_x, grad_weight, grad_logits, grad_mask_weights
 
 
-def _layer(given: ExpertArguments, expert: int, rows: slice | Tensor, top_k: int) -> LayerArguments:
+def _layer(given: Given, expert: int, rows: slice | Tensor, top_k: int) -> Given:
     """The arguments of an expert's layer for its rows; each token has `top_k` rows."""
     x = given.x[rows] if isinstance(rows, slice) else given.x[rows // top_k]
     return given.of_expert(expert, x, None if given.mask_weights is None else given.mask_weights[rows])
 
 
-def _rows_of_experts(index: Tensor, call: ExpertCall) -> Iterator[tuple[int, slice | Tensor]]:
+def _rows_of_experts(given: Given, call: Call) -> Iterator[tuple[int, slice | Tensor]]:
     """Yield each expert that has rows, and its rows."""
-    if call.is_sorted:
-        yield from _slices_of_experts(index, call.rows)
-    else:
-        yield from pairs_of_experts(index, call.experts)
+    if given.expert_ids is not None:
+        yield from pairs_of_experts(given.expert_ids, call.routed.experts)
+    elif given.offs is not None:
+        yield from _slices_of_experts(given.offs, call.tokens)
 
 
 def pairs_of_experts(expert_ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .. import expert_ops
-from ..expert_calls import inverse_of, sort_pairs
-from ..layer_call import as_rows
+from .. import ops
+from ..given import as_rows
+from ..routing import inverse_of, sort_pairs
 from .arguments import check_dtype, check_flags, check_int, check_options, check_sizes, check_x, weight_of_linear
 from .feed_forward import FeedForwardOptions
 from .masked_linear import MaskedLinear, UnroutedOptions
@@ -27,20 +27,14 @@ if TYPE_CHECKING:
 TensorOrNone = TypeVar("TensorOrNone", Tensor, Tensor | None)
 
 
-class _Stack(StoredLinear):
-    """One linear layer per expert, stacked. `mglu_ops.parallel.ParallelExperts` may divide it over ranks."""
+class OnRank:
+    """A module that `mglu_ops.parallel.ParallelExperts` may divide over ranks."""
 
-    num_experts: int
     first_expert: int | None = None
     """The number of this rank's first expert; None unless `mglu_ops.parallel.ParallelExperts` has divided the layer."""
     ranks_of_tokens: int | None = None
     """The number of ranks that have different tokens; None if all ranks have the same x. These ranks exchange rows as
     plain tensors, which only `MGLUExpertsFeedForward` may pass to the layer."""
-
-    def __init__(self, num_experts: int, in_features: int, out_features: int, **options: Any) -> None:
-        check_sizes(num_experts=num_experts)
-        self.num_experts = num_experts  # set first, because the shapes of the parameters depend on it
-        super().__init__(in_features, out_features, **options)
 
     def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
         """The local part of a DTensor if the layer is divided over ranks; otherwise the tensor, unchanged.
@@ -66,6 +60,17 @@ class _Stack(StoredLinear):
         if ranks is not None and local.requires_grad:
             local.register_hook(lambda gradient: gradient / ranks)
         return local
+
+
+class _Stack(OnRank, StoredLinear):
+    """One linear layer per expert, stacked."""
+
+    num_experts: int
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, **options: Any) -> None:
+        check_sizes(num_experts=num_experts)
+        self.num_experts = num_experts  # set first, because the shapes of the parameters depend on it
+        super().__init__(in_features, out_features, **options)
 
 
 class _Experts(_Stack, MaskedLinear):
@@ -151,7 +156,7 @@ class MGLUExperts(_Experts, MGLU):
             weights = None if weights is None else weights.unsqueeze(1).expand(-1, ids.shape[1], -1)
             weight, packed_masks, scale = map(self.on_rank, (self.weight, self.packed_masks, self.weight_scale))
             given = (rows, weight, packed_masks, ids, self.activation, weights)
-            y = expert_ops.experts_forward(*given, scale, self.weight_format, self.activation_format)
+            y = ops.experts_forward(*given, scale, self.weight_format, self.activation_format)
         elif self.save_activations or not torch.is_grad_enabled():
             y = self._sorted(rows, weights, ids)
         else:
@@ -167,10 +172,10 @@ class MGLUExperts(_Experts, MGLU):
         weights = None if mask_weights is None else GatherRows.apply(mask_weights, order, inverse, top_k)
         if self.packed_masks is None:
             logits = self.on_rank(self.mask_logits)
-            y, _ = expert_ops.grouped_forward_ste(x, weight, logits, offs, self.activation, weights)
+            y, _ = ops.grouped_forward_ste(x, weight, logits, offs, self.activation, weights)
         else:
             given = (x, weight, self.on_rank(self.packed_masks), offs, self.activation, weights)
-            y = expert_ops.grouped_forward(*given, scale, self.weight_format, self.activation_format)
+            y = ops.grouped_forward(*given, scale, self.weight_format, self.activation_format)
         return GatherRows.apply(y, inverse, order, 1)
 
 
@@ -267,7 +272,7 @@ class ExpertsDown(_Stack):
         if self.weight_format != "dense" and not torch.compiler.is_compiling():
             self.check_pair()
         weight, scale = self.on_rank(self.weight), self.on_rank(self.weight_scale)
-        return expert_ops.experts_down(y, weight, expert_ids, expert_weights, scale, self.weight_format)
+        return ops.experts_down(y, weight, expert_ids, expert_weights, scale, self.weight_format)
 
     def extra_repr(self) -> str:
         stored = "" if self.weight_format == "dense" else f", weight_format={self.weight_format!r}"
@@ -286,18 +291,12 @@ def weighted_sum(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, e
 
     A rank that holds only some experts sums over these.
     """
-    first_expert = adapted(layer.experts).first_expert
-    if first_expert:
-        expert_ids = expert_ids - first_expert  # the ids of other ranks' experts are then out of range
+    if layer.first_expert:
+        expert_ids = expert_ids - layer.first_expert  # the ids of other ranks' experts are then out of range
     return layer.down_proj(layer.experts(x, expert_ids), expert_ids, expert_weights)
 
 
-def adapted(module: Any) -> Any:
-    """Unwrap an adapter of PEFT, which hides the attributes of its module; return any other module unchanged."""
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
-
-
-class MGLUExpertsFeedForward(nn.Module):
+class MGLUExpertsFeedForward(OnRank, nn.Module):
     """The feed-forward layer of a mixture of experts: a router, `MGLUExperts`, and their down projections.
 
         p = softmax(x G^T),   y = sum_k p_{e_k} * (MGLU of expert e_k (x)) D_{e_k}^T
@@ -366,10 +365,8 @@ class MGLUExpertsFeedForward(nn.Module):
             TypeError, ValueError: as in `MGLUExperts`.
         """
         check_x(x, weight_of_linear(self.gate), self.hidden_size, name_of_size="hidden_size")
-        experts = adapted(self.experts)
-        experts.check_input(x)
         logits = self.gate(x)
-        weights, ids = route(experts.on_rank(logits), self.top_k, self.norm_topk_prob)
+        weights, ids = route(self.on_rank(logits), self.top_k, self.norm_topk_prob)
         y = self.combine(self, as_rows(x), as_rows(ids), as_rows(weights))
         y = torch.ops.aten._unsafe_view(y, x.shape)  # FSDP warns if a module returns a view
         return (y, logits) if output_router_logits else y

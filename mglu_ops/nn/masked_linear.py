@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from .. import expert_ops, ops
+from .. import ops
 from ..activations import get_activation
 from ..checks import FLOATING
 from ..formats import check_activation_format, get_format
@@ -252,7 +252,7 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
 
 def packed_logits(mask_logits: Tensor) -> Tensor:
     """Pack the masks of logits `[n_masks, out_features, in_features]`, or of a stack of logits along dimension 0."""
-    return (ops.pack_logits if mask_logits.dim() == 3 else expert_ops.pack_expert_logits)(mask_logits)
+    return (ops.pack_logits if mask_logits.dim() == 3 else ops.pack_expert_logits)(mask_logits)
 
 
 def top_k_mask_weights(logits: Tensor, top_k: int) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..activations import get_activation
-from ..backends.composite import matmul, operand_dtype
+from ..backends.formula import matmul, operand_dtype
 from ..formats import FORMATS, round_activation
-from ..layer_call import as_rows
+from ..given import as_rows
 from ..masks import n_masks_of
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.fx import map_arg
 from torch.utils import _pytree as pytree
 
-from ..expert_calls import DownArguments, ExpertArguments
-from ..layer_call import LayerArguments
+from ..given import DownGiven, Given
 from .inputs import Expression, Sizes, dense_order
 from .package import InputInfo, LayerInfo, PackageInfo, WeightInfo
 from .seal import PackageError
@@ -78,10 +77,9 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return {**dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
-def fake_arguments_of(layer: Node) -> LayerArguments | ExpertArguments:
+def fake_arguments_of(layer: Node) -> Given:
     """The arguments of a layer, with fake tensors."""
-    kind = LayerArguments if layer.target is torch.ops.mglu.forward.default else ExpertArguments
-    return kind(**map_arg(arguments_of(layer), lambda node: node.meta["val"]))
+    return Given(**map_arg(arguments_of(layer), lambda node: node.meta["val"]))
 
 
 def _describe_layer(layer: Node) -> LayerInfo:
@@ -95,13 +93,13 @@ def _describe_layer(layer: Node) -> LayerInfo:
         mask_weights_dtype=None if given.mask_weights is None else _name(given.mask_weights.dtype),
         weight_format=given.weight_format,
         activation_format=given.activation_format,
-        experts=int(given.weight.shape[0]) if isinstance(given, ExpertArguments) else 0,
-        top_k=0 if (ids := getattr(given, "expert_ids", None)) is None else _example(ids.shape[1]),
+        experts=0 if given.routing is None else int(given.weight.shape[0]),
+        top_k=0 if given.expert_ids is None else _example(given.expert_ids.shape[1]),
     )
 
 
 def _describe_down(node: Node) -> LayerInfo:
-    y, weight, ids, expert_weights, _, weight_format = DownArguments(
+    y, weight, ids, expert_weights, _, weight_format = DownGiven(
         **map_arg(arguments_of(node), lambda argument: argument.meta["val"])
     )
     return LayerInfo(

@@ -23,7 +23,7 @@ from ..backends.cuda.device import Gpu, gpu_of_architecture
 from ..backends.cuda.kernels import decode_weight, experts_down, group_tokens, permute_x, quantize_x
 from ..backends.cuda.kernels.base import ELEMENTS, LaunchConfig
 from ..backends.cuda.kernels.tile_experts import TileItems
-from ..layer_call import LayerCall
+from ..call import Call
 from ..sizes import ceil_div
 from .package import LayerInfo, read_info
 from .seal import PackageError
@@ -102,7 +102,7 @@ class _Cubins:
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
 
-def _call(layer: LayerInfo, tokens: int) -> LayerCall:
+def _call(layer: LayerInfo, tokens: int) -> Call:
     """A call with contiguous tensors, as the tuned launches need them. The library copies an x with other strides."""
     return layer.call(torch.device("cuda"), tokens)
 
@@ -116,7 +116,7 @@ def _row(**fields: object) -> str:
     return f"{{{', '.join(f'.{name} = {text}' for name, text in texts.items())}}}"
 
 
-def _variant(call: LayerCall, gpu: Gpu) -> str:
+def _variant(call: Call, gpu: Gpu) -> str:
     return _row(
         arch=10 * gpu.arch[0] + gpu.arch[1],
         element=ELEMENTS[call.dtype],
@@ -190,7 +190,7 @@ def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[st
     }
 
 
-def _settings(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> dict[str, object]:
+def _settings(config: LaunchConfig, call: Call, gpu: Gpu) -> dict[str, object]:
     """The fields of a `TunedLaunch` from `cluster` to `overlap`."""
     return {
         "cluster": config.cluster if isinstance(config, (DecodeMma, TileWgmma)) else 1,
@@ -202,7 +202,7 @@ def _settings(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> dict[str, obje
     }
 
 
-def _boxes(config: LaunchConfig, call: LayerCall) -> str:
+def _boxes(config: LaunchConfig, call: Call) -> str:
     """The `Boxes` of a launch."""
     if not isinstance(config, TileWgmma):
         return _row(tokens=0, rows=0, weight_item_bytes=0, weight_columns=0, mask_bytes=0, swizzle_masks=False)
@@ -219,7 +219,7 @@ def _boxes(config: LaunchConfig, call: LayerCall) -> str:
 
 def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object]:
     """The same fields for a layer of experts."""
-    call = layer.expert_call(torch.device("cuda"), tokens)
+    call = layer.call(torch.device("cuda"), tokens)
     launch = choose_experts(call, gpu)
     config, item = launch.config, launch.of_item(call)
     kernels = cubins.indices(launch.sources(call, gpu))
@@ -227,7 +227,7 @@ def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> 
     if isinstance(launch, TileItems):
         fp8_tokens = launch.config.block_tokens if launch.config.fp8 else 0
         gather, columns = kernels.pop(quantize_x.NAME if fp8_tokens else permute_x.NAME), launch.columns(call)
-    items = group_tokens.max_items(call, launch.item_rows) if launch.grouped else call.rows
+    items = group_tokens.max_items(call, launch.item_rows) if launch.grouped else call.tokens
     return {
         "cubin": kernels[config.kernel],
         "blocks": launch.grid(call, replace(gpu, multiprocessors=_MANY_SMS))[0] // items,
@@ -250,7 +250,7 @@ def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> di
 
     For many rows per expert, Python uses `grouped_mm` instead (`experts_down.uses_library`), but C++ does not.
     """
-    call = layer.expert_call(torch.device("cuda"), tokens)
+    call = layer.call(torch.device("cuda"), tokens)
     if tokens == 1 and (problem := experts_down.unsupported_reason(call, gpu)):
         shape = [layer.experts, layer.out_features, layer.in_features]
         raise PackageError(f"mglu::experts_down of a weight {shape} has no kernel for the library: {problem}")
@@ -277,7 +277,7 @@ def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> di
     }
 
 
-def _quantize_x(call: LayerCall, target: str, block_tokens: int, cubins: _Cubins) -> int:
+def _quantize_x(call: Call, target: str, block_tokens: int, cubins: _Cubins) -> int:
     """The number of the cubin that rounds x: to tiles of `block_tokens` tokens in fp8, or with 0 to x's dtype.
 
     It is -1 if the call does not round x.

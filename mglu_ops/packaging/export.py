@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import expert_ops, notices
+from .. import notices
 from ..backends.cpu.build import BuildError, as_program, find_compiler
 from ..backends.triton import Triton
 from ..files import as_path, check_writable
 from ..formats import round_activation
-from ..layer_call import LayerArguments
+from ..given import Given
 from ..masks import check_packed_masks
 from ..words import described
 from .cpp_runtime import has_own_libstdcxx
@@ -214,9 +214,8 @@ def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: b
 
 def _check_experts(program: ExportedProgram, backend: str, shim: bool) -> None:
     """Check that the backend supports experts, which must stay calls of operators."""
-    names = [f"mglu::{schema.split('(')[0]}" for schema in expert_ops.SCHEMAS]
     called = [node.target.name() for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    name = next((name for name in called if name in names), None)
+    name = next((name for name in called if name.startswith(("mglu::experts_", "mglu::grouped_"))), None)
     if name is None:
         return
     if backend in _RULES:
@@ -228,7 +227,7 @@ def _check_experts(program: ExportedProgram, backend: str, shim: bool) -> None:
 def _check_triton(layers: Sequence[LayerInfo], device: torch.device) -> None:
     """Check that the Triton kernels, which are compiled into the package, take all layers."""
     for layer in layers:
-        if problem := Triton().unsupported_reason(layer.call(device, tokens=1)):
+        if problem := Triton().reason("forward", layer.call(device, tokens=1)):
             raise ValueError(f"backend: got 'triton', which cannot take a layer of the model: {problem}")
 
 
@@ -451,7 +450,7 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
     from ..backends.triton.configs import choose
     from ..backends.triton.launch import launch
 
-    given = LayerArguments(*args, **(kwargs or {}))
+    given = Given(*args, **(kwargs or {}))
     with mode:
         if given.activation_format != "dense":
             given = given._replace(x=round_activation(given.x))

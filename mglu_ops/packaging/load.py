@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import expert_ops, ops  # noqa: F401 (a package may call the operators)
+from .. import ops  # noqa: F401 (a package may call the operators)
 from ..files import as_path
 from .cpp_runtime import has_own_libstdcxx
 from .inputs import Inputs

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,8 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from ..expert_calls import ExpertCall
-from ..layer_call import LayerCall
+from ..call import Call
 from ..words import counted
 from .seal import PackageError, check_seal, seal
 
@@ -98,9 +97,10 @@ class LayerInfo:
     experts: int = 0
     top_k: int = 0
 
-    def call(self, device: torch.device, tokens: int) -> LayerCall:
-        """Describe a call of the layer with contiguous, aligned tensors."""
-        return LayerCall.contiguous(
+    def call(self, device: torch.device, tokens: int) -> Call:
+        """Describe a call of the layer, or of `experts_down`, with contiguous, aligned tensors."""
+        weights = None if self.mask_weights_dtype is None else getattr(torch, self.mask_weights_dtype)
+        call = Call.contiguous(
             device,
             getattr(torch, self.dtype),
             self.n_masks,
@@ -108,16 +108,13 @@ class LayerInfo:
             self.out_features,
             self.in_features,
             self.activation,
-            None if self.mask_weights_dtype is None else getattr(torch, self.mask_weights_dtype),
+            weights if self.n_masks else None,
             self.weight_format,
             self.activation_format,
         )
-
-    def expert_call(self, device: torch.device, tokens: int) -> ExpertCall:
-        """Describe a call of a layer of experts, or of `experts_down`, with contiguous, aligned tensors."""
-        layer = self.call(device, 1)
-        call = ExpertCall.contiguous(layer, self.experts, tokens, self.top_k or None)
-        return call if self.n_masks else replace(call, expert_weights_dtype=layer.mask_weights_dtype)
+        if not self.experts:
+            return call
+        return call.over_experts(self.experts, tokens, self.top_k or None, None if self.n_masks else weights)
 
 
 @dataclass(frozen=True)

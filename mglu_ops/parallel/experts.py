@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..expert_calls import inverse_of, sort_pairs
 from ..formats import get_format
 from ..nn.arguments import check_columns_of_ranks, check_rows_of_ranks
-from ..nn.experts import ExpertsDown, GatherRows, MGLUExperts, MGLUExpertsFeedForward, weighted_sum
+from ..nn.experts import ExpertsDown, GatherRows, MGLUExperts, MGLUExpertsFeedForward, OnRank, weighted_sum
+from ..routing import inverse_of, sort_pairs
 from .colwise import place
 
 BY_EXPERTS: dict[str, Placement] = dict.fromkeys(("weight", "weight_scale", "mask_logits", "packed_masks"), Shard(0))
@@ -90,10 +90,11 @@ class ParallelExperts(ParallelStyle):
             raise TypeError(
                 f"module: got {type(module).__name__}, must be an MGLUExpertsFeedForward for ParallelExperts"
             )
-        divide(module.experts, module.down_proj, self.divide, device_mesh, self.src_data_rank)
+        divide(module, module.experts, module.down_proj, self.divide, device_mesh, self.src_data_rank)
         if self.tokens == "sharded":
             module.combine = exchange
-            module.experts.ranks_of_tokens = module.down_proj.ranks_of_tokens = device_mesh.size()
+            for part in (module, module.experts, module.down_proj):
+                part.ranks_of_tokens = device_mesh.size()
             return module
         # This replicates the parameters of the routers.
         return distribute_module(module, device_mesh, None, self._gathered, self._summed)
@@ -134,10 +135,18 @@ def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, exper
     return torch.bmm(expert_weights.unsqueeze(1), results).squeeze(1)
 
 
-def divide(experts: MGLUExperts, down_proj: ExpertsDown, way: str, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Divide the tensors of a layer over the ranks, and set `first_expert` of both modules.
+def divide(
+    block: OnRank,
+    experts: MGLUExperts,
+    down_proj: ExpertsDown,
+    way: str,
+    mesh: DeviceMesh,
+    src_data_rank: int | None,
+) -> None:
+    """Divide the tensors of a layer over the ranks, and set `first_expert` of its modules.
 
     Args:
+        block: the module that calls the other two.
         experts: the MGLU layers of the experts.
         down_proj: their down projections.
         way: a key of DIVISIONS.
@@ -155,7 +164,7 @@ def divide(experts: MGLUExperts, down_proj: ExpertsDown, way: str, mesh: DeviceM
     else:
         check_rows_of_ranks("num_experts", experts.num_experts, ranks, "dense")
         first_expert = mesh.get_local_rank() * (experts.num_experts // ranks)
-    experts.first_expert = down_proj.first_expert = first_expert
+    block.first_expert = experts.first_expert = down_proj.first_expert = first_expert
     place(down_proj, "weight", down_placement, mesh, src_data_rank)
     place(down_proj, "weight_scale", scale_placement, mesh, src_data_rank)
     for name, placement in placements.items():

@@ -50,11 +50,11 @@ class TransformersParallelExperts(TensorParallelLayer):
     def __init__(self, way: str) -> None:
         self.way = way
 
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         """Divide all tensors of the experts, so that the loader reads this rank's, and add the sum over the ranks."""
         experts: Any = module.mglu
         down_proj: Any = module.down_proj
-        divide(experts, down_proj, self.way, mesh, None)
+        divide(module, experts, down_proj, self.way, mesh, None)
         _replicate_router(experts, mesh)
         return super().install_forward(module, mesh)
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import MGLU, ExpertsDown, MGLUExperts, MGLUFeedForward
+from ..nn.experts import OnRank
 from .configuration import ACTIVATIONS, activation_key
 from .quantization import MGLUQuantizationConfig
 
 
-class MGLUMoeExperts(nn.Module):
+class MGLUMoeExperts(OnRank, nn.Module):
     """The experts of a mixture, called as Transformers calls them.
 
     Args:
@@ -46,13 +47,10 @@ class MGLUMoeExperts(nn.Module):
                 `0 ... num_experts - 1` contributes nothing.
             top_k_weights: floating `[tokens, K]`.
         """
-        experts = self.mglu
-        while not isinstance(experts, MGLUExperts):
-            experts = experts.base_layer  # adapters of PEFT wrap the layer once for each parameter
-        if experts.first_expert:
-            top_k_index = top_k_index - experts.first_expert  # ids of other ranks' experts leave the range
+        if self.first_expert:
+            top_k_index = top_k_index - self.first_expert  # ids of other ranks' experts leave the range
         y = self.mglu(hidden_states, top_k_index)
-        return self.down_proj(y, top_k_index, experts.on_rank(top_k_weights))
+        return self.down_proj(y, top_k_index, self.on_rank(top_k_weights))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from ..backends.cuda import DecodeMma, LaunchConfig, TileWgmma
 from ..backends.cuda.choice import without_tables
 from ..backends.cuda.device import Gpu
-from ..layer_call import LayerCall
+from ..call import Call
 
 _WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
 _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
@@ -39,7 +39,7 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
 """The settings that the search varies, by kernel, with their values in ascending order."""
 
 
-def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
+def starts(call: Call, gpu: Gpu) -> list[LaunchConfig]:
     """The first launches: the choices for the call, and for other numbers of tokens, other layers and another GPU.
 
     Also two launches of `tile_wgmma`, dense and sparse, with clusters of two blocks that share 128 rows and have half
@@ -61,7 +61,7 @@ def starts(call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
     return [config for config in dict.fromkeys(found) if config.violation(call, gpu) is None]
 
 
-def neighbours(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[LaunchConfig]:
+def neighbours(config: LaunchConfig, call: Call, gpu: Gpu) -> list[LaunchConfig]:
     """The configurations that differ by one step of one setting, or trade `tiles` for `split_k` at equal warps."""
     found = (_with_full_ring(other, call, gpu) for other in _steps(config))
     return [other for other in dict.fromkeys(found) if other != config and other.violation(call, gpu) is None]
@@ -82,7 +82,7 @@ def _steps(config: LaunchConfig) -> Iterator[LaunchConfig]:
             yield replace(config, tiles=config.tiles * 2, split_k=config.split_k // 2)
 
 
-def _with_full_ring(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> LaunchConfig:
+def _with_full_ring(config: LaunchConfig, call: Call, gpu: Gpu) -> LaunchConfig:
     """Give `tile_wgmma` the most stages that fit. The search leaves its number of stages alone."""
     if not isinstance(config, TileWgmma):
         return config

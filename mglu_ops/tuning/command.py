@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
     from ..backends.cuda.device import gpu_of
     from ..backends.cuda.launch_tables import write
-    from ..layer_call import LayerCall
+    from ..call import Call
     from .search import search
 
     if not torch.cuda.is_available():
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     gpu, facts, entries = gpu_of(torch.cuda.current_device()), environment(), []
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, options.dtype)
     for shape, tokens, n_masks in itertools.product(options.shapes, options.tokens, options.n_masks):
-        call = LayerCall.contiguous(device, dtype, n_masks, tokens, *shape)
+        call = Call.contiguous(device, dtype, n_masks, tokens, *shape)
         entry = search(call, gpu, options.steps, options.rounds, lambda line: print(f"    {line}"))
         kept = 1 - entry.microseconds / entry.model_microseconds >= options.min_gain
         print(

@@ -22,7 +22,7 @@ from ..backends.cuda import TileWgmma
 from ..backends.cuda.device import Gpu
 from ..backends.cuda.kernels.tile_wgmma_choice import candidates
 from ..backends.cuda.kernels.tile_wgmma_costs import CostModel, ProductCosts
-from ..layer_call import LayerCall
+from ..call import Call
 from ..words import counted
 
 SHAPES = ((4096, 1024), (4096, 4096), (8192, 2048), (9728, 2560), (11008, 4096), (14336, 4096))
@@ -40,20 +40,20 @@ SEED = 0
 class Timing:
     """The measured time of a launch for a call of contiguous bfloat16 tensors."""
 
-    call: LayerCall
+    call: Call
     config: TileWgmma
     microseconds: float
 
 
-def _call(n_masks: int, tokens: int, out_features: int, in_features: int) -> LayerCall:
+def _call(n_masks: int, tokens: int, out_features: int, in_features: int) -> Call:
     device = torch.device("cuda")
-    return LayerCall.contiguous(device, torch.bfloat16, n_masks, tokens, out_features, in_features)
+    return Call.contiguous(device, torch.bfloat16, n_masks, tokens, out_features, in_features)
 
 
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def sampled_calls() -> list[LayerCall]:
+def sampled_calls() -> list[Call]:
     """The calls to measure, drawn with `SEED`."""
     draw = random.Random(SEED)
     every = [(*shape, tokens) for shape in SHAPES for tokens in TOKENS]
@@ -64,7 +64,7 @@ def sampled_calls() -> list[LayerCall]:
     ]
 
 
-def launches_to_measure(call: LayerCall, gpu: Gpu, costs: CostModel, fastest: int, others: int) -> list[TileWgmma]:
+def launches_to_measure(call: Call, gpu: Gpu, costs: CostModel, fastest: int, others: int) -> list[TileWgmma]:
     """The `fastest` launches of a call by the model, and `others` random launches."""
     ranked = sorted(candidates(call, gpu, False), key=lambda config: costs.microseconds(config, call, gpu))
     rest = ranked[fastest:]
@@ -84,12 +84,12 @@ def measure(gpu: Gpu, note: Callable[[str], None]) -> list[Timing]:
     return timings + _times(second, gpu, note)
 
 
-def _times(wanted: Mapping[LayerCall, list[TileWgmma]], gpu: Gpu, note: Callable[[str], None]) -> list[Timing]:
+def _times(wanted: Mapping[Call, list[TileWgmma]], gpu: Gpu, note: Callable[[str], None]) -> list[Timing]:
     from ..timer import times
     from .search import Layers, compile_all
 
     found = []
-    calls_of_layer: dict[LayerCall, list[LayerCall]] = {}
+    calls_of_layer: dict[Call, list[Call]] = {}
     for call in wanted:
         calls_of_layer.setdefault(replace(call, leading=(1,)), []).append(call)
     for layer, calls in calls_of_layer.items():
@@ -202,7 +202,7 @@ def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
 
     The model chooses among the measured launches. Calls with a single one do not count.
     """
-    calls: dict[LayerCall, list[Timing]] = {}
+    calls: dict[Call, list[Timing]] = {}
     for one in timings:
         calls.setdefault(one.call, []).append(one)
     factors = []

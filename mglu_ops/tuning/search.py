@@ -20,7 +20,8 @@ from ..backends.cuda.compiler import CompileError, compile_cubin
 from ..backends.cuda.device import Gpu
 from ..backends.cuda.driver import LaunchError
 from ..backends.cuda.launch_tables import Entry
-from ..layer_call import LayerArguments, LayerCall
+from ..call import Call
+from ..given import Given
 from ..masks import packed_shape, unpack_one
 from ..timer import Replay, layers_for, times
 from .candidates import neighbours, starts
@@ -33,7 +34,7 @@ _ROUNDINGS = 3  # the largest relative error of a correct result, in epsilons of
 class Layers:
     """Layers with distinct weights, and the float64 result of the first one."""
 
-    def __init__(self, call: LayerCall) -> None:
+    def __init__(self, call: Call) -> None:
         shape = call.out_features, call.in_features
         masks_shape = packed_shape(call.n_masks, *shape)
         count = layers_for(math.prod(shape) * call.dtype.itemsize + math.prod(masks_shape))
@@ -54,7 +55,7 @@ class Layers:
 
     def replay(self, config: LaunchConfig) -> Replay:
         def run(i: int) -> Tensor:
-            given = LayerArguments(self.x, self.weights[i], self.packed[i])
+            given = Given(self.x, self.weights[i], self.packed[i])
             return dispatch.forward(given, backend="cuda", launch=config)
 
         return Replay(run, len(self.weights))
@@ -68,7 +69,7 @@ class Layers:
         return written and relative_error(replay.outputs[0], self.exact) <= _ROUNDINGS * torch.finfo(self.x.dtype).eps
 
 
-def search(call: LayerCall, gpu: Gpu, steps: int, rounds: int, note: Callable[[str], None]) -> Entry:
+def search(call: Call, gpu: Gpu, steps: int, rounds: int, note: Callable[[str], None]) -> Entry:
     """Find the fastest launch of a call, which may be the one chosen without tables, and return a table entry.
 
     Args:
@@ -101,7 +102,7 @@ def search(call: LayerCall, gpu: Gpu, steps: int, rounds: int, note: Callable[[s
 
 
 def _screen(
-    layers: Layers, call: LayerCall, gpu: Gpu, configs: list[LaunchConfig], note: Callable[[str], None]
+    layers: Layers, call: Call, gpu: Gpu, configs: list[LaunchConfig], note: Callable[[str], None]
 ) -> dict[LaunchConfig, float]:
     """Measure microseconds per layer in a few rounds; infinity if a configuration cannot run or gives wrong results."""
     found = dict.fromkeys(configs, math.inf)
@@ -123,7 +124,7 @@ def _screen(
     return found
 
 
-def compile_all(call: LayerCall, gpu: Gpu, configs: Iterable[LaunchConfig]) -> dict[LaunchConfig, Exception]:
+def compile_all(call: Call, gpu: Gpu, configs: Iterable[LaunchConfig]) -> dict[LaunchConfig, Exception]:
     """Compile all kernels into the cache, in one thread per CPU. Return the errors of those that NVRTC refused."""
     refused: dict[LaunchConfig, Exception] = {}
 

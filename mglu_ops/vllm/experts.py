@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe import GateLinear
 from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
 from vllm.model_executor.models.utils import extract_layer_index
 
-from .. import expert_ops
+from .. import ops
 from ..formats import get_format
 from ..nn.arguments import check_columns, check_int
 from ..transformers.quantization import stored_weights
@@ -78,7 +78,7 @@ class ColumnParallelExperts(ColumnParallelMGLU):
         if mask_weights is not None:
             mask_weights = mask_weights.unsqueeze(1).expand(-1, expert_ids.shape[1], -1)
         given = (x, self.weight, self.packed_masks, expert_ids, self.activation, mask_weights)
-        return expert_ops.experts_forward(*given, self.weight_scale, self.weight_format, self.activation_format)
+        return ops.experts_forward(*given, self.weight_scale, self.weight_format, self.activation_format)
 
 
 class RowParallelDown(nn.Module):
@@ -127,7 +127,7 @@ class RowParallelDown(nn.Module):
             expert_weights: floating `[tokens, K]`.
         """
         given = (y, self.weight, expert_ids, expert_weights)
-        return expert_ops.experts_down(*given, self.weight_scale, self.weight_format)
+        return ops.experts_down(*given, self.weight_scale, self.weight_format)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copy this rank's part of the tensors of a checkpoint. vLLM's loader may call it repeatedly.

@@ -15,7 +15,7 @@ from mglu_ops.backends.cuda import compiler
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import quantize_x
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.call import Call
 
 pytest_plugins = ["build_kinds"]
 pytestmark = pytest.mark.usefixtures("folder")
@@ -43,7 +43,7 @@ def modes(folder: Path) -> set[int]:
 
 def sources(*formats: str) -> list[tuple[str, str, dict[str, int]]]:
     """The kernels of `LAYER` for 64 tokens, with the formats of the weight and of x."""
-    call = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048, "silu", None, *formats)
+    call = Call.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048, "silu", None, *formats)
     return quantize_x.sources(choose(call, KNOWN_GPUS[9, 0]).config, call, KNOWN_GPUS[9, 0])
 
 

@@ -17,7 +17,8 @@ import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import build, library
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.call import Call
+from mglu_ops.given import Given
 
 pytestmark = needs_compiler
 
@@ -28,7 +29,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(library, "_loaded", None)
-    for name in ("_prepared", "_training_calls"):
+    for name in ("_prepared", "_prepared"):
         monkeypatch.setattr(dispatch, name, {})
     dispatch.warn_of_fallback.cache_clear()
 
@@ -67,13 +68,13 @@ def test_the_processor_is_asked_for_its_instruction_sets(tmp_path):
 
 def test_the_choice_and_its_override(request):
     layer = make_layer((3,), 512, 512)
-    given = LayerArguments(layer.x, layer.weight, layer.packed_masks)
+    given = Given(layer.x, layer.weight, layer.packed_masks)
     assert torch.equal(dispatch.forward(given, backend="cpu"), run(layer))
     with pytest.raises(ValueError, match=r"backend: got 'cpu', .*no kernel for x torch.float64"):
         dispatch.forward(given._replace(x=layer.x.double(), weight=layer.weight.double()), backend="cpu")
     request.getfixturevalue("no_compiler")
     with pytest.raises(build.BuildError, match=r"no C\+\+ compiler"):
-        BACKENDS["cpu"].prepare(LayerCall.of(given))
+        BACKENDS["cpu"].prepare(Call.of(given))
     with pytest.raises(ValueError, match=r"backend: got 'cpu', .*no C\+\+ compiler"):
         dispatch.forward(given, backend="cpu")
 

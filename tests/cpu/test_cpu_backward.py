@@ -30,7 +30,7 @@ COLUMNS = (0, 1, 7, 8, 31, 32, 33, 72, 257)
 
 @pytest.fixture(autouse=True)
 def _forgotten_calls(kernel, monkeypatch):
-    monkeypatch.setattr(dispatch, "_training_calls", {})
+    monkeypatch.setattr(dispatch, "_prepared", {})
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ import mglu_ops
 from mglu_ops.backends import cpu
 from mglu_ops.backends.cpu import build
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerArguments
+from mglu_ops.given import Given
 
 pytest_plugins = ["cpu_calls"]
 pytestmark = needs_compiler
@@ -222,7 +222,7 @@ def test_products_without_masks(kernel, name):
         weight, scale = (dense.to(kernel.dtype), None) if stored.is_dense else stored.quantize(dense)
         exact = weight.double() if stored.is_dense else stored.dequantize(weight, scale, torch.float64)
         no_masks = torch.empty(out_features, 0, 0, dtype=torch.uint8)
-        result = run_stored(LayerArguments(x, weight, no_masks, "identity", None, scale, name), kernel.isa)
+        result = run_stored(Given(x, weight, no_masks, "identity", None, scale, name), kernel.isa)
         assert result.dtype is torch.float32
         error, size = (result - x.double() @ exact.t()).abs(), x.double().abs() @ exact.abs().t()
         assert (error <= 1e-6 * size).all(), f"{tokens} x {in_features}"
@@ -285,7 +285,7 @@ def test_stored_weights_have_the_bits_of_decoded_ones(kernel, name, n_masks):
         wide_x[:, 1 + h // 3] *= 2**13  # the other sums are small beside it, and summed again
         for tokens in (1, 2, 3, 8):
             x, weights = wide_x[:tokens, 1 : h + 1], base.mask_weights[:tokens]
-            found = run_stored(LayerArguments(x, weight, base.packed_masks, "gelu", weights, scale, name), kernel.isa)
+            found = run_stored(Given(x, weight, base.packed_masks, "gelu", weights, scale, name), kernel.isa)
             decoded = base.with_(weight=FORMATS[name].dequantize(weight, scale, kernel.dtype), activation="gelu")
             pairs = zip(x.split(2), weights.split(2), strict=True)
             expected = torch.cat([run(decoded.with_(x=two, mask_weights=of), kernel.isa) for two, of in pairs])

@@ -24,8 +24,8 @@ from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_
 from mglu_ops.backends.cuda.kernels import backward_gemm, permute_x, quantize_x, training_steps
 from mglu_ops.backends.cuda.kernels.tile_wgmma_choice import fp8_launches
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice
+from mglu_ops.call import Call, StoredWeight
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall, StoredWeight
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_USED = ((8, 0), (9, 0))
@@ -46,17 +46,17 @@ def layer_call(
     mask_alignment: int = 16,
     x_alignment: int = 16,
     **options: Any,
-) -> LayerCall:
-    call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape, **options)
+) -> Call:
+    call = Call.contiguous(torch.device("cuda"), dtype, n_masks, tokens, *shape, **options)
     return replace(call, masks=replace(call.masks, alignment=mask_alignment), x=replace(call.x, alignment=x_alignment))
 
 
-def stored_in(call: LayerCall, name: str) -> LayerCall:
+def stored_in(call: Call, name: str) -> Call:
     """The call with its weight in a format."""
     return replace(call, weight=StoredWeight(FORMATS[name], FORMATS[name].dtype or call.dtype, call.weight.layout))
 
 
-def launch_of(call: LayerCall, gpu: Gpu) -> Any:
+def launch_of(call: Call, gpu: Gpu) -> Any:
     """Choose the launch of a call, of any class; tests check the class."""
     return without_tables(call, gpu)
 
@@ -91,7 +91,7 @@ def _compiled(kernel: str, target: str, macros: tuple[tuple[str, int], ...]) -> 
     return int(registers[1]), int(spills[1]), f"{kernel} {dict(macros)}: {log.decode()}", ptx.decode()
 
 
-def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
+def check(call: Call, gpu: Gpu, config: LaunchConfig | None) -> None:
     assert config is not None
     registers, spills, log = compiled(config.kernel, config.target(gpu), config.macros(call))
     # 15 masks of 16 tokens in the large blocks of an A100 use all registers and spill up to four words. Two masks of

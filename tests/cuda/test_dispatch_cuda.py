@@ -19,7 +19,8 @@ from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import CONFIGS, base, permute_x, tile_wgmma
 from mglu_ops.backends.cuda.tensor_map import MAP_BYTES, Matrix
-from mglu_ops.layer_call import LayerArguments, LayerCall, Layout
+from mglu_ops.call import Call, Layout
+from mglu_ops.given import Given
 
 
 class OnGpu:
@@ -54,7 +55,7 @@ def layer(
     tokens = (tokens,) if isinstance(tokens, int) else tokens
     shapes = ((*tokens, h), dtype), ((d, h), dtype), ((d, -(-h // 8), n_masks), torch.uint8)
     tensors: Any = (OnGpu(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes)
-    return LayerArguments(*tensors)
+    return Given(*tensors)
 
 
 def explain(*sizes: Any, **options: Any) -> dispatch.Choice:
@@ -94,8 +95,8 @@ def test_without_a_compiler_the_kernels_in_the_cache_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda, "is_cached", lambda kernel, arch, macros: (kernel, arch) != ("decode_mma", "sm_90"))
     assert explain(64).kernel == "tile_wgmma"
     reason = "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
-    assert BACKENDS["cuda"].unsupported_reason(LayerCall.of(layer(1))) == reason
-    assert BACKENDS["cuda"].supports(LayerCall.of(layer(0)))
+    assert BACKENDS["cuda"].unsupported_reason(Call.of(layer(1))) == reason
+    assert BACKENDS["cuda"].supports(Call.of(layer(0)))
     masks: Any = OnGpu(torch.empty(4, 64, 64, dtype=torch.bool))
     assert BACKENDS["cuda"].can_pack(masks)
     monkeypatch.setattr(cuda, "is_cached", lambda *_: False)
@@ -104,7 +105,7 @@ def test_without_a_compiler_the_kernels_in_the_cache_run(monkeypatch: pytest.Mon
 
 def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     config = DecodeMma(tiles=4, block_tokens=8)
-    call = LayerCall.contiguous(torch.device("cuda:0"), torch.bfloat16, 4, 8, 14336, 4096)
+    call = Call.contiguous(torch.device("cuda:0"), torch.bfloat16, 4, 8, 14336, 4096)
     entry = launch_tables.Entry(KNOWN_GPUS[9, 0], call, config, 30.0, config, 40.0, launch_tables.FOLDER)
     key = launch_tables._key(call, KNOWN_GPUS[9, 0])
     monkeypatch.setattr(launch_tables, "_all_tables", lambda: {key: entry})
@@ -116,7 +117,7 @@ def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rounded_x_is_contiguous_for_kernels_that_do_not_multiply_in_fp8() -> None:
     formats = {"weight_format": "fp8_row", "activation_format": "fp8_token"}
-    call = LayerCall.contiguous(torch.device("cuda:0"), torch.bfloat16, 4, 8, 14336, 4096, **formats)
+    call = Call.contiguous(torch.device("cuda:0"), torch.bfloat16, 4, 8, 14336, 4096, **formats)
     call = replace(call, x=Layout((1, 8), alignment=2))
     choice = dispatch.choose(call)
     assert choice.launch == choose(call.with_rounded_x(), KNOWN_GPUS[9, 0]).config
@@ -204,7 +205,7 @@ def test_batch_invariant_mode_refuses_calls_that_cannot_be_invariant(monkeypatch
         with pytest.raises(RuntimeError, match=r"set_batch_invariant_mode.*cannot run this: training"):
             torch.ops.mglu.forward(x, weight, packed)
         with pytest.raises(RuntimeError, match=r"the backend 'composite' was asked for"):
-            dispatch.forward(LayerArguments(x, weight, packed, "silu", None), backend="composite")
+            dispatch.forward(Given(x, weight, packed, "silu", None), backend="composite")
         with pytest.raises(RuntimeError, match=r"no kernel for x torch\.float64"):
             explain(1, dtype=torch.float64)
         set_gpu(monkeypatch, (8, 0))
@@ -218,7 +219,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Record the shapes of results in the order of calls, without launches."""
     shapes: list[tuple[int, ...]] = []
 
-    def run(call: CudaCall, given: LayerArguments) -> torch.Tensor:
+    def run(call: CudaCall, given: Given) -> torch.Tensor:
         shapes.append(call._shape)
         return torch.empty(call._shape)
 
@@ -313,7 +314,7 @@ def test_tensor_maps_are_encoded_once_for_each_address(n_masks, permuted, monkey
     for module in (tile_wgmma, base):
         monkeypatch.setattr(module, "Launch", Recorder)
     Recorder.calls.clear()
-    call = LayerCall.contiguous(torch.device("cuda:0"), torch.float16, n_masks, 64, 14336, 4096)
+    call = Call.contiguous(torch.device("cuda:0"), torch.float16, n_masks, 64, 14336, 4096)
     config = choose(call, KNOWN_GPUS[9, 0]).config
     assert isinstance(config, TileWgmma)
     assert config.permuted == permuted

@@ -19,9 +19,8 @@ from mglu_ops.backends.cuda.kernels import experts as launches
 from mglu_ops.backends.cuda.kernels.experts import DecodeItems, ExpertLaunch, choose
 from mglu_ops.backends.cuda.launch import parameters
 from mglu_ops.backends.parameters import Parameters
-from mglu_ops.expert_calls import ExpertCall
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
 
 QWEN3_30B_A3B, MIXTRAL, GPT_OSS = (128, 768, 2048, 8), (8, 14336, 4096, 2), (32, 2880, 2880, 4)
 
@@ -34,12 +33,12 @@ def experts_call(
     dtype: torch.dtype = torch.bfloat16,
     *,
     is_sorted: bool = False,
-) -> ExpertCall:
+) -> Call:
     experts, d, h, top_k = model
-    layer = stored_in(LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, 1, d, h), name)
+    layer = stored_in(Call.contiguous(torch.device("cuda"), dtype, n_masks, 1, d, h), name)
     if is_sorted:
-        return ExpertCall.contiguous(layer, experts, tokens * top_k, None)
-    return ExpertCall.contiguous(layer, experts, tokens, top_k)
+        return layer.over_experts(experts, tokens * top_k, None)
+    return layer.over_experts(experts, tokens, top_k)
 
 
 @pytest.mark.parametrize("arch", quick_only_for([(8, 0), (9, 0)], ARCHITECTURES), ids=str)
@@ -50,7 +49,7 @@ def test_every_call_has_a_launch_that_fits(arch: tuple[int, int]) -> None:
         FORMATS, (torch.bfloat16, torch.float32), (1, 4, 8, 9, 16), (1, 2, 7, 8, 40, 300, 5000), models
     ):
         plain = experts_call(n_masks, tokens, model, name, dtype)
-        invariant = replace(plain, layer=replace(plain.layer, batch_invariant=True))
+        invariant = replace(plain, batch_invariant=True)
         for call in (plain, invariant, experts_call(n_masks, tokens, model, name, dtype, is_sorted=True)):
             launch = choose(call, gpu)
             assert launch.violation(call, gpu) is None, (call, launch)
@@ -74,7 +73,7 @@ def test_an_item_has_no_more_rows_than_an_expert_can_have() -> None:
 def test_the_batch_invariant_launch_depends_only_on_the_layer() -> None:
     for model in (QWEN3_30B_A3B, MIXTRAL, GPT_OSS):
         calls = [experts_call(4, tokens, model, is_sorted=is_sorted) for tokens in (1, 9, 200) for is_sorted in (0, 1)]
-        configs = {choose(replace(one, layer=replace(one.layer, batch_invariant=True)), HOPPER).config for one in calls}
+        configs = {choose(replace(one, batch_invariant=True), HOPPER).config for one in calls}
         assert len(configs) == 1
 
 
@@ -164,7 +163,7 @@ def test_what_launches_give_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (group_tokens, quantize_x, launches):
         monkeypatch.setattr(module, "load_kernel", lambda *_: driver.Kernel(b"", "mglu", 0))
     call = experts_call(4, 40, name="fp8_row")
-    call = replace(call, layer=replace(call.layer, activation_format="fp8_token"), index_dtype=torch.int64)
+    call = replace(call, activation_format="fp8_token", routing=replace(call.routed, index_dtype=torch.int64))
     sequence = choose(call, HOPPER).sequence(call, HOPPER, 0)
     pointers = {name: 1 + i for i, name in enumerate((*fields[0].pointers, "expert_ids", "items"))}
     rounded, table = 1 << 20, (1 << 20) + 40 * 2048 * 2

@@ -12,9 +12,8 @@ from test_cuda_compile import REGISTERS_PER_SM, compiled
 
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import experts_down
-from mglu_ops.expert_calls import ExpertCall
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
 
 MODELS = {"Qwen3-30B-A3B": (128, 2048, 768, 8), "Mixtral": (8, 4096, 14336, 2), "gpt-oss": (32, 2880, 2880, 4)}
 """Experts, out_features, in_features and experts of a token."""
@@ -25,12 +24,12 @@ def down_call(
     model: tuple[int, int, int, int] = MODELS["Qwen3-30B-A3B"],
     dtype: torch.dtype = torch.bfloat16,
     weight_format: str = "dense",
-) -> ExpertCall:
+) -> Call:
     experts, out_features, in_features, top_k = model
-    layer = LayerCall.contiguous(
+    layer = Call.contiguous(
         torch.device("cuda"), dtype, 0, 1, out_features, in_features, "identity", weight_format=weight_format
     )
-    return replace(ExpertCall.contiguous(layer, experts, tokens, top_k), expert_weights_dtype=torch.float32)
+    return replace(layer.over_experts(experts, tokens, top_k), expert_weights_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_every_launch_fits(name: str) -> None:
     for gpu, shape, tokens in itertools.product(KNOWN_GPUS.values(), shapes, (1, 2, 16, 100, 900)):
         for invariant in (False, True):
             call = down_call(tokens, shape, weight_format=name)
-            call = replace(call, layer=replace(call.layer, batch_invariant=invariant))
+            call = replace(call, batch_invariant=invariant)
             config = experts_down.choose(call, gpu)
             assert config is not None, (gpu, shape, tokens)
             assert config.violation(call, gpu) is None

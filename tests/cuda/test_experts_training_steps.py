@@ -11,9 +11,9 @@ from expert_training import ExpertLayer, assert_as_good_as_naive
 from families import family, sample
 from torch import Tensor
 
-from mglu_ops.backends.base import GroupedBackwardArguments
+from mglu_ops.backends.base import BackwardGiven
 from mglu_ops.backends.cuda import experts_training as training
-from mglu_ops.expert_calls import ExpertArguments
+from mglu_ops.given import Given
 
 __all__ = ["emulated_kernels"]  # a fixture
 
@@ -43,11 +43,11 @@ def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forward_train(*operands):
-    return training.library_forward(ExpertArguments.of_offs(*operands))
+    return training.library_forward(Given.of_offs(*operands))
 
 
 def backward(*arguments):
-    return training.backward(GroupedBackwardArguments(*arguments))
+    return training.backward(BackwardGiven(*arguments))
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,15 @@ from emulated_kernels import needs_compiler, run
 from torch import Tensor
 
 from mglu_ops.backends.cuda.kernels import group_tokens
-from mglu_ops.expert_calls import ExpertCall, inverse_of, sort_pairs
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.call import Call
+from mglu_ops.routing import inverse_of, sort_pairs
 
 pytestmark = needs_compiler
 
-LAYER = LayerCall.contiguous(torch.device("cpu"), torch.bfloat16, 1, 1, 16, 64)
+LAYER = Call.contiguous(torch.device("cpu"), torch.bfloat16, 1, 1, 16, 64)
 
 
-def table_of(call: ExpertCall, index: Tensor, item_rows: int) -> tuple[Tensor, Tensor]:
+def table_of(call: Call, index: Tensor, item_rows: int) -> tuple[Tensor, Tensor]:
     """The entries `[max_items, 4]`, and the rows in the order of their places; a band after them must not change."""
     entries = group_tokens.max_items(call, item_rows)
     words = group_tokens.table_bytes(call, item_rows) // 4
@@ -54,7 +54,7 @@ def test_items_are_a_stable_sort_in_pieces(rows: int, experts: int, index_dtype:
     generator = torch.Generator().manual_seed(rows)
     ids = (torch.rand(rows, 1, generator=generator) ** 2 * (experts + 2)).to(index_dtype) - 1
     ids[rows // 2 :: 50] = torch.iinfo(index_dtype).max
-    call = replace(ExpertCall.contiguous(LAYER, experts, rows, 1), index_dtype=index_dtype)
+    call = replace(Call.contiguous(LAYER, experts, rows, 1), index_dtype=index_dtype)
     is_sorted = replace(call, top_k=None, index_dtype=torch.int32)
     pairs, offs = sort_pairs(ids, experts)
     for item_rows in (1, 100):
@@ -70,7 +70,7 @@ def test_items_are_a_stable_sort_in_pieces(rows: int, experts: int, index_dtype:
 @pytest.mark.parametrize(("rows", "experts"), [(1, 1), (600, 33)])
 def test_the_order_of_rows(rows: int, experts: int) -> None:
     ids = torch.randint(-1, experts + 2, (rows, 1))
-    call = replace(ExpertCall.contiguous(LAYER, experts, rows, 1), index_dtype=torch.int64)
+    call = replace(Call.contiguous(LAYER, experts, rows, 1), index_dtype=torch.int64)
     words = group_tokens.order_words(rows, experts)
     memory = torch.full((words + 8,), -7)
     pointers = {"expert_ids": ids.data_ptr(), "out": memory.data_ptr()}
@@ -85,7 +85,7 @@ def test_the_order_of_rows(rows: int, experts: int) -> None:
 
 @pytest.mark.parametrize("ends", [(5, 3, 40, 1), (-1, -9, 2**31 - 1, 0), (2**31 - 1,) * 4, (-(2**31),) * 4])
 def test_every_row_is_in_one_item_whatever_offs_are(ends: tuple[int, ...]) -> None:
-    call = ExpertCall.contiguous(LAYER, 4, 40, None)
+    call = Call.contiguous(LAYER, 4, 40, None)
     entries, _ = table_of(call, torch.tensor(ends, dtype=torch.int32), 8)
     rows = [first + i for _, first, count, _ in entries.tolist() for i in range(count)]
     assert rows == list(range(40))

@@ -15,8 +15,8 @@ from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK
 from mglu_ops.backends.cuda.kernels import permute_x
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, partials_of, training_choice
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 HOPPER = KNOWN_GPUS[9, 0]
@@ -24,11 +24,11 @@ HOPPER = KNOWN_GPUS[9, 0]
 
 def contiguous(
     n_masks: int, tokens: int, d: int, h: int, dtype: torch.dtype = torch.float16, **options: Any
-) -> LayerCall:
-    return LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, d, h, **options)
+) -> Call:
+    return Call.contiguous(torch.device("cuda"), dtype, n_masks, tokens, d, h, **options)
 
 
-def unaligned(call: LayerCall) -> LayerCall:
+def unaligned(call: Call) -> Call:
     """The call with an x that TMA cannot load."""
     return replace(call, x=replace(call.x, alignment=8))
 

@@ -15,13 +15,13 @@ from mglu_ops.backends.cuda import LaunchConfig, TileWgmma, launch_tables
 from mglu_ops.backends.cuda.choice import LaunchChoice, choose, without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.launch_tables import Entry, TableError
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
 from mglu_ops.tuning.candidates import neighbours, starts
 
 
-def contiguous(n_masks: int, tokens: int, d: int, h: int, dtype: torch.dtype = torch.bfloat16) -> LayerCall:
-    return LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, tokens, d, h)
+def contiguous(n_masks: int, tokens: int, d: int, h: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+    return Call.contiguous(torch.device("cuda"), dtype, n_masks, tokens, d, h)
 
 
 H200 = KNOWN_GPUS[9, 0]

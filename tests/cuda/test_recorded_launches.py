@@ -25,9 +25,8 @@ from mglu_ops.backends.cuda.choice import choose, choose_experts
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, Gpu
 from mglu_ops.backends.cuda.kernels import experts_down, quantize_x
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice, training_items
-from mglu_ops.expert_calls import ExpertCall
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
 
 RECORD = Path(__file__).parent / "recorded_launches.txt"
 GPUS = {f"sm_{arch[0]}{arch[1]}": KNOWN_GPUS[arch] for arch in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))}
@@ -41,7 +40,7 @@ ADDRESSES = {name: 0x10000 * number for number, name in enumerate(NAMES, 1)}
 WORKSPACE = 0x1000000
 
 
-def layers() -> Iterator[tuple[str, LayerCall]]:
+def layers() -> Iterator[tuple[str, Call]]:
     """Layers without experts, with one token, and their names."""
     shapes = ((14336, 4096), (8192, 2048), (4096, 14336), (100, 72), (41, 45))
     kinds: list[dict[str, Any]] = [
@@ -58,7 +57,7 @@ def layers() -> Iterator[tuple[str, LayerCall]]:
     for shape, kind in product(shapes, kinds):
         options = {"dtype": torch.bfloat16} | kind
         dtype, n_masks = options.pop("dtype"), options.pop("n_masks")
-        call = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, 1, *shape, **options)
+        call = Call.contiguous(torch.device("cuda"), dtype, n_masks, 1, *shape, **options)
         name = f"{shape[0]} x {shape[1]}, " + ", ".join(f"{key} {value}" for key, value in kind.items())
         yield name, call
         if shape == (8192, 2048) and options == {}:
@@ -66,7 +65,7 @@ def layers() -> Iterator[tuple[str, LayerCall]]:
             yield f"{name}, unaligned x", replace(call, x=replace(call.x, alignment=8))
 
 
-def mixtures() -> Iterator[tuple[str, LayerCall, int, int | None]]:
+def mixtures() -> Iterator[tuple[str, Call, int, int | None]]:
     """One expert's layer with its name, the number of experts and K, None for rows that are sorted by expert."""
     shapes = ((768, 2048, 128, 8), (14336, 4096, 8, 2), (2880, 2880, 32, 4), (40, 72, 5, 2))
     kinds: list[dict[str, Any]] = [
@@ -79,7 +78,7 @@ def mixtures() -> Iterator[tuple[str, LayerCall, int, int | None]]:
     for (d, h, experts, top_k), kind, is_sorted in product(shapes, kinds, (False, True)):
         options = {"dtype": torch.bfloat16} | kind
         dtype, n_masks = options.pop("dtype"), options.pop("n_masks")
-        layer = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, 1, d, h, **options)
+        layer = Call.contiguous(torch.device("cuda"), dtype, n_masks, 1, d, h, **options)
         name = f"{experts} experts {d} x {h}, {'sorted' if is_sorted else f'K {top_k}'}, "
         name += ", ".join(f"{key} {value}" for key, value in kind.items())
         yield name, layer, experts, None if is_sorted else top_k
@@ -92,31 +91,31 @@ def mixtures() -> Iterator[tuple[str, LayerCall, int, int | None]]:
             )
 
 
-def of_layer(recorder: RecordingDriver, call: LayerCall, gpu: Gpu) -> str:
+def of_layer(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """All that the driver sees for one call of `mglu::forward`."""
     sequence = quantize_x.sequence(choose(call, gpu).config, call, gpu, 0)
     return _of_sequence(recorder, sequence)
 
 
-def of_training(recorder: RecordingDriver, call: LayerCall, gpu: Gpu) -> str:
+def of_training(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `tile_wgmma` in `mglu::forward_train`, where it runs a call."""
     config = training_choice(call, gpu)
     return "" if config is None else _of_sequence(recorder, config.sequence(call, gpu, 0))
 
 
-def of_experts(recorder: RecordingDriver, call: ExpertCall, gpu: Gpu) -> str:
+def of_experts(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `mglu::experts_forward` and `mglu::grouped_forward`."""
     launch = choose_experts(call, gpu)
     return launch.violation(call, gpu) or _of_sequence(recorder, launch.sequence(call, gpu, 0))
 
 
-def of_experts_training(recorder: RecordingDriver, call: ExpertCall, gpu: Gpu) -> str:
+def of_experts_training(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `mglu::grouped_forward_train`."""
     launch = training_items(call, gpu)
     return "" if launch is None else _of_sequence(recorder, launch.sequence(call, gpu, 0))
 
 
-def of_down(recorder: RecordingDriver, call: ExpertCall, gpu: Gpu) -> str:
+def of_down(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `mglu::experts_down`."""
     if (problem := experts_down.unsupported_reason(call, gpu)) is not None:
         return problem
@@ -149,15 +148,14 @@ def records(gpu_name: str) -> dict[str, str]:
             if gpu.arch == (9, 0) and layer.weight.format.is_dense and layer.dtype is not torch.float32:
                 digest(f"{name}, training", (of_training(recorder, call, gpu) for call in calls))
         for name, layer, experts, top_k in mixtures():
-            mixed = [ExpertCall.contiguous(layer, experts, tokens, top_k) for tokens in TOKENS]
+            mixed = [layer.over_experts(experts, tokens, top_k) for tokens in TOKENS]
             digest(name, (of_experts(recorder, call, gpu) for call in mixed))
             is_dense = layer.weight.format.is_dense and layer.activation_format == "dense"
             if top_k is None and is_dense and layer.dtype is not torch.float32:
                 digest(f"{name}, training", (of_experts_training(recorder, call, gpu) for call in mixed))
             elif top_k is not None and layer.activation_format == "dense":
                 down = replace(layer, n_masks=0, activation="identity", mask_weights_dtype=None)
-                downs = [ExpertCall.contiguous(down, experts, tokens, top_k) for tokens in TOKENS]
-                downs = [replace(call, masks_stride=0, expert_weights_dtype=torch.float32) for call in downs]
+                downs = [down.over_experts(experts, tokens, top_k, torch.float32) for tokens in TOKENS]
                 digest(f"{name}, down", (of_down(recorder, call, gpu) for call in downs))
     return texts
 

@@ -17,22 +17,21 @@ from mglu_ops.backends.cuda.kernels import permute_x, quantize_x
 from mglu_ops.backends.cuda.kernels.tile_experts import TileItems, candidates, choose
 from mglu_ops.backends.cuda.kernels.tile_wgmma_costs import _items_of_random_loads, costs_of
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, training_items
-from mglu_ops.expert_calls import ExpertCall
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
 
 QWEN, MIXTRAL, GPT_OSS = (128, 768, 2048, 8), (8, 14336, 4096, 2), (32, 2880, 2880, 4)
 """Experts, out_features, in_features and the experts of a token."""
 
 
-def expert_call(n_masks: int, tokens: int, model: tuple[int, int, int, int] = QWEN, **options: Any) -> ExpertCall:
+def expert_call(n_masks: int, tokens: int, model: tuple[int, int, int, int] = QWEN, **options: Any) -> Call:
     experts, d, h, top_k = model
     dtype = (torch.bfloat16, torch.float16)[n_masks % 2]
-    layer = LayerCall.contiguous(torch.device("cuda"), dtype, n_masks, 1, d, h, **options)
-    return ExpertCall.contiguous(layer, experts, tokens, top_k)
+    layer = Call.contiguous(torch.device("cuda"), dtype, n_masks, 1, d, h, **options)
+    return layer.over_experts(experts, tokens, top_k)
 
 
-def check(call: ExpertCall, launch: TileItems | None) -> None:
+def check(call: Call, launch: TileItems | None) -> None:
     assert launch is not None
     assert launch.violation(call, HOPPER) is None
     for kernel, target, macros in launch.sources(call, HOPPER):
@@ -58,7 +57,7 @@ def test_compiles_without_spills(n_masks: int, tokens: int) -> None:
     options = {"mask_weights_dtype": torch.float32} if n_masks % 4 else {}
     call = expert_call(n_masks, tokens, GPT_OSS, **options)
     check(call, choose(call, HOPPER))
-    invariant = replace(call, layer=replace(call.layer, batch_invariant=True))
+    invariant = replace(call, batch_invariant=True)
     check(invariant, choose(invariant, HOPPER))
 
 
@@ -85,7 +84,7 @@ def test_what_is_trained_by_products_of_the_library() -> None:
     for changes in ({"rows": 0}, {"rows": 2**20 + 1}, {"experts": 1025}, {"weight_stride": 2 * call.weight_stride}):
         assert training_items(replace(call, **changes), HOPPER) is None
     for changes in ({"out_features": 60}, {"out_features": 100}, {"in_features": 2044}, {"dtype": torch.float32}):
-        assert training_items(replace(call, layer=replace(call.layer, **changes)), HOPPER) is None
+        assert training_items(replace(call, **changes), HOPPER) is None
 
 
 @pytest.mark.parametrize("n_masks", quick_only_for([2], [1, 2, 4, 8, 16]))
@@ -95,7 +94,7 @@ def test_compiles_for_fewer_bits_without_spills(name: str, n_masks: int) -> None
         call = expert_call(n_masks, tokens, MIXTRAL, weight_format=name)
         check(call, choose(call, HOPPER))
         if name.startswith("fp8"):
-            in_fp8 = replace(call, layer=replace(call.layer, activation_format="fp8_token"))
+            in_fp8 = replace(call, activation_format="fp8_token")
             launch = choose(in_fp8, HOPPER)
             assert launch is not None
             assert launch.config.fp8
@@ -105,7 +104,7 @@ def test_compiles_for_fewer_bits_without_spills(name: str, n_masks: int) -> None
 def test_gathers_x_after_grouping() -> None:
     """The launch before tile_wgmma gathers x: tile_wgmma reads the items before it waits for that launch."""
     call = expert_call(4, 256, weight_format="fp8_row")
-    in_fp8 = replace(call, layer=replace(call.layer, activation_format="fp8_token"))
+    in_fp8 = replace(call, activation_format="fp8_token")
     for one, gather in ((call, permute_x.NAME), (in_fp8, quantize_x.NAME)):
         launch = choose(one, HOPPER)
         assert launch is not None
@@ -151,8 +150,8 @@ def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
 def test_which_kernel_runs_experts() -> None:
     """decode_mma runs few rows an expert, and more where threads read the masks (360 bytes a row of gpt-oss)."""
 
-    def kernel(call: ExpertCall, **changes: Any) -> str:
-        return choose_experts(replace(call, layer=replace(call.layer, **changes)), HOPPER).config.kernel
+    def kernel(call: Call, **changes: Any) -> str:
+        return choose_experts(replace(call, **changes), HOPPER).config.kernel
 
     assert [kernel(expert_call(1, tokens)) for tokens in (1, 128, 192, 4096)] == ["decode_mma"] * 2 + ["tile_wgmma"] * 2
     assert [kernel(expert_call(1, tokens, GPT_OSS)) for tokens in (128, 192)] == ["decode_mma", "tile_wgmma"]
@@ -177,4 +176,4 @@ def test_what_the_kernel_refuses() -> None:
     assert "weight: got 3145728 elements" in str(TileItems(config, True).violation(apart, HOPPER))
     assert choose(replace(apart, experts=1), HOPPER) is not None
     assert choose(call, KNOWN_GPUS[8, 0]) is None
-    assert choose(replace(call, layer=replace(call.layer, dtype=torch.float32)), HOPPER) is None
+    assert choose(replace(call, dtype=torch.float32), HOPPER) is None

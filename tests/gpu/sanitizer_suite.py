@@ -28,13 +28,13 @@ from stored_weights import stored_layer
 from torch import Tensor
 from training_checks import Layer, take_step
 
-from mglu_ops import dispatch, expert_dispatch
+from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS, reference
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.backends.cuda.kernels.experts import choose as choose_experts
-from mglu_ops.expert_calls import ExpertCall
+from mglu_ops.call import Call
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.masks import pack
 
@@ -104,10 +104,10 @@ def run_experts(sizes: tuple[int, ...], kernels: Sequence[str]) -> bool:
     rows, pairs = sorted_rows(layer)
     for given, expected in ((layer.given, layer.oracle()), (rows, layer.oracle().flatten(0, 1)[pairs])):
         on_gpu = given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
-        launch = choose_experts(ExpertCall.of(on_gpu), gpu_of(0))
+        launch = choose_experts(Call.of(on_gpu), gpu_of(0))
         if kernels and launch.config.kernel not in kernels:
             return False
-        found = expert_dispatch.forward(on_gpu, backend="cuda")
+        found = dispatch.forward(on_gpu, backend="cuda")
         assert_matches(found.cpu(), expected, torch.bfloat16, f"{launch} {sizes}")
     return True
 
@@ -117,7 +117,7 @@ def run_down(weight_format: str, tokens: int, in_features: int = 288) -> None:
     layer = make_experts(tokens, 2, 3, 130, in_features, 1, routing="some out of range", dtype=torch.bfloat16)
     given = make_down(layer, weight_format)
     on_gpu = given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
-    found = expert_dispatch.down(None, on_gpu, backend="cuda")
+    found = dispatch.down(None, on_gpu, backend="cuda")
     assert_matches(found.cpu(), down_oracle(given), torch.bfloat16, f"{weight_format}, {tokens} tokens")
 
 

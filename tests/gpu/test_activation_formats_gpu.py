@@ -14,8 +14,9 @@ from torch import Tensor
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, Plain, TileWgmma
+from mglu_ops.call import Call
 from mglu_ops.formats import ACTIVATION_FORMATS, quantize_activation, round_activation
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.given import Given
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,12 +31,12 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 def make(
     name: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int, weighted: bool = True
-) -> tuple[LayerArguments, Tensor]:
+) -> tuple[Given, Tensor]:
     given, rounded = stored_layer(name, dtype, tokens, d, h, n_masks, "cuda", "fp8_token")
     return (given, rounded) if weighted else (given._replace(mask_weights=None), rounded)
 
 
-def assert_as_good_as_naive(found: Tensor, given: LayerArguments) -> None:
+def assert_as_good_as_naive(found: Tensor, given: Given) -> None:
     """Compare with the float64 layer of the unrounded x; where x is rounded to fp8, this error exceeds all others."""
     exact, naive = naive_error(given)
     assert found.dtype == given.x.dtype
@@ -82,7 +83,7 @@ def test_errors_equal_a_naive_layers(name: str, dtype: torch.dtype, tokens: int,
     for change in (rows_apart, transposed):
         assert_as_good_as_naive(torch.ops.mglu.forward(*given._replace(x=change(given.x))), given)
     assert torch.equal(torch.ops.mglu.forward(*given), found)
-    call = LayerCall.of(given)
+    call = Call.of(given)
     for backend in ("cuda", "triton", "composite"):
         if dispatch.BACKENDS[backend].supports(call):
             assert_as_good_as_naive(dispatch.forward(given, backend=backend), given)

@@ -17,8 +17,8 @@ import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,7 +93,7 @@ def test_rows_on_other_gpus(n_masks: int) -> None:
     for arch in ((8, 0), (8, 9), (12, 0)):
         everyone = None
         for tokens in reversed(TOKENS):
-            call = LayerCall.contiguous(p.x.device, torch.bfloat16, n_masks, tokens, 528, 2048)
+            call = Call.contiguous(p.x.device, torch.bfloat16, n_masks, tokens, 528, 2048)
             config = without_tables(replace(call, batch_invariant=True), KNOWN_GPUS[arch])
             assert config.kernel == "decode_mma"
             result = run_on("cuda", p.x[:tokens], p.weight, p.packed, "silu", None, launch=config)

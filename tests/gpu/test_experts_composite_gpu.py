@@ -12,7 +12,7 @@ from gpu_calls import without_waiting
 from strategies import DTYPES, laid_out
 from torch import Tensor
 
-from mglu_ops import expert_dispatch
+from mglu_ops import dispatch
 from mglu_ops.backends import composite_experts
 from mglu_ops.formats import FORMATS
 
@@ -37,11 +37,11 @@ def test_results_match_a_loop_without_waiting(dtype: torch.dtype, weight_format:
         )
         down, (rows, pairs) = make_down(layer, weight_format), sorted_rows(layer)
         given, there, down_there = on_gpu(layer.given), on_gpu(rows), on_gpu(down)
-        expert_dispatch.forward(given, backend="composite")  # torch's first calls may wait
+        dispatch.forward(given, backend="composite")  # torch's first calls may wait
         with without_waiting():
-            result = expert_dispatch.forward(given, backend="composite")
-            grouped = expert_dispatch.forward(there, backend="composite")
-            second = expert_dispatch.down(None, down_there, backend="composite")
+            result = dispatch.forward(given, backend="composite")
+            grouped = dispatch.forward(there, backend="composite")
+            second = dispatch.down(None, down_there, backend="composite")
         assert relative_error(result, layer.oracle()) <= BUDGET[dtype]
         assert torch.equal(grouped, result.flatten(0, 1)[pairs.cuda()])
         assert relative_error(second, down_oracle(down)) <= BUDGET[dtype]

@@ -11,14 +11,15 @@ from memory_layouts import bands_of, between
 from torch import Tensor
 
 import mglu_ops
-from mglu_ops import expert_dispatch
+from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.experts import CudaDown
 from mglu_ops.backends.cuda.kernels import experts_down
 from mglu_ops.backends.cuda.kernels.experts_down import ExpertsDown
-from mglu_ops.expert_calls import DownArguments, ExpertCall
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from mglu_ops.given import DownGiven
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,7 @@ def problem(
     dtype: torch.dtype = torch.bfloat16,
     weight_format: str = "dense",
     index_dtype: torch.dtype = torch.int32,
-) -> DownArguments:
+) -> DownGiven:
     """Random arguments with ids that repeat, ids out of range, and NaN in their rows of y."""
     weight = torch.randn(experts, out_features, in_features, device="cuda") / in_features**0.5
     chosen = FORMATS[weight_format]
@@ -42,18 +43,18 @@ def problem(
     y[(ids < 0) | (ids >= experts)] = float("nan")
     weights = torch.rand(tokens, top_k, device="cuda")
     scale = None if chosen.is_dense else torch.stack(scales)
-    return DownArguments(y, torch.stack(stored), ids, weights, scale, weight_format)
+    return DownGiven(y, torch.stack(stored), ids, weights, scale, weight_format)
 
 
-def run(given: DownArguments, launch: ExpertsDown | None = None) -> Tensor:
+def run(given: DownGiven, launch: ExpertsDown | None = None) -> Tensor:
     """The result of the kernels, or of the operator, which must choose them."""
     if launch is not None:
-        return expert_dispatch.down(None, given, backend="cuda", launch=launch)
-    assert expert_dispatch.choose(ExpertCall.of_down(given.in_rows())).backend == "cuda"
+        return dispatch.down(None, given, backend="cuda", launch=launch)
+    assert dispatch.choose(Call.of_down(given.in_rows())).backend == "cuda"
     return torch.ops.mglu.experts_down(*given)
 
 
-def oracle(given: DownArguments) -> Tensor:
+def oracle(given: DownGiven) -> Tensor:
     y, weight, ids, expert_weights, scale, weight_format = given
     result = torch.zeros(len(y), weight.shape[1], dtype=torch.float64, device=y.device)
     for expert, stored in enumerate(weight):
@@ -108,7 +109,7 @@ def test_loads_of_experts(tokens: int) -> None:
 
 def test_results_do_not_depend_on_the_launch_nor_on_other_rows() -> None:
     given = problem(60, 4, 5, 272, 1440)
-    call, gpu = ExpertCall.of_down(given), gpu_of(0)
+    call, gpu = Call.of_down(given), gpu_of(0)
     with mglu_ops.set_batch_invariant_mode():
         expected = run(given)
     for launch in (
@@ -131,7 +132,7 @@ def test_divided_units(parts: int, weight_format: str) -> None:
     """The last units are divided by columns, with rows that two tiles share and experts of several items."""
     for sizes in ((20, 2, 3, 83, 4128), (90, 8, 40, 2880, 1056), (200, 2, 5, 1000, 800)):
         given = problem(*sizes, weight_format=weight_format)
-        chosen = experts_down.choose(ExpertCall.of_down(given.in_rows()), gpu_of(0))
+        chosen = experts_down.choose(Call.of_down(given.in_rows()), gpu_of(0))
         assert chosen is not None
         for block_tokens in (chosen.block_tokens, 8):
             launch = replace(chosen, parts=parts, block_tokens=block_tokens)
@@ -204,7 +205,7 @@ def test_guard_bands(tokens: int, weight_format: str) -> None:
     filled = {name: between(tensor, floating.get(name, 0)) for name, tensor in others.items()}
     weight = between(given.weight.view(torch.uint8), 255).view(given.weight.dtype)
     given = given._replace(**filled | {"weight": weight})
-    prepared = BACKENDS["cuda"].prepare_down(ExpertCall.of_down(given))
+    prepared = BACKENDS["cuda"].prepare_down(Call.of_down(given))
     assert isinstance(prepared, CudaDown)
     assert prepared.products is not None
     out = between(torch.full_like(expected, float("nan")), 7.0)
@@ -230,15 +231,15 @@ def test_many_experts_and_rows() -> None:
 
 
 def test_calls_without_kernels() -> None:
-    call, gpu = ExpertCall.of_down(problem(4, 2, 3, 64, 128)), gpu_of(0)
+    call, gpu = Call.of_down(problem(4, 2, 3, 64, 128)), gpu_of(0)
     many = replace(call, rows=20_000)
     assert experts_down.launch_for(many, gpu) is None  # library products
     for other, reason in (
-        (replace(call, layer=replace(call.layer, dtype=torch.float32)), "float32"),
-        (replace(call, layer=replace(call.layer, in_features=132)), "aligned vectors"),
-        (replace(call, layer=replace(call.layer, out_features=8)), "below 16"),
-        (replace(many, layer=replace(call.layer, dtype=torch.float16)), "20000 rows"),
-        (replace(many, layer=replace(call.layer, batch_invariant=True)), "20000 rows"),
+        (replace(call, dtype=torch.float32), "float32"),
+        (replace(call, in_features=132), "aligned vectors"),
+        (replace(call, out_features=8), "below 16"),
+        (replace(many, dtype=torch.float16), "20000 rows"),
+        (replace(many, batch_invariant=True), "20000 rows"),
         (replace(call, expert_weights_dtype=torch.float64), "float64"),
     ):
         assert reason in str(experts_down.unsupported_reason(other, gpu))

@@ -14,30 +14,31 @@ from memory_layouts import bands_of, between, mask_major, rows_apart, transposed
 from torch import Tensor
 
 import mglu_ops
-from mglu_ops import expert_dispatch
+from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda import Cuda, Plain
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.experts import CudaExperts, addresses
 from mglu_ops.backends.cuda.kernels import group_tokens
 from mglu_ops.backends.cuda.kernels.experts import DecodeItems, ExpertLaunch, choose
-from mglu_ops.expert_calls import ExpertArguments, ExpertCall, sort_pairs
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.given import Given
+from mglu_ops.routing import sort_pairs
 
 pytestmark = pytest.mark.gpu
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def run(given: ExpertArguments, launch: ExpertLaunch | None = None) -> Tensor:
+def run(given: Given, launch: ExpertLaunch | None = None) -> Tensor:
     """The result, in memory that held NaN before."""
-    call = ExpertCall.of(given)
+    call = Call.of(given)
     torch.full(call.result_shape, torch.nan, dtype=given.x.dtype, device="cuda")
-    return expert_dispatch.forward(given, backend="cuda", launch=launch)
+    return dispatch.forward(given, backend="cuda", launch=launch)
 
 
-def check(layer: Experts, launch: ExpertLaunch | None = None, given: ExpertArguments | None = None) -> None:
+def check(layer: Experts, launch: ExpertLaunch | None = None, given: Given | None = None) -> None:
     result = run(given or on_gpu(layer.given), launch).cpu()
     assert not result[~layer.has_expert].count_nonzero()
     assert_matches(result, layer.oracle(), what=str(launch))
@@ -152,10 +153,10 @@ def test_guard_bands(tokens: int, d: int, h: int, dtype: torch.dtype) -> None:
     assert rows.offs is not None
     rows = rows._replace(weight=weight, offs=between(rows.offs, 1 << 30))
     for one in (given, rows):
-        prepared = cuda().prepare_experts(ExpertCall.of(one))
+        prepared = cuda().prepare_experts(Call.of(one))
         assert isinstance(prepared, CudaExperts)
         assert prepared.sequence is not None
-        out = between(torch.full(ExpertCall.of(one).result_shape, torch.nan, dtype=dtype, device="cuda"), 7.0)
+        out = between(torch.full(Call.of(one).result_shape, torch.nan, dtype=dtype, device="cuda"), 7.0)
         workspace = between(torch.zeros(prepared.sequence.workspace_bytes, dtype=torch.uint8, device="cuda"), 7)
         stream = torch.cuda.current_stream().cuda_stream
         prepared.sequence(stream, addresses(one.in_rows(), out), workspace.data_ptr())
@@ -171,7 +172,7 @@ def test_guard_bands(tokens: int, d: int, h: int, dtype: torch.dtype) -> None:
 def test_offs_that_do_not_ascend_lead_nowhere_else(ends: tuple[int, ...], dtype: torch.dtype) -> None:
     rows, _ = sorted_rows(make_experts(20, 2, 4, 64, 48, dtype=dtype))
     given = on_gpu(rows)._replace(offs=torch.tensor(ends, dtype=torch.int32, device="cuda"))
-    sequence = cuda().prepare_experts(ExpertCall.of(given)).sequence
+    sequence = cuda().prepare_experts(Call.of(given)).sequence
     assert sequence is not None
     out = between(torch.full((40, 48), torch.nan, dtype=dtype, device="cuda"), 7.0)
     workspace = between(torch.zeros(sequence.workspace_bytes, dtype=torch.uint8, device="cuda"), 7)
@@ -186,8 +187,8 @@ def test_offs_that_do_not_ascend_lead_nowhere_else(ends: tuple[int, ...], dtype:
 def test_table_of_items(rows: int, experts: int, index_dtype: torch.dtype) -> None:
     """The places are a stable sort, and the entries cut it into the items of each expert."""
     ids = (torch.rand(rows, 1, device="cuda") ** 3 * (experts + 2)).to(index_dtype) - 1
-    layer = LayerCall.contiguous(ids.device, torch.bfloat16, 1, 1, 16, 64)
-    call = replace(ExpertCall.contiguous(layer, experts, rows, 1), index_dtype=index_dtype)
+    layer = Call.contiguous(ids.device, torch.bfloat16, 1, 1, 16, 64)
+    call = replace(layer.over_experts(experts, rows, 1), index_dtype=index_dtype)
     pairs, offs = sort_pairs(ids, experts)
     for item_rows in (1, 8, 256):
         for one, index in ((call, ids), (replace(call, top_k=None, index_dtype=torch.int32), offs)):
@@ -237,7 +238,7 @@ def test_same_bits_every_time(tokens: int, dtype: torch.dtype) -> None:
     given = on_gpu(make_experts(tokens, 4, 8, 1024, 256, 4, dtype=dtype).given)
     assert given.expert_ids is not None
     narrow = given._replace(expert_ids=given.expert_ids.int())
-    chosen = choose(ExpertCall.of(given), gpu_of(0))
+    chosen = choose(Call.of(given), gpu_of(0))
     first = run(given, chosen)
     for one in (given, narrow):
         for grouped in (True, False):
@@ -247,7 +248,7 @@ def test_same_bits_every_time(tokens: int, dtype: torch.dtype) -> None:
 def test_a_row_does_not_depend_on_the_others() -> None:
     given = on_gpu(make_experts(24, 2, 4, 1024, 256, 4, dtype=torch.bfloat16).given)
     assert given.expert_ids is not None
-    launch = choose(ExpertCall.of(given), gpu_of(0))
+    launch = choose(Call.of(given), gpu_of(0))
     everyone = run(given, launch)
     for tokens in (2, 5, 23):
         some = given._replace(x=given.x[-tokens:], expert_ids=given.expert_ids[-tokens:])
@@ -277,8 +278,8 @@ def test_more_than_2_31_weights() -> None:
     packed = torch.randint(0, 256, (experts, d, h // 8, 1), dtype=torch.uint8, device="cuda")
     x = torch.randn(3, h, dtype=torch.bfloat16, device="cuda")
     ids = torch.tensor([[19, 0], [1, 19], [18, -1]], device="cuda")
-    result = run(ExpertArguments(x, weight, packed, expert_ids=ids))
-    tail = run(ExpertArguments(x, weight[18:].clone(), packed[18:].clone(), expert_ids=ids - 18))
+    result = run(Given(x, weight, packed, expert_ids=ids))
+    tail = run(Given(x, weight[18:].clone(), packed[18:].clone(), expert_ids=ids - 18))
     assert torch.equal(result[ids >= 18], tail[ids >= 18])
 
 

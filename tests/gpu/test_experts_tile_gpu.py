@@ -13,13 +13,14 @@ from memory_layouts import bands_of, between, rows_apart, transposed, unaligned
 from torch import Tensor
 
 import mglu_ops
-from mglu_ops import expert_dispatch
+from mglu_ops import dispatch
 from mglu_ops.backends.cuda import TileWgmma
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.experts import addresses
 from mglu_ops.backends.cuda.kernels.tile_experts import TileItems, choose
-from mglu_ops.expert_calls import ExpertArguments, ExpertCall
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from mglu_ops.given import Given
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,16 +28,16 @@ pytestmark = [
 ]
 
 
-def chosen(given: ExpertArguments) -> TileItems:
-    launch = choose(ExpertCall.of(given), gpu_of(0))
+def chosen(given: Given) -> TileItems:
+    launch = choose(Call.of(given), gpu_of(0))
     assert launch is not None
     return launch
 
 
-def run(given: ExpertArguments, launch: TileItems | None = None) -> Tensor:
+def run(given: Given, launch: TileItems | None = None) -> Tensor:
     """The result, in memory that held NaN before."""
-    torch.full(ExpertCall.of(given).result_shape, torch.nan, dtype=given.x.dtype, device="cuda")
-    return expert_dispatch.forward(given, backend="cuda", launch=launch or chosen(given))
+    torch.full(Call.of(given).result_shape, torch.nan, dtype=given.x.dtype, device="cuda")
+    return dispatch.forward(given, backend="cuda", launch=launch or chosen(given))
 
 
 def check(layer: Experts, launch: TileItems | None = None) -> None:
@@ -103,7 +104,7 @@ def test_every_weight_format(name: str, activation_format: str) -> None:
 def test_masks_that_tma_cannot_load() -> None:
     for n_masks, h in ((1, 96), (4, 136), (3, 544)):
         given = random_layer(40, 80, h, n_masks)
-        assert chosen(given.given).config.matrices(ExpertCall.of(given.given).layer)[2] is None
+        assert chosen(given.given).config.matrices(Call.of(given.given).layer)[2] is None
         check(given)
 
 
@@ -121,7 +122,7 @@ def test_strides_of_x_and_mask_weights() -> None:
 def test_weights_that_form_no_matrix_are_refused() -> None:
     given = on_gpu(random_layer(40, 80, 256, 4).given)
     apart = torch.cat((given.weight, given.weight), 1)[:, :80]
-    call = ExpertCall.of(given._replace(weight=apart))
+    call = Call.of(given._replace(weight=apart))
     assert choose(call, gpu_of(0)) is None
     with pytest.raises(ValueError, match="weight: got 40960 elements from one expert to the next, must be 80 rows"):
         run(given._replace(weight=apart), chosen(given))
@@ -143,7 +144,7 @@ def test_guard_bands(tokens: int, d: int, h: int, n_masks: int) -> None:
         mask_weights=between(given.mask_weights, torch.nan),
         expert_ids=between(given.expert_ids, 0),
     )
-    sequence = chosen(given).sequence(ExpertCall.of(given), gpu_of(0), 0)
+    sequence = chosen(given).sequence(Call.of(given), gpu_of(0), 0)
     out = between(torch.full_like(expected, torch.nan), 7.0)
     workspace = between(torch.full((sequence.workspace_bytes,), 255, dtype=torch.uint8, device="cuda"), 7)
     sequence(torch.cuda.current_stream().cuda_stream, addresses(given.in_rows(), out), workspace.data_ptr())
@@ -156,7 +157,7 @@ def test_guard_bands(tokens: int, d: int, h: int, n_masks: int) -> None:
 def test_offs_that_do_not_ascend_lead_nowhere_else(ends: tuple[int, ...]) -> None:
     rows, _ = sorted_rows(make_experts(20, 2, 4, 64, 72, 4, dtype=torch.bfloat16))
     given = on_gpu(rows)._replace(offs=torch.tensor(ends, dtype=torch.int32, device="cuda"))
-    sequence = chosen(given).sequence(ExpertCall.of(given), gpu_of(0), 0)
+    sequence = chosen(given).sequence(Call.of(given), gpu_of(0), 0)
     out = between(torch.full((40, 72), torch.nan, dtype=torch.bfloat16, device="cuda"), 7.0)
     workspace = between(torch.full((sequence.workspace_bytes,), 255, dtype=torch.uint8, device="cuda"), 7)
     sequence(torch.cuda.current_stream().cuda_stream, addresses(given, out), workspace.data_ptr())

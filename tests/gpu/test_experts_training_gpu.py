@@ -12,7 +12,7 @@ from expert_training import ExpertLayer, assert_as_good_as_naive
 from memory_layouts import rows_apart, transposed, unaligned
 from torch import Tensor
 
-from mglu_ops import expert_dispatch
+from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import experts_training
 
@@ -34,7 +34,7 @@ def _needs_grouped_products() -> None:
 )
 def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """The dtype of a step, after choosing its products: without `tile_wgmma` or `grouped_mm`, those of other GPUs."""
-    monkeypatch.setattr(expert_dispatch, "_other_calls", {})  # calls that are prepared with other products
+    monkeypatch.setattr(dispatch, "_prepared", {})  # calls that are prepared with other products
     if "without" in request.param:
         monkeypatch.setattr(experts_training, "training_items", lambda call, gpu: None)
     if "grouped_mm" in request.param:

@@ -10,7 +10,7 @@ from torch import Tensor
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import reference
-from mglu_ops.layer_call import LayerArguments
+from mglu_ops.given import Given
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
@@ -68,7 +68,7 @@ def test_tokens_run_on_the_cuda_backend() -> None:
     expected = reference.forward(x, weight, logits > 0, "silu", mask_weight)
     for backend in ("cuda", "composite"):
         assert_matches(
-            dispatch.forward(LayerArguments(x, weight, packed, "silu", mask_weight), backend=backend), expected
+            dispatch.forward(Given(x, weight, packed, "silu", mask_weight), backend=backend), expected
         )
 
 

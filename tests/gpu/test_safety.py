@@ -169,7 +169,7 @@ def test_the_first_operation_of_a_thread(kernel: str) -> None:
 FIRST_CALLS = """
 import sys, threading, torch
 from mglu_ops import dispatch
-from mglu_ops.layer_call import LayerArguments
+from mglu_ops.given import Given
 x = torch.randn(1, 64, device="cuda").half()
 weight, masks = torch.randn(32, 64, device="cuda").half(), torch.randint(256, (32, 64), device="cuda").byte()
 calls = [(x, weight, masks[:, : 8 * n].reshape(32, 8, n)) for n in range(1, 9)]
@@ -178,7 +178,7 @@ start, failed = threading.Barrier(len(calls)), []
 def work(call):
     start.wait()
     try:
-        dispatch.forward(LayerArguments(*call), backend="cuda")
+        dispatch.forward(Given(*call), backend="cuda")
     except BaseException as error:
         failed.append(error)
 threads = [threading.Thread(target=work, args=(call,)) for call in calls]

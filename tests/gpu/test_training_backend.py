@@ -141,7 +141,7 @@ def test_more_than_2_31_elements() -> None:
 @pytest.fixture(params=["own kernels", "library GEMMs"])
 def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force each way to multiply, whichever is faster, and forget calls that were prepared before."""
-    monkeypatch.setattr(dispatch, "_training_calls", {})
+    monkeypatch.setattr(dispatch, "_prepared", {})
     if request.param == "own kernels":
         monkeypatch.setattr(backward_gemm, "is_faster", lambda gpu, rows, columns, depth: rows * columns > 0)
     else:

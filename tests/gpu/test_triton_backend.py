@@ -14,7 +14,7 @@ from torch import Tensor
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
 from mglu_ops.backends import triton as backend
-from mglu_ops.layer_call import LayerArguments
+from mglu_ops.given import Given
 from mglu_ops.masks import pack
 
 NO_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
@@ -162,7 +162,7 @@ def test_compiled_graph_holds_the_kernel(tokens: int) -> None:
 
     @torch.library.triton_op(f"mglu_test::triton_forward_{tokens}", mutates_args={})
     def operator(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Tensor:
-        return launch(LayerArguments(x, weight, packed_masks), None)
+        return launch(Given(x, weight, packed_masks), None)
 
     x, weight, masks, _ = problem(tokens, 256, 1024, 4, torch.float16)
     packed = pack(masks)

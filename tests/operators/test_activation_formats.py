@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import Backend, PreparedCall
+from mglu_ops.call import Call
 from mglu_ops.formats import quantize_activation, round_activation
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.given import Given
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +34,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     sizes: tuple[int, int, int] = (5, 130, 264),
     n_masks: int = 2,
-) -> tuple[LayerArguments, Tensor]:
+) -> tuple[Given, Tensor]:
     return stored_layer(weight_format, dtype, *sizes, n_masks, activation_format="fp8_token")
 
 
@@ -186,12 +187,12 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert bool(found[1:4].isnan().all()) == (not math.isfinite(value))
 
 
-def refused(**changes: Any) -> LayerArguments:
+def refused(**changes: Any) -> Given:
     return make()[0]._replace(**changes)
 
 
 INT8, NIBBLES = (stored_layer(name, torch.float32, 3, 4, 8, 2)[0] for name in ("int8_row", "int4_group"))
-DENSE = LayerArguments(torch.ones(1, 8), torch.ones(1, 8), torch.ones(1, 1, 1, dtype=torch.uint8))
+DENSE = Given(torch.ones(1, 8), torch.ones(1, 8), torch.ones(1, 1, 1, dtype=torch.uint8))
 GRADIENT = (
     r"{}: got a tensor that requires a gradient, must be called under torch\.no_grad\(\) or detached, because "
     "activation_format='fp8_token' is for inference"
@@ -217,7 +218,7 @@ GRADIENT = (
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_wrong_arguments_are_named(
-    arguments: LayerArguments, error: type[Exception], message: str, device: str
+    arguments: Given, error: type[Exception], message: str, device: str
 ) -> None:
     moved = {
         name: tensor.detach().to(device).requires_grad_(tensor.requires_grad)
@@ -259,10 +260,10 @@ def test_x_is_rounded_for_kernels_that_do_not_round_it(rounds_x: bool, monkeypat
     class Spy(Backend):
         name = "spy"
 
-        def unsupported_reason(self, call: LayerCall) -> str | None:
+        def unsupported_reason(self, call: Call) -> str | None:
             return None
 
-        def prepare(self, call: LayerCall, launch: object = None) -> PreparedCall:
+        def prepare(self, call: Call, launch: object = None) -> PreparedCall:
             seen.append((call.activation_format, call.x.strides))
             return lambda given: given.x
 

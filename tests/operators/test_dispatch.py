@@ -12,9 +12,10 @@ from torch import Tensor
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import Backend, PreparedCall
-from mglu_ops.backends.base import BackwardArguments
+from mglu_ops.backends.base import BackwardGiven
 from mglu_ops.backends.composite import Composite
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.call import Call
+from mglu_ops.given import Given
 
 
 def call(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -32,9 +33,9 @@ def test_explain_says_which_backend_a_cpu_call_takes_and_why() -> None:
 
 def test_an_override_that_cannot_take_the_call_says_why() -> None:
     with pytest.raises(ValueError, match=r"backend: got 'cuda', which cannot take this call: x is on cpu"):
-        dispatch.forward(LayerArguments(*call(), "silu", None), backend="cuda")
+        dispatch.forward(Given(*call(), "silu", None), backend="cuda")
     with pytest.raises(ValueError, match=r"backend: got 'fast', must be composite, cpu, cuda, triton"):
-        dispatch.forward(LayerArguments(*call(), "silu", None), backend="fast")
+        dispatch.forward(Given(*call(), "silu", None), backend="fast")
 
 
 def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +44,10 @@ def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.Monke
     class Ones(Backend):
         name = "ones"
 
-        def unsupported_reason(self, call: LayerCall) -> str | None:
+        def unsupported_reason(self, call: Call) -> str | None:
             return None
 
-        def prepare(self, call: LayerCall, launch: object = None) -> PreparedCall:
+        def prepare(self, call: Call, launch: object = None) -> PreparedCall:
             prepared.append((call.leading, call.tokens, call.x.strides, call.mask_weights.strides, launch))
             return lambda given: given.x.new_ones(call.result_shape)
 
@@ -54,7 +55,7 @@ def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.Monke
     monkeypatch.setattr(dispatch, "BACKENDS", {"ones": Ones()})
     term_weights = torch.ones(2, 3, 2)
     result = dispatch.forward(
-        LayerArguments(x.view(2, 3, 16), weight, packed, "silu", term_weights), backend="ones", launch="slowly"
+        Given(x.view(2, 3, 16), weight, packed, "silu", term_weights), backend="ones", launch="slowly"
     )
     assert prepared == [((2, 3), 6, (16, 1), (2, 1), "slowly")]
     assert torch.equal(result, torch.ones(2, 3, 8))
@@ -80,25 +81,25 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
     described, shapes = [], []
 
     class Cuda(Composite):
-        def can_train_forward(self, call: LayerCall) -> bool:
+        def can_train_forward(self, call: Call) -> bool:
             described.append((call.leading, call.mask_weights_dtype))
             return trains
 
         can_train_backward = can_train_forward
 
-        def prepare_forward_train(self, call: LayerCall) -> Any:
+        def prepare_forward_train(self, call: Call) -> Any:
             prepared = super().prepare_forward_train(call)
 
-            def run(given: LayerArguments) -> tuple[Tensor, Tensor]:
+            def run(given: Given) -> tuple[Tensor, Tensor]:
                 shapes.append((given.x.shape, given.mask_weights.shape))
                 return prepared(given)
 
             return run
 
-        def prepare_backward(self, call: LayerCall) -> Any:
+        def prepare_backward(self, call: Call) -> Any:
             prepared = super().prepare_backward(call)
 
-            def run(arguments: BackwardArguments) -> tuple[Tensor, ...]:
+            def run(arguments: BackwardGiven) -> tuple[Tensor, ...]:
                 grad, x, _, _, partials, *_ = arguments
                 shapes.append((grad.shape, x.shape, partials.shape, partials.is_contiguous()))
                 return prepared(arguments)
@@ -108,13 +109,13 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
     x, weight, packed = call(6)
     x, term_weights = x.view(3, 2, 16).transpose(0, 1), torch.rand(2, 3, 2).bfloat16()
     monkeypatch.setattr(dispatch, "BACKENDS", {"composite": Composite()})
-    monkeypatch.setattr(dispatch, "_training_calls", {})
+    monkeypatch.setattr(dispatch, "_prepared", {})
     result, partials = torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights)
     strided = partials.transpose(0, 1).contiguous().transpose(0, 1)
     rest = (weight, packed, strided, (True, True), None, term_weights.dtype)
     gradients = torch.ops.mglu.backward(result, x, *rest)
     monkeypatch.setattr(dispatch, "BACKENDS", {"cuda": Cuda(), "composite": Composite()})
-    monkeypatch.setattr(dispatch, "_training_calls", {})
+    monkeypatch.setattr(dispatch, "_prepared", {})
     again = torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights)
     assert all(map(torch.equal, again, (result, partials)))
     for got, want in zip(torch.ops.mglu.backward(result, x, *rest), gradients, strict=True):

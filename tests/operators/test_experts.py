@@ -27,26 +27,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mglu_ops
-from mglu_ops import expert_dispatch
+from mglu_ops import dispatch
 from mglu_ops.backends import composite_experts
-from mglu_ops.expert_calls import DownArguments, ExpertArguments, ExpertCall
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS, round_activation
+from mglu_ops.given import DownGiven, Given
 
 mglu = torch.ops.mglu
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def in_blocks(given: ExpertArguments) -> Tensor:
+def in_blocks(given: Given) -> Tensor:
     """The composite backend as it runs on devices other than a CPU: in blocks of rows."""
     if given.activation_format != "dense":
         given = given._replace(x=round_activation(given.x), activation_format="dense")
-    return composite_experts.forward(ExpertCall.of(given), given.in_rows())
+    return composite._forward(Call.of(given), given.in_rows())
 
 
 RUNS = {
     "op": None,
-    "cpu": partial(expert_dispatch.forward, backend="cpu"),
-    "composite": partial(expert_dispatch.forward, backend="composite"),
+    "cpu": partial(dispatch.forward, backend="cpu"),
+    "composite": partial(dispatch.forward, backend="composite"),
     "blocks": in_blocks,
 }
 
@@ -103,7 +104,7 @@ def test_experts_down_matches_a_loop(weight_format: str, data: st.DataObject) ->
         assume(layer.masks.shape[2] % FORMATS[weight_format].packed == 0)
         down = make_down(layer, weight_format)
     expected = down_oracle(down)
-    for result in (mglu.experts_down(*down), composite_experts.down(down.in_rows())):
+    for result in (mglu.experts_down(*down), composite._down(down.in_rows())):
         assert result.dtype is down.y.dtype
         assert result.is_contiguous()
         assert relative_error(result, expected) <= BUDGET[result.dtype]
@@ -129,7 +130,7 @@ def test_experts_down_has_the_range_of_float32(weight_format: str, dtype: torch.
 def test_experts_down_adds_in_float32_in_the_order_of_the_experts() -> None:
     """2^24 + 1 - 2^24 is 0 in float32 in this order, and 1 in any other."""
     weight = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1)
-    for down in (mglu.experts_down, lambda *given: composite_experts.down(DownArguments(*given))):
+    for down in (mglu.experts_down, lambda *given: composite._down(DownGiven(*given))):
         for ids, expected in (([0, 1, 2], 0.0), ([0, 2, 1], 1.0)):
             result = down(torch.ones(1, 3, 1), weight, torch.tensor([ids]), torch.ones(1, 3))
             assert result.item() == expected
@@ -139,30 +140,30 @@ def test_experts_down_adds_in_float32_in_the_order_of_the_experts() -> None:
 def test_offs_of_any_value_stay_in_bounds(values: list[int]) -> None:
     given, _ = sorted_rows(make_experts(tokens=4))
     wrong = given._replace(offs=torch.tensor(values, dtype=torch.int32))
-    for result in (in_blocks(wrong), expert_dispatch.forward(wrong)):
+    for result in (in_blocks(wrong), dispatch.forward(wrong)):
         assert result.isfinite().all()
 
 
 def test_the_composite_of_other_devices_reads_no_value_on_the_host() -> None:
     """Fake tensors have no values, so reading one raises an error."""
     layer, down = make_experts(weighted=True), make_down(make_experts())
-    both = [(ExpertCall.of(given), given.in_rows()) for given in (layer.given, sorted_rows(layer)[0])]
+    both = [(Call.of(given), given.in_rows()) for given in (layer.given, sorted_rows(layer)[0])]
     with FakeTensorMode() as mode:
 
         def fake(args: tuple[object, ...]) -> list[Any]:
             return [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
 
         for call, given in both:
-            assert composite_experts.forward(call, ExpertArguments(*fake(given))).shape == call.result_shape
-        assert composite_experts.down(DownArguments(*fake(down))).shape == (6, 24)
+            assert composite._forward(call, Given(*fake(given))).shape == call.result_shape
+        assert composite._down(DownGiven(*fake(down))).shape == (6, 24)
 
 
 def test_a_prepared_call_takes_other_loads() -> None:
-    expert_dispatch._prepared.clear()
+    dispatch._prepared.clear()
     for routing in ROUTINGS:
         layer = make_experts(routing=routing, seed=3)
         assert_matches(rows_with_expert(layer.forward(), layer), rows_with_expert(layer.oracle(), layer), what=routing)
-    assert len(expert_dispatch._prepared) == 1
+    assert len(dispatch._prepared) == 1
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed", "offset"])

@@ -8,7 +8,7 @@ from budgets import BUDGET, relative_error
 from expert_training import ExpertLayer, assert_zero_without_an_expert
 from families import family
 
-from mglu_ops import expert_dispatch
+from mglu_ops import dispatch
 from mglu_ops.backends import composite_experts, triton
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -61,4 +61,4 @@ def test_a_gpu_that_would_have_to_wait_is_refused(monkeypatch, dtype, capability
     monkeypatch.setattr(triton, "_runs_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(composite_experts, "device_reason", triton.device_reason.__wrapped__)
-    assert reason in (expert_dispatch.untrainable_reason(torch.device("cuda", 0), dtype) or "")
+    assert reason in (dispatch.untrainable_reason(torch.device("cuda", 0), dtype) or "")

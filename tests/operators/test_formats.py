@@ -21,8 +21,8 @@ from mglu_ops.backends.cuda import DecodeMma, Plain, TileWgmma
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
 
 STORED = [name for name, one in FORMATS.items() if not one.is_dense]
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -219,7 +219,7 @@ def test_the_choice_names_the_format() -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 16, 64, 256])
 def test_kernels_that_take_a_format(name: str, tokens: int) -> None:
     hopper = KNOWN_GPUS[9, 0]
-    call = LayerCall.of(stored_layer(name, torch.bfloat16, tokens, 64, 256, 4)[0])
+    call = Call.of(stored_layer(name, torch.bfloat16, tokens, 64, 256, 4)[0])
     assert call.bytes_of_columns(8) == (4 if name == "int4_group" else 8) + 4
     choice = choose(call, hopper)
     assert choice.config.sources(call, hopper)[0][2]["MGLU_WEIGHT_FORMAT"] == FORMATS[name].code
@@ -228,7 +228,7 @@ def test_kernels_that_take_a_format(name: str, tokens: int) -> None:
     assert choice.slow_reason is None
     # A 16-byte vector holds 16 columns of 8 bits or 32 columns of 4 bits.
     for columns, expected in ((256 + 128 // call.weight.bits, fast), (264, Plain)):
-        wider = LayerCall.of(stored_layer(name, torch.bfloat16, tokens, 64, columns, 4)[0])
+        wider = Call.of(stored_layer(name, torch.bfloat16, tokens, 64, columns, 4)[0])
         assert isinstance(choose(wider, hopper).config, expected)
     if FORMATS[name].columns:
         assert DecodeMma(sub=1).violation(call, hopper) == f"sub: got 1, must be 2 or 4 for {name}"

@@ -224,13 +224,3 @@ def test_autocast_leaves_float64_alone_and_can_be_disabled():
         assert make_layer(dtype=torch.float64).forward().dtype is torch.float64
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
         assert make_layer().forward().dtype is torch.float32
-
-
-def test_the_keyword_that_mask_weights_had_works_with_a_warning() -> None:
-    layer = make_layer(weighted=True)
-    for op, masks in ((forward, layer.packed_masks), (forward_ste, layer.logits)):
-        expected = op(layer.x, layer.weight, masks, "gelu", mask_weights=layer.mask_weights)
-        with pytest.warns(UserWarning, match="route_weights is now called mask_weights") as seen:
-            found = op(layer.x, layer.weight, masks, "gelu", route_weights=layer.mask_weights)
-        assert seen[0].filename == __file__
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)

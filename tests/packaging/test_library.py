@@ -20,12 +20,11 @@ from stored_weights import stored_layer
 from torch import Tensor
 
 import mglu_ops
-from mglu_ops import expert_ops, ops
+from mglu_ops import ops
 from mglu_ops.backends import reference
 from mglu_ops.backends.cpu.build import BuildError
-from mglu_ops.expert_calls import ExpertArguments
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
-from mglu_ops.layer_call import LayerArguments
+from mglu_ops.given import Given
 from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import build_runtime, source_directory
 
@@ -89,7 +88,7 @@ def test_cmake_comes_from_the_path_or_from_its_python_package(monkeypatch: pytes
     assert Path(build._find_cmake()).name == "cmake"
 
 
-NAMES = [schema.split("(")[0] for schema in (*ops.SCHEMAS, *expert_ops.SCHEMAS)]
+NAMES = [schema.split("(")[0] for schema in (*ops.SCHEMAS, *ops.SCHEMAS)]
 
 ALONE = """
 import json, sys, torch
@@ -169,7 +168,7 @@ torch.save([outcome(*call) for call in torch.load(sys.argv[2])], sys.argv[3])
 """
 
 
-def rounding_calls() -> Iterator[LayerArguments]:
+def rounding_calls() -> Iterator[Given]:
     """Right and wrong calls that round x, some with numbers that are hard to round."""
     for name in ACTIVATION_FORMATS["fp8_token"]:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -191,7 +190,7 @@ def rounding_calls() -> Iterator[LayerArguments]:
     yield stored_layer("int4_group", torch.float32, 2, 3, 128, 1)[0]._replace(activation_format="fp8_token")
 
 
-def stored_calls() -> Iterator[LayerArguments]:
+def stored_calls() -> Iterator[Given]:
     """Right and wrong calls with a weight of each format."""
     for name, chosen in FORMATS.items():
         for dtype in (torch.float32,) if chosen.is_dense else (torch.float32, torch.float16, torch.bfloat16):
@@ -220,7 +219,7 @@ def outcome(name: str, arguments: Sequence[Any]) -> Tensor | str:
         return re.sub(r"torch\.(?!nn)", "", str(error))
 
 
-def of_experts(given: ExpertArguments) -> Call:
+def of_experts(given: Given) -> Call:
     x, weight, packed_masks, *rest, ids, offs = given
     name, routing = ("grouped_forward", offs) if ids is None else ("experts_forward", ids)
     return name, (x, weight, packed_masks, routing, *rest)

@@ -10,20 +10,21 @@ from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda.choice import LaunchChoice, choose
 from mglu_ops.backends.cuda.device import gpu_of
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.call import Call
+from mglu_ops.given import Given
 
 
 def run_on(backend: str, *operands: Any, launch: Any = None, **options: Any) -> Tensor:
     """The backend's result for the arguments of `mglu::forward`. Without `launch`, the backend chooses one."""
-    return dispatch.forward(LayerArguments(*operands, **options), backend=backend, launch=launch)
+    return dispatch.forward(Given(*operands, **options), backend=backend, launch=launch)
 
 
 def unsupported(backend: str, *operands: Any) -> str | None:
     """The backend's reason for refusing these arguments of `mglu::forward`, or None if it takes them."""
-    return BACKENDS[backend].unsupported_reason(LayerCall.of(LayerArguments(*operands)))
+    return BACKENDS[backend].unsupported_reason(Call.of(Given(*operands)))
 
 
 def launch_of(*operands: Any) -> LaunchChoice:
     """The launch that the CUDA backend chooses for these arguments of `mglu::forward`."""
-    call = LayerCall.of(LayerArguments(*operands))
+    call = Call.of(Given(*operands))
     return choose(call, gpu_of(call.device.index))

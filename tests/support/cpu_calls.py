@@ -21,7 +21,8 @@ from training_checks import exact_partials, products_of
 
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import Cpu, build, library
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.call import Call
+from mglu_ops.given import Given
 
 EMULATION = Path(__file__).parents[1] / "cpu" / "cpu_avx512_emulation.h"
 needs_compiler = pytest.mark.skipif(
@@ -84,17 +85,17 @@ def run(layer: Layer, isa: str = "best") -> Tensor:
     return run_on("cpu", layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights, launch=isa)
 
 
-def run_stored(given: LayerArguments, isa: str) -> Tensor:
+def run_stored(given: Given, isa: str) -> Tensor:
     """The CPU backend's result for arguments with a weight in any format."""
-    return BACKENDS["cpu"].prepare(LayerCall.of(given), isa)(given)
+    return BACKENDS["cpu"].prepare(Call.of(given), isa)(given)
 
 
 def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
     """The result and the partial derivatives of a layer with x `[tokens, in_features]`."""
     cpu = BACKENDS["cpu"]
     assert isinstance(cpu, Cpu)
-    given = LayerArguments(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
-    return cpu.prepare_forward_train(LayerCall.of(given), isa)(given)
+    given = Given(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
+    return cpu.prepare_forward_train(Call.of(given), isa)(given)
 
 
 def assert_right(layer: Layer, isa: str | None, what: str) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mglu_ops.backends import reference
 from mglu_ops.backends.cuda import LaunchConfig
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.call import Call
+from mglu_ops.given import Given
 
 
 def pack(masks: Tensor) -> Tensor:
@@ -46,12 +47,12 @@ class Problem:
         )
 
     @property
-    def given(self) -> LayerArguments:
-        return LayerArguments(self.x, self.weight, self.packed, self.activation, self.mask_weights)
+    def given(self) -> Given:
+        return Given(self.x, self.weight, self.packed, self.activation, self.mask_weights)
 
     @property
-    def call(self) -> LayerCall:
-        return LayerCall.of(self.given)
+    def call(self) -> Call:
+        return Call.of(self.given)
 
     def run(self, config: LaunchConfig | None = None) -> Tensor:
         return run_on("cuda", *self.given[:5], launch=config)

@@ -12,8 +12,8 @@ from strategies import ACTIVATION_NAMES, laid_out, layouts, seeds
 from torch import Tensor
 
 from mglu_ops.backends import reference
-from mglu_ops.expert_calls import DownArguments, ExpertArguments
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, quantize_activation
+from mglu_ops.given import DownGiven, Given
 
 ROUTINGS = ("uniform", "skewed", "one expert", "no expert", "some out of range")
 
@@ -22,7 +22,7 @@ ROUTINGS = ("uniform", "skewed", "one expert", "no expert", "some out of range")
 class Experts:
     """The arguments of one call of `experts_forward`, and float64 copies of x and of the dequantized weight."""
 
-    given: ExpertArguments
+    given: Given
     masks: Tensor
     """bool `[E, n_masks, d, h]`."""
     exact_x: Tensor
@@ -104,11 +104,11 @@ def make_experts(
     if mask_weights is not None:
         mask_weights[has_no_expert] = torch.nan
     rest = activation, mask_weights, scale, weight_format, activation_format
-    given = ExpertArguments.of_ids(x, weight, packed, ids.to(index_dtype), *rest)
+    given = Given.of_ids(x, weight, packed, ids.to(index_dtype), *rest)
     return Experts(given, masks, exact_x, exact_weight)
 
 
-def sorted_rows(layer: Experts) -> tuple[ExpertArguments, Tensor]:
+def sorted_rows(layer: Experts) -> tuple[Given, Tensor]:
     """The layer's expert slots sorted by expert: arguments of `grouped_forward`, and the flat slot of each row."""
     given, (top_k, experts) = layer.given, (layer.given.routing.shape[1], len(layer.masks))
     ids = torch.where(layer.has_expert, given.routing, experts).flatten()
@@ -123,7 +123,7 @@ def slices(offs: Tensor) -> list[tuple[int, slice]]:
     return [(expert, slice(*ends)) for expert, ends in enumerate(pairwise((0, *offs.tolist())))]
 
 
-def make_down(layer: Experts, weight_format: str = "dense", dtype: torch.dtype = torch.float32) -> DownArguments:
+def make_down(layer: Experts, weight_format: str = "dense", dtype: torch.dtype = torch.float32) -> DownGiven:
     """Random arguments of `experts_down` for a layer's ids. y and expert weights are NaN in slots without an expert."""
     generator, (experts, _, d, h) = torch.Generator().manual_seed(1), layer.masks.shape
     ids, stored = layer.given.routing, FORMATS[weight_format]
@@ -135,10 +135,10 @@ def make_down(layer: Experts, weight_format: str = "dense", dtype: torch.dtype =
     weight = weight.to(y.dtype) if stored.is_dense else weight
     expert_weights = torch.rand(ids.shape, generator=generator).to(dtype)
     expert_weights[~layer.has_expert] = torch.nan
-    return DownArguments(y, weight, ids, expert_weights, scale, weight_format)
+    return DownGiven(y, weight, ids, expert_weights, scale, weight_format)
 
 
-def down_oracle(given: DownArguments) -> Tensor:
+def down_oracle(given: DownGiven) -> Tensor:
     """The float64 result of `experts_down`."""
     y, weight, ids, expert_weights, scale, name = given
     result = torch.zeros(y.shape[0], weight.shape[1], dtype=torch.float64)

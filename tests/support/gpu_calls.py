@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mglu_ops.expert_calls import ExpertArguments
+from mglu_ops.given import Given
 
 
 @contextmanager
@@ -21,11 +21,11 @@ def without_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def on_gpu(given: ExpertArguments) -> ExpertArguments:
+def on_gpu(given: Given) -> Given:
     return given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
 
 
-def assert_follows_producers(run: Callable[[ExpertArguments], Tensor], given: ExpertArguments) -> None:
+def assert_follows_producers(run: Callable[[Given], Tensor], given: Given) -> None:
     """Write ids, x or W just before each call. Programmatic launches start early, and must not read the old values."""
     expected = run(given)
     kept = {name: getattr(given, name).clone() for name in ("x", "weight", "expert_ids")}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mglu_ops.backends import reference
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, quantize_activation
-from mglu_ops.layer_call import LayerArguments
+from mglu_ops.given import Given
 from mglu_ops.masks import pack, unpack
 
 
@@ -21,7 +21,7 @@ def stored_layer(
     n_masks: int,
     device: str = "cpu",
     activation_format: str = "dense",
-) -> tuple[LayerArguments, Tensor]:
+) -> tuple[Given, Tensor]:
     """The arguments of a random layer with mask weights, and its float64 result from the dequantized x and weight."""
     generator = torch.Generator().manual_seed(tokens + d)
     chosen = FORMATS[weight_format]
@@ -33,14 +33,14 @@ def stored_layer(
     tensors = (None if tensor is None else tensor.to(device) for tensor in (x, stored, pack(masks), weights, scale))
     x_there, stored, packed, weights_there, scale = tensors
     rest = scale, weight_format, activation_format
-    given = LayerArguments(x_there, stored, packed, "silu", weights_there, *rest)  # type: ignore[arg-type]
+    given = Given(x_there, stored, packed, "silu", weights_there, *rest)  # type: ignore[arg-type]
     if activation_format != "dense":
         rounded, scales = quantize_activation(x)
         x = rounded.double() * scales.double()
     return given, reference.forward(x, exact, masks, "silu", weights)
 
 
-def naive_error(given: LayerArguments) -> tuple[Tensor, float]:
+def naive_error(given: Given) -> tuple[Tensor, float]:
     """A layer's float64 result, and the relative error of a naive layer that rounds x to fp8 with scale amax / 448."""
     x, scale = given.x.double(), given.weight_scale
     weight = FORMATS[given.weight_format].dequantize(given.weight, scale, torch.float64)
@@ -76,7 +76,7 @@ class StoredLayers(nn.Module):
 
 def every_stored_value(
     weight_format: str, column: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu", h: int = 32
-) -> tuple[LayerArguments, Tensor]:
+) -> tuple[Given, Tensor]:
     """A layer with one row for each number that a format can store, and its result for one token.
 
     The gate of a row is its number, stored in `column`, times the scale 3. The value is 3, from the last column.
@@ -97,4 +97,4 @@ def every_stored_value(
     tensors = (tensor.to(device) for tensor in (x, stored, pack(masks), scale))
     x, stored, packed, scale = tensors
     expected = (9 * numbers).to(dtype).to(device)
-    return LayerArguments(x, stored, packed, "identity", None, scale, weight_format), expected
+    return Given(x, stored, packed, "identity", None, scale, weight_format), expected

@@ -17,9 +17,10 @@ from strategies import naive
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends.base import BackwardArguments, PreparedBackward, PreparedForwardTrain
+from mglu_ops.backends.base import BackwardGiven, PreparedBackward, PreparedForwardTrain
 from mglu_ops.backends.cuda.kernels import training_steps as steps
-from mglu_ops.layer_call import LayerArguments, LayerCall
+from mglu_ops.call import Call
+from mglu_ops.given import Given
 
 NAMES = ("x", "weight", "logits", "mask_weights")
 
@@ -223,18 +224,18 @@ class Layer:
         )
 
     @property
-    def given(self) -> LayerArguments:
-        return LayerArguments(self.x, self.weight, self.packed_masks, self.activation, self.mask_weights)
+    def given(self) -> Given:
+        return Given(self.x, self.weight, self.packed_masks, self.activation, self.mask_weights)
 
     @property
-    def call(self) -> LayerCall:
-        return LayerCall.of(self.given)
+    def call(self) -> Call:
+        return Call.of(self.given)
 
-    def backward_arguments(self, partials: Tensor, needs: Sequence[bool] = (True,) * 4) -> BackwardArguments:
+    def backward_arguments(self, partials: Tensor, needs: Sequence[bool] = (True,) * 4) -> BackwardGiven:
         """The arguments of a backward pass. `needs` has a flag for each gradient of `NAMES`."""
         logits_dtype = self.logits.dtype if needs[2] else None
         mask_weights_dtype = self.mask_weights.dtype if needs[3] and self.mask_weights is not None else None
-        return BackwardArguments(
+        return BackwardGiven(
             self.grad_output, *self.given[:3], partials, needs[:2], logits_dtype, mask_weights_dtype
         )
 

@@ -21,7 +21,7 @@ from stored_weights import stored_layer
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends import triton as backend
 from mglu_ops.backends.triton.configs import MatmulConfig, MatvecConfig, choose
-from mglu_ops.layer_call import LayerCall
+from mglu_ops.call import Call
 from mglu_ops.masks import pack
 
 REPOSITORY = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def test_fp8_needs_a_gpu_with_conversions(monkeypatch: pytest.MonkeyPatch) -> No
         ("fp8_row", "the Triton kernels for weights in fp8 need compute capability 8.9, this GPU has (8, 0)"),
         ("int8_row", None),
     ):
-        call = LayerCall.of(stored_layer(weight_format, torch.float16, 1, 3, 16, 1)[0])
+        call = Call.of(stored_layer(weight_format, torch.float16, 1, 3, 16, 1)[0])
         reasons = [BACKENDS["triton"].unsupported_reason(replace(call, device=torch.device(d))) for d in capabilities]
         assert reasons == [reason, None]
 

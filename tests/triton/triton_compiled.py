@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from mglu_ops.backends.triton import grouped, launch
 from mglu_ops.formats import FORMATS
-from mglu_ops.layer_call import LayerArguments
+from mglu_ops.given import Given
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32"}
 _TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
@@ -43,7 +43,7 @@ def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: in
     packed = torch.empty(1024, 128, n_masks, dtype=torch.uint8)
     recorders = {name: _Recorder(getattr(launch, name)) for name in ("matvec_kernel", "matmul_kernel")}
     with mock.patch.multiple(launch, **recorders):
-        launch.launch(LayerArguments(x, weight, packed, "silu", None, scale, weight_format), None)
+        launch.launch(Given(x, weight, packed, "silu", None, scale, weight_format), None)
     (used,) = (recorder for recorder in recorders.values() if hasattr(recorder, "args"))
     return _compile(used.kernel, used.args, used.kwargs, capability)
 

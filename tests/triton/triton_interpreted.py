@@ -14,6 +14,7 @@ from budgets import assert_matches
 from expert_training import ExpertLayer, assert_as_good_as_naive
 from hypothesis import given
 from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
+from mglu_ops.backends.composite_experts import grouped_backward, grouped_forward_train
 from not_finite import assert_right_or_not_finite
 from outliers import assert_loses_no_more_than_naive, outlier_layers, slack_of_differences
 from stored_weights import every_stored_value
@@ -22,11 +23,10 @@ from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
-from mglu_ops.backends.base import GroupedBackwardArguments
-from mglu_ops.backends.composite_experts import grouped_backward, grouped_forward_train
+from mglu_ops.backends.base import BackwardGiven
 from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
-from mglu_ops.expert_calls import ExpertArguments
 from mglu_ops.formats import FORMATS
+from mglu_ops.given import Given
 from mglu_ops.masks import pack
 
 Layout = Callable[[Tensor], Tensor]
@@ -190,8 +190,8 @@ def test_a_training_step_of_experts(n_masks: int, density: float, dtype: torch.d
 
     def step(needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
         return layer.step(
-            lambda *operands: grouped_forward_train(ExpertArguments.of_offs(*operands)),
-            lambda *arguments: grouped_backward(GroupedBackwardArguments(*arguments)),
+            lambda *operands: grouped_forward_train(Given.of_offs(*operands)),
+            lambda *arguments: grouped_backward(BackwardGiven(*arguments)),
             needs,
         )
 

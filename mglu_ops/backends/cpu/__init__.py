@@ -8,27 +8,19 @@ every call, with any number of threads. `backward` runs the backward pass in bfl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
-from ...expert_calls import ExpertCall
+from ...call import Call
 from ...formats import get_format
-from ...layer_call import LayerArguments, LayerCall
+from ...given import Given
 from ...masks import packed_shape, packed_width
 from .. import expert_loop
-from ..base import (
-    Backend,
-    PreparedBackward,
-    PreparedCall,
-    PreparedExperts,
-    PreparedForwardTrain,
-    PreparedGroupedBackward,
-    PreparedGroupedForwardTrain,
-)
+from ..base import Backend, Description, Prepared, Reason, Task, no_kernel
 from . import backward
 from .build import BuildError
 from .experts_down import CpuDown
@@ -56,42 +48,60 @@ def isa(dtype: torch.dtype, tokens: int, n_masks: int, weight_format: str = "den
     return library.isa(dtype, tokens, n_masks, get_format(weight_format)) if isinstance(library, Library) else None
 
 
+_LEAST_PACKED = 1 << 18
+"""The least masks, in bits, for which packing builds the kernels. Torch packs fewer in less than 1 ms."""
+
+
 class Cpu(Backend):
-    """The backend of `csrc/cpu`. `unsupported_reason` and `prepare` build the kernels if they are missing."""
+    """The backend of `csrc/cpu`. `reason` and `prepare` build the kernels if they are missing."""
 
     name: ClassVar[str] = "cpu"
+    device_type: ClassVar[str | None] = "cpu"
 
-    def unsupported_reason(self, call: LayerCall) -> str | None:
+    def reason(self, task: Task, call: Call) -> Reason | None:
         if call.device.type != "cpu":
-            return f"x is on {call.device}, not on a CPU"
+            return Reason(f"x is on {call.device}, not on a CPU")
+        if task == "down_backward":
+            return Reason("no kernel for the gradients of down projections", is_loss=False)
         if call.dtype not in DTYPES:
-            return f"no kernel for x {call.dtype}"
+            return no_kernel("x", call.dtype)
+        if task == "backward":
+            is_fast = backward.can_run(replace(call, routing=None))
+            return None if is_fast else Reason("no kernel for this backward pass", is_loss=False)
         if call.mask_weights_dtype is not None and call.mask_weights_dtype not in DTYPES:
-            return f"no kernel for mask_weights {call.mask_weights_dtype}"
+            return Reason(f"no kernel for mask_weights {call.mask_weights_dtype}")
         if call.activation not in ACTIVATIONS:
-            return f"no kernel for activation {call.activation!r}"
+            return Reason(f"no kernel for activation {call.activation!r}")
+        if task == "train" and not call.in_features:
+            return Reason("in_features is 0", is_loss=False)
         library = load()
-        return library if isinstance(library, str) else None
+        return Reason(library, is_passing=True) if isinstance(library, str) else None
 
-    def prepare(self, call: LayerCall, launch: str | None = None) -> PreparedCall:
+    def describe(self, task: Task, call: Call) -> Description:
+        chosen = isa(call.dtype, call.balanced_rows, call.n_masks, call.weight.format.name)
+        return Description(f"kernels of this package, instruction set {chosen}")
+
+    def prepare(self, task: Task, call: Call, launch: str | None = None) -> Prepared:
         """Prepare a supported call; `launch` forces an instruction set of `ISAS`.
 
-        If n_masks is 0, as in `experts_down`, the result is `x W^T` in float32.
+        If n_masks is 0, as in `experts_down`, the result of `forward` is `x W^T` in float32.
 
         Raises:
             BuildError: the kernels could not be built.
         """
-        return CpuCall(_library(), call, launch)
-
-    def can_train_forward(self, call: LayerCall) -> bool:
-        return call.in_features > 0 and self.supports(call)
-
-    def prepare_forward_train(self, call: LayerCall, launch: str | None = None) -> PreparedForwardTrain:
-        """Prepare a supported call with in_features > 0; `launch` as in `prepare`."""
-        return CpuForwardTrain(_library(), call, launch)
+        if task == "down":
+            return CpuDown(call, expert_loop.layers(self, "forward", call, launch))
+        if call.routing is not None:
+            return expert_loop.prepare(self, task, call, launch)
+        if task == "backward":
+            return backward.Backward(call, _library())
+        return (CpuForwardTrain if task == "train" else CpuCall)(_library(), call, launch)
 
     def can_pack(self, masks: Tensor) -> bool:
-        return masks.is_cpu and masks.dtype in _MASK_SOURCES and isinstance(load(), Library)
+        """Small masks are packed by torch until another call has built the kernels."""
+        is_worth_it = masks.numel() >= _LEAST_PACKED or is_loaded()
+        is_known = masks.is_cpu and masks.dim() == 3 and masks.dtype in _MASK_SOURCES
+        return is_known and is_worth_it and isinstance(load(), Library)
 
     def pack(self, masks: Tensor) -> Tensor:
         """Pack bool masks or logits (`M = logits > 0`) in any strides.
@@ -116,37 +126,6 @@ class Cpu(Backend):
         )
         _library().pack(pack({"masks": masks.data_ptr(), "packed_masks": packed.data_ptr()}))
         return packed
-
-    def can_train_backward(self, call: LayerCall) -> bool:
-        return backward.can_run(call)
-
-    def prepare_backward(self, call: LayerCall) -> PreparedBackward:
-        """Prepare a supported backward pass. Raises what `prepare` raises."""
-        return backward.Backward(call, _library())
-
-    def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
-        return self.unsupported_reason(call.layer)
-
-    def prepare_experts(self, call: ExpertCall, launch: str | None = None) -> PreparedExperts:
-        """Prepare a supported call; `launch` and errors as in `prepare`."""
-        prepare = partial(self.prepare, launch=launch)
-        return partial(expert_loop.forward, expert_loop.layers(prepare, call), call)
-
-    def prepare_down(self, call: ExpertCall, launch: str | None = None) -> CpuDown:
-        """Prepare a supported call of `mglu::experts_down`; `launch` and errors as in `prepare`."""
-        return CpuDown(call, partial(self.prepare, launch=launch))
-
-    def can_train_experts_forward(self, call: ExpertCall) -> bool:
-        return self.can_train_forward(call.layer)
-
-    def can_train_experts_backward(self, call: ExpertCall) -> bool:
-        return self.can_train_backward(call.layer)
-
-    def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
-        return partial(expert_loop.forward_train, expert_loop.layers(self.prepare_forward_train, call), call)
-
-    def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
-        return partial(expert_loop.backward, expert_loop.layers(self.prepare_backward, call))
 
 
 def _library() -> Library:
@@ -173,7 +152,7 @@ class _Call:
     strides within a row would make each load inefficient.
     """
 
-    def __init__(self, library: Library, call: LayerCall, launch: str | None) -> None:
+    def __init__(self, library: Library, call: Call, launch: str | None) -> None:
         """Prepare a call; `launch` forces an instruction set of `ISAS`."""
         in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
         layout, stored_columns = call.weight.layout, in_features // call.weight.format.packed
@@ -210,7 +189,7 @@ class _Call:
             },
         )
 
-    def _run(self, given: LayerArguments, out: Tensor, partials: int) -> None:
+    def _run(self, given: Given, out: Tensor, partials: int) -> None:
         """Write the result, and the partial derivatives if `partials`, their address, is not 0."""
         if self._copied:
             given = given._replace(**{name: getattr(given, name).contiguous() for name in self._copied})
@@ -220,11 +199,11 @@ class _Call:
 class CpuCall(_Call):
     """A prepared call of `mglu::forward`, or of the product `x W^T` in float32."""
 
-    def __init__(self, library: Library, call: LayerCall, launch: str | None) -> None:
+    def __init__(self, library: Library, call: Call, launch: str | None) -> None:
         super().__init__(library, call, launch)
         self._out_dtype = call.dtype if call.n_masks else torch.float32
 
-    def __call__(self, given: LayerArguments) -> Tensor:
+    def __call__(self, given: Given) -> Tensor:
         out = given.x.new_empty(self._shape, dtype=self._out_dtype)
         self._run(given, out, 0)
         return out
@@ -233,12 +212,12 @@ class CpuCall(_Call):
 class CpuForwardTrain(_Call):
     """A prepared call of `mglu::forward_train`."""
 
-    def __init__(self, library: Library, call: LayerCall, launch: str | None) -> None:
+    def __init__(self, library: Library, call: Call, launch: str | None) -> None:
         super().__init__(library, call, launch)
         entries = call.n_masks + 1 if call.mask_weights_dtype is None else 2 * call.n_masks + 1
         self._partials_shape = (*self._shape[:-1], entries, self._shape[-1])
 
-    def __call__(self, given: LayerArguments) -> tuple[Tensor, Tensor]:
+    def __call__(self, given: Given) -> tuple[Tensor, Tensor]:
         out, partials = given.x.new_empty(self._shape), given.x.new_empty(self._partials_shape)
         self._run(given, out, partials.data_ptr())
         return out, partials

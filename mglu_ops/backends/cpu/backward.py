@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layer_call import LayerCall
-from ..base import BackwardArguments
+from ...call import Call
+from ...given import BackwardGiven
 from . import backward_steps as steps
 from .library import Library, load
 
@@ -34,7 +34,7 @@ _MOST_MASKS_OF_NARROW_TOTALS = 4
 dW would exceed 1.5 times the error of the compiled naive layer, which sums over masks in float32."""
 
 
-def can_run(call: LayerCall) -> bool:
+def can_run(call: Call) -> bool:
     """True if `Backward` runs a call, which requires that library GEMMs are faster in bfloat16 than in float32."""
     if call.device.type != "cpu" or call.dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
@@ -47,14 +47,13 @@ def can_run(call: LayerCall) -> bool:
 class Backward:
     """A prepared `mglu::backward`. Thread-safe; the same inputs give the same bits."""
 
-    def __init__(self, call: LayerCall, library: Library) -> None:
+    def __init__(self, call: Call, library: Library) -> None:
         self._n_masks = call.n_masks
         self._library = library
 
-    def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        grad_output, x, weight, packed_masks, partials, (needs_x, needs_weight), logits_dtype, mask_weights_dtype = (
-            arguments
-        )
+    def __call__(self, arguments: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype, _ = arguments
+        needs_x, needs_weight = needs
         grad_output, weight = _with_contiguous_columns(grad_output), _with_contiguous_columns(weight)
         x, packed_masks, n_masks = x.contiguous(), packed_masks.contiguous(), self._n_masks
         first = 0 if needs_x or needs_weight else 1  # dlogits alone needs no dt

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
-from ...expert_calls import DownArguments, ExpertCall
-from ...layer_call import LayerArguments, LayerCall
+from ...call import Call
+from ...given import DownGiven, Given
 from .. import expert_loop
-from ..base import PreparedCall
+from ..base import Prepared
 
 _MOST_ROWS = 8
 """The most rows of an expert for which the kernel multiplies a dense weight. On two cores of a Xeon with AVX512-BF16 it
@@ -25,13 +25,12 @@ is faster than the library up to 16 rows in float32 and bfloat16 (weights of 204
 class CpuDown:
     """A prepared `mglu::experts_down`. Thread-safe."""
 
-    def __init__(self, call: ExpertCall, prepare: Callable[[LayerCall], PreparedCall]) -> None:
-        layer = call.layer
-        self._products = expert_loop.layers(prepare, call)
-        self._has_library = layer.weight.format.is_dense and layer.dtype is not torch.float16
-        self._no_masks = torch.empty(layer.out_features, 0, 0, dtype=torch.uint8)
+    def __init__(self, call: Call, products: Callable[[int], Prepared]) -> None:
+        self._products = products
+        self._has_library = call.weight.format.is_dense and call.dtype is not torch.float16
+        self._no_masks = torch.empty(call.out_features, 0, 0, dtype=torch.uint8)
 
-    def __call__(self, given: DownArguments) -> Tensor:
+    def __call__(self, given: DownGiven) -> Tensor:
         _, weight, _, _, scale, weight_format = given
 
         def product(expert: int, rows: Tensor) -> Tensor:
@@ -39,7 +38,7 @@ class CpuDown:
                 return F.linear(rows, weight[expert])
             expert_scale = None if scale is None else scale[expert]
             return self._products(len(rows))(
-                LayerArguments(rows, weight[expert], self._no_masks, "identity", None, expert_scale, weight_format)
+                Given(rows, weight[expert], self._no_masks, "identity", None, expert_scale, weight_format)
             )
 
         return expert_loop.down(product, given)

@@ -8,34 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
-from ...expert_calls import ExpertCall
-from ...layer_call import LayerArguments, LayerCall
-from ..base import (
-    Backend,
-    PreparedBackward,
-    PreparedCall,
-    PreparedForwardTrain,
-    PreparedGroupedBackward,
-    PreparedGroupedForwardTrain,
-)
+from ...call import Call
+from ...given import Given
+from ...words import counted
+from ..base import Backend, Description, Prepared, Reason, Task, no_kernel
 from . import experts_training, training
 from .choice import LaunchChoice, choose, choose_experts
 from .compiler import has_cuda_core, is_cached
 from .current import current_device, current_stream, empty
 from .device import Gpu, gpu_of
-from .experts import CudaDown, CudaExperts
+from .down import CudaDown
 from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma, experts_down, group_tokens, quantize_x
 from .kernels import pack as packing
 from .kernels.base import ELEMENTS
-from .kernels.experts import ExpertLaunch
-from .kernels.experts_down import ExpertsDown
 from .kernels.plain import MOST_TOKENS as MOST_PLAIN_TOKENS
 from .launch import LaunchSequence
 
@@ -45,47 +36,106 @@ MOST_TOKENS_FOR_REREADING = 512
 """The most tokens of a call without `tile_wgmma`. The other kernels read W again, from L2 or memory, for every 4, 8 or
 16 tokens."""
 
+_NO_COMPILER = "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
+
 
 class Cuda(Backend):
     """The backend of `csrc/cuda`."""
 
     name: ClassVar[str] = "cuda"
+    device_type: ClassVar[str | None] = "cuda"
     rounds_x: ClassVar[bool] = True
+    batch_invariant_tasks: ClassVar[frozenset[Task]] = frozenset(("forward", "down"))
 
-    def unsupported_reason(self, call: LayerCall) -> str | None:
+    def reason(self, task: Task, call: Call) -> Reason | None:
         if call.device.type != "cuda":
-            return f"x is on {call.device}, not on a CUDA device"
+            return Reason(f"x is on {call.device}, not on a CUDA device")
+        if task in ("train", "backward"):
+            return self._training_reason(call)
+        if task == "down":
+            return self._down_reason(call)
+        if task == "down_backward":
+            return Reason("no kernel for the gradients of down projections", is_loss=False)
+        if call.routing is not None:
+            return self._experts_reason(call)
+        return self._layer_reason(call) or self._tokens_reason(call)
+
+    def _layer_reason(self, call: Call) -> Reason | None:
+        """The reason that holds for a layer with any number of tokens, without experts."""
         if call.dtype not in ELEMENTS:
-            return f"no kernel for x {call.dtype}"
+            return no_kernel("x", call.dtype)
         if call.mask_weights_dtype is not None and call.mask_weights_dtype not in ELEMENTS:
-            return f"no kernel for mask_weights {call.mask_weights_dtype}"
+            return Reason(f"no kernel for mask_weights {call.mask_weights_dtype}")
         if call.activation not in ACTIVATIONS:
-            return f"no kernel for activation {call.activation!r}"
+            return Reason(f"no kernel for activation {call.activation!r}")
         if call.out_features >= 2**31 or call.in_features >= 2**28:
-            return f"weight {(call.out_features, call.in_features)} has a dimension beyond the kernels' 32-bit indices"
+            shape = call.out_features, call.in_features
+            return Reason(f"weight {shape} has a dimension beyond the kernels' 32-bit indices")
         gpu = gpu_of(call.device.index)
         if gpu.arch < (8, 0):
-            return f"compute capability {gpu.arch} is below 8.0"
+            return Reason(f"compute capability {gpu.arch} is below 8.0")
         if not (has_cuda_core() or self._is_cached(call, gpu)):
-            return "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
-        if call.tokens > MOST_TOKENS_FOR_REREADING:
-            kernel = self.choose(call).config.kernel
-            if kernel != "tile_wgmma" and not call.batch_invariant:
-                return (
-                    f"{call.tokens} tokens, above {MOST_TOKENS_FOR_REREADING}, with no wgmma for this device, dtype or "
-                    "alignment"
-                )
-            if kernel == "plain" and call.tokens > MOST_PLAIN_TOKENS:
-                return f"{call.tokens} tokens, above {MOST_PLAIN_TOKENS}, the most that the plain kernel's grid holds"
+            return Reason(_NO_COMPILER)
         return None
 
-    def _is_cached(self, call: LayerCall, gpu: Gpu) -> bool:
+    def _tokens_reason(self, call: Call) -> Reason | None:
+        """The reason why a layer's kernel is not for this number of tokens."""
+        most = _most_tokens_on_chip(call)
+        if call.tokens <= most:
+            return None
+        kernel = self.choose(call).config.kernel
+        if kernel == "tile_wgmma":
+            return None
+        if not call.batch_invariant:
+            return Reason(f"for {counted(call.tokens, 'token')} (more than {most})", is_loss=False)
+        if kernel == "plain" and call.tokens > MOST_PLAIN_TOKENS:
+            return Reason(
+                f"{call.tokens} tokens, above {MOST_PLAIN_TOKENS}, the most that the plain kernel's grid holds"
+            )
+        return None
+
+    def _experts_reason(self, call: Call) -> Reason | None:
+        problem = self._layer_reason(call.of_rows(1))
+        if problem is not None or 0 in call.result_shape:
+            return problem
+        experts, most = call.routed.experts, (group_tokens.MOST_EXPERTS, group_tokens.MOST_ROWS)
+        if experts > most[0] or call.tokens > most[1]:
+            return Reason(f"{experts} experts and {call.tokens} rows, above {most[0]} or {most[1]}")
+        gpu = gpu_of(call.device.index)
+        text = choose_experts(call, gpu).violation(call, gpu)
+        return None if text is None else Reason(text)
+
+    def _down_reason(self, call: Call) -> Reason | None:
+        gpu = gpu_of(call.device.index)
+        text = experts_down.unsupported_reason(call, gpu)
+        if text is None and not has_cuda_core():
+            sources = experts_down.sources(experts_down.launch_for(call, gpu), call, gpu)
+            text = None if all(is_cached(*source) for source in sources) else _NO_COMPILER
+        return None if text is None else Reason(text, is_loss=call.dtype is not torch.float64)
+
+    def _training_reason(self, call: Call) -> Reason | None:
+        if call.dtype not in (torch.float16, torch.bfloat16):
+            return Reason(f"no kernels of a training step for {call.dtype}, only for 16 bits", is_loss=False)
+        if call.mask_weights_dtype is not None and call.mask_weights_dtype not in ELEMENTS:
+            return Reason(f"no kernel for mask_weights {call.mask_weights_dtype}", is_loss=False)
+        if not has_cuda_core():
+            return Reason("cuda-core is not installed (pip install cuda-core)")
+        if call.routing is not None:
+            text = experts_training.unsupported_reason(call.device, call.dtype)
+            return None if text is None else Reason(text)
+        if gpu_of(call.device.index).arch < (8, 0):
+            return Reason("compute capability is below 8.0", is_loss=False)
+        if call.activation not in ACTIVATIONS or max(call.tokens, call.out_features, call.in_features) >= 2**30:
+            return Reason("a size is beyond the kernels' 32-bit indices", is_loss=False)
+        return None
+
+    def _is_cached(self, call: Call, gpu: Gpu) -> bool:
         """True if the cache holds every kernel of a call, so that no compiler is needed."""
         if 0 in call.result_shape:
             return True
         return all(is_cached(*source) for source in quantize_x.sources(self.choose(call).config, call, gpu))
 
-    def choose(self, call: LayerCall) -> LaunchChoice:
+    def choose(self, call: Call) -> LaunchChoice:
         """Choose the launch of a call.
 
         Raises:
@@ -93,8 +143,24 @@ class Cuda(Backend):
         """
         return choose(call, gpu_of(call.device.index))
 
-    def prepare(self, call: LayerCall, launch: LaunchConfig | None = None) -> PreparedCall:
-        """Choose the launch of a supported call (or take `launch`), and compile and load its kernels.
+    def describe(self, task: Task, call: Call) -> Description:
+        if task != "forward" or call.routing is not None:
+            return super().describe(task, call)
+        launch = self.choose(call)
+        return Description(
+            f"the masks are applied on chip, for {counted(call.tokens, 'token')}",
+            launch.config,
+            launch.origin,
+            None
+            if launch.slow_reason is None
+            else f"several times slower than by the kernels for aligned layers: {launch.slow_reason}",
+            launch.config.rounds_x,
+        )
+
+    def prepare(self, task: Task, call: Call, launch: Any = None) -> Prepared:
+        """Choose the launches of a supported task (or take `launch`), compile their kernels and load them.
+
+        `backward` does so in its first call.
 
         Raises:
             ValueError: `launch` cannot run the call.
@@ -103,77 +169,37 @@ class Cuda(Backend):
             TableError: a table of launches cannot be used.
         """
         device: int = call.device.index
-        gpu = gpu_of(device)
-        sequence = None
-        if 0 not in call.result_shape:
-            problem = None if launch is None else launch.violation(quantize_x.as_read(launch, call), gpu)
-            if problem is not None:
-                raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
-            config = launch or self.choose(call).config
-            with torch.cuda.device(device):
-                sequence = quantize_x.sequence(config, call, gpu, device)
-        return CudaCall(sequence, device, call.dtype, call.result_shape)
-
-    def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
-        layer = call.layer
-        if layer.n_masks == 0:
-            return self._unsupported_down_reason(call)
-        problem = self.unsupported_reason(replace(layer, leading=(1,)))
-        if problem is not None or 0 in call.result_shape:
-            return problem
-        if call.experts > group_tokens.MOST_EXPERTS or call.rows > group_tokens.MOST_ROWS:
-            return (
-                f"{call.experts} experts and {call.rows} rows, above {group_tokens.MOST_EXPERTS} or "
-                f"{group_tokens.MOST_ROWS}"
-            )
-        gpu = gpu_of(layer.device.index)
-        return choose_experts(call, gpu).violation(call, gpu)
-
-    def prepare_experts(self, call: ExpertCall, launch: ExpertLaunch | None = None) -> CudaExperts:
-        """Choose the launch of a supported call of experts, or take `launch`. Raises what `prepare` raises."""
-        device: int = call.layer.device.index
-        gpu = gpu_of(device)
-        sequence = None
-        if 0 not in call.result_shape:
-            problem = None if launch is None else launch.violation(call, gpu)
-            if problem is not None:
-                raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
-            with torch.cuda.device(device):
-                sequence = (launch or choose_experts(call, gpu)).sequence(call, gpu, device)
-        return CudaExperts(sequence, device, call.layer.dtype, call.result_shape)
-
-    def _unsupported_down_reason(self, call: ExpertCall) -> str | None:
-        if call.layer.device.type != "cuda":
-            return f"y is on {call.layer.device}, not on a CUDA device"
-        gpu = gpu_of(call.layer.device.index)
-        problem = experts_down.unsupported_reason(call, gpu)
-        if problem is not None or has_cuda_core():
-            return problem
-        if all(is_cached(*source) for source in experts_down.sources(experts_down.launch_for(call, gpu), call, gpu)):
-            return None
-        return "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
-
-    def prepare_down(self, call: ExpertCall, launch: ExpertsDown | None = None) -> CudaDown:
-        """Choose the launch of a supported `experts_down`, or take `launch`. Raises what `prepare` raises."""
-        device: int = call.layer.device.index
-        gpu = gpu_of(device)
-        problem = None if launch is None else launch.violation(call, gpu)
-        if problem is not None:
-            raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
         with torch.cuda.device(device):
-            return CudaDown(
-                *experts_down.launches(launch or experts_down.launch_for(call, gpu), call, gpu, device), device
-            )
+            if task == "train":
+                kind = training.ForwardTrain if call.routing is None else experts_training.ForwardTrain
+                return _on_device(device, kind(call))
+            if task == "backward":
+                return _on_device(
+                    device, training.Backward(call) if call.routing is None else experts_training.backward
+                )
+            gpu = gpu_of(device)
+            if task == "down":
+                _check_launch(launch, call, gpu)
+                chosen = launch or experts_down.launch_for(call, gpu)
+                return CudaDown(*experts_down.launches(chosen, call, gpu, device), device)
+            sequence = None if 0 in call.result_shape else self._sequence(call, gpu, device, launch)
+            return CudaCall(sequence, device, call.dtype, call.result_shape)
+
+    def _sequence(self, call: Call, gpu: Gpu, device: int, launch: Any) -> LaunchSequence:
+        if call.routing is not None:
+            _check_launch(launch, call, gpu)
+            return (launch or choose_experts(call, gpu)).sequence(call, gpu, device)
+        if launch is not None:
+            _check_launch(launch, call, gpu, as_read=quantize_x.as_read(launch, call))
+        return quantize_x.sequence(launch or self.choose(call).config, call, gpu, device)
 
     def can_pack(self, masks: Tensor) -> bool:
-        if masks.device.type != "cuda" or masks.dtype not in packing.KINDS or max(masks.shape[1:]) >= 2**31:
+        if masks.device.type != "cuda" or masks.dtype not in packing.KINDS or max(masks.shape[-2:]) >= 2**31:
             return False
-        arch = gpu_of(masks.device.index).arch
-        return arch >= (8, 0) and (has_cuda_core() or is_cached(*packing.source(arch, masks.dtype, masks.shape[0])))
-
-    def can_pack_experts(self, mask_logits: Tensor) -> bool:
-        """True if `pack` takes these logits `[E, n_masks, out_features, in_features]`."""
-        return len(mask_logits) < 2**16 and self.can_pack(mask_logits[0])
+        arch, n_masks = gpu_of(masks.device.index).arch, masks.shape[-3]
+        if masks.dim() == 4 and len(masks) >= 2**16:
+            return False
+        return arch >= (8, 0) and (has_cuda_core() or is_cached(*packing.source(arch, masks.dtype, n_masks)))
 
     def pack(self, masks: Tensor) -> Tensor:
         device: int = masks.device.index
@@ -182,52 +208,23 @@ class Cuda(Backend):
                 return self.pack(masks)
         return packing.pack(masks, gpu_of(device).arch, current_stream(device))
 
-    def can_train_forward(self, call: LayerCall) -> bool:
-        return (
-            call.device.type == "cuda"
-            and call.dtype in (torch.float16, torch.bfloat16)
-            and (call.mask_weights_dtype is None or call.mask_weights_dtype in ELEMENTS)
-            and call.activation in ACTIVATIONS
-            and max(call.tokens, call.out_features, call.in_features) < 2**30
-            and has_cuda_core()
-            and gpu_of(call.device.index).arch >= (8, 0)
-        )
 
-    def can_train_backward(self, call: LayerCall) -> bool:
-        return self.can_train_forward(call)
+def _most_tokens_on_chip(call: Call) -> int:
+    """Above this many tokens the library beats the kernels that reread W for every 4, 8 or 16 tokens.
 
-    def prepare_forward_train(self, call: LayerCall) -> PreparedForwardTrain:
-        """Prepare a forward pass. Raises what `prepare` raises."""
-        with torch.cuda.device(call.device):
-            return _on_device(call.device.index, training.ForwardTrain(call))
+    `tile_wgmma` beats all of them, so the limit does not apply to it. Measured in 16 bits on an H200
+    (benchmarks/results/tokens.csv, routes.csv); float32 was not measured.
+    """
+    if call.dtype is torch.float32:
+        return 64
+    return 256 if call.n_masks == 1 else MOST_TOKENS_FOR_REREADING
 
-    def prepare_backward(self, call: LayerCall) -> PreparedBackward:
-        """Prepare a backward pass. Its first call compiles and loads the kernels, and raises what `prepare` raises."""
-        return _on_device(call.device.index, training.Backward(call))
 
-    def unsupported_experts_training_reason(self, call: ExpertCall) -> str | None:
-        """The reason why the backend cannot train these experts; None if it can."""
-        layer = call.layer
-        if layer.device.type != "cuda":
-            return f"x is on {layer.device}, not on a CUDA device"
-        if layer.mask_weights_dtype is not None and layer.mask_weights_dtype not in ELEMENTS:
-            return f"no kernel for mask_weights {layer.mask_weights_dtype}"
-        return experts_training.unsupported_reason(layer.device, layer.dtype)
-
-    def can_train_experts_forward(self, call: ExpertCall) -> bool:
-        return self.unsupported_experts_training_reason(call) is None
-
-    def can_train_experts_backward(self, call: ExpertCall) -> bool:
-        return self.unsupported_experts_training_reason(call) is None
-
-    def prepare_grouped_forward_train(self, call: ExpertCall) -> PreparedGroupedForwardTrain:
-        """Prepare a forward pass. Raises what `prepare` raises."""
-        with torch.cuda.device(call.layer.device):
-            return _on_device(call.layer.device.index, experts_training.ForwardTrain(call))
-
-    def prepare_grouped_backward(self, call: ExpertCall) -> PreparedGroupedBackward:
-        """Prepare a backward pass. Its first call compiles and loads the kernels, and raises what `prepare` raises."""
-        return _on_device(call.layer.device.index, experts_training.backward)
+def _check_launch(launch: Any, call: Call, gpu: Gpu, as_read: Call | None = None) -> None:
+    """Raise ValueError if a launch, of any kind, cannot run a call, which its kernel may see as `as_read`."""
+    problem = None if launch is None else launch.violation(as_read or call, gpu)
+    if problem is not None:
+        raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -259,7 +256,7 @@ class CudaCall:
         self._dtype = dtype
         self._device = device
 
-    def __call__(self, given: LayerArguments) -> Tensor:
+    def __call__(self, given: Given) -> Tensor:
         device = self._device
         if device != current_device():
             with torch.cuda.device(device):

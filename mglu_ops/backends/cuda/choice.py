@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...expert_calls import ExpertCall
-from ...layer_call import LayerCall
+from ...call import Call
 from . import launch_tables
 from .device import Gpu
 from .kernels import CHOICES, experts, tile_experts, tile_wgmma_choice
@@ -34,7 +33,7 @@ class LaunchChoice:
     slow_reason: str | None = None
 
 
-def choose(call: LayerCall, gpu: Gpu) -> LaunchChoice:
+def choose(call: Call, gpu: Gpu) -> LaunchChoice:
     """Choose the launch of a call.
 
     Raises:
@@ -54,18 +53,18 @@ def choose(call: LayerCall, gpu: Gpu) -> LaunchChoice:
     return LaunchChoice(config, origin, _slow_reason(call) if config.kernel == "plain" else None)
 
 
-def without_tables(call: LayerCall, gpu: Gpu) -> LaunchConfig:
+def without_tables(call: Call, gpu: Gpu) -> LaunchConfig:
     """Choose the launch of a call without tables. The first kernel in `CHOICES` that accepts the call runs it."""
     return next(config for config in (choose(call, gpu) for choose in CHOICES) if config is not None)
 
 
-def choose_experts(call: ExpertCall, gpu: Gpu) -> experts.ExpertLaunch:
+def choose_experts(call: Call, gpu: Gpu) -> experts.ExpertLaunch:
     """Choose the launch of a call of experts, by the rows of an expert with balanced routing."""
-    tiles = tile_experts.choose(call, gpu) if call.layer.tokens >= tile_experts.least_rows(call.layer) else None
+    tiles = tile_experts.choose(call, gpu) if call.balanced_rows >= tile_experts.least_rows(call.one) else None
     return tiles or experts.choose(call, gpu)
 
 
-def _slow_reason(call: LayerCall) -> str | None:
+def _slow_reason(call: Call) -> str | None:
     if call.dtype is torch.float32:
         return None
     if call.in_features % 8 or call.in_features == 0:

@@ -26,21 +26,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
-from ...expert_calls import ExpertArguments, ExpertCall
-from ...layer_call import LayerCall, Layout
+from ...call import Call, Layout
+from ...given import BackwardGiven, Given
 from ...masks import packed_width
 from ...sizes import round_up
-from ..base import GroupedBackwardArguments
 from ..triton import device_reason
+from ..triton.experts import ascending, product
 from .compiler import has_cuda_core
 from .device import gpu_of
-from .experts import addresses
 from .kernels import training_steps as steps
 from .kernels.tile_wgmma_training import partials_of, training_items
-
-_LIBRARY_ARCHITECTURES = (9, 10)
-"""The major compute capabilities for which `grouped_mm` has a kernel, in bfloat16 only (torch 2.11 to 2.13). Otherwise
-torch reads `offs` on the host and loops over the experts."""
 
 _MULTIPLE = 8
 """out_features and in_features are padded to multiples of this, since `grouped_mm` needs 16-byte aligned rows, and
@@ -59,14 +54,14 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 class ForwardTrain:
     """A prepared `mglu::grouped_forward_train`, which runs on the current device. Thread-safe."""
 
-    def __init__(self, call: ExpertCall) -> None:
-        self._entries = partials_of(call.layer)
-        device: int = call.layer.device.index
+    def __init__(self, call: Call) -> None:
+        self._entries = partials_of(call.one)
+        device: int = call.device.index
         call, gpu = as_read(call), gpu_of(device)
         launch = training_items(call, gpu)
         self._sequence = None if launch is None else launch.sequence(call, gpu, device)
 
-    def __call__(self, given: ExpertArguments) -> tuple[Tensor, Tensor]:
+    def __call__(self, given: Given) -> tuple[Tensor, Tensor]:
         sequence = self._sequence
         if sequence is None:
             return library_forward(given)
@@ -76,23 +71,23 @@ class ForwardTrain:
         y, partials = x.new_empty(rows, d), x.new_empty(rows, self._entries, d)
         workspace = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8)
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        sequence(stream, addresses(given, y) | {"partials": partials.data_ptr()}, workspace.data_ptr())
-        steps.clear_rows(partials, ascending(given.routing, rows))  # the kernel itself clears the rows of y
+        sequence(stream, given.addresses(y) | {"partials": partials.data_ptr()}, workspace.data_ptr())
+        steps.clear_rows(partials, ascending(_offs(given), rows))  # the kernel itself clears the rows of y
         return y, partials
 
 
-def as_read(call: ExpertCall) -> ExpertCall:
+def as_read(call: Call) -> Call:
     """Return the call after x, weight and masks were copied to the layouts that the kernel reads.
 
     So the choice of the launch, and the bits of the result, do not depend on the layouts of the arguments.
     """
-    one = call.layer
+    one = call.one
     octets = round_up(packed_width(one.in_features), _octets_together(one.n_masks))
-    layer = LayerCall.contiguous(
+    layer = Call.contiguous(
         one.device, one.dtype, one.n_masks, 1, one.out_features, one.in_features, one.activation, one.mask_weights_dtype
     )
     layer = replace(layer, mask_weights=one.mask_weights, masks=Layout((octets * one.n_masks, one.n_masks, 1)))
-    return ExpertCall.contiguous(layer, call.experts, call.rows, None)
+    return layer.over_experts(call.routed.experts, call.tokens, None)
 
 
 def _padded_rows(packed_masks: Tensor) -> Tensor:
@@ -107,10 +102,10 @@ def _octets_together(n_masks: int) -> int:
     return 16 // gcd(16, n_masks)
 
 
-def library_forward(given: ExpertArguments) -> tuple[Tensor, Tensor]:
+def library_forward(given: Given) -> tuple[Tensor, Tensor]:
     """Run `mglu::grouped_forward_train` with library GEMMs, for arguments in any strides."""
     x, weight, packed_masks, activation, mask_weights, *_ = given
-    offs = given.routing
+    offs = _offs(given)
     (rows, h), d, n_masks = x.shape, weight.shape[1], packed_masks.shape[3]
     entries = 1 + (1 if mask_weights is None else 2) * n_masks
     if 0 in (rows, d, h, weight.shape[0]):
@@ -130,17 +125,18 @@ def library_forward(given: ExpertArguments) -> tuple[Tensor, Tensor]:
     return (y, partials) if padded == d else (y[:, :d].contiguous(), partials[:, :, :d].contiguous())
 
 
-def backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(arguments: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `mglu::grouped_backward` on the current device, for arguments in any strides."""
     found = _gradients(arguments)
     return tuple(arguments.x.new_empty(0) if grad is None else grad for grad in found)  # type: ignore[return-value]
 
 
 def _gradients(
-    arguments: GroupedBackwardArguments,
+    arguments: BackwardGiven,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of x, weight, mask logits and mask weights; None if not needed."""
-    grad_output, x, weight, packed_masks, offs, partials, needs, logits_dtype, mask_weights_dtype = arguments
+    grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype, offs = arguments
+    assert offs is not None
     (rows, h), (experts, d, _), n_masks = x.shape, weight.shape, packed_masks.shape[3]
     (needs_x, needs_weight), needs_products = needs, needs[1] or logits_dtype is not None
     grad_x, grad_weight, grad_logits, grad_mask_weights = None, None, None, None
@@ -185,42 +181,11 @@ def _gradients(
     return grad_x, grad_weight, None if grad_logits is None else grad_logits.to(logits_dtype), grad_mask_weights
 
 
-def product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Return `torch.nn.functional.grouped_mm(a, b, offs=offs)`, by Triton where torch would wait for the GPU.
-
-    Each expert multiplies its rows of a by its matrix of b; if b is a matrix, its columns of a by its rows of b.
-    """
-    if not a.is_cuda or (_library_has_kernel(a) and _is_for_library(a) and _is_for_library(b)):
-        return F.grouped_mm(a, b, offs=offs)
-    from ..triton import grouped  # imported here, because it imports Triton
-
-    return grouped.products_over_rows(a.t(), b, offs) if b.dim() == 2 else grouped.grouped_products(a, b, offs)
-
-
-def _library_has_kernel(a: Tensor) -> bool:
-    major, _ = torch.cuda.get_device_capability(a.device)
-    return a.dtype is torch.bfloat16 and major in _LIBRARY_ARCHITECTURES
-
-
-def _is_for_library(matrices: Tensor) -> bool:
-    """True if bfloat16 matrices are row-major or column-major, with 16-byte aligned rows or columns."""
-    distance, step = sorted(matrices.stride()[-2:], reverse=True)
-    return step == 1 and distance % _MULTIPLE == 0 and matrices.data_ptr() % 16 == 0
-
-
 def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """Return t = x W^T of each row in float32."""
     from ..triton.grouped import grouped_products  # imported here, because it imports Triton
 
     return grouped_products(x, weight.mT, offs, x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32))
-
-
-def ascending(offs: Tensor, rows: int) -> Tensor:
-    """Return offs that ascend from 0 to `rows`: unchanged if they are valid.
-
-    With invalid offs, `grouped_mm` may hang the GPU or read out of bounds.
-    """
-    return offs.clamp(0, rows).cummax(0).values
 
 
 def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,3 +207,8 @@ def _padded_last(tensor: Tensor) -> Tensor:
 def _aligned(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def _offs(given: Given) -> Tensor:
+    assert given.offs is not None
+    return given.offs

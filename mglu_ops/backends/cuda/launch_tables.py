@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...layer_call import LayerCall
+from ...call import Call
 from .device import KNOWN_GPUS, Gpu
 from .kernels import CONFIGS, LaunchConfig
 
@@ -64,7 +64,7 @@ class Entry:
     """
 
     gpu: Gpu
-    call: LayerCall
+    call: Call
     config: LaunchConfig
     microseconds: float
     model: LaunchConfig
@@ -95,14 +95,14 @@ class Entry:
 _Key = tuple[object, ...]
 
 
-def _key(call: LayerCall, gpu: Gpu) -> _Key:
+def _key(call: Call, gpu: Gpu) -> _Key:
     """The properties in which a call must equal the measured call of an entry."""
     shape = call.n_masks, call.tokens, call.out_features, call.in_features
     formats = call.dtype, call.weight.format.name, call.activation_format
     return (gpu.name, gpu.arch, gpu.multiprocessors, *formats, *shape)
 
 
-def find(call: LayerCall, gpu: Gpu) -> Entry | None:
+def find(call: Call, gpu: Gpu) -> Entry | None:
     """Return the entry for a call of aligned tensors, or None.
 
     Raises:
@@ -168,7 +168,7 @@ def _entry(found: dict[str, Any], gpu: Gpu, where: str) -> Entry:
     shape = _get(found, "out_features", int, where), _get(found, "in_features", int, where)
     if not 1 <= n_masks <= 16 or min(tokens, *shape) < 1:
         raise TableError(f"{where}: n_masks must be 1 to 16, and every size at least 1")
-    call = LayerCall.contiguous(torch.device("cuda"), DTYPES[dtype], n_masks, tokens, *shape)
+    call = Call.contiguous(torch.device("cuda"), DTYPES[dtype], n_masks, tokens, *shape)
     where = f"{where} ({call})"
     config = _config(_get(found, "config", dict, where), f"{where}: config")
     problem = config.violation(call, gpu)

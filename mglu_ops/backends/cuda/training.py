@@ -29,10 +29,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...layer_call import LayerArguments, LayerCall
+from ...call import Call
+from ...given import BackwardGiven, Given
 from ...masks import n_masks_of
 from ...sizes import ceil_div, round_up
-from ..base import BackwardArguments
 from ..parameters import addresses
 from .device import gpu_of
 from .kernels import backward_gemm
@@ -66,12 +66,12 @@ _CHUNK_MULTIPLE = 128
 class ForwardTrain:
     """A prepared `mglu::forward_train`. Thread-safe."""
 
-    def __init__(self, call: LayerCall) -> None:
+    def __init__(self, call: Call) -> None:
         self._call = call
         self._entries = partials_of(call)
         self._sequence = _tile_sequence(call)
 
-    def __call__(self, given: LayerArguments) -> tuple[Tensor, Tensor]:
+    def __call__(self, given: Given) -> tuple[Tensor, Tensor]:
         call, sequence = self._call, self._sequence
         x, weight, packed_masks, _, mask_weights, *_ = given
         tokens, out_features = x.shape[0], call.out_features
@@ -89,7 +89,7 @@ class ForwardTrain:
         return result, partials
 
 
-def _tile_sequence(call: LayerCall) -> LaunchSequence | None:
+def _tile_sequence(call: Call) -> LaunchSequence | None:
     """Prepare the launches of `tile_wgmma` in training, or return None if it cannot run the call."""
     device: int = call.device.index
     gpu = gpu_of(device)
@@ -100,16 +100,16 @@ def _tile_sequence(call: LayerCall) -> LaunchSequence | None:
 class Backward:
     """A prepared `mglu::backward`. Its first call prepares the launches for all later calls. Thread-safe."""
 
-    def __init__(self, call: LayerCall) -> None:
+    def __init__(self, call: Call) -> None:
         self._n_masks = call.n_masks
         self._prepared: tuple[_GradX | None, _WeightGradients | None] | None = None
 
-    def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype = arguments
+    def __call__(self, arguments: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype, _ = arguments
         n_masks = self._n_masks
         grad_output, partials = _with_contiguous_columns(grad_output), partials.contiguous()
         # Copied, if necessary, to the layouts that the kernels take.
-        arguments = BackwardArguments(
+        arguments = BackwardGiven(
             grad_output,
             x.contiguous(),
             _with_contiguous_columns(weight),
@@ -134,7 +134,7 @@ class Backward:
             x.new_empty(0) if grad_mask_weights is None else grad_mask_weights,
         )
 
-    def _gradients(self, arguments: BackwardArguments) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _gradients(self, arguments: BackwardGiven) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Compute the needed gradients of x, weight and mask logits."""
         x, weight, (needs_x, needs_weight), logits_dtype = arguments.x, arguments.weight, *arguments[5:7]
         if self._prepared is None:
@@ -167,14 +167,14 @@ class Backward:
 class _GradX:
     """dx by `backward_gemm`."""
 
-    def __init__(self, arguments: BackwardArguments) -> None:
+    def __init__(self, arguments: BackwardGiven) -> None:
         n_masks = n_masks_of(arguments.packed_masks)
         self._flipped_shape = n_masks, *arguments.weight.shape
         self._flip_signs = steps.prepare_flip_signs(arguments.weight, n_masks, with_weight=False)
         self._gemm = backward_gemm.prepare_grad_x(arguments.grad_output, arguments.partials, arguments.weight)
 
     @staticmethod
-    def of(arguments: BackwardArguments) -> _GradX | None:
+    def of(arguments: BackwardGiven) -> _GradX | None:
         """Prepare the launches, or return None if the kernel cannot run or the library is faster."""
         grad_output, x, weight, _, partials, *_ = arguments
         gpu, (tokens, h), depth = gpu_of(x.device.index), x.shape, partials.shape[1] * partials.shape[2]
@@ -216,8 +216,8 @@ class _WeightGradients:
     dtype or is not needed, the D_i of a chunk of output features are in scratch memory.
     """
 
-    def __init__(self, arguments: BackwardArguments) -> None:
-        grad_output, x, weight, packed_masks, partials, (_, needs_weight), logits_dtype, _ = arguments
+    def __init__(self, arguments: BackwardGiven) -> None:
+        grad_output, x, weight, packed_masks, partials, (_, needs_weight), logits_dtype, *_ = arguments
         n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
         # The gradients and products do not exist yet. Meta tensors stand for them; they will be contiguous and aligned.
         grad_weight = torch.empty(d, h, dtype=weight.dtype, device="meta") if needs_weight else None
@@ -268,7 +268,7 @@ class _WeightGradients:
         self._chunks = tuple(chunks)
 
     @staticmethod
-    def of(arguments: BackwardArguments) -> _WeightGradients | None:
+    def of(arguments: BackwardGiven) -> _WeightGradients | None:
         """Prepare the launches, or return None if the kernel cannot run or the library is faster."""
         grad_output, x, weight, packed_masks, partials, (_, needs_weight), *_ = arguments
         gpu, (d, h) = gpu_of(x.device.index), weight.shape

@@ -1,8 +1,8 @@
-"""MGLU as Triton kernels, for few tokens on GPUs where CUDA code cannot be built.
+"""MGLU as Triton kernels, for few tokens; used where CUDA code cannot be built.
 
-`matvec` is the kernel for one token, `matmul` the kernel for several. `configs` chooses their launch configurations.
-Triton is imported when the first call is prepared, so `unsupported_reason` works without it. The kernels are
-deterministic: they use no atomics and sum in a fixed order.
+`matvec` is the kernel for one token, `matmul` the kernel for several; `configs` chooses how they are launched. This
+package does not import Triton before the first call is prepared, so `reason` works without it. The kernels
+are deterministic: they use no atomics, and sum in one order.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ...layer_call import LayerArguments, LayerCall
+from ...call import Call
+from ...given import Given
 from ...masks import packed_width
-from ..base import Backend, PreparedCall
+from ..base import Backend, Description, Prepared, Reason, Task
+from . import experts
 from .configs import MAX_TOKENS
 
 if TYPE_CHECKING:
     from .configs import Config
 
 MAX_WIDE_TOKENS = 8
-"""The most tokens in float32. The kernel computes them one by one, so library GEMMs are faster for more tokens."""
+"""The most tokens in float32, which the kernel computes one by one: beyond this, library GEMMs are faster."""
 
 _FORMATS = ("dense", "fp8_row", "int8_row")
-"""Formats with at most one scale per row. The kernels multiply the gates and values of a row by it at the end."""
+"""A row's scale is a factor of its gates and values, which the kernels multiply once."""
 
 
 @cache
 def is_installed() -> bool:
-    """True if Triton is installed. Does not import it."""
+    """True if Triton can be imported; does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -44,7 +46,7 @@ def _runs_interpreted() -> bool:
 
 @cache
 def device_reason(device: torch.device, needs_fp8: bool = False) -> str | None:
-    """The reason why the kernels of this package cannot run on a device; None if they can."""
+    """Why the kernels of this package cannot run on a device; None if they can."""
     if not is_installed():
         return "triton is not installed"
     if _runs_interpreted():
@@ -62,16 +64,22 @@ class Triton(Backend):
     """The backend of this package."""
 
     name: ClassVar[str] = "triton"
+    device_type: ClassVar[str | None] = "cuda"
 
-    def unsupported_reason(self, call: LayerCall) -> str | None:
+    def reason(self, task: Task, call: Call) -> Reason | None:
         if call.dtype is torch.float64:
-            return "the Triton kernels sum in float32, which is too narrow for float64"
+            return Reason("the Triton kernels sum in float32, which is too narrow for float64", is_loss=False)
+        if call.routing is not None:
+            return self._reason_of_experts(task, call)
+        if task != "forward":
+            return Reason("the Triton kernels do not train a layer without experts", is_loss=False)
         weight_format = call.weight.format
         if weight_format.name not in _FORMATS:
-            return f"the Triton kernels have no weight format {weight_format.name}, only {', '.join(_FORMATS)}"
+            return Reason(f"the Triton kernels have no weight format {weight_format.name}, only {', '.join(_FORMATS)}")
         most = MAX_WIDE_TOKENS if call.dtype is torch.float32 else MAX_TOKENS
         if call.tokens > most:
-            return f"the Triton kernels are for {most} tokens at most in {call.dtype}, got {call.tokens}"
+            text = f"the Triton kernels are for {most} tokens at most in {call.dtype}, got {call.tokens}"
+            return Reason(text, is_loss=False)
         columns = (
             ("x", call.in_features, call.x),
             ("weight", call.in_features, call.weight.layout),
@@ -79,16 +87,30 @@ class Triton(Backend):
         )
         for name, size, layout in columns:
             if size * layout.strides[1] >= 2**31:
-                return f"{name}: its columns lie more than 2**31 elements apart, past the offsets of the Triton kernels"
-        return device_reason(call.device, weight_format.dtype is torch.float8_e4m3fn)
+                text = f"{name}: its columns lie more than 2**31 elements apart, past the offsets of the Triton kernels"
+                return Reason(text)
+        problem = device_reason(call.device, weight_format.dtype is torch.float8_e4m3fn)
+        return None if problem is None else Reason(problem)
 
-    def prepare(self, call: LayerCall, launch: Config | None = None) -> PreparedCall:
-        """Import the kernels. Triton compiles them in the first call. `launch` overrides the configuration."""
+    @staticmethod
+    def _reason_of_experts(task: Task, call: Call) -> Reason | None:
+        if task in ("forward", "down"):
+            return Reason("the Triton kernels do not run experts in inference", is_loss=False)
+        text = device_reason(call.device)
+        return None if text is None else Reason(text)
+
+    def describe(self, task: Task, call: Call) -> Description:
+        return Description("the masks are applied on chip" if task == "forward" else "grouped products in Triton")
+
+    def prepare(self, task: Task, call: Call, launch: Config | None = None) -> Prepared:
+        """Import the kernels. Triton itself compiles and keeps them; `launch` replaces the tuned configuration."""
+        if task != "forward":
+            return getattr(experts, {"train": "forward_train"}.get(task, task))
         from .launch import launch as run
 
         shape = call.result_shape
 
-        def prepared(given: LayerArguments) -> Tensor:
+        def prepared(given: Given) -> Tensor:
             return run(given.in_rows(), launch).view(shape)
 
         return prepared

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layer_call import LayerArguments
+from ...given import Given
 from ...masks import n_masks_of
 from .configs import Config, MatvecConfig, choose
 from .matmul import matmul_kernel
@@ -43,7 +43,7 @@ def _is_traced(tensor: Tensor) -> bool:
     return type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
-def launch(given: LayerArguments, config: Config | None) -> Tensor:
+def launch(given: Given, config: Config | None) -> Tensor:
     """Return y `[tokens, out_features]`; `given` is `in_rows`, so x is two-dimensional.
 
     `config` overrides the chosen launch configuration. One kernel runs, and only the result is allocated.

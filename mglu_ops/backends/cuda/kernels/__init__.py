@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ....layer_call import LayerCall
+from ....call import Call
 from ..device import Gpu
 from . import decode_mma, plain, tile_wgmma_choice
 from .base import LaunchConfig
@@ -17,7 +17,7 @@ from .tile_wgmma import TileWgmma
 
 __all__ = ["CHOICES", "CONFIGS", "DecodeMma", "LaunchConfig", "Plain", "TileWgmma"]
 
-CHOICES: tuple[Callable[[LayerCall, Gpu], LaunchConfig | None], ...] = (
+CHOICES: tuple[Callable[[Call, Gpu], LaunchConfig | None], ...] = (
     tile_wgmma_choice.choose,
     decode_mma.choose,
     plain.choose,

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from ....activations import ACTIVATIONS
-from ....layer_call import LayerCall
+from ....call import Call
 from ..device import MOST_THREADS_PER_BLOCK, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Kernel, Launch
 from ..launch import LaunchSequence, load_kernel, parameters
@@ -45,19 +45,19 @@ class LaunchConfig(ABC):
         """The threads of a block."""
 
     @abstractmethod
-    def shared_bytes(self, call: LayerCall) -> int:
+    def shared_bytes(self, call: Call) -> int:
         """The dynamic shared memory that a block uses, in bytes."""
 
     @abstractmethod
-    def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
+    def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         """The blocks of the grid in x and in y."""
 
     @abstractmethod
-    def macros(self, call: LayerCall) -> dict[str, int]:
+    def macros(self, call: Call) -> dict[str, int]:
         """The macros with which the kernel's source is compiled."""
 
     @abstractmethod
-    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+    def _violations(self, call: Call, gpu: Gpu) -> Iterator[str]:
         """Yield the rules that this configuration breaks: the source's static assertions and required layouts."""
 
     @property
@@ -69,17 +69,17 @@ class LaunchConfig(ABC):
         """The architecture for which the kernel is compiled."""
         return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
 
-    def sources(self, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+    def sources(self, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
         """The sources that are compiled for a call, as `(kernel, target, macros)`."""
         return [(self.kernel, self.target(gpu), self.macros(call))]
 
-    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+    def sequence(self, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
         """Compile and load the kernels of a call on `device`, the current device."""
         kernel = load_kernel(device, self.kernel, self.target(gpu), self.macros(call))
         shared, overlap = self.requested_shared_bytes(call, gpu), self.overlaps and gpu.arch >= (9, 0)
         return LaunchSequence(launch_of(kernel, call, self.grid(call, gpu), self.threads, shared, overlap=overlap))
 
-    def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
+    def requested_shared_bytes(self, call: Call, gpu: Gpu) -> int:
         """The dynamic shared memory that a launch requests per block, in bytes."""
         return self.shared_bytes(call)
 
@@ -87,11 +87,11 @@ class LaunchConfig(ABC):
         """The threads that must fit on an SM at the same time."""
         return self.threads
 
-    def violation(self, call: LayerCall, gpu: Gpu) -> str | None:
+    def violation(self, call: Call, gpu: Gpu) -> str | None:
         """The reason why this configuration cannot run a call; None if it can."""
         return next(self._all_violations(call, gpu), None)
 
-    def _all_violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+    def _all_violations(self, call: Call, gpu: Gpu) -> Iterator[str]:
         for name, value in self.settings().items():
             if not isinstance(value, bool) and value < 1:
                 yield f"{name}: got {value}, must be at least 1"
@@ -106,7 +106,7 @@ class LaunchConfig(ABC):
             yield f"{need} bytes of shared memory a block, more than {gpu.shared_bytes_per_sm}"
 
 
-def common_macros(call: LayerCall) -> dict[str, int]:
+def common_macros(call: Call) -> dict[str, int]:
     """The macros shared by all kernels of `mglu::forward`."""
     return {
         "MGLU_ELEMENT": ELEMENTS[call.dtype],
@@ -118,14 +118,14 @@ def common_macros(call: LayerCall) -> dict[str, int]:
 
 
 def launch_of(
-    kernel: Kernel, call: LayerCall, grid: tuple[int, int], threads: int, shared: int = 0, *, overlap: bool
+    kernel: Kernel, call: Call, grid: tuple[int, int], threads: int, shared: int = 0, *, overlap: bool
 ) -> Launch:
     """Prepare a launch of a kernel that takes `Params` (csrc/cuda/params.cuh), for the sizes and strides of a call."""
     fields = parameters("params.cuh")
     return Launch(kernel, grid, threads, shared, overlap=overlap, parameters=fields, integers=integers(call))
 
 
-def integers(call: LayerCall) -> dict[str, int]:
+def integers(call: Call) -> dict[str, int]:
     """The values of the integers of `Params` (csrc/cuda/params.cuh)."""
     layouts = {"x": call.x, "weight": call.weight.layout, "mask_weight": call.mask_weights}
     mask_strides = zip(("mask_row_stride", "mask_octet_stride", "mask_stride"), call.masks.strides, strict=True)
@@ -140,13 +140,13 @@ def integers(call: LayerCall) -> dict[str, int]:
     }
 
 
-def x_is_vectorizable(call: LayerCall) -> bool:
+def x_is_vectorizable(call: Call) -> bool:
     """True if x can be read in 16-byte vectors."""
     token, column = call.x.strides
     return column == 1 and call.x.alignment == 16 and (call.tokens == 1 or token * call.dtype.itemsize % 16 == 0)
 
 
-def weight_is_vectorizable(call: LayerCall) -> bool:
+def weight_is_vectorizable(call: Call) -> bool:
     """True if the weight can be read in 16-byte vectors, with row offsets that fit in 32 bits."""
     row, column = call.weight.layout.strides
     return (
@@ -159,7 +159,7 @@ def weight_is_vectorizable(call: LayerCall) -> bool:
     )
 
 
-def mask_alignment(call: LayerCall) -> int:
+def mask_alignment(call: Call) -> int:
     """Return the width of the vectors in which rows of masks can be read: 16, 8, 4 or 1 bytes.
 
     It divides the address and the length of every row, so no vector reaches past the end of a row. 0 if the bytes of a
@@ -172,17 +172,17 @@ def mask_alignment(call: LayerCall) -> int:
     return next(size for size in (16, 8, 4, 1) if call.masks.alignment % size == 0 and (row | length) % size == 0)
 
 
-def has_aligned_rows(call: LayerCall) -> bool:
+def has_aligned_rows(call: Call) -> bool:
     """True if rows of W and of the masks can be copied in vectors, of 16 bytes and of at least 4 bytes."""
     return weight_is_vectorizable(call) and mask_alignment(call) >= 4 and call.in_features > 0
 
 
-def has_x_in_rows(call: LayerCall) -> bool:
+def has_x_in_rows(call: Call) -> bool:
     """True if TMA can read x: its rows are 16-byte aligned and do not overlap."""
     return x_is_vectorizable(call) and (call.tokens == 1 or call.x.strides[0] >= call.in_features)
 
 
-def aligned_violations(kernel: str, call: LayerCall, rows: int) -> Iterator[str]:
+def aligned_violations(kernel: str, call: Call, rows: int) -> Iterator[str]:
     """Yield the requirements of the 16-bit kernels that a call does not meet. A block takes `rows` rows of W."""
     if call.dtype is torch.float32:
         yield f"{kernel} has no float32"

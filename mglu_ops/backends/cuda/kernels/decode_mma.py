@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ....layer_call import LayerCall
+from ....call import Call
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from .base import LaunchConfig, aligned_violations, common_macros, has_aligned_rows, mask_alignment
@@ -19,12 +19,12 @@ ROWS = 16
 """The rows of W in a tile, the height of one `mma`."""
 
 
-def _scales_columns(call: LayerCall) -> bool:
+def _scales_columns(call: Call) -> bool:
     """True if each scale belongs to 128 columns. Then a stage holds whole groups of 128 columns."""
     return call.weight.format.columns is not None
 
 
-def _scales_rows(call: LayerCall) -> bool:
+def _scales_rows(call: Call) -> bool:
     """True if each scale belongs to a row. All such formats have 8 bits."""
     return not (call.weight.format.is_dense or _scales_columns(call))
 
@@ -76,7 +76,7 @@ class DecodeMma(LaunchConfig):
         """The widest copy, in bytes, that divides a row of masks of a stage."""
         return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
 
-    def shared_bytes(self, call: LayerCall) -> int:
+    def shared_bytes(self, call: Call) -> int:
         """Bytes for the scales of the rows, for all rings and x (at the end: for the sums), and for the barriers."""
         warps = self.tiles * self.split_k
         ring = self.stages * ROWS * call.bytes_of_columns(self.stage_columns)
@@ -88,16 +88,16 @@ class DecodeMma(LaunchConfig):
         scales = round_up(4 * ROWS * self.tiles, 128) if _scales_rows(call) else 0
         return scales + max(warps * ring + rows_of_x, warps * sums) + 32
 
-    def requested_shared_bytes(self, call: LayerCall, gpu: Gpu) -> int:
+    def requested_shared_bytes(self, call: Call, gpu: Gpu) -> int:
         """Request so much that an SM cannot hold more than `blocks_per_sm` blocks, which spreads them over all SMs."""
         share = gpu.shared_bytes_per_sm // (self.blocks_per_sm + 1)
         return max(self.shared_bytes(call), share - RESERVED_SHARED_BYTES_PER_BLOCK + 128)
 
-    def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
+    def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         blocks = ceil_div(call.out_features, ROWS * self.tiles) * ceil_div(call.tokens, self.block_tokens)
         return round_up(blocks, self.cluster), 1
 
-    def macros(self, call: LayerCall) -> dict[str, int]:
+    def macros(self, call: Call) -> dict[str, int]:
         return common_macros(call) | {
             "MGLU_TILES": self.tiles,
             "MGLU_SPLIT_K": self.split_k,
@@ -113,7 +113,7 @@ class DecodeMma(LaunchConfig):
             "MGLU_CLUSTER": self.cluster,
         }
 
-    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+    def _violations(self, call: Call, gpu: Gpu) -> Iterator[str]:
         yield from aligned_violations(self.kernel, call, ROWS)
         if _scales_columns(call) and self.sub == 1:
             yield f"sub: got 1, must be 2 or 4 for {call.weight.format.name}"
@@ -129,12 +129,12 @@ class DecodeMma(LaunchConfig):
             yield f"mask_group: got {self.mask_group}, must divide n_masks {call.n_masks} into whole words"
 
 
-def can_run(call: LayerCall, gpu: Gpu) -> bool:
+def can_run(call: Call, gpu: Gpu) -> bool:
     """True if the kernel takes a call, provided that a block fits into shared memory."""
     return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= ROWS and gpu.arch >= (8, 0)
 
 
-def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
+def choose(call: Call, gpu: Gpu) -> DecodeMma | None:
     """Choose the launch of a call, or return None if the kernel cannot run it.
 
     In the batch-invariant mode the order of sums must not depend on the number of tokens. So every call gets the launch
@@ -154,7 +154,7 @@ def choose(call: LayerCall, gpu: Gpu) -> DecodeMma | None:
     return replace(fitted, cluster=2) if pairs else fitted
 
 
-def most_tokens_on_hopper(call: LayerCall, gpu: Gpu) -> int:
+def most_tokens_on_hopper(call: Call, gpu: Gpu) -> int:
     """The most tokens for which this kernel is faster than `tile_wgmma`: 8 or 16 (measured; csrc/cuda/decode_mma.md).
 
     It is 16 if the preferred launch for 16 tokens fits into shared memory and a block has few tiles. Then the time of
@@ -177,12 +177,12 @@ def _tiles_of_block(out_features: int, multiprocessors: int) -> int:
     return ceil_div(tiles_of_sm, waves)
 
 
-def _preferred(call: LayerCall, gpu: Gpu) -> DecodeMma:
+def _preferred(call: Call, gpu: Gpu) -> DecodeMma:
     """The best launch for 1 to 16 tokens, ignoring the limit of shared memory."""
     return in_one_wave(call, _tiles_of_block(call.out_features, gpu.multiprocessors))
 
 
-def in_one_wave(call: LayerCall, tiles: int) -> DecodeMma:
+def in_one_wave(call: Call, tiles: int) -> DecodeMma:
     """The best launch for 1 to 16 tokens if an SM has one block of `tiles` tiles, ignoring the limit of shared memory.
 
     The rules come from measurements (csrc/cuda/decode_mma.md):
@@ -220,7 +220,7 @@ def in_one_wave(call: LayerCall, tiles: int) -> DecodeMma:
     )
 
 
-def in_several_waves(call: LayerCall, rows: int) -> list[DecodeMma]:
+def in_several_waves(call: Call, rows: int) -> list[DecodeMma]:
     """The best launches, best first, if every SM runs many blocks in turn, each for about `rows` tokens.
 
     Take the first launch whose blocks fit into shared memory. Several small blocks on an SM hide each other's start and
@@ -243,7 +243,7 @@ def in_several_waves(call: LayerCall, rows: int) -> list[DecodeMma]:
     return [_of_shape(call, *shape) for shape in shapes]
 
 
-def _of_shape(call: LayerCall, tiles: int, split_k: int, blocks_per_sm: int) -> DecodeMma:
+def _of_shape(call: Call, tiles: int, split_k: int, blocks_per_sm: int) -> DecodeMma:
     """A launch of `in_several_waves`. Stages are long if each warp has at least four of them."""
     long_stages = call.n_masks <= 8 and call.in_features >= split_k * 4 * 128
     longest = long_stages and split_k == 2 and call.in_features >= split_k * 4 * 256
@@ -262,12 +262,12 @@ def _mask_group(n_masks: int, long_stages: bool) -> int:
     return 4 if n_masks % 4 == 0 and not (n_masks == 8 and long_stages) else n_masks
 
 
-def _block_tokens(call: LayerCall) -> int:
+def _block_tokens(call: Call) -> int:
     """The tokens of one column tile; for more than 8 tokens those of two, if registers allow it."""
     return 16 if call.tokens > 8 and not (call.n_masks > 8 and _scales_columns(call)) else 8
 
 
-def fit(config: DecodeMma, call: LayerCall, gpu: Gpu) -> DecodeMma | None:
+def fit(config: DecodeMma, call: Call, gpu: Gpu) -> DecodeMma | None:
     """Return the nearest configuration whose blocks fit into an SM's shared memory, or None."""
     while True:
         need = config.shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....layer_call import LayerCall
+from ....call import Call
 from ....sizes import ceil_div
 from ..device import Gpu
 from ..driver import Launch
@@ -15,22 +15,22 @@ _BLOCK_BYTES = 256 * 16
 """The bytes of the weight per block: 16 for each of its 256 threads."""
 
 
-def macros(call: LayerCall) -> dict[str, int]:
+def macros(call: Call) -> dict[str, int]:
     """The macros of the source."""
     return {"MGLU_ELEMENT": ELEMENTS[call.dtype], "MGLU_WEIGHT_FORMAT": call.weight.format.code}
 
 
-def copy_bytes(call: LayerCall) -> int:
+def copy_bytes(call: Call) -> int:
     """The size of the decoded weight in bytes."""
     return call.out_features * call.in_features * call.dtype.itemsize
 
 
-def blocks(call: LayerCall) -> int:
+def blocks(call: Call) -> int:
     """The blocks of the grid."""
     return ceil_div(call.out_features * call.in_features * call.weight.bits // 8, _BLOCK_BYTES)
 
 
-def launch(call: LayerCall, gpu: Gpu, device: int, target: str) -> Launch:
+def launch(call: Call, gpu: Gpu, device: int, target: str) -> Launch:
     """Compile and load the kernel, and prepare its launch before a `tile_wgmma`."""
     kernel = load_kernel(device, NAME, target, macros(call))
     return launch_of(kernel, call, (blocks(call), 1), 256, overlap=gpu.arch >= (9, 0))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ....expert_calls import ExpertCall
-from ....layer_call import LayerCall
+from ....call import Call
 from ....sizes import ceil_div
 from ..device import Gpu
 from ..driver import KernelStruct, Launch
@@ -34,7 +33,7 @@ _ROWS_BYTES = 128
 class DecodeItems(DecodeMma):
     """The launch configuration of `decode_mma` for items."""
 
-    def shared_bytes(self, call: LayerCall) -> int:
+    def shared_bytes(self, call: Call) -> int:
         return super().shared_bytes(call) + _ROWS_BYTES
 
 
@@ -59,34 +58,33 @@ class ExpertLaunch:
     def __str__(self) -> str:
         return f"{self.config} for items {'of a table' if self.grouped else 'that blocks find'}"
 
-    def of_item(self, call: ExpertCall) -> LayerCall:
+    def of_item(self, call: Call) -> Call:
         """The call of an expert's layer for one item."""
-        layer = quantize_x.as_read(self.config, call.layer)
-        return replace(layer, leading=(self.item_rows,))
+        return quantize_x.as_read(self.config, call.of_rows(self.item_rows))
 
-    def macros(self, call: ExpertCall) -> dict[str, int]:
+    def macros(self, call: Call) -> dict[str, int]:
         """The macros with which the kernel's source is compiled."""
         return self.config.macros(self.of_item(call)) | {"MGLU_ITEMS": 1 if self.grouped else 2}
 
-    def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
+    def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         """The blocks of the grid in x and in y."""
-        items = group_tokens.max_items(call, self.item_rows) if self.grouped else call.rows
+        items = group_tokens.max_items(call, self.item_rows) if self.grouped else call.tokens
         return items * self.config.grid(self.of_item(call), gpu)[0], 1
 
-    def sources(self, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+    def sources(self, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
         """The sources that are compiled for a call, as `(kernel, target, macros)`."""
         target = self.config.target(gpu)
         found = [(self.config.kernel, target, self.macros(call))]
         if self.grouped:
             found.append((group_tokens.NAME, target, group_tokens.macros(call)))
         if self._rounds_x_before(call):
-            found.append((quantize_x.NAME, target, quantize_x.macros(call.layer, 0)))
+            found.append((quantize_x.NAME, target, quantize_x.macros(call.one, 0)))
         return found
 
-    def sequence(self, call: ExpertCall, gpu: Gpu, device: int) -> LaunchSequence:
+    def sequence(self, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
         """Compile and load the kernels of a call on `device`, the current device."""
         target = self.config.target(gpu)
-        tokens = replace(call.layer, leading=(_tokens(call),))
+        tokens = call.of_rows(call.rows_of_x)
         copies = []
         if self._rounds_x_before(call):
             copies.append(quantize_x.copy(tokens, gpu, device, target, 0))
@@ -104,53 +102,55 @@ class ExpertLaunch:
         )
         return LaunchSequence(kernel, tuple(copies))
 
-    def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
+    def violation(self, call: Call, gpu: Gpu) -> str | None:
         """The reason why this launch cannot run a call; None if it can."""
-        if not self.grouped and call.is_sorted:
+        if not self.grouped and call.routed.is_sorted:
             return "grouped: blocks find items only in ids"
         if self.grid(call, gpu)[0] >= 2**31:
             return f"{call} has more blocks than a grid holds"
         return self.config.violation(self.of_item(call), gpu)
 
-    def _rounds_x_before(self, call: ExpertCall) -> bool:
-        return call.layer.activation_format != "dense" and not self.config.rounds_x
+    def _rounds_x_before(self, call: Call) -> bool:
+        return call.activation_format != "dense" and not self.config.rounds_x
 
-    def _item_integers(self, call: ExpertCall) -> dict[str, int]:
+    def _item_integers(self, call: Call) -> dict[str, int]:
         """The values of the integers of `ItemParams` (csrc/cuda/params.cuh)."""
-        scale_dtype = call.layer.weight.format.scale_dtype
+        scale_dtype = call.weight.format.scale_dtype
         return {
-            "weight_stride": call.weight_stride * call.layer.weight.dtype.itemsize,
-            "mask_stride": call.masks_stride,
-            "scale_stride": 0 if scale_dtype is None else call.scale_stride * scale_dtype.itemsize,
-            "id_bytes": call.index_dtype.itemsize,
-            "experts": call.experts,
-            "rows": call.rows,
-            "top_k": call.top_k or 1,
-            "is_sorted": int(call.is_sorted),
+            "weight_stride": call.routed.weight_stride * call.weight.dtype.itemsize,
+            "mask_stride": call.routed.masks_stride,
+            "scale_stride": 0 if scale_dtype is None else call.routed.scale_stride * scale_dtype.itemsize,
+            "id_bytes": call.routed.index_dtype.itemsize,
+            "experts": call.routed.experts,
+            "rows": call.tokens,
+            "top_k": call.routed.top_k or 1,
+            "is_sorted": int(call.routed.is_sorted),
             "max_items": group_tokens.max_items(call, self.item_rows),
         }
 
 
-def choose(call: ExpertCall, gpu: Gpu) -> ExpertLaunch:
+def choose(call: Call, gpu: Gpu) -> ExpertLaunch:
     """Choose the launch of a call."""
     return _decode(call, gpu) or _plain(call)
 
 
-def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
+def _decode(call: Call, gpu: Gpu) -> ExpertLaunch | None:
     """Choose a launch of `decode_mma`, or return None if it cannot run an expert's layer.
 
     An item has 8 or 16 rows, one or two column tiles of the `mma`. With fewer than 8 tokens it has about one row per
     token, as an expert has no more rows unless a token chose it twice. In the batch-invariant mode the launch depends
     only on the layer, and so does the order of sums.
     """
-    layer = call.layer
+    layer = call.one
     if not decode_mma.can_run(layer, gpu):
         return None
     rows = 8
     if not layer.batch_invariant:
-        rows = 16 if layer.tokens > 8 else min(8, 1 << (_tokens(call) - 1).bit_length())
+        rows = 16 if layer.tokens > 8 else min(8, 1 << (call.rows_of_x - 1).bit_length())
     item = replace(layer, leading=(rows,))
-    tiles = ceil_div(ceil_div(layer.out_features, decode_mma.ROWS) * min(call.rows, call.experts), gpu.multiprocessors)
+    tiles = ceil_div(
+        ceil_div(layer.out_features, decode_mma.ROWS) * min(call.tokens, call.routed.experts), gpu.multiprocessors
+    )
     if tiles <= MOST_TILES_OF_ONE_WAVE and not layer.batch_invariant:
         preferred = [decode_mma.in_one_wave(item, tiles)]
     else:
@@ -162,7 +162,7 @@ def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
     return None if fitted is None else ExpertLaunch(fitted, not _finds_items(call))
 
 
-def _fit(config: DecodeMma, item: LayerCall, gpu: Gpu) -> DecodeItems | None:
+def _fit(config: DecodeMma, item: Call, gpu: Gpu) -> DecodeItems | None:
     """Return the nearest configuration for items whose blocks fit into shared memory, or None."""
     settings = vars(config) | {"block_tokens": min(item.tokens, config.block_tokens)}
     fitted = decode_mma.fit(DecodeItems(**settings), item, gpu)
@@ -170,15 +170,10 @@ def _fit(config: DecodeMma, item: LayerCall, gpu: Gpu) -> DecodeItems | None:
     return fitted
 
 
-def _finds_items(call: ExpertCall) -> bool:
-    return not call.is_sorted and call.rows <= MOST_ROWS_TO_FIND
+def _finds_items(call: Call) -> bool:
+    return not call.routed.is_sorted and call.tokens <= MOST_ROWS_TO_FIND
 
 
-def _plain(call: ExpertCall) -> ExpertLaunch:
-    rows = 1 if _tokens(call) == 1 and not call.layer.batch_invariant else 4
+def _plain(call: Call) -> ExpertLaunch:
+    rows = 1 if call.rows_of_x == 1 and not call.batch_invariant else 4
     return ExpertLaunch(Plain(block_tokens=rows), not _finds_items(call))
-
-
-def _tokens(call: ExpertCall) -> int:
-    """The number of rows of x."""
-    return call.rows // (call.top_k or 1)

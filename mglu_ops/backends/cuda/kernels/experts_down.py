@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from ....expert_calls import ExpertCall
+from ....call import Call
 from ....formats import FORMATS
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
@@ -65,53 +65,53 @@ class ExpertsDown:
         """The rows of W in a work tile."""
         return 16 * self.row_tiles * self.row_warps
 
-    def stage_bytes(self, call: ExpertCall) -> int:
+    def stage_bytes(self, call: Call) -> int:
         """The bytes of one stage of a ring."""
-        weight = call.layer.weight
+        weight = call.weight
         scales = 0 if weight.format.is_dense else 4 * self.rows
         return round_up(_COLUMNS // 8 * self.rows * weight.bits + 2 * _COLUMNS * self.block_tokens + scales, 256)
 
-    def shared_bytes(self, call: ExpertCall) -> int:
+    def shared_bytes(self, call: Call) -> int:
         """The dynamic shared memory that a block uses, in bytes."""
         rings = self.teams * self.stages * self.stage_bytes(call)
         sums = 4 * self.teams * self.rows if self.block_tokens == 1 else 0
-        counts = 0 if self.block_tokens == 1 else 4 * min(self.threads // 32, 4) * call.experts
+        counts = 0 if self.block_tokens == 1 else 4 * min(self.threads // 32, 4) * call.routed.experts
         return rings + sums + counts + 4 + self.order_bytes(call)
 
-    def order_bytes(self, call: ExpertCall) -> int:
+    def order_bytes(self, call: Call) -> int:
         """The bytes of shared memory for the items and the sorted rows, which grow with the number of rows."""
-        return 8 * self._most_items(call) + 2 * call.rows
+        return 8 * self._most_items(call) + 2 * call.tokens
 
-    def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
+    def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         """The blocks of the grid in x and in y. For several tokens the kernel is persistent: all blocks reside."""
-        blocks = ceil_div(call.layer.out_features, self.rows)
+        blocks = ceil_div(call.out_features, self.rows)
         if self.block_tokens > 1:
             blocks = min(blocks * self.parts * self._most_items(call), gpu.multiprocessors * self.blocks_per_sm)
         return blocks, 1
 
-    def pair_bytes(self, call: ExpertCall) -> int:
+    def pair_bytes(self, call: Call) -> int:
         """The bytes that the kernel writes per pair: float32 sums of each split, and each work tile's split-K."""
-        out_features = call.layer.out_features
+        out_features = call.out_features
         return 4 * self.parts * out_features + (ceil_div(out_features, self.rows) if self.parts > 1 else 0)
 
-    def _most_items(self, call: ExpertCall) -> int:
-        return min(call.rows, call.rows // self.block_tokens + call.experts)
+    def _most_items(self, call: Call) -> int:
+        return min(call.tokens, call.tokens // self.block_tokens + call.routed.experts)
 
-    def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
+    def violation(self, call: Call, gpu: Gpu) -> str | None:
         """The reason why this configuration cannot run a call; None if it can."""
-        if self.block_tokens == 1 and call.rows != call.top_k:
-            return f"block_tokens: got 1 for {call.rows} rows, must be 8 or a multiple for more than one token"
-        if self.rows > call.layer.out_features:
-            return f"{self.rows} rows a block, more than out_features {call.layer.out_features}"
+        if self.block_tokens == 1 and call.tokens != call.routed.top_k:
+            return f"block_tokens: got 1 for {call.tokens} rows, must be 8 or a multiple for more than one token"
+        if self.rows > call.out_features:
+            return f"{self.rows} rows a block, more than out_features {call.out_features}"
         need = self.shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
         if need > gpu.shared_bytes_per_sm:
             return f"{need} bytes of shared memory a block, more than {gpu.shared_bytes_per_sm}"
         return None
 
-    def macros(self, call: ExpertCall) -> dict[str, int]:
+    def macros(self, call: Call) -> dict[str, int]:
         """The macros of the source."""
         return _common_macros(call) | {
-            "MGLU_WEIGHT_FORMAT": call.layer.weight.format.code,
+            "MGLU_WEIGHT_FORMAT": call.weight.format.code,
             "MGLU_BLOCK_TOKENS": self.block_tokens,
             "MGLU_ROW_TILES": self.row_tiles,
             "MGLU_ROW_WARPS": self.row_warps,
@@ -122,77 +122,79 @@ class ExpertsDown:
         }
 
 
-def _common_macros(call: ExpertCall) -> dict[str, int]:
-    assert call.expert_weights_dtype is not None
+def _common_macros(call: Call) -> dict[str, int]:
+    assert call.routed.expert_weights_dtype is not None
     return {
-        "MGLU_ELEMENT": ELEMENTS[call.layer.dtype],
-        "MGLU_EXPERT_WEIGHTS": ELEMENTS[call.expert_weights_dtype],
+        "MGLU_ELEMENT": ELEMENTS[call.dtype],
+        "MGLU_EXPERT_WEIGHTS": ELEMENTS[call.routed.expert_weights_dtype],
     }
 
 
-def combine_macros(call: ExpertCall, config: ExpertsDown | None) -> dict[str, int]:
+def combine_macros(call: Call, config: ExpertsDown | None) -> dict[str, int]:
     """The macros of csrc/cuda/combine_experts.cu for the products of `config`, or of the library if it is None."""
-    assert call.top_k is not None
+    assert call.routed.top_k is not None
     return _common_macros(call) | {
-        "MGLU_PRODUCTS": ELEMENTS[call.layer.dtype if config is None else torch.float32],
+        "MGLU_PRODUCTS": ELEMENTS[call.dtype if config is None else torch.float32],
         "MGLU_PARTS": 1 if config is None else config.parts,
         "MGLU_PART_ROWS": 1 if config is None or config.parts == 1 else config.rows,
-        "MGLU_TOP_K": call.top_k,
+        "MGLU_TOP_K": call.routed.top_k,
         "MGLU_VECTOR": _vector(call),
     }
 
 
-def _vector(call: ExpertCall) -> int:
-    return 4 if call.layer.out_features % 4 == 0 else 1
+def _vector(call: Call) -> int:
+    return 4 if call.out_features % 4 == 0 else 1
 
 
 def _target(gpu: Gpu) -> str:
     return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
 
 
-def sources(config: ExpertsDown | None, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+def sources(config: ExpertsDown | None, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
     """The sources that are compiled for a call, as `(kernel, target, macros)`. `config` is None for library GEMMs."""
     if config is None:
         found = [(COMBINE, _target(gpu), combine_macros(call, None))]
         if _orders(call):
             found.append((group_tokens.NAME, _target(gpu), group_tokens.order_macros()))
-        if not call.layer.weight.format.is_dense:
-            found.append((decode_weight.NAME, _target(gpu), decode_weight.macros(call.layer)))
+        if not call.weight.format.is_dense:
+            found.append((decode_weight.NAME, _target(gpu), decode_weight.macros(call.one)))
         return found
     found = [(NAME, _target(gpu), config.macros(call))]
     return found if config.block_tokens == 1 else [*found, (COMBINE, _target(gpu), combine_macros(call, config))]
 
 
-def unsupported_reason(call: ExpertCall, gpu: Gpu) -> str | None:
+def unsupported_reason(call: Call, gpu: Gpu) -> str | None:
     """The reason why neither these kernels nor library GEMMs take a call; None if one of them does."""
-    layer = call.layer
+    layer = call.one
     if layer.dtype not in (torch.float16, torch.bfloat16):
         return f"no kernel for y {layer.dtype}"
-    if call.expert_weights_dtype not in ELEMENTS:
-        return f"no kernel for expert_weights {call.expert_weights_dtype}"
+    if call.routed.expert_weights_dtype not in ELEMENTS:
+        return f"no kernel for expert_weights {call.routed.expert_weights_dtype}"
     if gpu.arch < (8, 0):
         return f"compute capability {gpu.arch} is below 8.0"
     if layer.in_features == 0 or not weight_is_vectorizable(layer):
         return "the rows of weight are not whole aligned vectors of 16 bytes"
     if layer.out_features < 16:
         return f"out_features {layer.out_features} is below 16"
-    if call.rows == 0 or call.experts == 0:
+    if call.tokens == 0 or call.routed.experts == 0:
         return "there are no products"
     if uses_library(call, gpu):
         return None
-    if call.rows > MOST_ROWS or choose(call, gpu) is None:
-        return f"the order of {call.rows} rows of {call.experts} experts does not fit into shared memory"
+    if call.tokens > MOST_ROWS or choose(call, gpu) is None:
+        return f"the order of {call.tokens} rows of {call.routed.experts} experts does not fit into shared memory"
     return None
 
 
-def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
+def uses_library(call: Call, gpu: Gpu) -> bool:
     """True if library GEMMs (`torch.nn.functional.grouped_mm`) can run a call, and are faster."""
-    layer = call.layer
+    layer = call.one
     stored, row_stride = layer.weight.format, layer.weight.layout.strides[0]
     # `decode_weight` takes the weights of all experts as one matrix. Rows of two experts must not share a scale.
-    is_decodable = call.weight_stride == layer.out_features * row_stride and layer.out_features % stored.rows == 0
+    is_decodable = (
+        call.routed.weight_stride == layer.out_features * row_stride and layer.out_features % stored.rows == 0
+    )
     return (
-        (call.rows > MOST_ROWS or call.rows > _MOST_ROWS_OF_EXPERT[stored.name] * call.experts)
+        (call.tokens > MOST_ROWS or call.tokens > _MOST_ROWS_OF_EXPERT[stored.name] * call.routed.experts)
         and (stored.is_dense or is_decodable)
         and layer.dtype is torch.bfloat16
         and layer.out_features % 8 == 0
@@ -201,29 +203,29 @@ def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
     )
 
 
-def _orders(call: ExpertCall) -> bool:
+def _orders(call: Call) -> bool:
     """True if `group_tokens` sorts the rows for the library. It has a single block, so torch sorts many rows faster."""
-    return call.rows <= MOST_ROWS and call.experts <= group_tokens.MOST_EXPERTS
+    return call.tokens <= MOST_ROWS and call.routed.experts <= group_tokens.MOST_EXPERTS
 
 
-def launch_for(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
+def launch_for(call: Call, gpu: Gpu) -> ExpertsDown | None:
     """Choose the launch of a supported call; None for library GEMMs."""
     return None if uses_library(call, gpu) else choose(call, gpu)
 
 
-def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
+def choose(call: Call, gpu: Gpu) -> ExpertsDown | None:
     """Choose the launch of a call; None if no launch fits into shared memory.
 
     The launch for a single token and split-K sum in other orders than all other launches, so batch-invariant calls use
     neither.
     """
-    tiles = call.layer.out_features // 16
+    tiles = call.out_features // 16
     most_warps = 1 << tiles.bit_length() - 1
-    if call.rows == call.top_k and not call.layer.batch_invariant:
+    if call.tokens == call.routed.top_k and not call.batch_invariant:
         row_warps = next(warps for warps in (1, 2, 4) if warps == 4 or tiles <= 2 * warps * gpu.multiprocessors)
         row_warps = min(row_warps, most_warps)
         return _fit(ExpertsDown(1, row_warps=row_warps, teams=16 // row_warps), call, gpu)
-    rows = call.rows / min(call.rows, call.experts)
+    rows = call.tokens / min(call.tokens, call.routed.experts)
     tokens = next(tokens for tokens in (8, 16, 24, 32, 48, 64, 96) if tokens == 96 or 3 * rows <= 2 * tokens)
     row_warps = min(4 if tokens <= 16 else 8, most_warps)
     if tokens <= 16:
@@ -231,12 +233,12 @@ def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
     elif tokens <= 64:
         row_tiles, blocks = 1, 1 if tokens <= 32 else 2
     else:
-        row_tiles, blocks = 2 if tiles >= 16 and call.layer.weight.format.columns is None else 1, 1
-    parts = 1 if call.layer.batch_invariant or call.layer.in_features < _LEAST_COLUMNS else 4
+        row_tiles, blocks = 2 if tiles >= 16 and call.weight.format.columns is None else 1, 1
+    parts = 1 if call.batch_invariant or call.in_features < _LEAST_COLUMNS else 4
     return _fit(ExpertsDown(tokens, row_tiles, row_warps, blocks_per_sm=blocks, parts=parts), call, gpu)
 
 
-def _fit(config: ExpertsDown, call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
+def _fit(config: ExpertsDown, call: Call, gpu: Gpu) -> ExpertsDown | None:
     """Return the nearest configuration that fits into shared memory, with as many stages as fit, or None."""
     while True:
         need = replace(config, stages=0).shared_bytes(call) + RESERVED_SHARED_BYTES_PER_BLOCK
@@ -258,7 +260,7 @@ def _fit(config: ExpertsDown, call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
             return None
 
 
-def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int) -> Launch:
+def products_launch(config: ExpertsDown, call: Call, gpu: Gpu, device: int) -> Launch:
     """Compile and load the kernel of the products on `device`, the current device, and prepare its launch."""
     return Launch(
         load_kernel(device, NAME, _target(gpu), config.macros(call)),
@@ -268,41 +270,45 @@ def products_launch(config: ExpertsDown, call: ExpertCall, gpu: Gpu, device: int
         overlap=gpu.arch >= (9, 0),
         parameters=parameters("params.cuh", "DownParams"),
         integers={
-            "weight_stride": call.weight_stride,
-            "weight_row_stride": call.layer.weight.layout.strides[0],
-            "scale_stride": call.scale_stride,
-            "id_bytes": call.index_dtype.itemsize,
-            "pairs": call.rows,
-            "experts": call.experts,
-            "out_features": call.layer.out_features,
-            "in_features": call.layer.in_features,
+            "weight_stride": call.routed.weight_stride,
+            "weight_row_stride": call.weight.layout.strides[0],
+            "scale_stride": call.routed.scale_stride,
+            "id_bytes": call.routed.index_dtype.itemsize,
+            "pairs": call.tokens,
+            "experts": call.routed.experts,
+            "out_features": call.out_features,
+            "in_features": call.in_features,
         },
     )
 
 
-def combine_launch(call: ExpertCall, config: ExpertsDown | None, gpu: Gpu, device: int) -> Launch:
+def combine_launch(call: Call, config: ExpertsDown | None, gpu: Gpu, device: int) -> Launch:
     """Compile and load the kernel that adds the products of `config`, or of the library, and prepare its launch."""
-    assert call.top_k is not None
-    out_features = call.layer.out_features
+    assert call.routed.top_k is not None
+    out_features = call.out_features
     return Launch(
         load_kernel(device, COMBINE, _target(gpu), combine_macros(call, config)),
-        (call.rows // call.top_k, ceil_div(out_features, _COMBINE_THREADS * _vector(call))),
+        (call.tokens // call.routed.top_k, ceil_div(out_features, _COMBINE_THREADS * _vector(call))),
         _COMBINE_THREADS,
         0,
         overlap=gpu.arch >= (9, 0),
         parameters=parameters("params.cuh", "CombineParams"),
-        integers={"id_bytes": call.index_dtype.itemsize, "experts": call.experts, "out_features": out_features},
+        integers={
+            "id_bytes": call.routed.index_dtype.itemsize,
+            "experts": call.routed.experts,
+            "out_features": out_features,
+        },
     )
 
 
 def launches(
-    config: ExpertsDown | None, call: ExpertCall, gpu: Gpu, device: int
+    config: ExpertsDown | None, call: Call, gpu: Gpu, device: int
 ) -> tuple[Launch | None, Launch | None, int, Launch | None, Launch | None]:
     """Prepare the first five arguments of `CudaDown`. A launch that is not needed is None."""
     if config is None:
         decode = None
-        if not call.layer.weight.format.is_dense:
-            stack = replace(call.layer, out_features=call.experts * call.layer.out_features)
+        if not call.weight.format.is_dense:
+            stack = replace(call.one, out_features=call.routed.experts * call.out_features)
             decode = decode_weight.launch(stack, gpu, device, _target(gpu))
         order = group_tokens.order(call, gpu, device, _target(gpu)) if _orders(call) else None
         return None, combine_launch(call, None, gpu, device), 0, decode, order

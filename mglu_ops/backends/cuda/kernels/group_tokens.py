@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....expert_calls import ExpertCall
+from ....call import Call
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
 from ..driver import Launch
@@ -26,9 +26,9 @@ _WARPS = 16
 _ENTRY_BYTES = 16
 
 
-def macros(call: ExpertCall) -> dict[str, int]:
+def macros(call: Call) -> dict[str, int]:
     """The macros of the source."""
-    return {"MGLU_SORTED": int(call.is_sorted)}
+    return {"MGLU_SORTED": int(call.routed.is_sorted)}
 
 
 def order_macros() -> dict[str, int]:
@@ -36,45 +36,45 @@ def order_macros() -> dict[str, int]:
     return {"MGLU_SORTED": 0, "MGLU_ORDER": 1}
 
 
-def max_items(call: ExpertCall, item_rows: int) -> int:
+def max_items(call: Call, item_rows: int) -> int:
     """The most items that a call can have, for any ids."""
-    return min(call.rows, call.rows // item_rows + call.experts + 1)
+    return min(call.tokens, call.tokens // item_rows + call.routed.experts + 1)
 
 
-def table_bytes(call: ExpertCall, item_rows: int) -> int:
+def table_bytes(call: Call, item_rows: int) -> int:
     """The size of the table in bytes: its entries and, if the rows are unsorted, the row numbers in sorted order."""
-    return _ENTRY_BYTES * max_items(call, item_rows) + (0 if call.is_sorted else 4 * call.rows)
+    return _ENTRY_BYTES * max_items(call, item_rows) + (0 if call.routed.is_sorted else 4 * call.tokens)
 
 
-def integers(call: ExpertCall, item_rows: int) -> dict[str, int]:
+def integers(call: Call, item_rows: int) -> dict[str, int]:
     """The values of the integers of `GroupParams` (csrc/cuda/params.cuh)."""
     return {
-        "id_bytes": call.index_dtype.itemsize,
-        "experts": call.experts,
-        "rows": call.rows,
+        "id_bytes": call.routed.index_dtype.itemsize,
+        "experts": call.routed.experts,
+        "rows": call.tokens,
         "item_rows": item_rows,
         "max_items": max_items(call, item_rows),
     }
 
 
-def copy(call: ExpertCall, gpu: Gpu, device: int, target: str, item_rows: int) -> CopyLaunch:
+def copy(call: Call, gpu: Gpu, device: int, target: str, item_rows: int) -> CopyLaunch:
     """Compile and load the kernel, and prepare its launch, which writes the `items` of the next kernel."""
     launch = _launch(call, gpu, device, target, macros(call), item_rows)
     return CopyLaunch(launch, table_bytes(call, item_rows), "items")
 
 
-def order(call: ExpertCall, gpu: Gpu, device: int, target: str) -> Launch:
+def order(call: Call, gpu: Gpu, device: int, target: str) -> Launch:
     """Compile and load the kernel, and prepare a launch that writes an `Order`."""
     return _launch(call, gpu, device, target, order_macros(), 1)
 
 
-def _launch(call: ExpertCall, gpu: Gpu, device: int, target: str, macros: dict[str, int], item_rows: int) -> Launch:
-    groups = call.experts + 1
+def _launch(call: Call, gpu: Gpu, device: int, target: str, macros: dict[str, int], item_rows: int) -> Launch:
+    groups = call.routed.experts + 1
     return Launch(
         load_kernel(device, NAME, target, macros),
         (1, 1),
         32 * _WARPS,
-        round_up(4 * groups * (2 if call.is_sorted else 2 + _WARPS), 16),
+        round_up(4 * groups * (2 if call.routed.is_sorted else 2 + _WARPS), 16),
         overlap=gpu.arch >= (9, 0),
         parameters=parameters("params.cuh", "GroupParams"),
         integers=integers(call, item_rows),

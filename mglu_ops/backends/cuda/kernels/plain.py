@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....layer_call import LayerCall
+from ....call import Call
 from ....sizes import ceil_div
 from ..device import Gpu
 from .base import LaunchConfig, common_macros
@@ -30,22 +30,22 @@ class Plain(LaunchConfig):
     def threads(self) -> int:
         return 256
 
-    def shared_bytes(self, call: LayerCall) -> int:
+    def shared_bytes(self, call: Call) -> int:
         return 0
 
-    def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
+    def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         return ceil_div(call.out_features, self.threads // 32), ceil_div(call.tokens, self.block_tokens)
 
-    def macros(self, call: LayerCall) -> dict[str, int]:
+    def macros(self, call: Call) -> dict[str, int]:
         return common_macros(call) | {"MGLU_TOKENS": self.block_tokens}
 
-    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+    def _violations(self, call: Call, gpu: Gpu) -> Iterator[str]:
         if self.block_tokens > 8:
             yield f"block_tokens: got {self.block_tokens}, must be 1 to 8"
         if self.grid(call, gpu)[1] > _MOST_GRID_Y:
             yield f"{call.tokens} tokens are more than a grid of blocks of {self.block_tokens} holds"
 
 
-def choose(call: LayerCall, gpu: Gpu) -> Plain:
+def choose(call: Call, gpu: Gpu) -> Plain:
     """Choose one or four tokens per block. They sum in different orders, so batch-invariant calls always use four."""
     return Plain(block_tokens=1 if call.tokens == 1 and not call.batch_invariant else 4)

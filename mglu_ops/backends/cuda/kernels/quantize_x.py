@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....layer_call import LayerCall
+from ....call import Call
 from ....sizes import round_up
 from ..device import Gpu
 from ..driver import Launch
@@ -20,12 +20,12 @@ _THREADS = 256
 """The threads of a block. A block rounds one token."""
 
 
-def macros(call: LayerCall, block_tokens: int) -> dict[str, int]:
+def macros(call: Call, block_tokens: int) -> dict[str, int]:
     """The macros of the source. `block_tokens` are the tokens of a tile of `tile_wgmma`; 0 for a copy in x's dtype."""
     return {"MGLU_ELEMENT": ELEMENTS[call.dtype], "MGLU_TOKEN_COLUMNS": block_tokens}
 
 
-def copy(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int) -> CopyLaunch:
+def copy(call: Call, gpu: Gpu, device: int, target: str, block_tokens: int) -> CopyLaunch:
     """Compile and load the kernel, and prepare its launch before another kernel."""
     rows = round_up(call.tokens, block_tokens) if block_tokens else call.tokens
     row_bytes = round_up(call.in_features, 128) + 4 if block_tokens else call.in_features * call.dtype.itemsize
@@ -41,12 +41,12 @@ def copy(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int)
     return CopyLaunch(launch, rows * row_bytes, "x")
 
 
-def as_read(config: LaunchConfig, call: LayerCall) -> LayerCall:
+def as_read(config: LaunchConfig, call: Call) -> Call:
     """The call that the main kernel of a launch sees: after the rounding of x, if it does not round x itself."""
     return call if call.activation_format == "dense" or config.rounds_x else call.with_rounded_x()
 
 
-def sources(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+def sources(config: LaunchConfig, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
     """The sources that are compiled for a call with this launch, as `(kernel, target, macros)`."""
     read = as_read(config, call)
     found = config.sources(read, gpu)
@@ -55,7 +55,7 @@ def sources(config: LaunchConfig, call: LayerCall, gpu: Gpu) -> list[tuple[str, 
     return found
 
 
-def sequence(config: LaunchConfig, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+def sequence(config: LaunchConfig, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
     """Compile and load the kernels of a call on `device`, the current device, with a rounding of x first if needed."""
     read = as_read(config, call)
     found = config.sequence(read, gpu, device)

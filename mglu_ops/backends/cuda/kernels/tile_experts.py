@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ....expert_calls import ExpertCall
-from ....layer_call import LayerCall, Layout
+from ....call import Call, Layout
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
 from ..driver import KernelStruct, Launch
@@ -46,22 +45,22 @@ class TileItems(ExpertLaunch):
     def item_rows(self) -> int:
         return self.config.block_tokens * self.config.cluster
 
-    def macros(self, call: ExpertCall) -> dict[str, int]:
+    def macros(self, call: Call) -> dict[str, int]:
         return self.config.macros(self._layer(call)) | _ITEMS
 
-    def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
-        tiles = group_tokens.max_items(call, self.item_rows) * ceil_div(call.layer.out_features, self.config.rows)
+    def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
+        tiles = group_tokens.max_items(call, self.item_rows) * ceil_div(call.out_features, self.config.rows)
         cluster = self.config.cluster
         return cluster * min(tiles, gpu.multiprocessors // cluster), 1
 
-    def sources(self, call: ExpertCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+    def sources(self, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
         gather = [self._gather_source(call, gpu)] if self._gathers else []
         return [*super().sources(call, gpu), *gather]
 
-    def sequence(self, call: ExpertCall, gpu: Gpu, device: int) -> LaunchSequence:
+    def sequence(self, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
         target, copies, layer = self.config.target(gpu), [], self._layer(call)
         if self._rounds_x_before(call):
-            tokens = replace(call.layer, leading=(_tokens(call),))
+            tokens = call.of_rows(call.rows_of_x)
             copies.append(quantize_x.copy(tokens, gpu, device, target, 0))
         copies.append(group_tokens.copy(call, gpu, device, target, self.item_rows))
         if self._gathers:
@@ -76,67 +75,67 @@ class TileItems(ExpertLaunch):
             integers=integers(layer),
             second=self._item_struct(call),
         )
-        stacked = replace(layer, out_features=call.experts * call.layer.out_features)
+        stacked = replace(layer, out_features=call.routed.experts * call.out_features)
         x, weight, masks = self.config.matrices(stacked)
         if self._gathers:
             item, columns, width = (1, 128, self.columns(call)) if self.config.fp8 else (2, 64, self.columns(call))
-            height = min(self.config.block_tokens, call.rows)
-            x = Matrix(item, width, call.rows, item * width, columns, height, swizzle=True)
+            height = min(self.config.block_tokens, call.tokens)
+            x = Matrix(item, width, call.tokens, item * width, columns, height, swizzle=True)
         maps = [TensorMaps(x=x), TensorMaps(weight=weight, packed_masks=masks)]
         if results := self.config.results(layer):
             tokens_of_results = {name: replace(matrix, box_height=1) for name, matrix in results.items()}
             maps += [TensorMaps(**results), TensorMaps(**tokens_of_results)]
         return LaunchSequence(kernel, tuple(copies), tuple(maps))
 
-    def violation(self, call: ExpertCall, gpu: Gpu) -> str | None:
+    def violation(self, call: Call, gpu: Gpu) -> str | None:
         return next(self._all(call, gpu), None)
 
-    def _all(self, call: ExpertCall, gpu: Gpu) -> Iterator[str]:
+    def _all(self, call: Call, gpu: Gpu) -> Iterator[str]:
         config = self.config
         if not self.grouped:
             yield "grouped: must be True"
         if config.decoded:
             yield f"config: got {config}, must not be decoded"
-        if not (self._gathers or call.is_sorted):
+        if not (self._gathers or call.routed.is_sorted):
             yield f"config: got {config}, must be permuted, sparse or fp8, since x is not sorted"
         yield from unstacked(call)
         problem = config.violation(self._layer(call), gpu)
         if problem is not None:
             yield problem
-        if call.rows >= 2**28:
-            yield f"{call.rows} rows, more than the kernel's indices hold"
+        if call.tokens >= 2**28:
+            yield f"{call.tokens} rows, more than the kernel's indices hold"
 
-    def _layer(self, call: ExpertCall) -> LayerCall:
+    def _layer(self, call: Call) -> Call:
         """The layer of one expert, but with the rows of all experts, as the kernel reads them."""
-        layer = replace(quantize_x.as_read(self.config, call.layer), leading=(call.rows,))
+        layer = replace(quantize_x.as_read(self.config, call.one), leading=(call.tokens,))
         return replace(layer, x=Layout((self.columns(call), 1))) if self._gathers else layer
 
     @property
     def _gathers(self) -> bool:
         return self.config.permuted or self.config.sparse or self.config.fp8
 
-    def columns(self, call: ExpertCall) -> int:
+    def columns(self, call: Call) -> int:
         """The columns of the gathered x."""
-        return round_up(call.layer.in_features, self.config.chunk_columns * self.config.sub)
+        return round_up(call.in_features, self.config.chunk_columns * self.config.sub)
 
-    def _item_struct(self, call: ExpertCall) -> KernelStruct:
+    def _item_struct(self, call: Call) -> KernelStruct:
         return KernelStruct(parameters("params.cuh", "ItemParams"), self._item_integers(call))
 
-    def _gather_source(self, call: ExpertCall, gpu: Gpu) -> tuple[str, str, dict[str, int]]:
+    def _gather_source(self, call: Call, gpu: Gpu) -> tuple[str, str, dict[str, int]]:
         target = self.config.target(gpu)
         if self.config.fp8:
-            return quantize_x.NAME, target, quantize_x.macros(call.layer, 1) | _ITEMS
+            return quantize_x.NAME, target, quantize_x.macros(call.one, 1) | _ITEMS
         settings = permute_x.macros(_GATHERED_TOGETHER, self.config.sub)
         return permute_x.NAME, target, settings | _ITEMS | {"MGLU_PERMUTED": int(self.config.permuted)}
 
-    def _gather(self, call: ExpertCall, gpu: Gpu, device: int) -> CopyLaunch:
-        columns, rows = self.columns(call), call.rows
+    def _gather(self, call: Call, gpu: Gpu, device: int) -> CopyLaunch:
+        columns, rows = self.columns(call), call.tokens
         if self.config.fp8:  # each row has a scale of 4 bytes
             blocks, nbytes = rows, rows * (columns + 4)
         else:
             gathered = round_up(rows, _GATHERED_TOGETHER) * columns
             blocks, nbytes = ceil_div(gathered, permute_x.BLOCK_ELEMENTS), 2 * rows * columns
-        read = replace(quantize_x.as_read(self.config, call.layer), leading=(_tokens(call),))
+        read = replace(quantize_x.as_read(self.config, call.one), leading=(call.rows_of_x,))
         launch = Launch(
             load_kernel(device, *self._gather_source(call, gpu)),
             (blocks, 1),
@@ -156,26 +155,21 @@ MOST_SUMS = 128
 """The most registers of a thread for sums, so that enough are left for its item."""
 
 
-def _tokens(call: ExpertCall) -> int:
-    """The number of rows of x."""
-    return call.rows // (call.top_k or 1)
-
-
-def unstacked(call: ExpertCall) -> Iterator[str]:
+def unstacked(call: Call) -> Iterator[str]:
     """Yield the reasons why the weights or the masks of all experts do not form one matrix."""
-    layer = call.layer
-    rows = call.experts * layer.out_features
+    layer = call.one
+    rows = call.routed.experts * layer.out_features
     for name, stride, layout in (
-        ("weight", call.weight_stride, layer.weight.layout),
-        ("packed_masks", call.masks_stride, layer.masks),
+        ("weight", call.routed.weight_stride, layer.weight.layout),
+        ("packed_masks", call.routed.masks_stride, layer.masks),
     ):
-        if call.experts > 1 and stride != layer.out_features * layout.strides[0]:
+        if call.routed.experts > 1 and stride != layer.out_features * layout.strides[0]:
             yield f"{name}: got {stride} elements from one expert to the next, must be {layer.out_features} rows"
     if rows >= 2**31:
         yield f"{rows} rows of W, more than the kernel's indices hold"
 
 
-def least_rows(layer: LayerCall) -> int:
+def least_rows(layer: Call) -> int:
     """The least rows per expert for which the kernel is faster than `decode_mma` (measured; csrc/cuda/tile_wgmma.md).
 
     They are more if TMA cannot load the masks. In the batch-invariant mode the kernel takes any number of rows.
@@ -183,21 +177,21 @@ def least_rows(layer: LayerCall) -> int:
     return 1 if layer.batch_invariant else 12 if mask_alignment(layer) == 16 else 24
 
 
-def choose(call: ExpertCall, gpu: Gpu) -> TileItems | None:
+def choose(call: Call, gpu: Gpu) -> TileItems | None:
     """Choose the fastest launch by the cost model, or return None if the kernel cannot run the call.
 
     In the batch-invariant mode products are dense, so that one accumulator sums in ascending order of k.
     """
-    if call.layer.n_masks == 0 or not tile_wgmma.can_run(call.layer, gpu) or any(unstacked(call)):
+    if call.n_masks == 0 or not tile_wgmma.can_run(call.one, gpu) or any(unstacked(call)):
         return None
     costs = costs_of(gpu)
     config = min(candidates(call, gpu), key=lambda one: costs.microseconds_of_experts(one, call, gpu), default=None)
     return None if config is None else TileItems(config, True)
 
 
-def candidates(call: ExpertCall, gpu: Gpu) -> Iterator[TileWgmma]:
+def candidates(call: Call, gpu: Gpu) -> Iterator[TileWgmma]:
     """The launches to compare for a call. Dense products permute x, since x is gathered in any case."""
-    layer, shared = call.layer, gpu.shared_bytes_per_sm
+    layer, shared = call.one, gpu.shared_bytes_per_sm
     if layer.activation_format != "dense":
         found = fp8_launches(layer.n_masks, layer.weight.format.name, shared)
     else:
@@ -209,12 +203,12 @@ def candidates(call: ExpertCall, gpu: Gpu) -> Iterator[TileWgmma]:
     return (config for config in found if config.rows <= rows and _has_registers(config, layer))
 
 
-def _has_registers(config: TileWgmma, layer: LayerCall) -> bool:
+def _has_registers(config: TileWgmma, layer: Call) -> bool:
     """True if the sums of a tile leave enough registers for its item."""
     return config.sparse or sums_of(config, layer) <= MOST_SUMS
 
 
-def sums_of(config: TileWgmma, layer: LayerCall) -> int:
+def sums_of(config: TileWgmma, layer: Call) -> int:
     """The registers of a thread for the sums of dense products."""
     products = ceil_div(layer.n_masks // config.passes + 1, config.mask_groups) + config.fp8
     return products * config.block_tokens // 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ....layer_call import LayerCall
+from ....call import Call
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..driver import Launch
@@ -83,11 +83,11 @@ class TileWgmma(LaunchConfig):
         """The architecture-specific target `sm_90a`, which has `wgmma`."""
         return super().target(gpu) + "a"
 
-    def as_read(self, call: LayerCall) -> LayerCall:
+    def as_read(self, call: Call) -> Call:
         """The call that the kernel sees: after `decode_weight`, if the launch has it."""
         return call.with_dense_weight() if self.decoded else call
 
-    def shared_bytes(self, call: LayerCall) -> int:
+    def shared_bytes(self, call: Call) -> int:
         call = self.as_read(call)
         return self.stages * self._stage_bytes(call.n_masks, call.weight.bits) + self._fixed_bytes(call.n_masks)
 
@@ -113,12 +113,12 @@ class TileWgmma(LaunchConfig):
         limit = shared_bytes_per_sm - RESERVED_SHARED_BYTES_PER_BLOCK - self._fixed_bytes(n_masks)
         return replace(self, stages=min(MOST_STAGES, limit // self._stage_bytes(n_masks, weight_bits)))
 
-    def grid(self, call: LayerCall, gpu: Gpu) -> tuple[int, int]:
+    def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         token_tiles = ceil_div(ceil_div(call.tokens, self.block_tokens), self.cluster)
         tiles = ceil_div(call.out_features, self.rows) * token_tiles
         return self.cluster * min(tiles, gpu.multiprocessors // self.cluster), 1
 
-    def macros(self, call: LayerCall) -> dict[str, int]:
+    def macros(self, call: Call) -> dict[str, int]:
         return common_macros(self.as_read(call)) | {
             "MGLU_TOKEN_COLUMNS": self.block_tokens,
             "MGLU_BLOCK_ROWS": self.rows,
@@ -134,7 +134,7 @@ class TileWgmma(LaunchConfig):
             "MGLU_CLUSTER": self.cluster,
         }
 
-    def sources(self, call: LayerCall, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
+    def sources(self, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
         found = super().sources(call, gpu)
         if self.decoded:
             found.append((decode_weight.NAME, self.target(gpu), decode_weight.macros(call)))
@@ -144,7 +144,7 @@ class TileWgmma(LaunchConfig):
             found.append((quantize_x.NAME, self.target(gpu), quantize_x.macros(call, self.block_tokens)))
         return found
 
-    def matrices(self, call: LayerCall) -> tuple[Matrix | None, Matrix, Matrix | None]:
+    def matrices(self, call: Call) -> tuple[Matrix | None, Matrix, Matrix | None]:
         """The matrices that TMA reads: x, W and the masks. None for x if it is a copy, and for unaligned masks."""
         call = self.as_read(call)
         x = None
@@ -164,15 +164,15 @@ class TileWgmma(LaunchConfig):
         pitch, swizzle = call.masks.strides[0], call.n_masks == 16 and not self.fp8
         return x, weight, Matrix(1, width, call.out_features, pitch, box, rows, swizzle=swizzle)
 
-    def loads_masks(self, call: LayerCall) -> bool:
+    def loads_masks(self, call: Call) -> bool:
         """True if TMA loads the masks, which requires 16-byte aligned rows. Otherwise threads load them."""
         return mask_alignment(call) == 16
 
-    def results(self, call: LayerCall) -> dict[str, Matrix]:
+    def results(self, call: Call) -> dict[str, Matrix]:
         """The matrices that TMA writes: none in inference, where threads store the result."""
         return {}
 
-    def sequence(self, call: LayerCall, gpu: Gpu, device: int) -> LaunchSequence:
+    def sequence(self, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
         results = self.results(call)
         struct = "TrainingTileParams" if results else "TileParams"
         kernel = Launch(
@@ -204,7 +204,7 @@ class TileWgmma(LaunchConfig):
             maps.append(TensorMaps(**results))
         return LaunchSequence(kernel, tuple(copies), tuple(maps))
 
-    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+    def _violations(self, call: Call, gpu: Gpu) -> Iterator[str]:
         yield from aligned_violations(self.kernel, call, self.rows)
         if not (self.permuted or self.fp8) and not has_x_in_rows(call):
             yield f"{self} needs rows of x that are aligned and do not overlap"
@@ -241,6 +241,6 @@ class TileWgmma(LaunchConfig):
             yield f"sub: got {self.sub}, must be even for an odd number of masks"
 
 
-def can_run(call: LayerCall, gpu: Gpu) -> bool:
+def can_run(call: Call, gpu: Gpu) -> bool:
     """True if some launch of the kernel can run a call."""
     return has_aligned_rows(call) and call.dtype != torch.float32 and call.out_features >= 64 and gpu.arch == ARCH

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from ....layer_call import LayerCall
+from ....call import Call
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
 from . import decode_mma
@@ -22,7 +22,7 @@ _TILE_ROWS = (64, 80, 96, 112, 128)
 _LEAST_FP8_TOKENS = 9  # for fewer tokens, decode_mma is bound by the memory bandwidth
 
 
-def choose(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
+def choose(call: Call, gpu: Gpu) -> TileWgmma | None:
     """Choose the launch of a call, or return None if the kernel cannot run it or `decode_mma` is faster.
 
     In the batch-invariant mode the kernel takes any number of tokens, with dense products of a permuted x. Then one
@@ -53,7 +53,7 @@ def _most_sparse_tokens(n_masks: int, one_warpgroup: bool) -> int:
     return 40 if n_masks <= 6 or 9 <= n_masks <= 13 or (one_warpgroup and n_masks <= 8) else 32
 
 
-def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
+def _sparse_tile(call: Call, gpu: Gpu) -> TileWgmma:
     """The launch with a single tile of tokens, and as few waves of rows as possible.
 
     A wave of tiles with two warpgroups takes a third longer than a wave of tiles with one, which waits for itself.
@@ -88,12 +88,12 @@ def _sub_of_sparse(n_masks: int, columns: int) -> int:
 # --- The launches that the model compares ----------------------------------------------------------------------------
 
 
-def fastest(call: LayerCall, gpu: Gpu, must_permute: bool, costs: CostModel) -> TileWgmma:
+def fastest(call: Call, gpu: Gpu, must_permute: bool, costs: CostModel) -> TileWgmma:
     """Return the fastest launch by the model; on ties the first one, which has the fewest rows per block."""
     return min(candidates(call, gpu, must_permute), key=lambda config: costs.microseconds(config, call, gpu))
 
 
-def candidates(call: LayerCall, gpu: Gpu, must_permute: bool) -> Iterator[TileWgmma]:
+def candidates(call: Call, gpu: Gpu, must_permute: bool) -> Iterator[TileWgmma]:
     """The launches to compare for a call."""
     found = launches(call.n_masks, call.weight.bits, must_permute, gpu.shared_bytes_per_sm)
     if not (call.weight.format.is_dense or call.batch_invariant):  # decoding rounds W, which changes bits
@@ -102,7 +102,7 @@ def candidates(call: LayerCall, gpu: Gpu, must_permute: bool) -> Iterator[TileWg
     return (config for config in found if suits(config, call))
 
 
-def choose_fp8(call: LayerCall, gpu: Gpu) -> TileWgmma | None:
+def choose_fp8(call: Call, gpu: Gpu) -> TileWgmma | None:
     """Choose the launch in fp8, or return None if the kernel cannot run the call or another launch is faster.
 
     In the batch-invariant mode it takes any number of tokens. It sums in ascending order of k with all tiles.
@@ -130,7 +130,7 @@ def fp8_launches(n_masks: int, weight_format: str, shared_bytes_per_sm: int) -> 
     return tuple(one.with_full_ring(n_masks, 8, shared_bytes_per_sm) for one in found)
 
 
-def suits(config: TileWgmma, call: LayerCall) -> bool:
+def suits(config: TileWgmma, call: Call) -> bool:
     """True if tiles are not much wider than the number of tokens, and not higher than the number of rows."""
     width = config.block_tokens
     narrow = width < call.tokens + 16 or width == _TOKEN_COLUMNS[0]

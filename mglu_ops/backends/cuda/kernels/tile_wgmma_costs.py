@@ -18,8 +18,7 @@ from math import ceil, erfc, expm1, sqrt
 from pathlib import Path
 from typing import Any
 
-from ....expert_calls import ExpertCall
-from ....layer_call import LayerCall
+from ....call import Call
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
 from .tile_wgmma import TileWgmma
@@ -86,7 +85,7 @@ class CostModel:
     sparse_of_rows: ProductCosts
     sparse_of_masks: ProductCosts
 
-    def microseconds(self, config: TileWgmma, call: LayerCall, gpu: Gpu) -> float:
+    def microseconds(self, config: TileWgmma, call: Call, gpu: Gpu) -> float:
         """Estimate the time of a launch in microseconds."""
         if config.decoded:
             copied = call.out_features * call.in_features * (call.weight.bits / 8 + call.dtype.itemsize)
@@ -95,26 +94,26 @@ class CostModel:
         token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
         return self._microseconds_of_tiles(config, call, gpu, token_tiles, 1)
 
-    def microseconds_of_experts(self, config: TileWgmma, call: ExpertCall, gpu: Gpu) -> float:
+    def microseconds_of_experts(self, config: TileWgmma, call: Call, gpu: Gpu) -> float:
         """Estimate the time of a launch for experts, in microseconds. The loads, the rows of each expert, are unknown.
 
         The estimate is three quarters of the time for equally probable experts, plus a quarter of the time for
         exponentially distributed loads. In an exponential distribution, an expert has more than n rows with probability
         exp(-n / mean), and therefore 1 / (1 - exp(-item_rows / mean)) items on average.
         """
-        used = min(call.experts, call.rows)
-        mean, item_rows = call.rows / used, config.block_tokens * config.cluster
+        used = min(call.routed.experts, call.tokens)
+        mean, item_rows = call.tokens / used, config.block_tokens * config.cluster
         gathers = config.permuted or config.sparse or config.fp8
-        gathered = 4 * call.rows * call.layer.in_features / self.l2_bytes_per_us if gathers else 0
+        gathered = 4 * call.tokens * call.in_features / self.l2_bytes_per_us if gathers else 0
         slower = replace(self, l2_bytes_per_us=self.l2_bytes_per_us * _L2_OF_EXPERTS)
         balanced, exponential = (
-            slower._microseconds_of_tiles(config, call.layer, gpu, config.cluster * used * items, used)
+            slower._microseconds_of_tiles(config, call.one, gpu, config.cluster * used * items, used)
             for items in (_items_of_random_loads(mean, item_rows), 1 / -expm1(-item_rows / mean))
         )
         return _GROUP_US + gathered + 0.75 * balanced + 0.25 * exponential
 
     def _microseconds_of_tiles(
-        self, config: TileWgmma, call: LayerCall, gpu: Gpu, token_tiles: float, experts: int
+        self, config: TileWgmma, call: Call, gpu: Gpu, token_tiles: float, experts: int
     ) -> float:
         """The time to compute `token_tiles` tiles of tokens with all tiles of rows, reading W of `experts` experts."""
         shared_rows = config.mask_groups == 2

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ....expert_calls import ExpertCall
-from ....layer_call import LayerCall
+from ....call import Call
 from ....sizes import ceil_div
 from ..device import Gpu
 from ..tensor_map import Matrix
@@ -51,20 +50,20 @@ class TrainingTile(TileWgmma):
         sums = 3 if self.mask_groups == 2 else 2 if self.passes > 1 else 0
         return staging + self.row_groups * self.block_tokens * 256 * sums
 
-    def macros(self, call: LayerCall) -> dict[str, int]:
+    def macros(self, call: Call) -> dict[str, int]:
         return super().macros(call) | {"MGLU_TRAIN": 1, "MGLU_BOX_TOKENS": self.box_tokens}
 
-    def loads_masks(self, call: LayerCall) -> bool:
+    def loads_masks(self, call: Call) -> bool:
         return self.padded_masks or super().loads_masks(call)
 
-    def results(self, call: LayerCall) -> dict[str, Matrix]:
+    def results(self, call: Call) -> dict[str, Matrix]:
         widths = {"out": call.out_features, "partials": partials_of(call) * call.out_features}
         return {
             name: Matrix(2, width, call.tokens, 2 * width, 64, self.box_tokens, swizzle=True)
             for name, width in widths.items()
         }
 
-    def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
+    def _violations(self, call: Call, gpu: Gpu) -> Iterator[str]:
         yield from super()._violations(call, gpu)
         if self.sparse:
             yield "sparse: not in training"
@@ -80,12 +79,12 @@ class TrainingTile(TileWgmma):
             yield f"{partials_of(call)} partial derivatives of {call.out_features} features pass 32-bit coordinates"
 
 
-def partials_of(call: LayerCall) -> int:
+def partials_of(call: Call) -> int:
     """The number of partial derivatives of an element of y: with respect to t, to each f_i and to each mask weight."""
     return (1 if call.mask_weights_dtype is None else 2) * call.n_masks + 1
 
 
-def training_choice(call: LayerCall, gpu: Gpu) -> TrainingTile | None:
+def training_choice(call: Call, gpu: Gpu) -> TrainingTile | None:
     """Return the fastest launch by the cost model, or None if the kernel cannot run the call in training."""
     if not can_run(call, gpu) or call.out_features % 8 or call.tokens == 0:
         return None
@@ -105,12 +104,12 @@ _MOST_SUMS_OF_EXPERTS = 160
 """The most registers of a thread for sums, so that enough are left for its item; in inference it is `MOST_SUMS`."""
 
 
-def training_items(call: ExpertCall, gpu: Gpu) -> TileItems | None:
+def training_items(call: Call, gpu: Gpu) -> TileItems | None:
     """Return the fastest launch for experts by the cost model, or None if the kernel cannot train them."""
-    layer = call.layer
+    layer = call.one
     if not can_run(layer, gpu) or layer.out_features % 8 or any(unstacked(call)):
         return None
-    if call.experts > group_tokens.MOST_EXPERTS or not 0 < call.rows <= group_tokens.MOST_ROWS:
+    if call.routed.experts > group_tokens.MOST_EXPERTS or not 0 < call.tokens <= group_tokens.MOST_ROWS:
         return None
     costs = costs_of(gpu)
     fastest = min(_candidates(layer, gpu), key=lambda one: costs.microseconds_of_experts(one, call, gpu))
@@ -119,7 +118,7 @@ def training_items(call: ExpertCall, gpu: Gpu) -> TileItems | None:
     return next((launch for launch in boxes if launch.violation(call, gpu) is None), None)
 
 
-def _candidates(layer: LayerCall, gpu: Gpu) -> Iterator[TrainingTile]:
+def _candidates(layer: Call, gpu: Gpu) -> Iterator[TrainingTile]:
     """Yield the launches to compare for experts. With many sums, registers hold the fragments of only two steps."""
     weighted, must_permute = layer.mask_weights_dtype is not None, not has_x_in_rows(layer)
     for one in launches(layer.n_masks, layer.weight.bits, weighted, must_permute, gpu.shared_bytes_per_sm):

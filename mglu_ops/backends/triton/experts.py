@@ -1,0 +1,145 @@
+"""A training step of experts by grouped products in Triton, for rows sorted by expert, in any dtype but float64.
+
+The formula is the one of `formula`. Nothing waits for the GPU, and no shape depends on `offs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (the field's name)
+from torch import Tensor
+
+from ...given import BackwardGiven, DownGiven, Given
+from ...routing import inverse_of, sort_pairs
+from .. import formula
+from ..formula import Products
+
+_LIBRARY_ARCHITECTURES = (9, 10)
+"""Major compute capabilities for which `grouped_mm` has a kernel, of bfloat16 (torch 2.11 to 2.13). Elsewhere, and for
+other dtypes, torch reads `offs` on the host and loops over the experts."""
+
+
+class GroupedProducts(Products):
+    """The GEMMs of experts, for rows sorted by expert. They return float32, and undefined rows without an expert.
+
+    `weight` is `[experts, out_features, in_features]`; `x` and `grad` have the rows of all experts.
+    """
+
+    has_float64 = False
+
+    def __init__(self, offs: Tensor, rows: int) -> None:
+        self._ends = ascending(offs, rows)
+        self._expert = torch.searchsorted(self._ends, torch.arange(rows, device=offs.device), right=True)
+        self.has_no_expert = self._expert == len(offs)
+
+    def project(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        from .grouped import grouped_products  # imported here, because it imports Triton
+
+        out = x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32) if out is None else out
+        return grouped_products(x, weight.mT, self._ends, out)
+
+    def back(self, grad: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
+        from .grouped import grouped_products
+
+        out = grad.new_zeros(grad.shape[0], weight.shape[2], dtype=torch.float32) if total is None else total
+        return grouped_products(grad, weight, self._ends, out, add=total is not None)
+
+    def weight_product(self, grad: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
+        from .grouped import products_over_rows
+
+        shape = len(self._ends), grad.shape[1], x.shape[1]
+        out = grad.new_empty(shape, dtype=torch.float32) if total is None else total
+        return products_over_rows(grad, x, self._ends, out, add=total is not None)
+
+    def count_ones(self, mask: Tensor) -> Tensor:
+        return mask.sum((-2, -1), keepdim=True)
+
+    def per_row(self, numbers: Tensor) -> Tensor:
+        return numbers.view(-1, 1)[self._expert.clamp_max(len(self._ends) - 1)]
+
+
+def forward_train(given: Given) -> tuple[Tensor, Tensor]:
+    """Run `mglu::grouped_forward_train`."""
+    assert given.offs is not None
+    products = GroupedProducts(given.offs, given.x.shape[0])
+    y, partials = formula.forward_train(given, products)
+    return (
+        y.masked_fill_(products.has_no_expert[:, None], 0),
+        partials.masked_fill_(products.has_no_expert[:, None, None], 0),
+    )
+
+
+def backward(given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run `mglu::grouped_backward`."""
+    assert given.offs is not None
+    products = GroupedProducts(given.offs, given.x.shape[0])
+    grad_x, grad_weight, grad_logits, grad_mask_weights = formula.backward(given, products)
+    if grad_mask_weights.numel():
+        grad_mask_weights.masked_fill_(products.has_no_expert[:, None], 0)
+    return grad_x, grad_weight, grad_logits, grad_mask_weights
+
+
+def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `mglu::experts_down_backward`."""
+    y, weight = given.y, given.weight
+    if y.numel() and weight.numel():
+        return _down_backward(grad_output, given, needs)
+    tensors = zip((y, weight, given.expert_weights), needs, strict=True)
+    return tuple(one.new_zeros(one.shape if is_needed else 0) for one, is_needed in tensors)  # type: ignore[return-value]
+
+
+def _down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    y, weight, ids, expert_weights, *_ = given
+    pairs, offs = sort_pairs(ids, weight.shape[0])
+    back, has_expert = inverse_of(pairs), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
+    rows, grad = y.flatten(0, 1)[pairs], grad_output[pairs // ids.shape[1]]
+    weights = expert_weights.view(-1, 1)[pairs].float()
+    grad_y, grad_weight, grad_expert_weights = y.new_empty(0), y.new_empty(0), expert_weights.new_empty(0)
+    if needs[0] or needs[2]:
+        products = product(grad, weight.contiguous(), offs)  # undefined in rows without an expert
+        if needs[0]:
+            grad_y = torch.where(has_expert, _times(products, weights), 0)[back].view(y.shape)
+        if needs[2]:
+            sums = (products.float() * rows).sum(-1, keepdim=True)
+            grad_expert_weights = torch.where(has_expert, sums, 0)[back].view(ids.shape).to(expert_weights.dtype)
+    if needs[1]:
+        grad_weight = product(_times(grad, weights).t(), rows, offs)
+    return grad_y, grad_weight, grad_expert_weights
+
+
+def _times(rows: Tensor, weights: Tensor) -> Tensor:
+    """`rows * weights` in the dtype of rows, rounded once, without an intermediate tensor in float32."""
+    return torch.mul(rows, weights, out=torch.empty_like(rows))
+
+
+# --- Grouped products ------------------------------------------------------------------------------------------------
+
+
+def product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """The result of `torch.nn.functional.grouped_mm`, which computes it where it does not wait for the GPU.
+
+    Each expert multiplies its rows of a by its matrix of b, or its columns of a by its rows of b.
+    """
+    if not a.is_cuda or (_library_has_kernel(a) and _is_for_library(a) and _is_for_library(b)):
+        return F.grouped_mm(a, b, offs=offs)
+    from . import grouped  # it imports Triton
+
+    return grouped.products_over_rows(a.t(), b, offs) if b.dim() == 2 else grouped.grouped_products(a, b, offs)
+
+
+def _library_has_kernel(a: Tensor) -> bool:
+    major, _ = torch.cuda.get_device_capability(a.device)
+    return a.dtype is torch.bfloat16 and major in _LIBRARY_ARCHITECTURES
+
+
+def _is_for_library(matrices: Tensor) -> bool:
+    """True if the rows or the columns of matrices in bfloat16 are contiguous, at multiples of 16 bytes."""
+    distance, step = sorted(matrices.stride()[-2:], reverse=True)
+    return step == 1 and distance % 8 == 0 and matrices.data_ptr() % 16 == 0
+
+
+def ascending(offs: Tensor, rows: int) -> Tensor:
+    """The same ends if they are valid. Others would let `grouped_mm` stop the GPU, or read outside of the rows."""
+    return offs.clamp(0, rows).cummax(0).values

@@ -1,0 +1,269 @@
+"""The arguments of the operators, from the operator to the launch of its kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .tensors import check_dense
+
+
+class Given(NamedTuple):
+    """The arguments of `mglu::forward`, of `mglu::experts_forward` with `expert_ids`, or of `mglu::grouped_forward`.
+
+    The tensors of experts have a leading dimension of E experts.
+    """
+
+    x: Tensor
+    """`[..., in_features]`; with experts `[T, in_features]`, or with offs `[S, in_features]`, sorted by expert."""
+    weight: Tensor
+    """`[(E,) out_features, in_features]` in x's dtype, or as `weight_format` stores it (`mglu_ops.formats`)."""
+    packed_masks: Tensor
+    """uint8 `[(E,) out_features, ceil(in_features / 8), n_masks]`."""
+    activation: str = "silu"
+    """A name of `mglu_ops.activations.ACTIVATIONS`."""
+    mask_weights: Tensor | None = None
+    """`[..., n_masks]`; with experts `[T, K, n_masks]`, or with offs `[S, n_masks]`."""
+    weight_scale: Tensor | None = None
+    """The scales of the weight (`WeightFormat.scale_shape`), of each expert."""
+    weight_format: str = "dense"
+    """A name of `mglu_ops.formats.FORMATS`."""
+    activation_format: str = "dense"
+    """The format to which x is rounded, a name of `mglu_ops.formats.ACTIVATION_FORMATS`."""
+    expert_ids: Tensor | None = None
+    """int32 or int64 `[T, K]`."""
+    offs: Tensor | None = None
+    """int32 `[E]`: the end of each expert's rows."""
+
+    @staticmethod
+    def of_ids(x: Tensor, weight: Tensor, packed_masks: Tensor, expert_ids: Tensor, *rest: Any) -> Given:
+        """The arguments of `mglu::experts_forward`, in its schema's order. Raises TypeError if expert_ids is None."""
+        check_dense("expert_ids", expert_ids)  # torch accepts None for a tensor
+        return Given(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest ends before it
+
+    @staticmethod
+    def of_offs(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any) -> Given:
+        """The arguments of `mglu::grouped_forward`, in its schema's order. Raises TypeError if offs is None."""
+        check_dense("offs", offs)  # torch accepts None for a tensor
+        return Given(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+
+    @property
+    def out_features(self) -> int:
+        return self.packed_masks.shape[-3]
+
+    @property
+    def in_features(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def n_masks(self) -> int:
+        return self.packed_masks.shape[-1]
+
+    @property
+    def routing(self) -> Tensor | None:
+        """The tensor that assigns rows to experts, `expert_ids` or `offs`; None without experts."""
+        return self.offs if self.expert_ids is None else self.expert_ids
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The sizes of the result before out_features: x's, or `T, K` with expert_ids."""
+        return tuple(self.x.shape[:-1] if self.expert_ids is None else self.expert_ids.shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, without those that are None."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+    def addresses(self, out: Tensor) -> dict[str, int]:
+        """The addresses of the tensors and of the result, by the names of the kernels' parameters; 0 for None.
+
+        This runs in every call. A dict display is faster than a loop over the fields.
+        """
+        mask_weights, scale, routing = self.mask_weights, self.weight_scale, self.routing
+        return {
+            "x": self.x.data_ptr(),
+            "weight": self.weight.data_ptr(),
+            "packed_masks": self.packed_masks.data_ptr(),
+            "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
+            "weight_scale": 0 if scale is None else scale.data_ptr(),
+            "expert_ids": 0 if routing is None else routing.data_ptr(),
+            "items": 0,  # written by an earlier launch, if a kernel reads it
+            "out": out.data_ptr(),
+        }
+
+    def in_rows(self) -> Given:
+        """Return the arguments with x `[tokens, in_features]`, mask weights `[tokens, n_masks]`, and contiguous scales,
+        ids and offs.
+
+        Copies tensors that cannot be viewed like that.
+        """
+        x, weights, scale, ids, offs = self.x, self.mask_weights, self.weight_scale, self.expert_ids, self.offs
+        if x.dim() == 2 and scale is ids is offs is None and (weights is None or weights.dim() == 2):
+            return self
+        return self._replace(
+            x=as_rows(x),
+            mask_weights=None if weights is None else as_rows(weights),
+            weight_scale=None if scale is None else scale.contiguous(),
+            expert_ids=None if ids is None else ids.contiguous(),
+            offs=None if offs is None else offs.contiguous(),
+        )
+
+    def of_expert(self, expert: int, x: Tensor, mask_weights: Tensor | None) -> Given:
+        """The arguments of one expert's layer, for rows of x and their mask weights."""
+        return Given(
+            x,
+            self.weight[expert],
+            self.packed_masks[expert],
+            self.activation,
+            mask_weights,
+            None if self.weight_scale is None else self.weight_scale[expert],
+            self.weight_format,
+            self.activation_format,
+        )
+
+
+class SteGiven(NamedTuple):
+    """The arguments of `mglu::forward_ste`, or with offs of `mglu::grouped_forward_ste`; shapes as in `Given`."""
+
+    x: Tensor
+    weight: Tensor
+    mask_logits: Tensor
+    """Floating `[(E,) n_masks, out_features, in_features]`."""
+    activation: str = "silu"
+    mask_weights: Tensor | None = None
+    offs: Tensor | None = None
+
+    @staticmethod
+    def of_offs(x: Tensor, weight: Tensor, mask_logits: Tensor, offs: Tensor, *rest: Any) -> SteGiven:
+        """The arguments of `mglu::grouped_forward_ste`, in its order. Raises TypeError if offs is None."""
+        check_dense("offs", offs)
+        return SteGiven(x, weight, mask_logits, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, without those that are None."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+    def packed(self, packed_masks: Tensor) -> Given:
+        """The arguments of the same layer with packed masks."""
+        return Given(self.x, self.weight, packed_masks, self.activation, self.mask_weights, offs=self.offs)
+
+
+class DownGiven(NamedTuple):
+    """The arguments of `mglu::experts_down`, in the order of its schema."""
+
+    y: Tensor
+    """`[T, K, in_features]`: the result of `experts_forward`, whose out_features are the in_features here."""
+    weight: Tensor
+    """`[E, out_features, in_features]` in y's dtype, or as `weight_format` stores it."""
+    expert_ids: Tensor
+    """int32 or int64 `[T, K]`."""
+    expert_weights: Tensor
+    """Floating `[T, K]`."""
+    weight_scale: Tensor | None = None
+    weight_format: str = "dense"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, without those that are None."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+    def in_rows(self) -> DownGiven:
+        """Return the arguments with contiguous y, ids, expert weights and scales; copy if needed."""
+        y, weight, ids, expert_weights, scale, weight_format = self
+        scale = None if scale is None else scale.contiguous()
+        return DownGiven(y.contiguous(), weight, ids.contiguous(), expert_weights.contiguous(), scale, weight_format)
+
+
+class BackwardGiven(NamedTuple):
+    """The arguments of `mglu::backward`, or of `mglu::grouped_backward` with offs.
+
+    For a backend, `...` in their shapes is a single dimension, the tokens.
+    """
+
+    grad_output: Tensor
+    """`[..., out_features]` in x's dtype. Its strides, like x's and weight's, are arbitrary and may be 0."""
+    x: Tensor
+    """`[..., in_features]`."""
+    weight: Tensor
+    """`[(E,) out_features, in_features]`."""
+    packed_masks: Tensor
+    """`[(E,) out_features, ceil(in_features / 8), n_masks]`."""
+    partials: Tensor
+    """What `forward_train` of any backend returned; contiguous for a backend."""
+    needs: Sequence[bool]
+    """True if the gradients of x and weight are needed."""
+    logits_dtype: torch.dtype | None
+    """The dtype of the gradient of the mask logits; None if it is not needed."""
+    mask_weights_dtype: torch.dtype | None
+    """The dtype of the gradient of mask_weights; None if it is not needed, or if there are none."""
+    offs: Tensor | None = None
+    """int32 `[E]`; contiguous for a backend."""
+
+    @staticmethod
+    def of_offs(
+        grad_output: Tensor, x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any
+    ) -> BackwardGiven:
+        """The arguments of `mglu::grouped_backward`, in its schema's order. Raises TypeError if offs is None."""
+        check_dense("offs", offs)  # torch accepts None for a tensor
+        return BackwardGiven(grad_output, x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, without those that are None."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+    def in_rows(self) -> BackwardGiven:
+        """Return the arguments with a single dimension of tokens, and contiguous partials and offs."""
+        x, partials, offs = as_rows(self.x), self.partials, self.offs
+        if x is self.x and partials.is_contiguous() and (offs is None or offs.is_contiguous()):
+            return self
+        return self._replace(
+            grad_output=as_rows(self.grad_output),
+            x=x,
+            partials=partials.contiguous().view(len(x), *partials.shape[-2:]),
+            offs=None if offs is None else offs.contiguous(),
+        )
+
+    def of_expert(self, expert: int, rows: slice) -> BackwardGiven:
+        """The arguments of one expert's layer and its rows."""
+        return self._replace(
+            grad_output=self.grad_output[rows],
+            x=self.x[rows],
+            weight=self.weight[expert],
+            packed_masks=self.packed_masks[expert],
+            partials=self.partials[rows],
+            offs=None,
+        )
+
+    def empty_gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Uninitialised gradients of x, weight, mask logits and mask weights; empty tensors for those not needed."""
+        x, needs, n_masks = self.x, self.needs, self.packed_masks.shape[-1]
+        *experts, d, h = self.weight.shape
+        logits, mask_weights = (*experts, n_masks, d, h), (*x.shape[:-1], n_masks)
+        return (
+            x.new_empty(x.shape if needs[0] else (0,)),
+            self.weight.new_empty(self.weight.shape if needs[1] else (0,)),
+            x.new_empty(logits if self.logits_dtype else (0,), dtype=self.logits_dtype or x.dtype),
+            x.new_empty(mask_weights if self.mask_weights_dtype else (0,), dtype=self.mask_weights_dtype or x.dtype),
+        )
+
+
+OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "forward": ("forward", Given),
+    "forward_ste": ("ste", SteGiven),
+    "forward_train": ("train", Given),
+    "backward": ("backward", BackwardGiven),
+    "grouped_forward": ("forward", Given.of_offs),
+    "grouped_forward_ste": ("ste", SteGiven.of_offs),
+    "grouped_forward_train": ("train", Given.of_offs),
+    "grouped_backward": ("backward", BackwardGiven.of_offs),
+    "experts_forward": ("forward", Given.of_ids),
+    "experts_down": ("down", DownGiven),
+}
+"""Name of an operator to what it does, and to the function that takes its arguments in the order of its schema."""
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """View `[..., n]` as `[tokens, n]`, or copy if the strides allow no view. Sizes may be 0."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
