@@ -140,24 +140,22 @@ def _task_and_call(task: str, given: Any) -> tuple[Task, Call]:
 def choose(task: Task, call: Call) -> Choice:
     """The first backend that can run a task; raises the errors of `explain_dispatch`."""
     declined: list[Reason] = []
-    for backend in BACKENDS.values():
-        if backend.device_type not in (None, call.device.type):
-            continue
-        reason = _reason(backend, task, call)
+    for backend in _candidates(task, call):
+        reason = backend.reason(task, call)
         if reason is None:
             return _chosen(backend, backend.describe(task, call), call, declined)
         declined.append(reason)
     problem = "; ".join(dict.fromkeys(map(str, declined)))
     if call.batch_invariant:
-        raise RuntimeError(REFUSED.format(declined[0]))
+        raise RuntimeError(REFUSED.format(problem or "training"))
     raise NotImplementedError(f"x: got {call.dtype} on {call.device}, for which no backend runs {task!r}: {problem}")
 
 
-def _reason(backend: Backend, task: Task, call: Call) -> Reason | None:
-    """Why a backend cannot run a task of a call in the present mode; None if it can."""
-    if call.batch_invariant and task not in backend.batch_invariant_tasks:
-        return Reason("training" if task in ("train", "backward", "down_backward") else f"the backend {backend.name}")
-    return backend.reason(task, call)
+def _candidates(task: Task, call: Call) -> list[Backend]:
+    """The backends for the call's device or, in the batch-invariant mode, those whose results for a task are so."""
+    if call.batch_invariant:
+        return [backend for backend in BACKENDS.values() if task in backend.batch_invariant_tasks]
+    return [backend for backend in BACKENDS.values() if backend.device_type in (None, call.device.type)]
 
 
 def _chosen(backend: Backend, how: Description, call: Call, declined: Sequence[Reason]) -> Choice:

@@ -95,8 +95,8 @@ def test_without_a_compiler_the_kernels_in_the_cache_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(cuda, "is_cached", lambda kernel, arch, macros: (kernel, arch) != ("decode_mma", "sm_90"))
     assert explain(64).kernel == "tile_wgmma"
     reason = "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
-    assert BACKENDS["cuda"].unsupported_reason(Call.of(layer(1))) == reason
-    assert BACKENDS["cuda"].supports(Call.of(layer(0)))
+    assert str(BACKENDS["cuda"].reason("forward", Call.of(layer(1)))) == reason
+    assert BACKENDS["cuda"].reason("forward", Call.of(layer(0))) is None
     masks: Any = OnGpu(torch.empty(4, 64, 64, dtype=torch.bool))
     assert BACKENDS["cuda"].can_pack(masks)
     monkeypatch.setattr(cuda, "is_cached", lambda *_: False)
@@ -119,10 +119,10 @@ def test_rounded_x_is_contiguous_for_kernels_that_do_not_multiply_in_fp8() -> No
     formats = {"weight_format": "fp8_row", "activation_format": "fp8_token"}
     call = Call.contiguous(torch.device("cuda:0"), torch.bfloat16, 4, 8, 14336, 4096, **formats)
     call = replace(call, x=Layout((1, 8), alignment=2))
-    choice = dispatch.choose(call)
+    choice = dispatch.choose("forward", call)
     assert choice.launch == choose(call.with_rounded_x(), KNOWN_GPUS[9, 0]).config
     assert ", weight in fp8_row, x rounded to fp8_token: the masks are applied" in str(choice)
-    many = dispatch.choose(replace(call, leading=(64,)))
+    many = dispatch.choose("forward", replace(call, leading=(64,)))
     assert many.launch == choose(replace(call, leading=(64,)), KNOWN_GPUS[9, 0]).config
     assert ", weight in fp8_row, x in fp8_token: " in str(many)
 
@@ -159,7 +159,7 @@ def test_older_gpus_take_few_tokens_on_chip(monkeypatch: pytest.MonkeyPatch) -> 
     assert explain(512).kernel == "decode_mma"
     assert explain(513).backend == "composite"
     set_gpu(monkeypatch, (7, 5))
-    monkeypatch.setattr(type(BACKENDS["triton"]), "unsupported_reason", lambda backend, call: None)
+    monkeypatch.setattr(type(BACKENDS["triton"]), "reason", lambda backend, task, call: None)
     choice = explain(1)
     assert (choice.backend, choice.is_fallback) == ("triton", True)
     assert "compute capability (7, 5) is below 8.0" in choice.reason

@@ -53,8 +53,8 @@ def test_every_call_has_a_launch_that_fits(arch: tuple[int, int]) -> None:
         for call in (plain, invariant, experts_call(n_masks, tokens, model, name, dtype, is_sorted=True)):
             launch = choose(call, gpu)
             assert launch.violation(call, gpu) is None, (call, launch)
-            assert launch.grouped or call.rows <= 64
-            items = group_tokens.max_items(call, launch.item_rows) if launch.grouped else call.rows
+            assert launch.grouped or call.tokens <= 64
+            items = group_tokens.max_items(call, launch.item_rows) if launch.grouped else call.tokens
             blocks, config = launch.grid(call, gpu)[0] // items, launch.config
             if isinstance(config, DecodeItems):
                 assert blocks == -(-model[1] // (16 * config.tiles))
@@ -117,7 +117,7 @@ def test_other_kernels_of_experts_compile_without_spills(arch: tuple[int, int]) 
 
 def test_a_dense_launch_of_the_kernel_has_no_items() -> None:
     """Items are a macro, so that a layer without experts compiles to the instructions that it had."""
-    call = experts_call(4, 8).layer
+    call = experts_call(4, 8).one
     config = decode_mma.choose(call, HOPPER)
     assert config is not None
     assert "MGLU_ITEMS" not in config.macros(call)

@@ -29,7 +29,7 @@ def down_call(
     layer = Call.contiguous(
         torch.device("cuda"), dtype, 0, 1, out_features, in_features, "identity", weight_format=weight_format
     )
-    return replace(layer.over_experts(experts, tokens, top_k), expert_weights_dtype=torch.float32)
+    return layer.over_experts(experts, tokens, top_k, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from expert_training import ExpertLayer, assert_as_good_as_naive
 from families import family, sample
 from torch import Tensor
 
-from mglu_ops.backends.base import BackwardGiven
 from mglu_ops.backends.cuda import experts_training as training
-from mglu_ops.given import Given
+from mglu_ops.given import BackwardGiven, Given
 
 __all__ = ["emulated_kernels"]  # a fixture
 

@@ -54,8 +54,9 @@ def test_items_are_a_stable_sort_in_pieces(rows: int, experts: int, index_dtype:
     generator = torch.Generator().manual_seed(rows)
     ids = (torch.rand(rows, 1, generator=generator) ** 2 * (experts + 2)).to(index_dtype) - 1
     ids[rows // 2 :: 50] = torch.iinfo(index_dtype).max
-    call = replace(Call.contiguous(LAYER, experts, rows, 1), index_dtype=index_dtype)
-    is_sorted = replace(call, top_k=None, index_dtype=torch.int32)
+    is_sorted = LAYER.over_experts(experts, rows, None)
+    call = LAYER.over_experts(experts, rows, 1)
+    call = replace(call, routing=replace(call.routed, index_dtype=index_dtype))
     pairs, offs = sort_pairs(ids, experts)
     for item_rows in (1, 100):
         expected = entries_of(offs, rows, item_rows)
@@ -70,7 +71,8 @@ def test_items_are_a_stable_sort_in_pieces(rows: int, experts: int, index_dtype:
 @pytest.mark.parametrize(("rows", "experts"), [(1, 1), (600, 33)])
 def test_the_order_of_rows(rows: int, experts: int) -> None:
     ids = torch.randint(-1, experts + 2, (rows, 1))
-    call = replace(Call.contiguous(LAYER, experts, rows, 1), index_dtype=torch.int64)
+    call = LAYER.over_experts(experts, rows, 1)
+    call = replace(call, routing=replace(call.routed, index_dtype=torch.int64))
     words = group_tokens.order_words(rows, experts)
     memory = torch.full((words + 8,), -7)
     pointers = {"expert_ids": ids.data_ptr(), "out": memory.data_ptr()}
@@ -85,7 +87,7 @@ def test_the_order_of_rows(rows: int, experts: int) -> None:
 
 @pytest.mark.parametrize("ends", [(5, 3, 40, 1), (-1, -9, 2**31 - 1, 0), (2**31 - 1,) * 4, (-(2**31),) * 4])
 def test_every_row_is_in_one_item_whatever_offs_are(ends: tuple[int, ...]) -> None:
-    call = Call.contiguous(LAYER, 4, 40, None)
+    call = LAYER.over_experts(4, 40, None)
     entries, _ = table_of(call, torch.tensor(ends, dtype=torch.int32), 8)
     rows = [first + i for _, first, count, _ in entries.tolist() for i in range(count)]
     assert rows == list(range(40))

@@ -22,9 +22,7 @@ ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 HOPPER = KNOWN_GPUS[9, 0]
 
 
-def contiguous(
-    n_masks: int, tokens: int, d: int, h: int, dtype: torch.dtype = torch.float16, **options: Any
-) -> Call:
+def contiguous(n_masks: int, tokens: int, d: int, h: int, dtype: torch.dtype = torch.float16, **options: Any) -> Call:
     return Call.contiguous(torch.device("cuda"), dtype, n_masks, tokens, d, h, **options)
 
 

@@ -31,15 +31,20 @@ def expert_call(n_masks: int, tokens: int, model: tuple[int, int, int, int] = QW
     return layer.over_experts(experts, tokens, top_k)
 
 
+def sorted_by_expert(call: Call) -> Call:
+    """The same number of rows, sorted by expert."""
+    return replace(call, leading=(call.tokens,), routing=replace(call.routed, top_k=None))
+
+
 def check(call: Call, launch: TileItems | None) -> None:
     assert launch is not None
     assert launch.violation(call, HOPPER) is None
     for kernel, target, macros in launch.sources(call, HOPPER):
         registers, spills, log = compiled(kernel, target, macros)
         # csrc/cuda/tile_wgmma.md has these spills, which a single layer does not have.
-        weighted = call.layer.mask_weights_dtype is not None and launch.config.mask_groups == 2
-        scales_columns = call.layer.weight.format.columns is not None
-        many_masks = call.layer.n_masks >= (6 if isinstance(launch.config, TrainingTile) else 8)
+        weighted = call.mask_weights_dtype is not None and launch.config.mask_groups == 2
+        scales_columns = call.weight.format.columns is not None
+        many_masks = call.n_masks >= (6 if isinstance(launch.config, TrainingTile) else 8)
         assert spills <= (120 if weighted or scales_columns or many_masks else 16), log
         assert "serialized" not in log, log
         threads = launch.config.threads if kernel == launch.config.kernel else 256
@@ -70,7 +75,7 @@ def test_compiles_without_spills(n_masks: int, tokens: int) -> None:
 def test_training_compiles_without_spills(n_masks: int, weighted: bool) -> None:
     options = {"mask_weights_dtype": torch.float32} if weighted else {}
     for model, tokens in ((GPT_OSS, 8192), (QWEN, 256)):
-        call = as_read(replace(expert_call(n_masks, tokens, model, **options), top_k=None))
+        call = as_read(sorted_by_expert(expert_call(n_masks, tokens, model, **options)))
         launch = training_items(call, HOPPER)
         check(call, launch)
         assert launch is not None
@@ -78,12 +83,19 @@ def test_training_compiles_without_spills(n_masks: int, weighted: bool) -> None:
 
 
 def test_what_is_trained_by_products_of_the_library() -> None:
-    call = as_read(replace(expert_call(1, 8192), top_k=None))
+    call = as_read(sorted_by_expert(expert_call(1, 8192)))
     assert training_items(call, HOPPER) is not None
     assert training_items(call, KNOWN_GPUS[8, 0]) is None
-    for changes in ({"rows": 0}, {"rows": 2**20 + 1}, {"experts": 1025}, {"weight_stride": 2 * call.weight_stride}):
-        assert training_items(replace(call, **changes), HOPPER) is None
-    for changes in ({"out_features": 60}, {"out_features": 100}, {"in_features": 2044}, {"dtype": torch.float32}):
+    for changes in ({"experts": 1025}, {"weight_stride": 2 * call.routed.weight_stride}):
+        assert training_items(replace(call, routing=replace(call.routed, **changes)), HOPPER) is None
+    for changes in (
+        {"leading": (0,)},
+        {"leading": (2**20 + 1,)},
+        {"out_features": 60},
+        {"out_features": 100},
+        {"in_features": 2044},
+        {"dtype": torch.float32},
+    ):
         assert training_items(replace(call, **changes), HOPPER) is None
 
 
@@ -109,7 +121,7 @@ def test_gathers_x_after_grouping() -> None:
         launch = choose(one, HOPPER)
         assert launch is not None
         assert [kernel for kernel, *_ in launch.sources(one, HOPPER)] == ["tile_wgmma", "group_tokens", gather]
-    trained = as_read(replace(expert_call(1, 256), top_k=None))  # its x is sorted, and is read as it is
+    trained = as_read(sorted_by_expert(expert_call(1, 256)))  # its x is sorted, and is read as it is
     launch = training_items(trained, HOPPER)
     assert launch is not None
     assert [kernel for kernel, *_ in launch.sources(trained, HOPPER)] == ["tile_wgmma", "group_tokens"]
@@ -142,7 +154,7 @@ def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
     config = choose(few, HOPPER).config  # type: ignore[union-attr]
     times = [costs.microseconds_of_experts(config, call, HOPPER) for call in (few, many)]
     assert 3 < times[1] / times[0] < 4
-    layer = many.layer
+    layer = many.one
     read = 128 * layer.out_features * layer.in_features * (2 + 1 / 8) / costs.dram_bytes_per_us
     assert read < times[1] < 1.4 * read
 
@@ -158,7 +170,9 @@ def test_which_kernel_runs_experts() -> None:
     assert kernel(expert_call(4, 128, GPT_OSS)) == "tile_wgmma"
     assert kernel(expert_call(1, 1), batch_invariant=True) == "tile_wgmma"
     call = expert_call(1, 4096)
-    assert kernel(replace(call, masks_stride=2 * call.masks_stride)) == "decode_mma"
+    assert (
+        kernel(replace(call, routing=replace(call.routed, masks_stride=2 * call.routed.masks_stride))) == "decode_mma"
+    )
     assert choose_experts(call, KNOWN_GPUS[8, 0]).config.kernel == "decode_mma"
 
 
@@ -171,7 +185,7 @@ def test_what_the_kernel_refuses() -> None:
     }
     for reason, launch in refused.items():
         assert reason in str(launch.violation(call, HOPPER))
-    apart = replace(call, weight_stride=2 * call.weight_stride)
+    apart = replace(call, routing=replace(call.routed, weight_stride=2 * call.routed.weight_stride))
     assert choose(apart, HOPPER) is None
     assert "weight: got 3145728 elements" in str(TileItems(config, True).violation(apart, HOPPER))
     assert choose(replace(apart, experts=1), HOPPER) is not None

@@ -8,13 +8,13 @@ import pytest
 import torch
 from budgets import assert_matches
 from memory_layouts import bands_of, between
+from mglu_ops.backends.cuda.experts import CudaDown
 from torch import Tensor
 
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda.device import gpu_of
-from mglu_ops.backends.cuda.experts import CudaDown
 from mglu_ops.backends.cuda.kernels import experts_down
 from mglu_ops.backends.cuda.kernels.experts_down import ExpertsDown
 from mglu_ops.call import Call

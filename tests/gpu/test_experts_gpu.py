@@ -11,6 +11,7 @@ from budgets import assert_matches
 from expert_layers import ROUTINGS, Experts, make_experts, sorted_rows
 from gpu_calls import assert_follows_producers, on_gpu
 from memory_layouts import bands_of, between, mask_major, rows_apart, transposed, unaligned
+from mglu_ops.backends.cuda.experts import CudaExperts, addresses
 from torch import Tensor
 
 import mglu_ops
@@ -18,7 +19,6 @@ from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda import Cuda, Plain
 from mglu_ops.backends.cuda.device import gpu_of
-from mglu_ops.backends.cuda.experts import CudaExperts, addresses
 from mglu_ops.backends.cuda.kernels import group_tokens
 from mglu_ops.backends.cuda.kernels.experts import DecodeItems, ExpertLaunch, choose
 from mglu_ops.call import Call

@@ -10,13 +10,13 @@ from budgets import assert_matches
 from expert_layers import ROUTINGS, Experts, make_experts, sorted_rows
 from gpu_calls import assert_follows_producers, on_gpu
 from memory_layouts import bands_of, between, rows_apart, transposed, unaligned
+from mglu_ops.backends.cuda.experts import addresses
 from torch import Tensor
 
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends.cuda import TileWgmma
 from mglu_ops.backends.cuda.device import gpu_of
-from mglu_ops.backends.cuda.experts import addresses
 from mglu_ops.backends.cuda.kernels.tile_experts import TileItems, choose
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS

@@ -12,10 +12,9 @@ from torch import Tensor
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import Backend, PreparedCall
-from mglu_ops.backends.base import BackwardGiven
 from mglu_ops.backends.composite import Composite
 from mglu_ops.call import Call
-from mglu_ops.given import Given
+from mglu_ops.given import BackwardGiven, Given
 
 
 def call(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,10 +17,10 @@ from strategies import naive
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends.base import BackwardGiven, PreparedBackward, PreparedForwardTrain
+from mglu_ops.backends.base import Prepared
 from mglu_ops.backends.cuda.kernels import training_steps as steps
 from mglu_ops.call import Call
-from mglu_ops.given import Given
+from mglu_ops.given import BackwardGiven, Given
 
 NAMES = ("x", "weight", "logits", "mask_weights")
 
@@ -235,9 +235,7 @@ class Layer:
         """The arguments of a backward pass. `needs` has a flag for each gradient of `NAMES`."""
         logits_dtype = self.logits.dtype if needs[2] else None
         mask_weights_dtype = self.mask_weights.dtype if needs[3] and self.mask_weights is not None else None
-        return BackwardGiven(
-            self.grad_output, *self.given[:3], partials, needs[:2], logits_dtype, mask_weights_dtype
-        )
+        return BackwardGiven(self.grad_output, *self.given[:3], partials, needs[:2], logits_dtype, mask_weights_dtype)
 
     def in_plain_torch(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The result `y` and all gradients of the naive layer, computed in `dtype`."""
@@ -251,7 +249,7 @@ class Layer:
 
 
 def take_step(
-    layer: Layer, forward: PreparedForwardTrain, backward: PreparedBackward, needs: Sequence[bool] = (True,) * 4
+    layer: Layer, forward: Prepared, backward: Prepared, needs: Sequence[bool] = (True,) * 4
 ) -> dict[str, Tensor]:
     """The result `y` and the needed gradients. The others must be empty, and none may share memory."""
     y, partials = forward(layer.given)

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
-from mglu_ops.backends.base import BackwardGiven
 from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
 from mglu_ops.formats import FORMATS
-from mglu_ops.given import Given
+from mglu_ops.given import BackwardGiven, Given
 from mglu_ops.masks import pack
 
 Layout = Callable[[Tensor], Tensor]
