@@ -46,7 +46,7 @@ def forward_train(*operands):
 
 
 def backward(*arguments):
-    return training.backward(BackwardGiven(*arguments))
+    return training.backward(BackwardGiven.of_offs(*arguments))
 
 
 @pytest.mark.parametrize(

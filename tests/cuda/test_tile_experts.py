@@ -188,6 +188,6 @@ def test_what_the_kernel_refuses() -> None:
     apart = replace(call, routing=replace(call.routed, weight_stride=2 * call.routed.weight_stride))
     assert choose(apart, HOPPER) is None
     assert "weight: got 3145728 elements" in str(TileItems(config, True).violation(apart, HOPPER))
-    assert choose(replace(apart, experts=1), HOPPER) is not None
+    assert choose(replace(apart, routing=replace(apart.routed, experts=1)), HOPPER) is not None
     assert choose(call, KNOWN_GPUS[8, 0]) is None
     assert choose(replace(call, dtype=torch.float32), HOPPER) is None
