@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import mglu_ops
 from mglu_ops import dispatch
-from mglu_ops.backends import Backend, PreparedCall
+from mglu_ops.backends import Backend
+from mglu_ops.backends.base import Prepared, Reason
 from mglu_ops.backends.composite import Composite
 from mglu_ops.call import Call
 from mglu_ops.given import BackwardGiven, Given
@@ -42,11 +42,12 @@ def test_an_override_prepares_the_call_with_its_launch(monkeypatch: pytest.Monke
 
     class Ones(Backend):
         name = "ones"
+        device_type = None
 
-        def unsupported_reason(self, call: Call) -> str | None:
+        def reason(self, task: str, call: Call) -> None:
             return None
 
-        def prepare(self, call: Call, launch: object = None) -> PreparedCall:
+        def prepare(self, task: str, call: Call, launch: object = None) -> Prepared:
             prepared.append((call.leading, call.tokens, call.x.strides, call.mask_weights.strides, launch))
             return lambda given: given.x.new_ones(call.result_shape)
 
@@ -80,28 +81,22 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
     described, shapes = [], []
 
     class Cuda(Composite):
-        def can_train_forward(self, call: Call) -> bool:
+        name = "cuda"
+
+        def reason(self, task: str, call: Call) -> Reason | None:
             described.append((call.leading, call.mask_weights_dtype))
-            return trains
+            return None if trains else Reason("it does not train")
 
-        can_train_backward = can_train_forward
+        def prepare(self, task: str, call: Call, launch: object = None) -> Prepared:
+            prepared = super().prepare(task, call)
 
-        def prepare_forward_train(self, call: Call) -> Any:
-            prepared = super().prepare_forward_train(call)
-
-            def run(given: Given) -> tuple[Tensor, Tensor]:
-                shapes.append((given.x.shape, given.mask_weights.shape))
+            def run(given: Given | BackwardGiven) -> Any:
+                if isinstance(given, Given):
+                    shapes.append((given.x.shape, given.mask_weights.shape))
+                else:
+                    grad, x, _, _, partials, *_ = given
+                    shapes.append((grad.shape, x.shape, partials.shape, partials.is_contiguous()))
                 return prepared(given)
-
-            return run
-
-        def prepare_backward(self, call: Call) -> Any:
-            prepared = super().prepare_backward(call)
-
-            def run(arguments: BackwardGiven) -> tuple[Tensor, ...]:
-                grad, x, _, _, partials, *_ = arguments
-                shapes.append((grad.shape, x.shape, partials.shape, partials.is_contiguous()))
-                return prepared(arguments)
 
             return run
 

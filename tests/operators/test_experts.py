@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mglu_ops
 from mglu_ops import dispatch
-from mglu_ops.backends import composite_experts
+from mglu_ops.backends import composite
+from mglu_ops.backends.triton import experts as grouped_products
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS, round_activation
 from mglu_ops.given import DownGiven, Given
@@ -41,7 +43,7 @@ def in_blocks(given: Given) -> Tensor:
     """The composite backend as it runs on devices other than a CPU: in blocks of rows."""
     if given.activation_format != "dense":
         given = given._replace(x=round_activation(given.x), activation_format="dense")
-    return composite._forward(Call.of(given), given.in_rows())
+    return composite._experts(Call.of(given), given.in_rows())
 
 
 RUNS = {
@@ -154,7 +156,7 @@ def test_the_composite_of_other_devices_reads_no_value_on_the_host() -> None:
             return [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
 
         for call, given in both:
-            assert composite._forward(call, Given(*fake(given))).shape == call.result_shape
+            assert composite._experts(call, Given(*fake(given))).shape == call.result_shape
         assert composite._down(DownGiven(*fake(down))).shape == (6, 24)
 
 
@@ -216,7 +218,7 @@ def test_experts_forward_has_gradients_of_x_and_mask_weights(weight_format: str)
     found = mglu.experts_forward(x, given.weight, given.packed_masks, ids, "silu", weights, *given[5:7])
     expected = torch.zeros_like(found)
     for t, k in layer.has_expert.nonzero().tolist():
-        expected[t, k] = mglu.forward(*given.of_expert(int(ids[t, k]), x[t], weights[t, k]))
+        expected[t, k] = mglu.forward(*given.of_expert(int(ids[t, k]), x[t], weights[t, k])[:8])
     grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
     wanted = torch.autograd.grad(expected, (x, weights), grad)
     torch.testing.assert_close(torch.autograd.grad(found, (x, weights), grad), wanted)
@@ -235,16 +237,17 @@ def test_gradients_of_experts_down(routing: str) -> None:
     "needs", [[True, True, True], [True, False, False], [False, True, False], [False, False, True]]
 )
 @pytest.mark.parametrize(
-    ("how", "dtype"),
-    [("down_backward_in_blocks", torch.float64), ("down_backward_by_grouped_products", torch.bfloat16)],
+    ("how", "dtype"), [(composite._down_backward, torch.float64), (grouped_products.down_backward, torch.bfloat16)]
 )
-def test_gradients_of_experts_down_on_other_devices(how: str, dtype: torch.dtype, needs: list[bool]) -> None:
+def test_gradients_of_experts_down_on_other_devices(
+    how: Callable[..., Any], dtype: torch.dtype, needs: list[bool]
+) -> None:
     for routing in ROUTINGS:
         layer = make_experts(70, experts=5, out_features=16, routing=routing, dtype=dtype)
         down = make_down(layer)
         grad = torch.randn(70, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
         grad[~layer.has_expert.any(1)] = torch.nan
-        found = getattr(composite_experts, how)(grad, down.in_rows(), needs)
+        found = how(grad, down.in_rows(), needs)
         expected = mglu.experts_down_backward(grad, *down[:4], needs)
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype
@@ -346,8 +349,8 @@ def test_flops_count_the_rows_of_the_result() -> None:
     assert counter.get_total_flops() == 3 * rows * 4 * pair
 
 
-def test_explain_experts_dispatch_names_the_backend() -> None:
+def test_explain_dispatch_names_the_backend_of_experts() -> None:
     given = make_experts(dtype=torch.float64).given
-    choice = mglu_ops.explain_experts_dispatch(*given[:3], given.routing)
+    choice = mglu_ops.explain_dispatch(mglu.experts_forward, *given[:3], given.routing)
     assert choice.backend == "composite"
     assert "float64" in choice.reason

@@ -9,7 +9,7 @@ from expert_training import ExpertLayer, assert_zero_without_an_expert
 from families import family
 
 from mglu_ops import dispatch
-from mglu_ops.backends import composite_experts, triton
+from mglu_ops.backends import triton
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 mglu = torch.ops.mglu
@@ -60,5 +60,5 @@ def test_a_gpu_that_would_have_to_wait_is_refused(monkeypatch, dtype, capability
     monkeypatch.setattr(triton, "is_installed", lambda: capability is not None)
     monkeypatch.setattr(triton, "_runs_interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(composite_experts, "device_reason", triton.device_reason.__wrapped__)
+    monkeypatch.setattr(triton, "device_reason", triton.device_reason.__wrapped__)
     assert reason in (dispatch.untrainable_reason(torch.device("cuda", 0), dtype) or "")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mglu_ops.activations import get_activation
-from mglu_ops.backends import composite
+from mglu_ops.backends import formula
 
 mglu = torch.ops.mglu
 FLOAT64 = s.layers(dtype=torch.float64)
@@ -231,6 +231,6 @@ def test_errors_of_gradients_are_at_most_a_multiple_of_the_naive_layers(dtype, n
 @pytest.mark.parametrize("density", GRADIENTS_FACTOR)
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [2, 4, 16]))
 def test_errors_in_float32_on_gpus_without_fast_float64(n_masks, density, monkeypatch):
-    monkeypatch.setattr(composite, "_backward_total_dtype", lambda x: torch.float32)
+    monkeypatch.setattr(formula, "_backward_total_dtype", lambda x: torch.float32)
     layer = make_layer((96,), 512, 256, n_masks, dtype=torch.float32, density=density)
     assert_as_good_as_naive(layer, 2.5)
