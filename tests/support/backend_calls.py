@@ -21,7 +21,8 @@ def run_on(backend: str, *operands: Any, launch: Any = None, **options: Any) -> 
 
 def unsupported(backend: str, *operands: Any) -> str | None:
     """The backend's reason for refusing these arguments of `mglu::forward`, or None if it takes them."""
-    return BACKENDS[backend].unsupported_reason(Call.of(Given(*operands)))
+    reason = BACKENDS[backend].reason("forward", Call.of(Given(*operands)))
+    return None if reason is None else str(reason)
 
 
 def launch_of(*operands: Any) -> LaunchChoice:

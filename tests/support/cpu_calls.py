@@ -20,7 +20,7 @@ from torch import Tensor
 from training_checks import exact_partials, products_of
 
 from mglu_ops.backends import BACKENDS
-from mglu_ops.backends.cpu import Cpu, build, library
+from mglu_ops.backends.cpu import build, library
 from mglu_ops.call import Call
 from mglu_ops.given import Given
 
@@ -87,15 +87,13 @@ def run(layer: Layer, isa: str = "best") -> Tensor:
 
 def run_stored(given: Given, isa: str) -> Tensor:
     """The CPU backend's result for arguments with a weight in any format."""
-    return BACKENDS["cpu"].prepare(Call.of(given), isa)(given)
+    return BACKENDS["cpu"].prepare("forward", Call.of(given), isa)(given)
 
 
 def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
     """The result and the partial derivatives of a layer with x `[tokens, in_features]`."""
-    cpu = BACKENDS["cpu"]
-    assert isinstance(cpu, Cpu)
     given = Given(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
-    return cpu.prepare_forward_train(Call.of(given), isa)(given)
+    return BACKENDS["cpu"].prepare("train", Call.of(given), isa)(given)
 
 
 def assert_right(layer: Layer, isa: str | None, what: str) -> None:

@@ -14,7 +14,6 @@ from budgets import assert_matches
 from expert_training import ExpertLayer, assert_as_good_as_naive
 from hypothesis import given
 from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
-from mglu_ops.backends.composite_experts import grouped_backward, grouped_forward_train
 from not_finite import assert_right_or_not_finite
 from outliers import assert_loses_no_more_than_naive, outlier_layers, slack_of_differences
 from stored_weights import every_stored_value
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
+from mglu_ops.backends.triton import experts
 from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import BackwardGiven, Given
@@ -181,7 +181,7 @@ def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtyp
     [(1, 0.1, torch.float32), (5, 0.9, torch.float32), (3, 0.25, torch.float16)],
 )
 def test_a_training_step_of_experts(n_masks: int, density: float, dtype: torch.dtype) -> None:
-    """The step of `composite_experts`, in which these products stand for the library's."""
+    """The step of `triton.experts`, in which every product is one of these kernels'."""
     torch.manual_seed(0)
     layer = ExpertLayer.random(
         "cpu", dtype, [33, 0, 20], 50, 77, n_masks, unowned=5, density=density, mask_weights_dtype=torch.float32
@@ -189,8 +189,8 @@ def test_a_training_step_of_experts(n_masks: int, density: float, dtype: torch.d
 
     def step(needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
         return layer.step(
-            lambda *operands: grouped_forward_train(Given.of_offs(*operands)),
-            lambda *arguments: grouped_backward(BackwardGiven(*arguments)),
+            lambda *operands: experts.forward_train(Given.of_offs(*operands)),
+            lambda *arguments: experts.backward(BackwardGiven.of_offs(*arguments)),
             needs,
         )
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...sizes import ceil_div
-from ..composite import rounds_to_tf32
+from ..formula import rounds_to_tf32
 from .matmul import dot
 
 TILES_TOGETHER = 8
