@@ -29,8 +29,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(library, "_loaded", None)
-    for name in ("_prepared", "_prepared"):
-        monkeypatch.setattr(dispatch, name, {})
+    monkeypatch.setattr(dispatch, "_prepared", {})
     dispatch.warn_of_fallback.cache_clear()
 
 
@@ -74,7 +73,7 @@ def test_the_choice_and_its_override(request):
         dispatch.forward(given._replace(x=layer.x.double(), weight=layer.weight.double()), backend="cpu")
     request.getfixturevalue("no_compiler")
     with pytest.raises(build.BuildError, match=r"no C\+\+ compiler"):
-        BACKENDS["cpu"].prepare(Call.of(given))
+        BACKENDS["cpu"].prepare("forward", Call.of(given))
     with pytest.raises(ValueError, match=r"backend: got 'cpu', .*no C\+\+ compiler"):
         dispatch.forward(given, backend="cpu")
 

@@ -101,7 +101,7 @@ def test_not_finite_numbers(kernels):
 
 def run(layer: Layer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
     """Return the CPU backend's gradients, also on CPUs for which `dispatch` would not choose it, and the result."""
-    backward = BACKENDS["cpu"].prepare_backward(layer.call)
+    backward = BACKENDS["cpu"].prepare("backward", layer.call)
     return take_step(layer, lambda given: torch.ops.mglu.forward_train(*given[:5]), backward, needs)
 
 
@@ -179,7 +179,7 @@ def test_repetition_does_not_change_bits():
 
 def test_only_bfloat16_on_cpus_with_its_instructions_runs_this_backward_pass(monkeypatch):
     def chosen(dtype: torch.dtype) -> str:
-        return dispatch._backward_backend(Layer.random("cpu", dtype, (5,), 16, 24, 2).call).name
+        return dispatch.choose("backward", Layer.random("cpu", dtype, (5,), 16, 24, 2).call).backend
 
     assert {chosen(dtype) for dtype in (F32, F16, F64)} == {"composite"}
     assert chosen(BF16) == ("cpu" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "composite")
@@ -196,9 +196,9 @@ def test_autograd_runs_this_backward_pass(monkeypatch):
     prepared = []
 
     class Spy(Cpu):
-        def prepare_backward(self, call):
-            prepared.append(call)
-            return super().prepare_backward(call)
+        def prepare(self, task, call, launch=None):
+            prepared.extend([call] * (task == "backward"))
+            return super().prepare(task, call, launch)
 
     monkeypatch.setattr(dispatch, "BACKENDS", {**BACKENDS, "cpu": Spy()})
     layer = Layer.random("cpu", BF16, (3, 20), 40, 72, 3)
