@@ -264,7 +264,6 @@ def test_x_is_rounded_for_kernels_that_do_not_round_it(rounds_x: bool, monkeypat
 
     class Spy(Backend):
         name = "spy"
-
         device_type = None
 
         def reason(self, task: str, call: Call) -> None:

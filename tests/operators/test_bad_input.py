@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mglu_ops
 from mglu_ops import dispatch
+from mglu_ops.given import OPERATORS
 
 mglu = torch.ops.mglu
 
@@ -159,10 +160,30 @@ def test_torch_compile_names_the_wrong_argument(op):
     assert_good_call_works(op)
 
 
-def test_explain_dispatch_names_the_wrong_argument():
-    for name, value, error, message in _CASES_BY_OP["forward"]:
+@pytest.mark.parametrize("op", sorted(OPERATORS.keys() & _CASES_BY_OP.keys()))
+def test_explain_dispatch_names_the_wrong_argument(op):
+    for name, value, error, message in _CASES_BY_OP[op]:
         with pytest.raises(error, match=message):
-            mglu_ops.explain_dispatch(**(good("forward") | {name: value}))
+            mglu_ops.explain_dispatch(getattr(mglu, op), **(good(op) | {name: value}))
+        if op == "forward":
+            with pytest.raises(error, match=message):
+                mglu_ops.explain_dispatch(**(good(op) | {name: value}))
+
+
+def test_explain_dispatch_names_missing_and_unknown_arguments():
+    args = good("forward")
+    del args["x"]
+    with pytest.raises(
+        TypeError, match=r"^mglu::forward: must get x, weight, .*; missing \['x'\], unknown \['bias'\]$"
+    ):
+        mglu_ops.explain_dispatch(**args, bias=None)
+
+
+def test_explain_dispatch_names_the_operators_that_it_explains():
+    with pytest.raises(
+        ValueError, match=r"^operator: got mglu::pack_masks, must be mglu::\{forward, .*, experts_down\}"
+    ):
+        mglu_ops.explain_dispatch(mglu.pack_masks, torch.zeros(1, 1))
 
 
 @pytest.mark.parametrize("value", [2, -1, 0.5, 1e-3, float("nan"), float("inf")])

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_layers import make_down, make_experts, sorted_rows
+from expert_layers import arguments_of_experts, make_experts
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mglu_ops
+from mglu_ops.given import OPERATORS
 
 mglu = torch.ops.mglu
 
 
 def good(op: str) -> dict[str, object]:
     """The arguments of a valid call: 6 tokens with 2 of 4 experts each, 3 masks, 10 x 24."""
-    layer = make_experts(weighted=True)
-    given, (rows, _) = layer.given, sorted_rows(layer)
-    if op == "experts_down":
-        return make_down(layer)._asdict()
-    if op == "experts_down_backward":
-        down = {key: value for key, value in make_down(layer)._asdict().items() if "weight_" not in key}
-        return {"grad_output": torch.ones(6, 24), **down, "needs": [True, True, True]}
-    if op == "pack_expert_logits":
-        return {"mask_logits": torch.where(layer.masks, 0.5, -0.5)}
-    if op == "experts_forward":
-        return {key: value for key, value in given._asdict().items() if key != "offs"}
-    shared = {"x": rows.x, "weight": rows.weight, "offs": rows.offs}
-    if op == "grouped_backward":
-        tensors = {"grad_output": torch.ones(12, 10), "partials": torch.ones(12, 7, 10), **shared}
-        dtypes = {"logits_dtype": torch.float32, "mask_weights_dtype": torch.float32}
-        return {**tensors, "packed_masks": rows.packed_masks, "needs": [True, True], **dtypes}
-    shared["mask_weights"] = rows.mask_weights
-    if op == "grouped_forward_ste":
-        return {**shared, "mask_logits": torch.where(layer.masks, 0.5, -0.5)}
-    return {**shared, "packed_masks": rows.packed_masks}
+    return arguments_of_experts(op, make_experts(weighted=True))
 
 
 X, W, IDS = torch.zeros(6, 24), torch.zeros(4, 10, 24), torch.zeros(6, 2, dtype=torch.int64)
@@ -141,6 +125,23 @@ def test_an_error_names_the_wrong_argument(
         fake = {key: mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for key, arg in wrong.items()}
         with pytest.raises(error, match=message):
             getattr(mglu, op)(**fake)
+
+
+@pytest.mark.parametrize("op", sorted(OPERATORS.keys() & _CASES_BY_OP.keys()))
+def test_explain_dispatch_names_the_wrong_argument(op: str) -> None:
+    for name, value, error, message in _CASES_BY_OP[op]:
+        with pytest.raises(error, match=message):
+            mglu_ops.explain_dispatch(getattr(mglu, op), **good(op) | {name: value})
+
+
+@pytest.mark.parametrize("op", [op for op in _CASES_BY_OP if op != "pack_expert_logits"])
+def test_the_batch_invariant_mode_refuses_every_operator_on_a_cpu(op: str) -> None:
+    getattr(mglu, op)(**good(op))
+    with (
+        mglu_ops.set_batch_invariant_mode(),
+        pytest.raises(RuntimeError, match=r"set_batch_invariant_mode\(True\) asks"),
+    ):
+        getattr(mglu, op)(**good(op))
 
 
 @pytest.mark.parametrize("op", _CASES_BY_OP)

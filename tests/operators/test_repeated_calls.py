@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_layers import arguments_of_experts, make_experts
 from strategies import arguments_of, make_layer
 from torch import Tensor
 
@@ -41,12 +42,19 @@ def _roomy(tensor: Tensor) -> Tensor:
 
 def arguments(op: str) -> Arguments:
     """The arguments of a good call. All sizes differ, and the values are the same at every call."""
-    args = arguments_of(op, make_layer((TOKENS,), IN, OUT, N_MASKS, weighted=True))
+    if op in OPS:
+        args = arguments_of(op, make_layer((TOKENS,), IN, OUT, N_MASKS, weighted=True))
+    else:
+        args = arguments_of_experts(op, make_experts(TOKENS, 2, 5, IN, OUT, N_MASKS, weighted=True))
     return {name: _roomy(value) if isinstance(value, Tensor) else value for name, value in args.items()}
 
 
 OPS = ("forward", "forward_ste", "forward_train", "backward")
-TENSORS = [(op, name) for op in OPS for name, value in arguments(op).items() if isinstance(value, Tensor)]
+OPS_OF_EXPERTS = ("experts_forward", "experts_down")
+OPS_OF_EXPERTS += ("grouped_forward", "grouped_forward_ste", "grouped_forward_train", "grouped_backward")
+TENSORS = [
+    (op, name) for op in OPS + OPS_OF_EXPERTS for name, value in arguments(op).items() if isinstance(value, Tensor)
+]
 
 
 def run(op: str, args: Arguments) -> object:
@@ -131,7 +139,8 @@ def add_a_dimension(args: Arguments, name: str) -> None:
 
 def other_dtype(args: Arguments, name: str) -> None:
     """Change only the dtype, to another one of the same size."""
-    same_size = {torch.float32: torch.int32, torch.uint8: torch.int8}
+    same_size = {torch.float32: torch.int32, torch.uint8: torch.int8, torch.int32: torch.float32}
+    same_size[torch.int64] = torch.float64
     args[name] = args[name].view(same_size[args[name].dtype])
 
 
@@ -241,7 +250,7 @@ def test_a_changed_argument_other_than_a_tensor_makes_another_call(op: str, name
     assert not same(got, run(op, arguments(op)))
 
 
-@pytest.mark.parametrize("op", OPS[:3])
+@pytest.mark.parametrize("op", OPS)
 def test_repeated_calls_also_obey_the_batch_invariant_mode(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No CPU kernel is batch invariant, so the mode makes every call raise an error."""
     args = arguments(op)
@@ -251,7 +260,7 @@ def test_repeated_calls_also_obey_the_batch_invariant_mode(op: str, monkeypatch:
         getattr(torch.ops.mglu, op)(**args)
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in TENSORS if op != "forward_ste"])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in TENSORS if not op.endswith("_ste")])
 def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The alignment is part of a kept call's key, because it decides how many bytes GPU kernels load at once."""
     monkeypatch.setattr(dispatch, "_prepared", {})

@@ -78,8 +78,8 @@ def test_kernels_that_read_the_weight_again_take_512_tokens() -> None:
 def test_all_kept_calls_are_dropped_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "CALLS_KEPT", 3)
     monkeypatch.setattr(dispatch, "_prepared", {})
-    for tokens, kept in ((1, 2), (2, 1), (2, 2), (3, 1)):
+    calls = (("forward", 1), ("forward_train", 1), ("forward", 2), ("forward_train", 1), ("forward_train", 2))
+    for (op, tokens), kept in zip(calls, (1, 2, 3, 3, 1), strict=True):
         layer = make_layer((tokens,))
-        layer.forward()
-        torch.ops.mglu.forward_train(layer.x, layer.weight, layer.packed_masks)
+        getattr(torch.ops.mglu, op)(layer.x, layer.weight, layer.packed_masks)
         assert len(dispatch._prepared) == kept

@@ -138,6 +138,31 @@ def make_down(layer: Experts, weight_format: str = "dense", dtype: torch.dtype =
     return DownGiven(y, weight, ids, expert_weights, scale, weight_format)
 
 
+def arguments_of_experts(op: str, layer: Experts) -> dict[str, Any]:
+    """The arguments of an operator over experts, by name. The layer has mask weights; the partials are random."""
+    given, (rows, _) = layer.given, sorted_rows(layer)
+    generator = torch.Generator().manual_seed(1)
+    down = {key: value for key, value in make_down(layer)._asdict().items() if "weight_" not in key}
+    logits = {"mask_logits": torch.where(layer.masks, 0.5, -0.5)}
+    shared = {"x": rows.x, "weight": rows.weight, "offs": rows.offs}
+    layers = {**shared, "activation": rows.activation, "mask_weights": rows.mask_weights}
+    if op == "experts_down":
+        return down
+    if op == "experts_down_backward":
+        grad_output = torch.randn(len(given.x), given.in_features, generator=generator)
+        return {"grad_output": grad_output, **down, "needs": [True, True, True]}
+    if op == "pack_expert_logits":
+        return logits
+    if op == "experts_forward":
+        return {key: value for key, value in given._asdict().items() if key != "offs"}
+    if op == "grouped_backward":
+        grad_output = torch.randn(len(rows.x), given.out_features, generator=generator)
+        partials = torch.randn(len(rows.x), 2 * given.n_masks + 1, given.out_features, generator=generator)
+        tensors = {"grad_output": grad_output, **shared, "packed_masks": rows.packed_masks, "partials": partials}
+        return {**tensors, "needs": [True, True], "logits_dtype": torch.float32, "mask_weights_dtype": torch.float32}
+    return {**layers, **(logits if op == "grouped_forward_ste" else {"packed_masks": rows.packed_masks})}
+
+
 def down_oracle(given: DownGiven) -> Tensor:
     """The float64 result of `experts_down`."""
     y, weight, ids, expert_weights, scale, name = given
