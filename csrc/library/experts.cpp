@@ -20,7 +20,7 @@ namespace {
 
 #include "../cpu/element.h"
 
-// --- Checks, with the messages of mglu_ops/expert_checks.py ----------------------------------------------------------
+// --- Checks, with the messages of mglu_ops/checks.py -----------------------------------------------------------------
 
 void check_rank(const char* argument, const Tensor& tensor, std::int64_t dims, const char* shape) {
     if (tensor.dims != dims) refuse(std::string(argument) + ": got shape " + tensor.shape() + ", must be " + shape);

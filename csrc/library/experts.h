@@ -1,4 +1,4 @@
-// The operators over experts (mglu_ops/expert_ops.py) on plain tensors. On a CPU, a loop over the experts that have
+// The operators over experts (mglu_ops/ops.py) on plain tensors. On a CPU, a loop over the experts that have
 // rows runs the kernels of one layer; results are bitwise equal to mglu_ops/backends/expert_loop.py. On a GPU,
 // cuda/launch.cpp launches kernels that compute all experts.
 #pragma once

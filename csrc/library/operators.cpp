@@ -21,7 +21,7 @@ using stable::detail::from;
 using stable::detail::StableLibrary;
 using stable::detail::to;
 
-// The schemas of mglu_ops/ops.py and mglu_ops/expert_ops.py; a test compares the strings.
+// The schemas of mglu_ops/ops.py; a test compares the strings.
 constexpr const char* kSchemas[] = {
     "pack_masks(Tensor masks) -> Tensor",
     "pack_logits(Tensor mask_logits) -> Tensor",

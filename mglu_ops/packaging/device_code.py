@@ -117,6 +117,7 @@ def _row(**fields: object) -> str:
 
 
 def _variant(call: Call, gpu: Gpu) -> str:
+    weights = call.mask_weights_dtype or (call.routing.expert_weights_dtype if call.routing else None)
     return _row(
         arch=10 * gpu.arch[0] + gpu.arch[1],
         element=ELEMENTS[call.dtype],
@@ -124,7 +125,7 @@ def _variant(call: Call, gpu: Gpu) -> str:
         rounds_x=call.activation_format != "dense",
         n_masks=call.n_masks,
         activation=ACTIVATIONS[call.activation].code,
-        mask_weight=-1 if call.mask_weights_dtype is None else ELEMENTS[call.mask_weights_dtype],
+        mask_weight=-1 if weights is None else ELEMENTS[weights],
     )
 
 

@@ -49,11 +49,11 @@ def test_the_demo_times_a_layer_and_takes_a_model_to_a_package(tmp_path: Path) -
 WRONG_KERNEL = f"""
 import runpy, mglu_ops
 from mglu_ops import dispatch
-right = dispatch.forward_train
+right = dispatch.train
 def wrong(*arguments):
     result, *saved = right(*arguments)
     return (result * 1.001, *saved)
-dispatch.forward_train = wrong
+dispatch.train = wrong
 runpy.run_path({str(DEMO)!r}, run_name="__main__")
 """
 

@@ -184,7 +184,7 @@ def run_step(dtype: torch.dtype, shape: Shape, mask_weights_dtype: torch.dtype |
     exact = layer.in_plain_torch(torch.float64)
     tensors = {name: value.cuda() for name, value in vars(layer).items() if isinstance(value, Tensor)}
     layer, cuda = replace(layer, **tensors), BACKENDS["cuda"]
-    found = take_step(layer, cuda.prepare_forward_train(layer.call), cuda.prepare_backward(layer.call))
+    found = take_step(layer, cuda.prepare("train", layer.call), cuda.prepare("backward", layer.call))
     for name, tensor in found.items():
         assert_matches(tensor.cpu(), exact[name], dtype, f"{name} of {layer.call}")
 

@@ -78,14 +78,14 @@ def test_the_gpu_rounds_as_a_cpu_does(dtype: torch.dtype, size: float) -> None:
 def test_errors_equal_a_naive_layers(name: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int) -> None:
     """As it is dispatched, which may multiply in fp8, and by each backend; and x in other layouts."""
     given, _ = make(name, dtype, tokens, d, h, n_masks)
-    found = torch.ops.mglu.forward(*given)
+    found = torch.ops.mglu.forward(*given[:8])
     assert_as_good_as_naive(found, given)
     for change in (rows_apart, transposed):
-        assert_as_good_as_naive(torch.ops.mglu.forward(*given._replace(x=change(given.x))), given)
-    assert torch.equal(torch.ops.mglu.forward(*given), found)
+        assert_as_good_as_naive(torch.ops.mglu.forward(*given._replace(x=change(given.x))[:8]), given)
+    assert torch.equal(torch.ops.mglu.forward(*given[:8]), found)
     call = Call.of(given)
     for backend in ("cuda", "triton", "composite"):
-        if dispatch.BACKENDS[backend].supports(call):
+        if dispatch.BACKENDS[backend].reason("forward", call) is None:
             assert_as_good_as_naive(dispatch.forward(given, backend=backend), given)
 
 
@@ -95,7 +95,7 @@ def test_errors_equal_a_naive_layers(name: str, dtype: torch.dtype, tokens: int,
 def test_every_mask_count(name: str, dtype: torch.dtype, n_masks: int) -> None:
     for tokens in (1, 8, 100):
         given, _ = make(name, dtype, tokens, 208, 544, n_masks, weighted=n_masks % 3 == 0)
-        assert_as_good_as_naive(torch.ops.mglu.forward(*given), given)
+        assert_as_good_as_naive(torch.ops.mglu.forward(*given[:8]), given)
 
 
 LAUNCHES = (
@@ -125,11 +125,11 @@ def test_each_kernel_gives_the_result_of_rounded_values(name: str, dtype: torch.
 def test_a_token_does_not_depend_on_the_others(name: str, tokens: int) -> None:
     """Also for values that are not finite, and for zeros, in the other rows."""
     given, _ = make(name, torch.bfloat16, tokens + 2, 330, 2080, 4)
-    expected = torch.ops.mglu.forward(*given)
+    expected = torch.ops.mglu.forward(*given[:8])
     for value in (0.0, 1000.0, math.inf, math.nan):
         x = given.x.clone()
         x[1:-1] *= value
-        found = torch.ops.mglu.forward(*given._replace(x=x))
+        found = torch.ops.mglu.forward(*given._replace(x=x)[:8])
         assert torch.equal(found[[0, -1]], expected[[0, -1]])
         assert bool(found[1:-1].isnan().all()) == (not math.isfinite(value))
 
@@ -138,14 +138,14 @@ def test_a_token_does_not_depend_on_the_others(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 16, 200, 1500])
 def test_graphs_are_replayed_with_new_inputs(name: str, tokens: int) -> None:
     given, _ = make(name, torch.bfloat16, tokens, 1030, 2080, 4)
-    torch.ops.mglu.forward(*given)  # compiles
+    torch.ops.mglu.forward(*given[:8])  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = torch.ops.mglu.forward(*given)
+        found = torch.ops.mglu.forward(*given[:8])
     for scale in (1.0, 1e-3, 70.0):
         given.x.copy_(scale * torch.randn_like(given.x))
         graph.replay()
-        assert torch.equal(found, torch.ops.mglu.forward(*given))
+        assert torch.equal(found, torch.ops.mglu.forward(*given[:8]))
         assert_as_good_as_naive(found, given)
 
 
@@ -153,7 +153,7 @@ def test_graphs_are_replayed_with_new_inputs(name: str, tokens: int) -> None:
 def test_rows_of_any_batch_in_the_batch_invariant_mode(name: str) -> None:
     given, _ = make(name, torch.bfloat16, 200, 512, 2048, 4)
     with torch.no_grad(), mglu_ops.set_batch_invariant_mode():
-        everyone = torch.ops.mglu.forward(*given)
+        everyone = torch.ops.mglu.forward(*given[:8])
         for tokens in (1, 7, 16, 17, 64):
             part = given._replace(x=given.x[:tokens], mask_weights=given.mask_weights[:tokens])  # type: ignore[index]
-            assert torch.equal(torch.ops.mglu.forward(*part), everyone[:tokens]), tokens
+            assert torch.equal(torch.ops.mglu.forward(*part[:8]), everyone[:tokens]), tokens

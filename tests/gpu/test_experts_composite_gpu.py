@@ -13,7 +13,7 @@ from strategies import DTYPES, laid_out
 from torch import Tensor
 
 from mglu_ops import dispatch
-from mglu_ops.backends import composite_experts
+from mglu_ops.backends import composite
 from mglu_ops.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +58,7 @@ def test_gradients_of_experts_down_do_not_wait_and_repeat(dtype: torch.dtype) ->
         first = mglu.experts_down_backward(there, *given[:4], [True] * 3)
         with without_waiting():
             found = mglu.experts_down_backward(there, *given[:4], [True] * 3)
-            in_blocks = composite_experts.down_backward_in_blocks(there, given.in_rows(), [True] * 3)
+            in_blocks = composite._down_backward(there, given.in_rows(), [True] * 3)
         for one, again, other, exact in zip(found, first, in_blocks, expected, strict=True):
             assert torch.equal(one, again)
             assert relative_error(one, exact) <= BUDGET[dtype]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from budgets import assert_matches
 from memory_layouts import bands_of, between
-from mglu_ops.backends.cuda.experts import CudaDown
 from torch import Tensor
 
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda.device import gpu_of
+from mglu_ops.backends.cuda.down import CudaDown
 from mglu_ops.backends.cuda.kernels import experts_down
 from mglu_ops.backends.cuda.kernels.experts_down import ExpertsDown
 from mglu_ops.call import Call
@@ -50,7 +50,7 @@ def run(given: DownGiven, launch: ExpertsDown | None = None) -> Tensor:
     """The result of the kernels, or of the operator, which must choose them."""
     if launch is not None:
         return dispatch.down(None, given, backend="cuda", launch=launch)
-    assert dispatch.choose(Call.of_down(given.in_rows())).backend == "cuda"
+    assert dispatch.choose("down", Call.of_down(given.in_rows())).backend == "cuda"
     return torch.ops.mglu.experts_down(*given)
 
 
@@ -205,7 +205,7 @@ def test_guard_bands(tokens: int, weight_format: str) -> None:
     filled = {name: between(tensor, floating.get(name, 0)) for name, tensor in others.items()}
     weight = between(given.weight.view(torch.uint8), 255).view(given.weight.dtype)
     given = given._replace(**filled | {"weight": weight})
-    prepared = BACKENDS["cuda"].prepare_down(Call.of_down(given))
+    prepared = BACKENDS["cuda"].prepare("down", Call.of_down(given))
     assert isinstance(prepared, CudaDown)
     assert prepared.products is not None
     out = between(torch.full_like(expected, float("nan")), 7.0)
@@ -232,7 +232,7 @@ def test_many_experts_and_rows() -> None:
 
 def test_calls_without_kernels() -> None:
     call, gpu = Call.of_down(problem(4, 2, 3, 64, 128)), gpu_of(0)
-    many = replace(call, rows=20_000)
+    many = replace(call, leading=(10_000, 2))
     assert experts_down.launch_for(many, gpu) is None  # library products
     for other, reason in (
         (replace(call, dtype=torch.float32), "float32"),
@@ -240,6 +240,6 @@ def test_calls_without_kernels() -> None:
         (replace(call, out_features=8), "below 16"),
         (replace(many, dtype=torch.float16), "20000 rows"),
         (replace(many, batch_invariant=True), "20000 rows"),
-        (replace(call, expert_weights_dtype=torch.float64), "float64"),
+        (replace(call, routing=replace(call.routed, expert_weights_dtype=torch.float64)), "float64"),
     ):
         assert reason in str(experts_down.unsupported_reason(other, gpu))

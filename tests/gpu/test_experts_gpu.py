@@ -11,13 +11,12 @@ from budgets import assert_matches
 from expert_layers import ROUTINGS, Experts, make_experts, sorted_rows
 from gpu_calls import assert_follows_producers, on_gpu
 from memory_layouts import bands_of, between, mask_major, rows_apart, transposed, unaligned
-from mglu_ops.backends.cuda.experts import CudaExperts, addresses
 from torch import Tensor
 
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
-from mglu_ops.backends.cuda import Cuda, Plain
+from mglu_ops.backends.cuda import Cuda, CudaCall, Plain
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import group_tokens
 from mglu_ops.backends.cuda.kernels.experts import DecodeItems, ExpertLaunch, choose
@@ -153,13 +152,13 @@ def test_guard_bands(tokens: int, d: int, h: int, dtype: torch.dtype) -> None:
     assert rows.offs is not None
     rows = rows._replace(weight=weight, offs=between(rows.offs, 1 << 30))
     for one in (given, rows):
-        prepared = cuda().prepare_experts(Call.of(one))
-        assert isinstance(prepared, CudaExperts)
+        prepared = cuda().prepare("forward", Call.of(one))
+        assert isinstance(prepared, CudaCall)
         assert prepared.sequence is not None
         out = between(torch.full(Call.of(one).result_shape, torch.nan, dtype=dtype, device="cuda"), 7.0)
         workspace = between(torch.zeros(prepared.sequence.workspace_bytes, dtype=torch.uint8, device="cuda"), 7)
         stream = torch.cuda.current_stream().cuda_stream
-        prepared.sequence(stream, addresses(one.in_rows(), out), workspace.data_ptr())
+        prepared.sequence(stream, one.in_rows().addresses(out), workspace.data_ptr())
         if one is given:
             assert torch.equal(out, expected)
         assert not out.isnan().any()
@@ -172,11 +171,13 @@ def test_guard_bands(tokens: int, d: int, h: int, dtype: torch.dtype) -> None:
 def test_offs_that_do_not_ascend_lead_nowhere_else(ends: tuple[int, ...], dtype: torch.dtype) -> None:
     rows, _ = sorted_rows(make_experts(20, 2, 4, 64, 48, dtype=dtype))
     given = on_gpu(rows)._replace(offs=torch.tensor(ends, dtype=torch.int32, device="cuda"))
-    sequence = cuda().prepare_experts(Call.of(given)).sequence
+    prepared = cuda().prepare("forward", Call.of(given))
+    assert isinstance(prepared, CudaCall)
+    sequence = prepared.sequence
     assert sequence is not None
     out = between(torch.full((40, 48), torch.nan, dtype=dtype, device="cuda"), 7.0)
     workspace = between(torch.zeros(sequence.workspace_bytes, dtype=torch.uint8, device="cuda"), 7)
-    sequence(torch.cuda.current_stream().cuda_stream, addresses(given, out), workspace.data_ptr())
+    sequence(torch.cuda.current_stream().cuda_stream, given.addresses(out), workspace.data_ptr())
     assert not out.isnan().any()
     assert bool((bands_of(out) == 7.0).all())
     assert bool((bands_of(workspace) == 7).all())
@@ -188,17 +189,18 @@ def test_table_of_items(rows: int, experts: int, index_dtype: torch.dtype) -> No
     """The places are a stable sort, and the entries cut it into the items of each expert."""
     ids = (torch.rand(rows, 1, device="cuda") ** 3 * (experts + 2)).to(index_dtype) - 1
     layer = Call.contiguous(ids.device, torch.bfloat16, 1, 1, 16, 64)
-    call = replace(layer.over_experts(experts, rows, 1), index_dtype=index_dtype)
+    call = layer.over_experts(experts, rows, 1)
+    call = replace(call, routing=replace(call.routed, index_dtype=index_dtype))
     pairs, offs = sort_pairs(ids, experts)
     for item_rows in (1, 8, 256):
-        for one, index in ((call, ids), (replace(call, top_k=None, index_dtype=torch.int32), offs)):
+        for one, index in ((call, ids), (layer.over_experts(experts, rows, None), offs)):
             count = group_tokens.max_items(one, item_rows)
             table = torch.full((group_tokens.table_bytes(one, item_rows) // 4,), -7, dtype=torch.int32, device="cuda")
             copy = group_tokens.copy(one, gpu_of(0), 0, f"sm_{''.join(map(str, gpu_of(0).arch))}", item_rows)
             stream = torch.cuda.current_stream().cuda_stream
             copy.launch(stream, {"expert_ids": index.data_ptr(), "out": table.data_ptr()})
             entries = table[: 4 * count].view(count, 4).cpu()
-            if not one.is_sorted:
+            if not one.routed.is_sorted:
                 assert torch.equal(table[4 * count :].long(), pairs)
             ends = [0, *offs.tolist(), rows]
             expected = []

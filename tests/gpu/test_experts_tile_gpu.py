@@ -10,7 +10,6 @@ from budgets import assert_matches
 from expert_layers import ROUTINGS, Experts, make_experts, sorted_rows
 from gpu_calls import assert_follows_producers, on_gpu
 from memory_layouts import bands_of, between, rows_apart, transposed, unaligned
-from mglu_ops.backends.cuda.experts import addresses
 from torch import Tensor
 
 import mglu_ops
@@ -104,7 +103,7 @@ def test_every_weight_format(name: str, activation_format: str) -> None:
 def test_masks_that_tma_cannot_load() -> None:
     for n_masks, h in ((1, 96), (4, 136), (3, 544)):
         given = random_layer(40, 80, h, n_masks)
-        assert chosen(given.given).config.matrices(Call.of(given.given).layer)[2] is None
+        assert chosen(given.given).config.matrices(Call.of(given.given).one)[2] is None
         check(given)
 
 
@@ -147,7 +146,7 @@ def test_guard_bands(tokens: int, d: int, h: int, n_masks: int) -> None:
     sequence = chosen(given).sequence(Call.of(given), gpu_of(0), 0)
     out = between(torch.full_like(expected, torch.nan), 7.0)
     workspace = between(torch.full((sequence.workspace_bytes,), 255, dtype=torch.uint8, device="cuda"), 7)
-    sequence(torch.cuda.current_stream().cuda_stream, addresses(given.in_rows(), out), workspace.data_ptr())
+    sequence(torch.cuda.current_stream().cuda_stream, given.in_rows().addresses(out), workspace.data_ptr())
     assert torch.equal(out, expected)
     assert bool((bands_of(out) == 7.0).all())
     assert bool((bands_of(workspace) == 7).all())
@@ -160,7 +159,7 @@ def test_offs_that_do_not_ascend_lead_nowhere_else(ends: tuple[int, ...]) -> Non
     sequence = chosen(given).sequence(Call.of(given), gpu_of(0), 0)
     out = between(torch.full((40, 72), torch.nan, dtype=torch.bfloat16, device="cuda"), 7.0)
     workspace = between(torch.full((sequence.workspace_bytes,), 255, dtype=torch.uint8, device="cuda"), 7)
-    sequence(torch.cuda.current_stream().cuda_stream, addresses(given, out), workspace.data_ptr())
+    sequence(torch.cuda.current_stream().cuda_stream, given.addresses(out), workspace.data_ptr())
     assert not out.isnan().any()
     assert bool((bands_of(out) == 7.0).all())
     assert bool((bands_of(workspace) == 7).all())

@@ -15,6 +15,7 @@ from torch import Tensor
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import experts_training
+from mglu_ops.backends.triton import experts as triton_experts
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,7 @@ def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     if "without" in request.param:
         monkeypatch.setattr(experts_training, "training_items", lambda call, gpu: None)
     if "grouped_mm" in request.param:
-        monkeypatch.setattr(experts_training, "_library_has_kernel", lambda a: False)
+        monkeypatch.setattr(triton_experts, "_library_has_kernel", lambda a: False)
     precision = "tf32" if request.param == "tf32" else "ieee"
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
     return F32 if request.param == "tf32" else getattr(torch, request.param.split()[0])

@@ -67,9 +67,7 @@ def test_tokens_run_on_the_cuda_backend() -> None:
     assert mglu_ops.explain_dispatch(x.repeat(100, 1, 1)[..., :519], weight[:, :519], packed).backend == "composite"
     expected = reference.forward(x, weight, logits > 0, "silu", mask_weight)
     for backend in ("cuda", "composite"):
-        assert_matches(
-            dispatch.forward(Given(x, weight, packed, "silu", mask_weight), backend=backend), expected
-        )
+        assert_matches(dispatch.forward(Given(x, weight, packed, "silu", mask_weight), backend=backend), expected)
 
 
 def test_runs_on_the_current_stream() -> None:

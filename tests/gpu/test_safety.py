@@ -56,7 +56,7 @@ def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_
     expected = p.run()
     p.x, p.weight, p.packed = between(p.x, float("nan")), between(p.weight, float("nan")), between(p.packed, 255)
     p.mask_weights = between(p.mask_weights, float("nan"))
-    prepared = BACKENDS["cuda"].prepare(p.call)
+    prepared = BACKENDS["cuda"].prepare("forward", p.call)
     assert isinstance(prepared, CudaCall)
     assert prepared.sequence is not None
     out = between(torch.full_like(expected, float("nan")), 7.0)

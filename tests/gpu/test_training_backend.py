@@ -179,7 +179,7 @@ def test_errors_are_close_to_the_naive_layers(dtype: torch.dtype, weighted: bool
     layer = Layer.random(
         "cuda", dtype, (512,), 384, 512, n_masks, density=density, mask_weights_dtype=dtype if weighted else None
     )
-    assert BACKENDS["cuda"].can_train_forward(layer.call)
+    assert BACKENDS["cuda"].reason("train", layer.call) is None
     found = run(layer, *gradients_of(layer))
     assert_as_good_as_naive({"y": found.pop("y")}, layer, 1.5)
     assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
@@ -263,10 +263,10 @@ def test_each_subset_of_gradients_has_the_bits_of_all(wanted: tuple[str, ...]) -
 
 def test_gradients_that_are_not_needed_are_empty_tensors() -> None:
     layer, cuda = Layer.random("cuda", BF16, (33,), 64, 72, 2), BACKENDS["cuda"]
-    forward = cuda.prepare_forward_train(layer.call)
+    forward = cuda.prepare("train", layer.call)
     with torch.no_grad():
         for needs in itertools.product([True, False], repeat=3):  # of a call that is prepared for them
-            found = take_step(layer, forward, cuda.prepare_backward(layer.call), (*needs, False))
+            found = take_step(layer, forward, cuda.prepare("backward", layer.call), (*needs, False))
             assert all(tensor.numel() for tensor in found.values())
 
 
@@ -300,7 +300,7 @@ def test_layouts_of_packed_masks(layout: Callable[[Tensor], Tensor]) -> None:
     layer = Layer.random("cuda", BF16, (130,), 256, 264, 4)
     other = replace(layer, packed_masks=layout(layer.packed_masks))
     with torch.no_grad():
-        results = [BACKENDS["cuda"].prepare_forward_train(one.call)(one.given) for one in (layer, other)]
+        results = [BACKENDS["cuda"].prepare("train", one.call)(one.given) for one in (layer, other)]
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
@@ -388,4 +388,4 @@ def test_calls_of_other_dtypes_run_on_the_composite_backend() -> None:
         (BF16, F64, False),
     ):
         layer = Layer.random("cuda", dtype, (5,), 16, 24, 2, mask_weights_dtype=mask_weights_dtype)
-        assert BACKENDS["cuda"].can_train_forward(layer.call) == can
+        assert (BACKENDS["cuda"].reason("train", layer.call) is None) == can

@@ -52,13 +52,13 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows by one whenever a backend runs the forward pass that saves activations."""
     found: list[str] = []
-    run = dispatch.forward_train
+    run = dispatch.train
 
     def counted(*args: Any) -> Any:
-        found.append("forward_train")
+        found.append("train")
         return run(*args)
 
-    monkeypatch.setattr(dispatch, "forward_train", counted)
+    monkeypatch.setattr(dispatch, "train", counted)
     return found
 
 

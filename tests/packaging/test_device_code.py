@@ -268,9 +268,8 @@ def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(
 
 def expert_call(layer: LayerInfo, tokens: int) -> Call:
     """A call with 64-bit ids, or with 32-bit offs."""
-    return replace(
-        layer.expert_call(torch.device("cuda"), tokens), index_dtype=torch.int64 if layer.top_k else torch.int32
-    )
+    call = layer.call(torch.device("cuda"), tokens)
+    return replace(call, routing=replace(call.routed, index_dtype=torch.int64 if layer.top_k else torch.int32))
 
 
 @of_one_program
@@ -287,7 +286,7 @@ def test_cpp_launches_the_experts_that_python_launches(
         expected = []
         for tokens in counts:
             chosen = next(count for count in device_code._chosen_tokens(layer) if count >= tokens)
-            launch = choose_experts(layer.expert_call(torch.device("cuda"), chosen), chosen_for)
+            launch = choose_experts(layer.call(torch.device("cuda"), chosen), chosen_for)
             kernels |= {kernel for kernel, *_ in launch.sources(expert_call(layer, tokens), gpu)}
             sequence = launch.sequence(expert_call(layer, tokens), gpu, 0)
             expected += [f"{tokens} tokens", *launched(driver_of_python, sequence, addresses(layer))]
@@ -314,8 +313,8 @@ def test_cpp_launches_the_down_projections_that_python_launches(
             for first in range(0, tokens, most):
                 call = expert_call(layer, min(most, tokens - first))
                 rows = first * layer.top_k
-                chosen = next(one for one in device_code._chosen_tokens(layer) if one * layer.top_k >= call.rows)
-                config = experts_down.choose(layer.expert_call(torch.device("cuda"), chosen), chosen_for)
+                chosen = next(one for one in device_code._chosen_tokens(layer) if one * layer.top_k >= call.tokens)
+                config = experts_down.choose(layer.call(torch.device("cuda"), chosen), chosen_for)
                 products, combine, *_ = experts_down.launches(config, call, gpu, 0)
                 pointers = addresses(layer)
                 steps = {"y": rows * layer.in_features * item, "out": first * layer.out_features * item}
@@ -325,7 +324,7 @@ def test_cpp_launches_the_down_projections_that_python_launches(
                 if combine is None:
                     products(0, pointers)
                     continue
-                expected.append(f"allocate {4 * call.rows * layer.out_features}")
+                expected.append(f"allocate {4 * call.tokens * layer.out_features}")
                 products(0, {**pointers, "out": WORKSPACE})
                 combine(0, {**pointers, "products": WORKSPACE, "places": 0})
         printed, errors = printed_launches(path, layer, counts, sms, torch.int64)

@@ -88,7 +88,7 @@ def test_cmake_comes_from_the_path_or_from_its_python_package(monkeypatch: pytes
     assert Path(build._find_cmake()).name == "cmake"
 
 
-NAMES = [schema.split("(")[0] for schema in (*ops.SCHEMAS, *ops.SCHEMAS)]
+NAMES = [schema.split("(")[0] for schema in ops.SCHEMAS]
 
 ALONE = """
 import json, sys, torch
@@ -299,7 +299,7 @@ def other_expert_calls() -> Iterator[Call]:
 
 def test_calls_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
     """One test for all calls, because starting a process takes longer than the calls."""
-    layers = [("forward", tuple(call)) for call in (*stored_calls(), *rounding_calls())]
+    layers = [("forward", tuple(call[:8])) for call in (*stored_calls(), *rounding_calls())]
     calls = [*layers, *expert_calls(), *other_expert_calls()]
     torch.save(calls, tmp_path / "calls.pt")
     python("-c", STORED, library, tmp_path / "calls.pt", tmp_path / "outcomes.pt")

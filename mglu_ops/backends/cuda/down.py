@@ -72,7 +72,7 @@ class CudaDown:
             assert self.products is not None
             self.products(stream, pointers)
             return out
-        # The products are freed on return, like the workspace in CudaExperts.
+        # The products are freed on return, like the workspace in CudaCall.
         if self.products is None:
             rows, places, offs = self._order_of(expert_ids, experts)
             if self.decode is not None:
