@@ -10,7 +10,7 @@ import torch
 from budgets import BUDGET, NAIVE_FACTOR, relative_error
 from hypothesis import example, given
 from hypothesis import strategies as st
-from stored_weights import naive_error, stored_layer
+from stored_weights import forward, naive_error, stored_layer
 from strategies import examples, laid_out
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,11 +26,6 @@ from mglu_ops.given import Given
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HIGHEST = 448 * 2.0**119
-
-
-def forward(*arguments: Any) -> Tensor:
-    """Call `mglu::forward` with `Given`, whose last two fields are for experts."""
-    return torch.ops.mglu.forward(*arguments[:8])
 
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from expert_layers import make_experts
 from ranks import RANKS, run_on_ranks
-from stored_weights import stored_layer
+from stored_weights import forward, stored_layer
 from strategies import make_layer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -207,17 +207,17 @@ def _stored_weights(ranks: Ranks) -> None:
 
     for name in (name for name in FORMATS if name != "dense"):
         given, _ = stored_layer(name, torch.float32, 6, 256, 264, 2)
-        expected = torch.ops.mglu.forward(*given)
+        expected = forward(*given)
         whole = {key: ranks.shard(getattr(given, key), Replicate()) for key in ("x", "mask_weights")}
         shards = {key: rows(getattr(given, key)) for key in ("weight", "weight_scale", "packed_masks")}
-        got = torch.ops.mglu.forward(*given._replace(**whole, **shards))
+        got = forward(*given._replace(**whole, **shards))
         ranks.compare(name, got, expected, Shard(1), rtol=1e-5)
         if name in ACTIVATION_FORMATS["fp8_token"]:
             # Rounding needs whole tokens, so x that is sharded along in_features is gathered first.
-            expected = torch.ops.mglu.forward(*given._replace(activation_format="fp8_token"))
+            expected = forward(*given._replace(activation_format="fp8_token"))
             for placement in (Replicate(), Shard(1)):
                 rounded = given._replace(**shards, activation_format="fp8_token", mask_weights=whole["mask_weights"])
-                got = torch.ops.mglu.forward(*rounded._replace(x=ranks.shard(given.x, placement)))
+                got = forward(*rounded._replace(x=ranks.shard(given.x, placement)))
                 ranks.compare(f"{name}, x in fp8", got, expected, Shard(1), rtol=1e-5)
     given, _ = stored_layer("fp8_block", torch.float32, 6, 384, 264, 2)
     shards = {key: rows(getattr(given, key)) for key in ("weight", "packed_masks")}

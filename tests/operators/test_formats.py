@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from budgets import BUDGET, relative_error
 from families import quick_only_for
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_weights import every_stored_value, stored_layer
+from stored_weights import every_stored_value, forward, stored_layer
 from strategies import examples
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,11 +27,6 @@ from mglu_ops.formats import FORMATS
 STORED = [name for name, one in FORMATS.items() if not one.is_dense]
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 every_format = pytest.mark.parametrize("name", STORED)
-
-
-def forward(*arguments: Any) -> Tensor:
-    """Call `mglu::forward` with `Given`, whose last two fields are for experts."""
-    return torch.ops.mglu.forward(*arguments[:8])
 
 
 @every_format

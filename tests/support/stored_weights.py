@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from budgets import relative_error
 from torch import Tensor, nn
@@ -10,6 +12,12 @@ from mglu_ops.backends import reference
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, quantize_activation
 from mglu_ops.given import Given
 from mglu_ops.masks import pack, unpack
+
+
+def forward(*given: Any) -> Tensor:
+    """The result of `mglu::forward` for the first fields of a `Given`, or for all. The last two, of experts, are None."""
+    assert all(routing is None for routing in given[8:])
+    return torch.ops.mglu.forward(*given[:8])
 
 
 def stored_layer(
