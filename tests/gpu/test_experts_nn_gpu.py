@@ -68,7 +68,7 @@ def test_training_under_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("cuda", dtype):
         layer(x, ids).sum().backward()
     assert layer.mask_logits.grad.isfinite().all()
-    with pytest.raises(NotImplementedError, match=r"x: got torch\.float64 on cuda:0, which cannot train experts"):
+    with pytest.raises(NotImplementedError, match=r"x: got torch\.float64 on cuda:0, .* no backend runs 'train'"):
         layer.double()(x.double(), ids)
 
 
