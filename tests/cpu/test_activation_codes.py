@@ -1,4 +1,4 @@
-"""The compiled kernels have the activations of `mglu_ops.activations`, with the same names and codes."""
+"""The C++ and CUDA sources list the activations of `mglu_ops.activations` with the same names and codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mglu_ops.backends.cuda import compiler
 
 
 def test_kernels_have_the_same_codes_which_count_from_zero_without_gaps() -> None:
-    """The C++ library indexes a table of names by the code."""
+    """Codes must have no gaps, because the C++ library uses them as indices into a table of names."""
     source = (compiler.source_directory() / "activation.cuh").read_text()
     (enumeration,) = re.findall(r"enum class Activation : int \{(.*?)\};", source, re.DOTALL)
     on_gpu = re.findall(r"(\w+) = (\d+),", enumeration)

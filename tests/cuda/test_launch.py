@@ -1,4 +1,4 @@
-"""What a launch gives to the driver, which a stand-in records."""
+"""The arguments that a launch passes to the CUDA driver, recorded by a fake driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mglu_ops.backends.parameters import MAP_BYTES
 
 
 class Driver:
-    """A driver that loads any kernel, and keeps the bytes of the struct at each launch."""
+    """A fake driver that loads any kernel, and keeps the bytes of the parameter struct of each launch."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""The launches of the CUDA backend: every call has one, and settings that cannot run are refused with the reason."""
+"""Launches of the CUDA backend: every call has one, and settings that cannot run are refused with a reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_choices_keep_to_the_limits_and_cover_the_result(arch: tuple[int, int]) 
         for other in (call, replace(call, batch_invariant=True), unaligned(call)):
             config = without_tables(other, gpu)
             assert config.violation(other, gpu) is None, (other, config)
-            if isinstance(config, DecodeMma):  # exactly as many blocks fit on an SM as intended
+            if isinstance(config, DecodeMma):  # exactly the intended number of blocks fits on an SM
                 requested = config.requested_shared_bytes(other, gpu)
                 assert requested >= config.shared_bytes(other)
                 blocks = gpu.shared_bytes_per_sm // (requested + RESERVED_SHARED_BYTES_PER_BLOCK)
@@ -145,7 +145,7 @@ TRAINING = training_choice(contiguous(4, 1024, 8192, 2048), HOPPER)
         (TILE, 8, {"sparse": True, "permuted": True}, "permuted: not with sparse products"),
         (TILE, 8, {"cluster": 2}, None),
         (TILE, 8, {"cluster": 4}, "cluster: got 4, must be 1 or 2$"),
-        # A stage is more than one group of wgmmas.
+        # Here a stage is more than one group of wgmmas.
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 2}, None),
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "sub": 2, "steps": 4}, None),
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 4}, "steps: got 4, must be less"),
@@ -163,5 +163,6 @@ def test_settings_that_a_launch_can_and_cannot_have(config, n_masks, settings, r
 
 def test_clusters_of_tiles_are_pairs() -> None:
     tile = replace(TILE, cluster=2)
-    assert tile.grid(contiguous(8, 100, 128, 64), HOPPER) == (12, 1)  # 2 tiles of rows by 3 pairs of the 5 of tokens
+    # Two tiles of rows, and five tiles of tokens, which are rounded up to three pairs: 2 * 3 * 2 blocks.
+    assert tile.grid(contiguous(8, 100, 128, 64), HOPPER) == (12, 1)
     assert tile.grid(contiguous(8, 10_000, 128, 64), replace(HOPPER, multiprocessors=11)) == (10, 1)

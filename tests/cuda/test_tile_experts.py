@@ -1,4 +1,4 @@
-"""`tile_wgmma` over the items of experts compiles without spills, and what launches are chosen and refused."""
+"""`tile_wgmma` for experts: it compiles without spills, and launches are chosen and refused as documented."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mglu_ops.formats import FORMATS
 from mglu_ops.layer_call import LayerCall
 
 QWEN, MIXTRAL, GPT_OSS = (128, 768, 2048, 8), (8, 14336, 4096, 2), (32, 2880, 2880, 4)
-"""Experts, out_features, in_features and the experts of a token."""
+"""Experts, out_features, in_features and experts per token."""
 
 
 def expert_call(n_masks: int, tokens: int, model: tuple[int, int, int, int] = QWEN, **options: Any) -> ExpertCall:
@@ -37,7 +37,7 @@ def check(call: ExpertCall, launch: TileItems | None) -> None:
     assert launch.violation(call, HOPPER) is None
     for kernel, target, macros in launch.sources(call, HOPPER):
         registers, spills, log = compiled(kernel, target, macros)
-        # csrc/cuda/tile_wgmma.md has these spills, which a single layer does not have.
+        # csrc/cuda/tile_wgmma.md documents these spills. Layers without experts have none.
         weighted = call.layer.mask_weights_dtype is not None and launch.config.mask_groups == 2
         scales_columns = call.layer.weight.format.columns is not None
         many_masks = call.layer.n_masks >= (6 if isinstance(launch.config, TrainingTile) else 8)
@@ -103,21 +103,24 @@ def test_compiles_for_fewer_bits_without_spills(name: str, n_masks: int) -> None
 
 
 def test_gathers_x_after_grouping() -> None:
-    """The launch before tile_wgmma gathers x: tile_wgmma reads the items before it waits for that launch."""
+    """The order matters: tile_wgmma waits only for the launch just before it, and reads the items before it waits.
+
+    So grouping, which writes the items, runs first. Then x is gathered.
+    """
     call = expert_call(4, 256, weight_format="fp8_row")
     in_fp8 = replace(call, layer=replace(call.layer, activation_format="fp8_token"))
     for one, gather in ((call, permute_x.NAME), (in_fp8, quantize_x.NAME)):
         launch = choose(one, HOPPER)
         assert launch is not None
         assert [kernel for kernel, *_ in launch.sources(one, HOPPER)] == ["tile_wgmma", "group_tokens", gather]
-    trained = as_read(replace(expert_call(1, 256), top_k=None))  # its x is sorted, and is read as it is
+    trained = as_read(replace(expert_call(1, 256), top_k=None))  # rows are sorted, so x is read in place
     launch = training_items(trained, HOPPER)
     assert launch is not None
     assert [kernel for kernel, *_ in launch.sources(trained, HOPPER)] == ["tile_wgmma", "group_tokens"]
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
-    """A tile has the mean number of rows of an expert, and more where they are few, since loads are ragged."""
+    """Tiles have about the mean number of rows per expert. If that is small, tiles are wider, since loads vary."""
     widths = []
     for tokens in (32, 256, 1024, 4096):
         launch = choose(expert_call(1, tokens), HOPPER)
@@ -130,16 +133,16 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
 
 
 def test_the_model_counts_items_of_random_loads() -> None:
-    """Every second expert has more rows than the mean, so that items as wide as that are too narrow."""
+    """Half of all experts have more rows than the mean, so items of the mean width do not hold them."""
     loads = torch.poisson(torch.full((100_000,), 64.0), generator=torch.Generator().manual_seed(0))
-    for of_item in (16, 32, 64, 80, 128):
-        expected = (loads / of_item).ceil().mean().item()
-        assert _items_of_random_loads(64, of_item) == pytest.approx(expected, rel=0.01)
+    for item_rows in (16, 32, 64, 80, 128):
+        expected = (loads / item_rows).ceil().mean().item()
+        assert _items_of_random_loads(64, item_rows) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
     costs = costs_of(HOPPER)
-    few, many = expert_call(1, 4), expert_call(1, 16)  # 32 experts, and all 128
+    few, many = expert_call(1, 4), expert_call(1, 16)  # at most 32 experts in use, and all 128
     config = choose(few, HOPPER).config  # type: ignore[union-attr]
     times = [costs.microseconds_of_experts(config, call, HOPPER) for call in (few, many)]
     assert 3 < times[1] / times[0] < 4
@@ -149,7 +152,7 @@ def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
 
 
 def test_which_kernel_runs_experts() -> None:
-    """decode_mma runs few rows an expert, and more where threads read the masks (360 bytes a row of gpt-oss)."""
+    """decode_mma runs few rows per expert, and more if threads must load the masks (gpt-oss: 360 bytes per row)."""
 
     def kernel(call: ExpertCall, **changes: Any) -> str:
         return choose_experts(replace(call, layer=replace(call.layer, **changes)), HOPPER).config.kernel
