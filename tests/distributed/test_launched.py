@@ -1,4 +1,4 @@
-"""The example and the benchmark of tensor parallelism under torchrun, on two gloo ranks at a small size."""
+"""The example and the benchmark of tensor parallelism run under torchrun, on two gloo ranks, at a small size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(*arguments: str) -> str:
-    """Run a command on two ranks of the CPU, and return what it printed."""
+    """Run a command on two CPU ranks, and return its output."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
@@ -48,9 +48,9 @@ def test_the_benchmark_measures_one_rank_and_all_of_them(tmp_path: Path) -> None
     stored = [f"inference{stored}" for stored in ("", ", int8_row")]
     work = [*product(stored, [1, 4]), ("training step", 16)]
     expected = [(case, variant, tokens) for case, tokens in work for variant in ("2 ranks", "one rank")]
-    of_experts = product(("inference, 4 experts", "training step, 4 experts"), [1, 6])
+    expert_cases = product(("inference, 4 experts", "training step, 4 experts"), [1, 6])
     variants = ("one rank", "2 ranks, experts", "2 ranks, rows", "2 ranks, experts, all-to-all")
-    expected += [(case, variant, tokens) for case, tokens in of_experts for variant in variants]
+    expected += [(case, variant, tokens) for case, tokens in expert_cases for variant in variants]
     assert sorted((row.case, row.variant, row.tokens) for row in rows) == sorted(expected)
     assert all(row.has_time and row.microseconds > 0 and row.error < 2.4e-2 for row in rows)
     assert {(*row.shape, row.n_masks) for row in rows} == {(48, 32, 2), (16, 32, 2)}

@@ -1,4 +1,4 @@
-"""Tensor parallelism, FSDP2 and distributed checkpoints on gloo ranks give the same as one process."""
+"""Tensor parallelism, FSDP2 and distributed checkpoints on gloo ranks equal one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_and_save(rank: int, folder: str) -> None:
 
 
 def run_page() -> None:
-    """Run the snippets of the page in order, and check what each of them leaves."""
+    """Run the snippets of the page in order, and check the result of each."""
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     tensor_parallel_model, experts, exchanged, fully_sharded, frozen = snippets
     names: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def test_only_logits_are_placed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 1}
-        # In two-dimensional logits, the rows are the first dimension.
+        # Rows of two-dimensional logits are in the first dimension.
         model["own"].logits = nn.Parameter(torch.randn(4, 6))
         assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 0}
     with pytest.raises(TypeError, match="model: got Parameter, must be a torch"):

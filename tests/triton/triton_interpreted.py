@@ -1,4 +1,4 @@
-"""The Triton kernels against the oracle, on CPU tensors: test_triton.py runs this file with TRITON_INTERPRET=1."""
+"""Triton kernels on CPU tensors, compared with the oracle. test_triton.py runs this file with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check(
     layout: Layout = lambda tensor: tensor,
     weight_format: str = "dense",
 ) -> Tensor:
-    """One call against the oracle; `layout` gives each tensor other strides or another offset."""
+    """Compare one call with the oracle. `layout` gives each tensor other strides or another offset."""
     torch.manual_seed(n_masks)
     x = torch.randn(tokens, h).to(dtype)
     stored, scale = FORMATS[weight_format].quantize((torch.randn(d, h) / max(h, 1) ** 0.5).to(dtype))
@@ -73,7 +73,7 @@ def test_numbers_of_masks(weight_format: str, n_masks: int, tokens: int) -> None
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float16), (4, torch.float16), (4, torch.bfloat16)])
 @pytest.mark.parametrize("weight_format", ["fp8_row", "int8_row"])
 def test_every_stored_value_is_decoded(weight_format: str, tokens: int, dtype: torch.dtype) -> None:
-    """All but NaN in fp8, which Triton's interpreter takes for 480; test_triton_backend.py has it on a GPU."""
+    """Skips the NaN of fp8, which Triton's interpreter reads as 480. test_triton_backend.py tests it on a GPU."""
     layer, expected = every_stored_value(weight_format, 3, dtype)
     result = run_on("triton", *layer._replace(x=layer.x.expand(tokens, -1)))[-1]
     rounding = 2**-7 if dtype is torch.bfloat16 else 0  # the interpreter truncates results in bfloat16
@@ -143,7 +143,7 @@ def test_strides_and_offsets(layout: Layout, tokens: int) -> None:
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """Masks of zeros or of ones: one factor is 0, and no rounding of the sums may show in it."""
+    """With masks of zeros or of ones, gate or value is exactly 0: rounding of the sums must not show."""
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
@@ -156,7 +156,7 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     ids=["several tiles", "one expert", "odd sizes", "no rows"],
 )
 def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtype) -> None:
-    """All products of a step. Rows without an expert are NaN, and their results are not written."""
+    """All products of a training step. Rows without an expert are NaN, and their results must not be written."""
     torch.manual_seed(0)
     layer = ExpertLayer.random("cpu", dtype, loads, d, h, 1, unowned=7)
     x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs
@@ -182,7 +182,7 @@ def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtyp
     [(1, 0.1, torch.float32), (5, 0.9, torch.float32), (3, 0.25, torch.float16)],
 )
 def test_a_training_step_of_experts(n_masks: int, density: float, dtype: torch.dtype) -> None:
-    """The step of `composite_experts`, in which these products stand for the library's."""
+    """The training step of `composite_experts`, with these products in place of the library's."""
     torch.manual_seed(0)
     layer = ExpertLayer.random(
         "cpu", dtype, [33, 0, 20], 50, 77, n_masks, unowned=5, density=density, mask_weights_dtype=torch.float32
