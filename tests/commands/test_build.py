@@ -1,4 +1,4 @@
-"""The command `build`: a folder for an image, which another user reads and for which no compiler is needed."""
+"""The command `build`, which makes a cache folder for a container image. Other users can read it without a compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYER = ["--arch", "sm_90", "--shapes", "8192x2048", "--n-masks", "4", "--tokens
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were compiled, by a stand-in for NVRTC."""
+    """The kernels that a fake NVRTC has compiled."""
     kernels: list[str] = []
 
     def run_nvrtc(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
@@ -42,7 +42,7 @@ def modes(folder: Path) -> set[int]:
 
 
 def sources(*formats: str) -> list[tuple[str, str, dict[str, int]]]:
-    """The kernels of `LAYER` for 64 tokens, with the formats of the weight and of x."""
+    """The kernels of `LAYER` for 64 tokens. `formats` are the weight format and the activation format."""
     call = LayerCall.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048, "silu", None, *formats)
     return quantize_x.sources(choose(call, KNOWN_GPUS[9, 0]).config, call, KNOWN_GPUS[9, 0])
 

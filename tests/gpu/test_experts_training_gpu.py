@@ -1,4 +1,4 @@
-"""A training step of experts on a GPU: against float64 and the naive loop, without waiting, and in CUDA graphs."""
+"""A training step of experts on a GPU: errors, synchronization with the host, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _needs_grouped_products() -> None:
     params=["bfloat16", "bfloat16 without tiles", "bfloat16 without tiles and grouped_mm", "float16", "float32", "tf32"]
 )
 def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """The dtype of a step, after choosing its products: without `tile_wgmma` or `grouped_mm`, those of other GPUs."""
-    monkeypatch.setattr(expert_dispatch, "_other_calls", {})  # calls that are prepared with other products
+    """The dtype of a step. Some parameters disable `tile_wgmma` or `grouped_mm`, as on GPUs that lack them."""
+    monkeypatch.setattr(expert_dispatch, "_other_calls", {})  # forget calls that were prepared with other kernels
     if "without" in request.param:
         monkeypatch.setattr(experts_training, "training_items", lambda call, gpu: None)
     if "grouped_mm" in request.param:
@@ -102,7 +102,7 @@ def test_any_layout_and_any_need(dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_a_graph_serves_other_loads(dtype: torch.dtype) -> None:
-    """One capture of a step, replayed with the rows, weights and loads of other layers, gives what their steps give."""
+    """A captured step is replayed with the tensors and loads of other layers, and must give their gradients."""
     layers = [
         ExpertLayer.random("cuda", dtype, loads, 72, 128, 3, unowned=300 - sum(loads))
         for loads in ([100, 0, 60], [0, 0, 0], [300, 0, 0], [1, 150, 149])
@@ -142,7 +142,7 @@ def test_wide_products(dtype: torch.dtype) -> None:
         grouped_products(grad, weight, offs, back)
         products_over_rows(grad, x, offs, grad_weight)
         for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
-            rows, of_expert = slice(start, end), weight[e].double()
-            assert relative_error(forward[rows], x[rows].double() @ of_expert.t()) < 1e-5
-            assert relative_error(back[rows], grad[rows].double() @ of_expert) < 1e-5
+            rows, expert_weight = slice(start, end), weight[e].double()
+            assert relative_error(forward[rows], x[rows].double() @ expert_weight.t()) < 1e-5
+            assert relative_error(back[rows], grad[rows].double() @ expert_weight) < 1e-5
             assert relative_error(grad_weight[e], grad[rows].double().t() @ x[rows].double()) < 1e-5

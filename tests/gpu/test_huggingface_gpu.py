@@ -1,4 +1,4 @@
-"""`generate` on a GPU: Transformers compiles the static cache into CUDA graphs, and the tokens stay the same."""
+"""`generate` on a GPU: with a static cache, Transformers uses CUDA graphs, and the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generated(model: Any, **options: Any) -> list[list[int]]:
 
 
 def graphs(model: Any, expected: list[list[int]] | None = None) -> int:
-    """Count the graphs of several calls of compiled `generate`, which must give the expected tokens."""
+    """The number of graphs that several calls of compiled `generate` record. They must give the expected tokens."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(3):  # the first calls warm up and record

@@ -1,4 +1,4 @@
-"""NaN and infinity in the arguments, on a GPU: the rule of `mglu_ops.ops`."""
+"""The rule of `mglu_ops.ops` for NaN and infinity in arguments, on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("where", ["x", "weight", "mask_weights"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_no_nan_is_hidden_and_no_wrong_number_comes_out(dtype: torch.dtype, where: str, value: float) -> None:
-    """One, few and many tokens and ragged sizes run on different kernels; training is tested as well."""
+    """One, few and many tokens, and odd sizes, run on different kernels. Training is tested too."""
     for tokens, out_features, in_features, n_masks, activation in (
         (1, 256, 256, 1, "silu"),
         (9, 256, 256, 4, "relu"),

@@ -1,6 +1,6 @@
-"""The limit of a GPU backend's error where gates and values differ much in size, as in test_outliers.py.
+"""Bounds on errors of GPU backends if gates and values differ much in size, as in test_outliers.py.
 
-Both backends compute values as differences of sums over whole rows, and so have the error that `budgets` grants to such
+Both backends compute values as differences of sums over whole rows, so they have the error that `budgets` allows for
 differences. The naive layer and the float64 layer are computed on the CPU.
 """
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ACTIVATIONS = ("silu", "identity")
-# Each number of masks, dtype and activation is a kernel to compile. 1 to 5 tokens run on decode_mma, 33 on tile_wgmma
-# on Hopper, and 67 in_features on plain, which is the only kernel for float32.
+# Each number of masks, dtype and activation compiles a kernel. On Hopper, 1 to 5 tokens run on decode_mma and 33 on
+# tile_wgmma. 67 in_features run on plain, which is also the only kernel for float32.
 IN_FEATURES = (1024, 256, 64, 67)
 
 
