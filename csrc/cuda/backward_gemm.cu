@@ -2,8 +2,8 @@
 // Q_1, Q_2, ... (training.md). The A operand, the elementwise product G * S_i, is computed in registers and never
 // stored.
 //
-//     MGLU_INPUT_GRADIENT = 1:  grad_x[token, h] = sum over i, d of (G * S_i)[token, d] (F_i * W)[d, h]
-//     MGLU_INPUT_GRADIENT = 0:  D_i[d, h]        = sum over tokens of (G * S_i)[token, d] x[token, h]
+//     MGLU_GRAD_X = 1:  grad_x[token, h] = sum over i, d of (G * S_i)[token, d] (F_i * W)[d, h]
+//     MGLU_GRAD_X = 0:  D_i[d, h]        = sum over tokens of (G * S_i)[token, d] x[token, h]
 //
 // Here i starts at 0 and F_0 = 1. The sign-flipped weights F_i * W are matrices in memory. A block computes tiles of
 // 128 rows by 256 columns of the result. Its producer is one thread in a warpgroup of its own. It loads stages of
@@ -25,7 +25,7 @@ namespace mglu {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kProducts = MGLU_PRODUCTS;  // number of values of i
-constexpr bool kInputGradient = MGLU_INPUT_GRADIENT != 0;
+constexpr bool kInputGradient = MGLU_GRAD_X != 0;
 constexpr int kCluster = MGLU_CLUSTER;  // 1 or 2
 constexpr int kStages = MGLU_STAGES;
 constexpr int kDepth = MGLU_DEPTH;      // columns of A in a stage: 32 or 64
@@ -56,10 +56,10 @@ struct Params {
     int tokens;
     int out_features;
     int in_features;
-    TensorMap gradient;  // G [tokens][out_features]
-    TensorMap partials;  // S [tokens][kProducts or more][out_features]
-    TensorMap b;         // W [out_features][in_features], or x [tokens][in_features]
-    TensorMap flipped;   // F_i * W [kProducts - 1][out_features][in_features]; zeros for D_i
+    TensorMap grad_output;  // G [tokens][out_features]
+    TensorMap partials;     // S [tokens][kProducts or more][out_features]
+    TensorMap b;            // W [out_features][in_features], or x [tokens][in_features]
+    TensorMap flipped;      // F_i * W [kProducts - 1][out_features][in_features]; zeros for D_i
 };
 
 // --- the order of work ---
@@ -117,7 +117,7 @@ struct RingPosition {
 // --- the producer ---
 
 __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32 empty, int rank) {
-    tma_prefetch_descriptor(p.gradient);
+    tma_prefetch_descriptor(p.grad_output);
     tma_prefetch_descriptor(p.partials);
     tma_prefetch_descriptor(p.b);
     if constexpr (kInputGradient) tma_prefetch_descriptor(p.flipped);
@@ -143,7 +143,7 @@ __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32
             barrier_wait(empty + 8 * position.slot, position.parity ^ 1);
             if constexpr (kInputGradient) {
                 barrier_arrive_expect_bytes(barrier, kStageBytes - (product > 0 ? kOperandBytes : 0));
-                if (product == 0) tma_load_box<1>(slot, p.gradient, k, first.row, barrier, policy);
+                if (product == 0) tma_load_box<1>(slot, p.grad_output, k, first.row, barrier, policy);
                 tma_load_box_3d<1>(partials, p.partials, k, product, first.row, barrier, policy);
 #pragma unroll
                 for (int box = 0; box < kBoxes; ++box) {
@@ -155,8 +155,8 @@ __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32
                 if (++product == kProducts) product = 0, ++chunk;
             } else {
                 barrier_arrive_expect_bytes(barrier, kStageBytes - (shares_gradient ? kBox : 0));
-                tma_load_box<1>(slot, p.gradient, first.row, k, barrier, policy);
-                if (!shares_gradient) tma_load_box<1>(slot + kBox, p.gradient, second.row, k, barrier, policy);
+                tma_load_box<1>(slot, p.grad_output, first.row, k, barrier, policy);
+                if (!shares_gradient) tma_load_box<1>(slot + kBox, p.grad_output, second.row, k, barrier, policy);
                 tma_load_box_3d<1>(partials, p.partials, first.row, first.product, k, barrier, policy);
                 tma_load_box_3d<1>(partials + kBox, p.partials, second.row, second.product, k, barrier, policy);
 #pragma unroll

@@ -18,8 +18,8 @@ struct Params {
     const void* weight;      // [rows, columns] with contiguous columns; for grad_logits
     const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous; for grad_weight
     const void* products;    // D_i [rows / expert_rows, kMasks, expert_rows, columns]; each matrix is contiguous
-    void* weight_gradient;
-    void* logits_gradient;
+    void* grad_weight;
+    void* grad_logits;
     i64 weight_row_stride;
     i64 products_stride;  // from one mask to the next
     i64 logits_stride;
@@ -31,8 +31,8 @@ struct Params {
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kTotalType = MGLU_TOTAL;
 constexpr int kMasks = MGLU_N_MASKS;
-constexpr int kWeightType = MGLU_WEIGHT_GRADIENT;  // the gradients' dtypes; -1 if a gradient is not needed
-constexpr int kLogitsType = MGLU_LOGITS_GRADIENT;
+constexpr int kWeightType = MGLU_GRAD_WEIGHT;  // the gradients' dtypes; -1 if a gradient is not needed
+constexpr int kLogitsType = MGLU_GRAD_LOGITS;
 constexpr bool kWeight = kWeightType >= 0;
 constexpr bool kLogits = kLogitsType >= 0;
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_masks(float (&sum)[kOctet], const Group<kTyp
             float by_logit[kOctet];
 #pragma unroll
             for (int k = 0; k < kOctet; ++k) by_logit[k] = -2.0f * weight[k] * product[j][k];
-            store_group(p.logits_gradient, at.logits, rounded<kLogitsType>(by_logit), at.count);
+            store_group(p.grad_logits, at.logits, rounded<kLogitsType>(by_logit), at.count);
         }
     }
 }
@@ -96,5 +96,5 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
 #pragma unroll 1
     for (int mask = 0; mask + kMasksAtOnce <= kMasks; mask += kMasksAtOnce) add_masks<kMasksAtOnce>(sum, weight, p, at);
     if constexpr (kMasks % kMasksAtOnce > 0) add_masks<kMasks % kMasksAtOnce>(sum, weight, p, at);
-    if constexpr (kWeight) store_group(p.weight_gradient, element, rounded<kWeightType>(sum), index.count);
+    if constexpr (kWeight) store_group(p.grad_weight, element, rounded<kWeightType>(sum), index.count);
 }

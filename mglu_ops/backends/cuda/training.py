@@ -258,8 +258,8 @@ class _WeightGradients:
                         "partials": _bytes_between(partials, factors),
                         "weight": _bytes_between(weight, weight[rows]),
                         "packed_masks": _bytes_between(packed_masks, packed_masks[rows]),
-                        "weight_gradient": _bytes_between(grad_weight, grad_weight_rows),
-                        "logits_gradient": _bytes_between(grad_logits, grad_logits_rows),
+                        "grad_weight": _bytes_between(grad_weight, grad_weight_rows),
+                        "grad_logits": _bytes_between(grad_logits, grad_logits_rows),
                     },
                     later_partials=_bytes_between(partials, later),
                     second=_bytes_between(products, products[1:2]) if n_masks > 1 else 0,
@@ -284,11 +284,11 @@ class _WeightGradients:
         stream = _stream(x)
         scratch = None if self._is_in_place else x.new_empty(self._products_shape)
         wide = x.new_empty(self._total_shape, dtype=torch.float32) if self._total_is_wide else None
-        pointers = pointers | addresses(weight_gradient=grad_weight, logits_gradient=grad_logits)
-        products = pointers["logits_gradient"] if scratch is None else scratch.data_ptr()
+        pointers = pointers | addresses(grad_weight=grad_weight, grad_logits=grad_logits)
+        products = pointers["grad_logits"] if scratch is None else scratch.data_ptr()
         for chunk in self._chunks:
             at = pointers | {name: pointers[name] + offset for name, offset in chunk.offsets.items()}
-            total = at["weight_gradient"] if wide is None else wide.data_ptr()
+            total = at["grad_weight"] if wide is None else wide.data_ptr()
             if chunk.total is not None:
                 at.update(out=total, others=0)
                 chunk.total(stream, at)

@@ -39,7 +39,7 @@ def macros(dtype: torch.dtype, n_products: int, *, is_grad_x: bool, wide: bool) 
     return {
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_PRODUCTS": n_products,
-        "MGLU_INPUT_GRADIENT": int(is_grad_x),
+        "MGLU_GRAD_X": int(is_grad_x),
         "MGLU_WIDE": int(wide),
         "MGLU_CLUSTER": _CLUSTER,
         "MGLU_STAGES": _STAGES,

@@ -164,14 +164,14 @@ def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
     out = partials.new_empty(tokens, entries, columns)
     macros = scale_macros(partials.dtype, entries, _is_vector(grad_output, partials, out))
     integers = {
-        "gradient_row_stride": grad_output.stride(0),
+        "grad_output_row_stride": grad_output.stride(0),
         "partials_row_stride": partials.stride(0),
         "partials_entry_stride": partials.stride(1),
         "tokens": tokens,
         "columns": columns,
     }
     launch = _prepare("scale", out, macros, _warps(tokens, columns), integers)
-    _run(launch, out, gradient=grad_output, partials=partials, out=out)
+    _run(launch, out, grad_output=grad_output, partials=partials, out=out)
     return out
 
 
@@ -210,8 +210,8 @@ def weight_gradients(
         weight=weight,
         packed_masks=packed_masks,
         products=products,
-        weight_gradient=grad_weight,
-        logits_gradient=grad_logits,
+        grad_weight=grad_weight,
+        grad_logits=grad_logits,
     )
 
 
@@ -248,8 +248,8 @@ def weight_gradients_macros(
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_TOTAL": ELEMENTS[total_dtype],
         "MGLU_N_MASKS": n_masks,
-        "MGLU_WEIGHT_GRADIENT": _code(weight_dtype),
-        "MGLU_LOGITS_GRADIENT": _code(logits_dtype),
+        "MGLU_GRAD_WEIGHT": _code(weight_dtype),
+        "MGLU_GRAD_LOGITS": _code(logits_dtype),
         "MGLU_VECTOR": int(vector),
     }
 
@@ -266,14 +266,14 @@ def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype
     out = terms.new_empty(tokens, n_masks, dtype=dtype)
     macros = mask_weight_gradients_macros(terms.dtype, n_masks, dtype, _is_vector(grad_output, terms))
     integers = {
-        "gradient_row_stride": grad_output.stride(0),
+        "grad_output_row_stride": grad_output.stride(0),
         "terms_row_stride": terms.stride(0),
         "terms_mask_stride": terms.stride(1),
         "tokens": tokens,
         "columns": columns,
     }
     launch = _prepare("mask_weight_gradients", out, macros, tokens * n_masks, integers)
-    _run(launch, out, gradient=grad_output, terms=terms, out=out)
+    _run(launch, out, grad_output=grad_output, terms=terms, out=out)
     return out
 
 
