@@ -1,4 +1,4 @@
-"""Allocated memory of a GPU, in megabytes (1e6 bytes); NaN on a CPU, which does not count it."""
+"""Allocated memory of a GPU in megabytes (1e6 bytes). On a CPU it is not counted, and is NaN."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 def allocated(device: str) -> float:
-    """Megabytes that tensors hold now."""
+    """The megabytes that tensors hold now."""
     return torch.cuda.memory_allocated() / 1e6 if device == "cuda" else float("nan")
 
 
 def peak(call: Callable[[], object], device: str) -> float:
-    """The most megabytes that all tensors hold at once while a call runs, also those from before the call."""
+    """The peak of megabytes that all tensors hold during a call, including tensors from before the call."""
     if device != "cuda":
         return float("nan")
     torch.cuda.synchronize()
@@ -25,7 +25,7 @@ def peak(call: Callable[[], object], device: str) -> float:
 
 
 def release(device: str) -> None:
-    """Release cached memory to the device, so that one problem does not fragment it for the next."""
+    """Release cached memory to the device, so that a problem does not fragment memory for the next one."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

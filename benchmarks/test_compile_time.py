@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _inductor_is_loaded() -> None:
-    """Load Inductor first: it would lengthen the first test's compilation, and the pass's share would look smaller."""
+    """Load Inductor before the tests. In the first test's compilation, it would make the pass's share look smaller."""
     function, x = chain("tanh", 10).build()
     time_of_compilation(function, x, "inductor")
 
@@ -47,7 +47,7 @@ def test_pass_is_a_small_share_of_the_compilation_without_it(case: Case) -> None
 
 @pytest.mark.parametrize("step", STEPS)
 def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
-    """A node in a chain of 5000 takes at most twice as long as a node in a chain of 100, by the fastest run of each."""
+    """Per node, a chain of 5000 nodes takes at most twice as long as a chain of 100. The fastest runs count."""
     times = []
     for length, repeats in ((100, 20), (5000, 3)):
         function, x = chain(step, length).build()

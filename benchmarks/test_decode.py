@@ -1,7 +1,7 @@
 """Times one token with pytest-benchmark: `python -m pytest benchmarks --benchmark-only`.
 
-A round is one replay of a graph over more than 1 GB of layers; `extra_info` holds the microseconds per layer and the
-fraction of the read ceiling that the harness measures in the same process.
+A round is one replay of a graph over more than 1 GB of layers. `extra_info` holds the microseconds per layer, and the
+fraction of the read ceiling, which the harness measures in the same process.
 """
 
 from __future__ import annotations

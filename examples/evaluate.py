@@ -48,7 +48,7 @@ def need(name: str) -> Any:
 
 
 def write_local_task(folder: Path, questions: int) -> None:
-    """Write a task from Python's own source files: each question has three lines, and asks which of two comes next."""
+    """Write a task from Python's source files. A question shows three lines, and asks which of two lines comes next."""
     draw = random.Random(0)
     files = sorted(Path(json.__file__).parents[1].glob("*.py"))
     lines = [line for file in files for line in file.read_text(errors="ignore").splitlines(True) if line.strip()]
@@ -64,7 +64,7 @@ def write_local_task(folder: Path, questions: int) -> None:
 
 
 def evaluate(model: str, tasks: list[str], fewshot: int, limit: int | None, batch: int, device: str) -> str:
-    """Run tasks, and return the harness's table; without tasks, run the local one."""
+    """Run tasks, or without tasks the local one, and return the harness's table."""
     for name in ("transformers", "lm_eval", "mglu_ops.transformers"):  # the last registers MGLU models
         need(name)
     harness, models = need("lm_eval"), need("lm_eval.models.huggingface")

@@ -33,7 +33,7 @@ def main() -> None:
         max_steps=options.steps,
         per_device_train_batch_size=16,
         learning_rate=5e-3,
-        weight_decay=0.1,  # of weights only: MGLUTrainer exempts the mask logits
+        weight_decay=0.1,  # for weights only, because MGLUTrainer exempts mask logits
         lr_scheduler_type="cosine",
         warmup_steps=options.steps // 10,
         logging_steps=max(1, options.steps // 5),
