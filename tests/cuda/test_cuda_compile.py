@@ -344,7 +344,7 @@ def test_training_steps_compile_without_spills(arch, n_masks, dtype, activation,
     for kernel, macros in _training_step_variants(n_masks, dtype, activation, vector):
         registers, spills, log = compiled(kernel, f"sm_{arch[0]}{arch[1]}", macros)
         assert spills <= (4 if kernel == "weight_gradients" and arch >= (10, 0) else 0), log  # 7 masks spill a word
-        blocks = 3 if vector else 2  # so many blocks must fit on an SM
+        blocks = 3 if vector else 2  # at least this many blocks must fit on an SM
         assert registers * 256 * blocks <= REGISTERS_PER_SM, log
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism, FSDP2 and distributed checkpoints on gloo ranks equal one process."""
+"""Tensor parallelism, FSDP2 and distributed checkpoints on gloo ranks match a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of experts that are divided between gloo ranks, by experts or by rows, equal one process."""
+"""Layers of experts that are divided between gloo ranks, by experts or by rows, match a single process."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def whole_batch(
 def check_data_parallel(
     rank: int, device: str, dtype: torch.dtype, width: int, save_activations: bool, backend: str | None
 ) -> None:
-    """In float64, parameters and masks equal one process's. In 16 bits, only the first step's gradients are compared.
+    """In float64, parameters and masks match a single process. In 16 bits, only the first gradients are compared.
 
     At the end, both ranks hold the same bits.
     """

@@ -95,7 +95,7 @@ def check_placements(setting: ExpertSetting) -> None:
 
 
 def check_results(setting: ExpertSetting) -> None:
-    """Results and gradients equal one process's, for all kinds of masks, for a sequence and for one decoded token."""
+    """Results and gradients match a single process, for all kinds of masks, for a sequence and one decoded token."""
     for name, options in KINDS.items():
         alone = setting.model(**options)
         want, token = gradients(alone, alone, setting.x()), setting.x()[:1, :1]
@@ -145,7 +145,7 @@ def check_compiled(setting: ExpertSetting) -> None:
 
 
 def check_training(setting: ExpertSetting) -> None:
-    """After some AdamW steps, which change masks, the parameters equal one process's, also after freezing."""
+    """Some AdamW steps change masks and give the parameters of a single process. Freezing keeps the results."""
     for way in WAYS:
         alone, divided = (setting.model(mask_top_k=2) for _ in range(2))
         before = alone[0].experts.mask_logits.detach() > 0
@@ -227,7 +227,7 @@ def check_materialized(setting: ExpertSetting) -> None:
 
 
 def check_trained_step(setting: ExpertSetting) -> None:
-    """One SGD step updates divided and fully sharded layers as one process does."""
+    """One SGD step updates divided and fully sharded layers as in a single process."""
     for way in WAYS:
         assert_same_step(setting, setting.divided(way, setting.model()), None, way)
     assert_same_step(setting, shard_fully(setting.model(), setting.mesh), setting.mesh, "fully_shard")

@@ -45,7 +45,7 @@ def save_mixture(folder: Path) -> None:
 
 
 def check_mixture(rank: int, device: str, folder: Path) -> None:
-    """Results and gradients equal one process's, with a share of the rows or of the experts on each rank.
+    """Results and gradients match a single process, with a share of the rows or of the experts on each rank.
 
     The ranks then freeze and save the model for `check_saved`.
     """

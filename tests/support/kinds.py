@@ -127,6 +127,6 @@ PAIRS: dict[str, Pair] = {
 
 
 def activated(pair: Any) -> Tensor:
-    """`silu(gate) * value`."""
+    """The term `silu(gate) * value`."""
     gate, value = pair
     return F.silu(gate) * value

@@ -210,7 +210,7 @@ def _broadcasts(tensor: Tensor, first: Tensor) -> bool:
     return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
-# Kind of field -> predicate of a tensor and the first tensor of the template: true if the tensor fits.
+# Kind of field -> function of a tensor and the template's first tensor that returns True if the tensor fits.
 _KINDS: dict[str, Callable[[Tensor, Tensor], bool]] = {
     "any": lambda t, first: True,
     "real": lambda t, first: t.is_floating_point(),

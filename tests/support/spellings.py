@@ -149,7 +149,7 @@ def takes(masks: str, *, is_bool: bool, is_integer: bool, trains: bool) -> bool:
     }[masks]
 
 
-# Name -> masks that the spelling `takes`, and function from mask to complement.
+# Name -> kind of masks (for `takes`), and function from mask to complement.
 COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "~m": ("bool", lambda m: ~m),
     "1 - m": ("real", lambda m: 1 - m),
@@ -172,7 +172,7 @@ COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "where": ("bool", lambda m: torch.where(m > 0, 0.0, 1.0)),
     "1 - m.double()": ("fixed", lambda m: 1 - m.double()),
 }
-# Name -> masks that the spelling `takes`, and function from weight and mask to masked weight.
+# Name -> kind of masks (for `takes`), and function from weight and mask to masked weight.
 MASKED_WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "w * m": ("any", lambda w, m: w * m),
     "m * w": ("any", lambda w, m: m * w),

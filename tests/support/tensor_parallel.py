@@ -127,7 +127,7 @@ def check_placements(setting: Setting) -> None:
 
 
 def check_results(setting: Setting) -> None:
-    """Results and gradients equal one process's for all kinds of layers, with x replicated or divided."""
+    """Results and gradients match a single process for all kinds of layers, with x replicated or divided."""
     for name, options in KINDS.items():
         if name == "weighted" and setting.dtype.itemsize < 4:
             continue  # rounding the first layer's result may select other masks in the second
@@ -179,7 +179,7 @@ def assert_same_parameters(got: nn.Module, want: nn.Module, what: str) -> None:
 
 
 def check_training(setting: Setting) -> None:
-    """After some AdamW steps, which change masks, the parameters equal one process's."""
+    """Some AdamW steps change masks, and give the parameters of a single process."""
     for name in ("learned", "weighted"):
         alone, sharded = (setting.model(**KINDS[name]) for _ in range(2))
         before = alone[0].mglu.mask_logits.detach() > 0
@@ -190,7 +190,7 @@ def check_training(setting: Setting) -> None:
 
 
 def check_freezing(setting: Setting) -> None:
-    """A frozen sharded model has one process's masks and unchanged results. Freezing it again changes nothing."""
+    """A frozen sharded model has the masks of a single process and the same results. Freezing again changes nothing."""
     for name in ("learned", "weighted", "naive"):
         alone = mglu_ops.freeze(setting.model(**KINDS[name]))
         sharded = setting.parallel(setting.model(**KINDS[name]))
@@ -212,7 +212,7 @@ def check_freezing(setting: Setting) -> None:
 
 
 def check_quantized(setting: Setting) -> None:
-    """Layers can be quantized before or after they are sharded, with one process's results and gradients."""
+    """Layers can be quantized before or after they are sharded. Results and gradients match a single process."""
     for name in ("fp8_row", "int8_row", "int4_group"):
         alone = mglu_ops.quantize(mglu_ops.freeze(setting.model()), name)
         want = gradients(alone, alone, setting.x())
