@@ -173,7 +173,7 @@ def _tensors(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iter
 
 
 def _is_of_linear_quantizer(name: str, layer: StoredLinear, stored: _Stored) -> bool:
-    """Whether a tensor is of a router that a quantizer of linear layers has replaced, and is stored in its own form."""
+    """True if a tensor belongs to a router that a quantizer of linear layers stores in its own form."""
     router = getattr(layer, "router", None)
     has_other_router = router is not None and type(router) is not nn.Linear
     return has_other_router and ".router." in name and stored.dtype not in _FLOATING

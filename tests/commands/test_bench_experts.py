@@ -79,7 +79,7 @@ def scaled_grouped_mm(x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor,
 @pytest.mark.parametrize("tokens", [1, 5, 23])
 @pytest.mark.parametrize("weight_format", ["dense", "fp8_row"])
 def test_operators_and_forms_of_swiglu_compute_their_layers(monkeypatch: Any, weight_format: str, tokens: int) -> None:
-    """Of SwiGLU, the forms of torch; the next test runs the Triton kernels."""
+    """SwiGLU runs in its torch forms here; the next test runs the Triton kernels."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     expert_baselines._compiled.cache_clear()
