@@ -1,9 +1,9 @@
 """SwiGLU's experts in Triton, in the way of vLLM's fused_moe: one launch sorts tokens by expert, and one multiplies.
 
 A pair is a token and one of its experts. Pair t K + k belongs to the k-th expert of token t. The first launch sorts
-pairs into blocks. A block has a fixed number of places for pairs of one expert, and the last places may be empty. Each
-program of a product computes a tile of a block. In contrast to vLLM's kernel, the programs of the gated projection
-compute gate and value together, and apply the activation.
+the pairs by expert into blocks of BLOCK_M, and pads the last block of each expert. Each program of a product computes
+a tile of a block. In contrast to vLLM's kernel, the programs of the gated projection compute gate and value together,
+and apply the activation.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import triton.language as tl
 
 @triton.jit
 def align_kernel(ids, pairs, experts, used, n_pairs, BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
-    """Program e lists the pairs of expert e in blocks. Empty places get `n_pairs`.
+    """Sort pairs by expert into blocks, padded with `n_pairs`. Program e writes the blocks of expert e.
 
     Every program counts the pairs of all experts, to know where its own blocks begin.
 
     Args:
-        ids: the expert of each pair.
-        pairs: output, the pair of each place.
-        experts: output, the expert of each block.
+        ids: `[n_pairs]`, the expert of each pair.
+        pairs: output `[blocks, BLOCK_M]`, the pairs in sorted order.
+        experts: output `[blocks]`, the expert of each block.
         used: output, the number of blocks.
         n_pairs: number of pairs.
         BINS: a power of two, at least the number of experts.
-        BLOCK_M: number of places in a block, a power of two.
+        BLOCK_M: number of pairs in a block, a power of two.
         CHUNK: number of pairs that a program reads at once.
     """
     expert = tl.program_id(0)

@@ -64,7 +64,7 @@ class Evaluation(Recogniser):
                     self._values[node] = self._evaluate(node, LAYER_RULES_BY_SYMBOL, self._values.get)
 
     def _assume(self, node: Node, is_mask: bool) -> None:
-        """Give a node a second value, if it is a tensor that is used as a mask, or a function of such tensors."""
+        """Record the value that a node has if tensors that are used as masks are binary, unless that is its value."""
         is_known = isinstance(self._values[node], (Scalar, Levels, Binary, Bundle))
         if is_mask and not is_known and dtype_of(node) is not torch.bool:
             self._assumed[node] = self.unproved(node)

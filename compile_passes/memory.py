@@ -72,7 +72,7 @@ class Memory:
         """The union-find tree: for a joined storage, its parent and the position of the join."""
         self._sizes: dict[Hashable, int] = {}
         self._given: dict[Hashable, int] = {}
-        """For the storages of inputs, parameters and constants, and those joined to one: the position of that."""
+        """Storages of inputs, parameters and constants, and those joined to one -> the position of that."""
         self._writes: dict[Hashable, tuple[list[int], list[Node]]] = {}
         self._returned = graph.output_node().all_input_nodes
         for node in graph.nodes:

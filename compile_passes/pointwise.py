@@ -87,7 +87,7 @@ def _slopes(result: torch.Tensor, leaves: Sequence[torch.Tensor], length: int) -
 
 
 def _tensor(operand: Operand, length: int) -> torch.Tensor:
-    """An operand as a tensor of `length` elements. A single value is repeated, because a call may write to it."""
+    """An operand as a tensor of `length` elements. Copies one value instead of expanding it: calls may write to it."""
     values = operand.values[0] if operand.is_number else operand.values * (length // len(operand.values))
     tensor = torch.tensor(values, dtype=operand.dtype, device="cpu")
     return tensor.requires_grad_() if operand.has_gradient else tensor

@@ -224,8 +224,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
 def round_activation(x: Tensor) -> Tensor:
     """Round x to `fp8_token` (`quantize_activation`), and return it in its own dtype.
 
-    The rounded values are exact in x's dtype. Only values that rounding lifts above its largest finite number are not:
-    they become that number.
+    x's dtype holds the rounded values exactly, except those above its largest finite number, which become that number.
     """
     stored, scale = quantize_activation(x)
     largest = torch.finfo(x.dtype).max

@@ -94,10 +94,10 @@ def _number(argument: Any, value: Value) -> Formula | None:
 
 
 def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:
-    """True if `act(p) * p` of one projection p counts as a gate times a value.
+    """True if `act(p) * p`, where p is one projection, counts as a gate times a value.
 
-    If the product is an activation, it counts as a function of p. Otherwise the user probably forgot the complement of
-    the mask, and the refusal should say so.
+    A product that is itself an activation counts as a function of p: sigmoid(p) * p is silu(p). For any other product,
+    the user probably forgot to complement the mask of the value, and the refusal should say so.
     """
     found = [formulas.activation(formula) for formula in (a, b)]
     names = {known.activation for known in found if known is not None}

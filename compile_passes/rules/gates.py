@@ -148,7 +148,7 @@ def _scaled(part: _Part, factor: float) -> _Part | None:
 
 
 def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
-    """A mask weight times a value of the layer: one number, one per token, or for a stack also one per mask."""
+    """A mask weight times a part of the layer. It is one number or one per token; for a stack also one per mask."""
     projection = values.projection_of(value)
     if not isinstance(weight, Node) or projection is None or not same_shape(node, part):
         return None

@@ -109,7 +109,7 @@ def _multiplies_by_experts(node: Node, x: Node, weight: Node, offs: Node | None,
 def projection_by(
     recogniser: Recogniser, node: Node, x: Node, weight: Node, weighted: Value, *, upright: bool
 ) -> Projection | None:
-    """The product at `node` of x and `weighted`, the value of node `weight`; None for weights that are never masked."""
+    """The product of x and a weight. `weighted` is the value of node `weight`; None if that weight is never masked."""
     dtype = dtype_of(node)
     if not isinstance(weighted, Weighted) or dtype is None:
         return None

@@ -85,8 +85,8 @@ struct ManyTokens {
     }
     std::int64_t first_part() const { return has_float64_total() ? 0 : 1; }
 
-    // Transposes a panel of x, with zeros past the last token and the last column. It reads 16 columns at a time, a
-    // whole cache line of float32, since lines of rows that are a power of two apart evict each other from L1.
+    // Transposes a panel of x, with zeros past the last token and the last column. It reads all 16 columns of a cache
+    // line of float32 at once: if rows are a power of two apart, reading the next row may evict the line from L1.
     void pack_x(std::int64_t panel) const {
         const std::int64_t width = panel_width();
         float* to = x + panel * depth * width;

@@ -36,8 +36,8 @@ struct RowSums {
     const std::uint8_t* bits;
     const float* x[Tokens];
     std::int64_t n_masks;
-    Vec gates[kChains][Tokens][kVecs];     // `part` of each mask
-    Vec values[kChains][Tokens][kValues];  // in 16-bit types `total`, in float32 the value of each mask
+    Vec gates[kChains][Tokens][kVecs];     // the gate of each mask: `part`
+    Vec values[kChains][Tokens][kValues];  // the value of each mask in float32; `total` in 16-bit types
 
     MGLU_INLINE void clear() {
         for (int c = 0; c < kChains; ++c) {

@@ -469,10 +469,10 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     if constexpr (kItems == Items::none) {
         let_next_kernel_start();
         if constexpr (kHasDependentLaunch) {
-            // Prefetch part of the first stage into L2 before the wait. Earlier kernels may still write to W, but the
-            // copies after the wait see what they wrote. Prefetching one lane's share gains as much as a whole stage
-            // within 1%, and does not delay the other kernels of a model (decode_mma.md). The prefetch has its own
-            // loader, since the registers of a shared one would stay alive, and with 15 masks there are none to spare.
+            // Prefetch one lane's share of the first stage into L2 before the wait. Earlier kernels may still write to
+            // W, but the copies after the wait see what they wrote. Prefetching the whole stage would gain less than
+            // 1% more, and delay the other kernels of a model (decode_mma.md). The prefetch has a loader of its own,
+            // because a shared one would occupy registers across the wait, and 15 masks leave none to spare.
             StageLoader<Stage, kSplitK> early(p, kReadOnce);
             early.start(p, tile_row, part);
             if (lane == 0) early.template load_next<true>(0);

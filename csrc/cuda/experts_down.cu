@@ -338,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
             Accumulators acc = {};
             for (; stage < end; stage += kTeams) {
                 copy_async_wait<kStages - 2>();  // this thread's copies of the oldest stage have arrived
-                wait_for_team(team);             // all threads' have, and the team has read the stage before it
+                wait_for_team(team);             // so have the team's, and nobody reads the stage before it any more
                 loader.load_next(free_slot);
                 scales.load(slot + kScalesAt + 4 * warp_row, stage);
                 if constexpr (kScalesColumns<kFormat>) {

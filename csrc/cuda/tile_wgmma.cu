@@ -81,7 +81,7 @@ __device__ __forceinline__ void store(const Params& p, const LaunchTile& tile, c
 struct Exchange {
     float4* totals;   // t, unless a thread keeps it (kKeepTotal)
     float4* terms;    // the sum of terms so far
-    float4* twice_p;  // in training the sum of 2 P's terms so far
+    float4* twice_p;  // in training, the sum so far of the terms of 2 P
     int written;      // named barrier: the first warpgroup has written all arrays
     int read;         // named barrier: the second has read all arrays, and may have written `terms` for the next pass
 };

@@ -225,7 +225,7 @@ struct ItemTile {
 // expert are neighbours, so that its weights are read from memory once.
 template <int kRows, int kTokens, int kCluster, int kSwath, int kRowsOfScale>
 class ItemOrder {
-    using Order = TileOrder<kRows, 1, 1, kSwath>;  // with items in place of tokens
+    using Order = TileOrder<kRows, 1, 1, kSwath>;  // each item counts as a tile of one token
     const ItemEntry* const entries_;
     const int* const rows_;
     int items_ = 0;  // number of entries with an expert, which come first

@@ -58,7 +58,7 @@ std::int64_t count_rows(const Tensor& tensor) {
     return rows;
 }
 
-// The distance from one row to the next of a tensor that folds to two dimensions.
+// The stride between the rows of the matrix that a tensor is viewed as, if it `folds`.
 std::int64_t row_stride(const Tensor& tensor) { return tensor.dims == 2 ? tensor.strides[0] : tensor.last_size(); }
 
 // True if a tensor can be viewed as a matrix without a copy.

@@ -88,7 +88,7 @@ class PreparedExperts(Protocol):
     """
 
     def __call__(self, given: ExpertArguments) -> Tensor:
-        """Return the contiguous result `[T, K, out_features]`, or `[S, out_features]` with offs; `given` is `in_rows`.
+        """Return the contiguous result `[T, K, out_features]`, or `[S, out_features]` with offs, for `given.in_rows()`.
 
         Rows without an expert are zeros, and their x is not read.
         """
@@ -98,14 +98,17 @@ class PreparedDown(Protocol):
     """A prepared `mglu::experts_down`; see `PreparedCall`. Thread-safe."""
 
     def __call__(self, given: DownArguments) -> Tensor:
-        """Return the contiguous result `[T, out_features]`; `given` is `in_rows`."""
+        """Return the contiguous result `[T, out_features]`. The arguments come from `DownArguments.in_rows`."""
 
 
 class PreparedGroupedForwardTrain(Protocol):
     """A prepared `mglu::grouped_forward_train`; see `PreparedForwardTrain`. Thread-safe."""
 
     def __call__(self, given: ExpertArguments) -> tuple[Tensor, Tensor]:
-        """Return the result `[S, out_features]` and the partials `[S, entries, out_features]`; `given` is `in_rows`."""
+        """Return the result `[S, out_features]` and the partials `[S, entries, out_features]`.
+
+        The arguments come from `ExpertArguments.in_rows`.
+        """
 
 
 class GroupedBackwardArguments(NamedTuple):
@@ -201,8 +204,9 @@ class Backend(ABC):
     def prepare_backward(self, call: LayerCall) -> PreparedBackward:
         """Prepare a `mglu::backward`.
 
-        Ignore the activation and the layout of the mask weights in `call`. Its `mask_weights_dtype` is the operator's
-        argument of that name, and may be None for a layer with mask weights; the size of the partials tells.
+        Ignore the activation and the layout of the mask weights in `call`. `call.mask_weights_dtype` is None if the
+        gradient of the mask weights is not needed. Whether the layer has mask weights follows from the size of the
+        partials.
         """
         raise NotImplementedError(f"the backend {self.name} does not train")
 

@@ -123,7 +123,7 @@ def _gates_and_values(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield gate_i and value_i `[tokens, out_features]` of each mask, in the dtype of the sums.
 
-    All masks share the same memory. `apart` asks for separate products.
+    All iterations write to the same two tensors. With `apart`, gate and value are two products with masked weights.
     """
     n_masks, tokens, narrow_sums = packed_masks.shape[-1], x.shape[0], x.dtype is torch.float32
     gate, value = (x.new_empty(tokens, weight.shape[-2], dtype=sum_dtype(x.dtype)) for _ in range(2))

@@ -131,7 +131,7 @@ def _variant(call: LayerCall, gpu: Gpu) -> str:
 def _tuned(layer: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
     """Yield a row for each range of numbers of tokens with the same launch.
 
-    The launch that is chosen for a number of tokens also serves the numbers below it, down to the next chosen one.
+    Launches are chosen for some numbers of tokens. Other numbers take the launch of the next larger one.
     """
     launch_of = _launch if not layer.experts else _expert_launch if layer.n_masks else _down_launch
     first = 1

@@ -41,7 +41,9 @@ class TransformersColwiseMGLU(ColwiseParallel):
 
 
 class TransformersParallelExperts(TensorParallelLayer):
-    """`mglu_ops.parallel.ParallelExperts` for the experts of a Transformers model. Expert ids count all ranks' experts.
+    """`mglu_ops.parallel.ParallelExperts` for the experts of a Transformers model.
+
+    Expert ids run from 0 to num_experts - 1 on every rank.
 
     Args:
         way: `"rows"` or `"experts"`, as `divide` of `ParallelExperts`.

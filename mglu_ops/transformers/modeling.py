@@ -71,8 +71,8 @@ class MGLUPreTrainedMixin(_Model):
         for module in model.modules():
             if not isinstance(module, StoredLinear):
                 continue
-            # Every tensor of the layer is in the checkpoint, so nothing is drawn, although a weight on the disk stays
-            # on the meta device and looks to Transformers as if it had not been loaded.
+            # Keep Transformers from initialising the layer. The checkpoint has all its tensors, but a weight that is
+            # offloaded to the disk stays on the meta device, as if it had not been loaded.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010 (nn.Module's annotations allow tensors only)
             if module.weight_scale is not None:  # the loader lets the gradient of each floating tensor be computed
                 module.weight.requires_grad_(False)

@@ -196,10 +196,10 @@ class ParallelExperts(nn.Module):
 
 
 def check_parallelism(parallel: ParallelConfig) -> None:
-    """Check that vLLM's options spread experts over no more than the tensor-parallel group, and do not move them later.
+    """Check that vLLM's options keep the experts within the tensor-parallel group, and do not move them later.
 
     Raises:
-        ValueError: they do; the message names the option.
+        ValueError: an option spreads experts over other ranks too, or moves them; the message names it.
     """
     if parallel.enable_eplb:
         raise ValueError("enable_eplb: got True, must be False: MGLU experts are not moved between ranks")

@@ -233,7 +233,7 @@ def test_graph_replay_with_other_ids(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_same_bits_every_time(tokens: int, dtype: torch.dtype) -> None:
-    """Bits are the same for ids of both dtypes, for all launches, and for each row in the kernel without experts."""
+    """The bits are the same for int32 and int64 ids, with and without grouping by expert, and in every repetition."""
     given = on_gpu(make_experts(tokens, 4, 8, 1024, 256, 4, dtype=dtype).given)
     assert given.expert_ids is not None
     narrow = given._replace(expert_ids=given.expert_ids.int())

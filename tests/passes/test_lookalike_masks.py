@@ -149,8 +149,8 @@ def _chosen(logits: Tensor, base: Tensor, values: float | Tensor) -> Tensor:
     return base.scatter(1, logits.argsort(1)[:, :3], values)
 
 
-# True if it is fused, and a function of logits and another matrix that returns the factors of gate and value.
-# A factor None of the value stands for 1 - m.
+# Name -> True if the layer is fused, and a function of logits and another matrix. The function returns the factors of
+# gate and value; None for the value stands for 1 minus the gate's factor.
 MASKS_FROM_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]]] = {
     # Straight-through sums with another value or gradient
     "the gradient of another tensor": (True, lambda l, o: ((_hard(l) - o).detach() + o, None)),

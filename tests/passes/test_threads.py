@@ -70,7 +70,7 @@ def test_enabled_fusion_holds_in_every_thread(enable_in_thread: bool) -> None:
 
 
 def test_the_pass_of_another_library_in_one_thread() -> None:
-    """The library's setting belongs to that thread, or before torch 2.13 to the process."""
+    """Our pass still runs in both threads. Before torch 2.13, Inductor's setting applies to the whole process."""
     theirs = Recorder()
     report = mglu_ops.enable_fusion(strict=True)
 

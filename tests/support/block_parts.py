@@ -89,7 +89,7 @@ def _bool(lines: str, *complements: str) -> Spelling:
 
 
 TRICKY_MASKS: dict[str, Spelling] = {
-    # Shapes: r has one dimension, and all sizes are equal.
+    # Masks with mistaken shapes raise no error here: r is `[8]`, and all sizes are 8.
     "broadcast in a comparison": _logits("o = torch.zeros(8, 8); m{i} = r > o", "n{i} = r <= 0", "n{i} = ~(r > 0)"),
     "transposed": _logits(
         "o = torch.zeros(8, 8); c{i} = r > o; m{i} = c{i}.t()", "d{i} = r > 0; n{i} = ~d{i}", "n{i} = r <= 0"

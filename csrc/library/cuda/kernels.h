@@ -38,7 +38,7 @@ struct CopyLaunch {
 // The first launch of a call that rounds x: quantize_x writes the rounded x, which the other kernels read.
 struct QuantizeLaunch {
     int cubin = -1;        // -1 if the call does not round x, or if the gather kernel rounds it
-    int block_tokens = 0;  // tokens of a tile of tile_wgmma if that multiplies in fp8; 0 for a copy in x's type
+    int block_tokens = 0;  // tile_wgmma's tokens per tile, if it multiplies in fp8; 0 if the copy has x's type
 };
 
 // The boxes in which tile_wgmma's producer warps copy x, W and the masks by TMA.
