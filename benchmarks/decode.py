@@ -66,7 +66,7 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
 def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
     """The naive layer. `tuned` adds the modes of torch.compile that compile for long.
 
-    Unpacked masks are larger, so fewer layers exceed a gigabyte.
+    Unpacked masks are larger than packed ones, so fewer layers are measured: just enough to exceed a gigabyte.
     """
 
     def run(form: Callable[..., Tensor], masks: list[Tensor], i: int) -> Tensor:

@@ -16,8 +16,8 @@
 
 #include "work_queue.h"
 
-// The columns of a k-block, chosen so that a panel of x takes half of L1. For one vector of tokens, libraries sum
-// float32 in several lanes along k, which is more exact than one long chain; short k-blocks are as exact as that.
+// The columns of a k-block, chosen so that a panel of x takes half of L1. For one vector of tokens in float32 they are
+// fewer: libraries then sum in several lanes along k, which is more exact than one long chain.
 template <class E>
 constexpr std::int64_t k_block_depth(std::int64_t vecs) {
     return !std::is_same_v<E, float> ? 256 : vecs == 1 ? 32 : 128;

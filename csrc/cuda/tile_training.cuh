@@ -30,7 +30,7 @@ class StoredBoxes {
     const int lane_ = threadIdx.x % 32;
     const int barrier_ = 8 + threadIdx.x / 128;  // named barrier of the warpgroup
     const u32 boxes_;                            // address of the warpgroup's two sets
-    u32 column_;                                 // address in a box of this lane's column of the warp's fragments
+    u32 column_;                                 // where this lane stores in the first box (store_matrices_transposed)
     u32 filling_ = 0;                            // offset of the set that is being filled: 0 or kSetBytes
 
     static constexpr u32 kSetBytes = kBoxes * kBoxBytes;

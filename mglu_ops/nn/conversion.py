@@ -135,7 +135,7 @@ def check_found(model: nn.Module, found: object, projections: Sequence[str] | No
 
 
 def replaced(model: ModelT, layers: Mapping[nn.Module, nn.Module]) -> ModelT:
-    """Copy a model, with other modules in place of some of its own, whose tensors are not copied."""
+    """Copy a model, with each key of `layers` replaced by its value, whose tensors are not copied."""
     for old, new in layers.items():
         new.train(old.training)
     return copy.deepcopy(model, {id(old): new for old, new in layers.items()})
@@ -278,7 +278,7 @@ def start(layer: MGLU, unit: GatedUnit, init: str) -> None:
 
 
 def down_of(unit: GatedUnit, layer: MGLU) -> Tensor:
-    """The weight of the down projection, which reads a sum over the masks, unless a router weighs them."""
+    """The weight of the down projection. Without a router, the layer sums over masks, so divide by their number."""
     return unit.down.detach().clone() if layer.top_k is not None else unit.down.detach() / layer.n_masks
 
 

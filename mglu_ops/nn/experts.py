@@ -45,9 +45,9 @@ class _Stack(StoredLinear):
     def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
         """The local part of a DTensor if the layer is divided over ranks; otherwise the tensor, unchanged.
 
-        If all ranks hold a tensor, its gradient is the sum of the ranks' gradients. If only this rank holds it, its
-        gradient already comes from all tokens; if each rank has its own tokens, it is divided by the number of ranks,
-        because data-parallel training averages all other gradients.
+        The gradient of a replicated tensor is summed over the ranks. The gradient of a sharded one needs no sum, since
+        each rank computes its shard for all tokens. If the ranks have different tokens, as in data-parallel training,
+        gradients are also divided by the number of ranks, because that training averages all other gradients.
         """
         if self.first_expert is None or tensor is None:
             return tensor

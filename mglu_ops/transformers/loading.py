@@ -1,4 +1,4 @@
-"""Checks of a checkpoint while Transformers loads it: masks are loaded whole and in their own form, or refused."""
+"""Checks checkpoints while Transformers loads them, and refuses missing masks or masks in the wrong form or dtype."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_loaded(model: PreTrainedModel, info: Any, source: str) -> None:
     """
     layers = _layers(model)
     if missing := sorted(key for key in info.missing_keys if _owner(_short(key, model)) in layers):
-        # Masks of other layers than the model's do not tell in which form its own are.
+        # Logits or packed masks of layers that the model lacks do not explain why its own masks are missing.
         unexpected = {_short(key, model) for key in info.unexpected_keys}
         telling = {key for key in unexpected if _owner(key) in layers or not key.endswith((LOGITS, PACKED))}
         masked = sum(isinstance(layer, MaskedLinear) for layer in layers.values())
@@ -227,12 +227,12 @@ def _layers(model: PreTrainedModel) -> dict[str, StoredLinear]:
 
 
 def _short(name: str, model: PreTrainedModel) -> str:
-    """A name without the decoder's in a language model, which a checkpoint may have where the model has not."""
+    """A name without the prefix of the decoder (`model.`), which a checkpoint may have although the model lacks it."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def _owner(key: str) -> str:
-    """The name of the layer to which a tensor, or the router that has it, belongs."""
+    """The name of the layer that has a tensor, either itself or in its router."""
     return key.rpartition(".")[0].removesuffix(".router")
 
 

@@ -74,7 +74,7 @@ class MGLUPreTrainedMixin(_Model):
             # Keep Transformers from initialising the layer. The checkpoint has all its tensors, but a weight that is
             # offloaded to the disk stays on the meta device, as if it had not been loaded.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010 (nn.Module's annotations allow tensors only)
-            if module.weight_scale is not None:  # the loader lets the gradient of each floating tensor be computed
+            if module.weight_scale is not None:  # the loader sets requires_grad of every floating tensor
                 module.weight.requires_grad_(False)
                 module.weight_scale.requires_grad_(False)
         return info, offload_index

@@ -78,7 +78,7 @@ def test_graphs_are_replayed_until_clocks_settle_and_timed_for_as_long(clock: Cl
     (timer,) = timers(clock, 0.001)
     time_graphs([timer], rounds=1, settle_seconds=0.05)
     assert timer.warmup_replays == timer.timed_replays == 50
-    before = 2 * (1 + 2)  # two short rounds, from which the time of a replay is known
+    before = 2 * (1 + 2)  # replays of the two short rounds that estimate the time of a replay
     rounds = 1 + len(timer.times)
     assert timer.graph.replays == before + rounds * 100  # type: ignore[attr-defined]
 

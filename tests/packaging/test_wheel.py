@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def distributions_of(name: str) -> set[str]:
     """The names of a distribution and of all its requirements in this environment."""
-    found = {"triton", "cuda-bindings", "cuda-core", "cuda-python"}  # GPU builds of torch require some, but we must not
+    found = {"triton", "cuda-bindings", "cuda-core", "cuda-python"}  # only GPU builds of torch may need these
     left_out = set(found)
     todo = [name]
     while todo:

@@ -56,7 +56,7 @@ EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
     family(EXPRESSIONS, [None, "w - w * m", "total - gate"], ["float", "logits"], MODES),
 )
 def test_weight_is_an_expression(name: str, pair: str | None, kind: str, mode: str) -> None:
-    """With a `pair` the weight is computed once per mask, without one once per product."""
+    """With `pair`, gate and value share one computed weight; without, each computes the weight itself."""
 
     def term(x: Tensor, w: Tensor, m: Tensor, more: More) -> Tensor:
         weight, complement = EXPRESSIONS[name](w, more), KINDS[kind].complement(m)

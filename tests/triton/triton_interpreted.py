@@ -182,7 +182,7 @@ def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtyp
     [(1, 0.1, torch.float32), (5, 0.9, torch.float32), (3, 0.25, torch.float16)],
 )
 def test_a_training_step_of_experts(n_masks: int, density: float, dtype: torch.dtype) -> None:
-    """The training step of `composite_experts`, with these products in place of the library's."""
+    """The training step of `composite_experts`, whose grouped GEMMs here are the Triton kernels."""
     torch.manual_seed(0)
     layer = ExpertLayer.random(
         "cpu", dtype, [33, 0, 20], 50, 77, n_masks, unowned=5, density=density, mask_weights_dtype=torch.float32

@@ -56,7 +56,8 @@ def _most_sparse_tokens(n_masks: int, one_warpgroup: bool) -> int:
 def _sparse_tile(call: LayerCall, gpu: Gpu) -> TileWgmma:
     """The launch with a single tile of tokens, and as few waves of rows as possible.
 
-    A wave of tiles with two warpgroups takes a third longer than a wave of tiles with one, which waits for itself.
+    A wave of tiles with one warpgroup does half the work of a wave with two in three quarters of the time, because a
+    single warpgroup waits for its own products.
     """
     n_masks = call.n_masks
     columns = max(16, round_up(call.tokens, 8))
