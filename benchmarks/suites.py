@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,9 +91,10 @@ def _plots(out: Path) -> Sequence[Row]:
     from benchmarks import plots
     from benchmarks.learning import plots as learning
 
-    print(*plots.draw(out, out), sep="\n")
-    if (out / "learning").is_dir():
-        print(*learning.draw(out, out), sep="\n")
+    paths = learning.draw(out, out) if (out / "learning").is_dir() else []
+    with suppress(FileNotFoundError) if paths else nullcontext():
+        paths += plots.draw(out, out)
+    print(*paths, sep="\n")
     return []
 
 

@@ -200,25 +200,22 @@ TEXT_MASKS = (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4))
 PAIRED_SEEDS = (0, 1, 2, 3, 4)
 PRUNED = replace(leveled_glu("silu"), structure="2:4", decay=2e-4)
 """SwiGLU whose two matrices are each learned 2:4, with the decay of the paper that proposes SR-STE."""
-STRUCTURE = {
-    name: replace(one, vocabulary=BYTES, paired=True)
-    for name, one in {
-        "SwiGLU": SWIGLU,
-        "one free mask": BEST[1],
-        "one 2:4 mask": replace(BEST[1], structure="2:4"),
-        "2:4 SwiGLU": PRUNED,
-        "one 2:4 mask, centered gradient": replace(BEST[1], structure="2:4", centered=True),
-        "ReLU squared": RELU_SQUARED[0],
-        "leveled SwiGLU": leveled_glu("silu"),
-        "2:4 SwiGLU, decay 2e-3": replace(PRUNED, decay=2e-3),
-        "2:4 SwiGLU, decay 2e-5": replace(PRUNED, decay=2e-5),
-        "SwiGLU, rate to 0": replace(SWIGLU, last_rate=0.0),
-        "one free mask, rate to 0": replace(BEST[1], last_rate=0.0),
-    }.items()
-}
-"""Name to layer, of equal width, for the question whether a 2:4 mask is worth it. On sparse tensor cores, a layer with
-2:4 masks or matrices takes as much arithmetic as ReLU squared: one dense product, and the down projection."""
-_STRUCTURE = [*STRUCTURE.values()]
+STRUCTURE = tuple(
+    replace(one, vocabulary=BYTES, paired=True)
+    for one in (
+        SWIGLU,
+        BEST[1],
+        replace(BEST[1], structure="2:4"),
+        PRUNED,
+        replace(BEST[1], structure="2:4", centered=True),
+        RELU_SQUARED[0],
+        leveled_glu("silu"),
+        *(replace(PRUNED, decay=decay) for decay in (2e-3, 2e-5)),
+        *(replace(one, last_rate=0.0) for one in (SWIGLU, BEST[1])),
+    )
+)
+"""Layers of equal width, for the question whether a 2:4 mask is worth it. On sparse tensor cores, layers with 2:4 masks
+or matrices take as much arithmetic as ReLU squared: one dense product, and the down projection."""
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
@@ -362,11 +359,11 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     "text": seeds([*TEXT["25M"], *TEXT_MASKS, *TEXT["90M"], *TEXT["300M"]]),
     # What does a 2:4 mask cost? The first layers show the noise between paired seeds.
     "structure": [
-        *seeds([*_STRUCTURE[:2], *_STRUCTURE[9:]], SEEDS),
-        *seeds(_STRUCTURE[:7], PAIRED_SEEDS),
-        *seeds(_STRUCTURE[7:9], PAIRED_SEEDS[:2]),
-        *seeds((replace(one, size="90M") for one in _STRUCTURE[:4]), SEEDS),
-        *seeds((replace(one, size="90M") for one in _STRUCTURE[:6]), PAIRED_SEEDS),
+        *seeds([*STRUCTURE[:2], *STRUCTURE[9:]], SEEDS),
+        *seeds(STRUCTURE[:7], PAIRED_SEEDS),
+        *seeds(STRUCTURE[7:9], PAIRED_SEEDS[:2]),
+        *seeds((replace(one, size="90M") for one in STRUCTURE[:4]), SEEDS),
+        *seeds((replace(one, size="90M") for one in STRUCTURE[:6]), PAIRED_SEEDS),
     ],
 }
 """Name to runs. A run in several experiments of the same text is trained once."""

@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import processes
@@ -17,15 +16,11 @@ from families import quick_only_for
 from processes import ROOT, snippets
 
 from benchmarks import pages, suites
-from benchmarks.learning import tables
 
 README = (ROOT / "README.md").read_text()
 MOST_LINES = 150
 PYTHON = os.environ.get("MGLU_README_PYTHON")
 """The Python of an environment that mglu_ops is installed into, for `make dist`; None to run this checkout."""
-
-
-RUNS = cache(tables.runs)  # otherwise each table reads hundreds of files
 
 
 def name_of(page: Path) -> str:
@@ -116,12 +111,8 @@ def test_a_page_installs_from_the_clone_and_never_by_name(page: Path) -> None:
     assert not re.search(r"""pip install[^\n]*["' ]mglu[-_]ops""", text)
 
 
-FAST = [page for page in pages.pages() if page.parent.name != "learning"]
-
-
-@pytest.mark.parametrize("page", quick_only_for(FAST, pages.pages()), ids=name_of)
-def test_tables_of_a_page_are_generated_from_the_results(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "runs", RUNS)
+@pytest.mark.parametrize("page", pages.pages(), ids=name_of)
+def test_tables_of_a_page_are_generated_from_the_results(page: Path) -> None:
     text = page.read_text()
     assert pages.fill(text, suites.RESULTS) == text, "python -m mglu_ops bench tables fills them"
     marks = re.findall(r"^<!-- table: ", text, flags=re.MULTILINE)
