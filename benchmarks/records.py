@@ -33,7 +33,7 @@ class Row:
     """One line of a result table.
 
     Attributes:
-        case: what is measured, where a table holds several kinds of work, else the name of the problem.
+        case: the kind of work, in tables with several kinds; otherwise the name of the problem.
         variant: the implementation that ran.
         tokens: rows of x.
         out_features: rows of the weight.

@@ -90,7 +90,7 @@ class Memory:
         held = {storage for i in effect.shares for storage in self.storages[inputs[i]]}
         own = set(_traced(node))
         if held and effect.is_known and own and own <= held:
-            held = own  # the example value is more precise, for one of several results for example
+            held = own  # the example value is more precise, as for one of several results
         held = held | own
         if not effect.is_known and not own and not node.users:
             held = set()  # the call returns nothing

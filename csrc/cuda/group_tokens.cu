@@ -48,7 +48,7 @@ __device__ __forceinline__ u32 lanes_with(int number) {
 #pragma unroll
     for (int bit = 0; bit < 11; ++bit) {
         const u32 own = number >> bit & 1;
-        same &= ~(__ballot_sync(~0u, own) ^ -own);  // the lanes that have this bit, or those that do not
+        same &= ~(__ballot_sync(~0u, own) ^ -own);  // keep the lanes that agree with this one in the bit
     }
     return same;
 }

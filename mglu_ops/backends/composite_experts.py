@@ -253,7 +253,7 @@ def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class GroupedProducts(Products):
-    """The GEMMs of experts, for rows sorted by expert. They return float32, and undefined rows without an expert.
+    """The GEMMs of experts, for rows sorted by expert. They return float32. Rows without an expert are undefined.
 
     `weight` is `[experts, out_features, in_features]`; `x` and `grad` have the rows of all experts.
     """

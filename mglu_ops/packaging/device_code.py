@@ -278,9 +278,9 @@ def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> di
 
 
 def _quantize_x(call: LayerCall, target: str, block_tokens: int, cubins: _Cubins) -> int:
-    """The number of the cubin that rounds x: to tiles of `block_tokens` tokens in fp8, or with 0 to x's dtype.
+    """The number of the cubin that rounds x, or -1 if the call does not round x.
 
-    It is -1 if the call does not round x.
+    It writes tiles of `block_tokens` tokens in fp8, or if that is 0, rounded values in x's dtype.
     """
     if call.activation_format == "dense":
         return -1

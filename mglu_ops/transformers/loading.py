@@ -266,7 +266,7 @@ _REASONS = {
 
 
 def _reason(unexpected: set[str], is_in_some_layers: bool) -> str:
-    """Why a checkpoint with these unexpected tensors lacks others, which it may have for some layers."""
+    """Why MGLU tensors are missing, judged by the unexpected ones. `is_in_some_layers`: not all layers lack them."""
     found = {name for key in unexpected for name in _REASONS if key.endswith(f".{name}")}
     if is_in_some_layers and found & {LOGITS, PACKED}:
         return (

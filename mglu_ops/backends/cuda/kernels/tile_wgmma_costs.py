@@ -133,7 +133,7 @@ class CostModel:
         return self.launch_us + total + (self.permute_us if config.permuted or config.fp8 else 0)
 
     def _columns(self, config: TileWgmma, n_masks: int) -> float:
-        """The time of 64 rows of a tile for one column of in_features, in columns."""
+        """The time to multiply 64 rows of a tile by one column of in_features, in the unit of `ProductCosts`."""
         shared_rows = config.mask_groups == 2
         if config.fp8:
             by_kind = _FP8
