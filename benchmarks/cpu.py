@@ -82,7 +82,7 @@ def variants_of(layers: Layers, formats: Sequence[str], baselines: Sequence[str]
         calls = [partial(prepared, one) for one in given]
         variants.append(Variant(f"mglu cpu {name}".removesuffix(" dense"), partial(run, calls), layers.count))
     if "naive" in baselines:
-        # Unpacked masks are larger, so fewer layers exceed the caches.
+        # Unpacked masks are larger than packed ones, so fewer layers are enough to exceed the caches.
         count = layers_for((1 + layers.n_masks) * weights[0].nbytes)
         masks = [all_masks(bits, x.dtype) for bits in packed[:count]]
         naive = NAIVE_ON_CPU.build()

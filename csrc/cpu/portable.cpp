@@ -9,7 +9,7 @@ constexpr int kMasksAtOnce = 4;                     // masks in one pass over a 
 constexpr bool kReadsBytes = false;                 // decoding 8-bit weights in memory is faster here
 constexpr int kTileFeatures = 3;                    // features of a register tile: 6 sums take 12 of 16 registers
 constexpr int kFloat64Features = 2;                 // features of a register tile with float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 16;  // minimum of a task: some microseconds, like waking a thread
+constexpr std::int64_t kProductsPerTask = 1 << 16;  // minimum of a task; takes as long as waking a thread (some us)
 
 #include "vec_portable.h"
 #include "mask_table.h"

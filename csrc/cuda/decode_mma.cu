@@ -89,7 +89,7 @@ using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightT
 constexpr bool kExpandedX = kTokenColumns == 1 && Weight::kBits == 4;
 constexpr int kChunkOfX = kExpandedX ? 256 : 128;  // bytes
 
-// Loads and stores the expanded x. An item is columns 2q and 2q + 1 of four octets.
+// Loads and stores the expanded x. In this struct, an item is columns 2q and 2q + 1 of four octets.
 struct ExpandedX {
     static constexpr int kHeld = 3;  // items of a thread that stay in registers while W is requested
     u32 held[kHeld][4];

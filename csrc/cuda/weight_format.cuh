@@ -211,7 +211,7 @@ struct WeightPairs<WeightFormat::fp8_block, kType> : Fp8Pairs<kType> {};
 // then subtracted.
 template <int kType>
 struct WeightPairs<WeightFormat::int8_row, kType> : BytePairs<WeightPairs<WeightFormat::int8_row, kType>> {
-    // The selector with which pick_bytes() fills two halves, each with a byte of its first word below one of its second.
+    // The selector with which pick_bytes() fills two halves: a byte of the first word below a byte of the second.
     static __host__ __device__ constexpr u32 below(u32 bytes) { return 0x4040 | (bytes & 15) | (bytes & 0xf0) << 4; }
 
     template <u32 kLow, u32 kHigh, typename Scale>

@@ -54,7 +54,7 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
         activation_format: str = "dense",
         **unknown: Any,
     ) -> None:
-        # These come from a file, so that a missing or an unknown one is not a mistake in a call.
+        # A ValueError, not a TypeError as for a wrong call: these arguments come from a configuration file.
         for name, value in unknown.items():
             raise ValueError(
                 f"quantization_config: got {name}={value!r}, must have no keys but quant_method, weight_format, "

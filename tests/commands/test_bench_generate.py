@@ -45,7 +45,7 @@ class Inline(Executor):
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "process", Inline)
-    # transformers compiles generate's step on a GPU alone, so that no layer would be fused here.
+    # Transformers compiles generate's step only on a GPU, so no layer would be fused here.
     monkeypatch.setattr(generate, "MGLUS", tuple(form for form in generate.MGLUS if not form.fused))
 
 

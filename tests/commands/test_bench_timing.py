@@ -100,7 +100,7 @@ def test_calls_take_turns_under_their_own_load(clock: Clock) -> None:
     times = under_load(calls.calls, timing.gpu_microseconds, rounds=6, seconds=0.015)
     assert times == {"a": pytest.approx([10_000.0] * 6), "b": pytest.approx([100_000.0] * 6)}
     turns = {"a": "aa" + "aa", "b": "b" + "b"}  # load, and then as long under the clock
-    before = "aaa" + "bbb"  # from which the number of calls in a turn is known
+    before = "aaa" + "bbb"  # calls that estimate how many calls a turn takes
     assert calls.order.startswith(before)
     rounds = calls.order.removeprefix(before).replace(turns["a"], "A").replace(turns["b"], "B")
     assert len(rounds) == 12

@@ -283,7 +283,7 @@ def test_layers_that_the_configuration_does_not_have_are_refused(learnable: bool
 
 @pytest.mark.parametrize("of_decoder", [False, True], ids=["language model", "decoder"])
 def test_layers_of_another_kind_are_refused_too(of_decoder: bool, tmp_path: Path) -> None:
-    """The layers that are left out have experts, which those that are left do not have."""
+    """The checkpoint has layers with experts, and the configuration keeps only a layer without experts."""
     model = tiny("qwen3_moe", mlp_only_layers=[0])
     saved(model.model if of_decoder else model, tmp_path)
     words = r"has (model\.)?layers\.1\.input_layernorm\.weight and \d+ more, of a layer that the configuration does not"
