@@ -1,7 +1,8 @@
-"""The benchmarks' clocks: GPU events or wall-clock time for calls, and CUDA graph replay for layers."""
+"""The benchmarks' clocks (GPU events, wall-clock time and graph replay), and the memory that a call takes."""
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import statistics
@@ -153,3 +154,26 @@ def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_secon
     fewest = MIN_SETTLED_ROUNDS if settle_seconds else MIN_ROUNDS
     for timer, times in zip(timers, replay(timers, min(rounds, max(fewest, affordable))), strict=True):
         timer.times += times
+
+
+def allocated(device: str) -> float:
+    """The megabytes that tensors hold now."""
+    return torch.cuda.memory_allocated() / 1e6 if device == "cuda" else float("nan")
+
+
+def peak(call: Callable[[], object], device: str) -> float:
+    """The peak of megabytes that all tensors hold during a call, including tensors from before the call."""
+    if device != "cuda":
+        return float("nan")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 1e6
+
+
+def release(device: str) -> None:
+    """Release cached memory to the device, so that a problem does not fragment memory for the next one."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

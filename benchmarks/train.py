@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.memory import release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, first_call, under_load
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, first_call, release, under_load
 from benchmarks.train_layers import (
     CASE,
     CHECKED_TOKENS,

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import relative_error
-from benchmarks.memory import release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, under_load
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, release, under_load
 from benchmarks.train_layers import (
     NAIVE,
     OPERATOR,

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks.baselines import ComplementTrick
 from benchmarks.harness import relative_error
-from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row
-from benchmarks.timing import first_call
+from benchmarks.timing import allocated, first_call, peak, release
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from benchmarks.decoder import Projection, Sizes, creating
 from benchmarks.language_model import LanguageModel, count, share_tensors
-from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, under_load
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, allocated, clock_of, peak, release, under_load
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
 Precision = Literal["autocast", "bfloat16"]

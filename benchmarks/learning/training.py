@@ -21,8 +21,8 @@ from benchmarks.learning.masks import WIDTH, ContinuousMGLU, step_accumulators
 from benchmarks.learning.recipe import Recipe, take_over
 from benchmarks.learning.schedule import MOST_TOKENS, Windows, held_out_batches, rate, steps_of
 from benchmarks.learning.structure import StructuredMGLU
-from benchmarks.memory import release
 from benchmarks.records import write_whole
+from benchmarks.timing import release
 from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_groups
 from mglu_ops.nn.masked_linear import packed_logits
 

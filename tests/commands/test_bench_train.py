@@ -14,7 +14,7 @@ from bench_rows import row
 from families import quick_only_for
 from torch import Tensor
 
-from benchmarks import memory, pages, records, train, train_layers
+from benchmarks import pages, records, timing, train, train_layers
 from benchmarks.records import Row, read, read_table
 from benchmarks.train_layers import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
 from mglu_ops.accuracy import ERROR_BUDGET
@@ -153,10 +153,10 @@ def test_peak_is_the_most_of_a_call_with_what_was_there_before(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: most)
-    assert memory.allocated("cuda") == 5.0
-    assert memory.peak(call, "cuda") == 7.0
-    assert math.isnan(memory.peak(call, "cpu"))
-    assert math.isnan(memory.allocated("cpu"))
+    assert timing.allocated("cuda") == 5.0
+    assert timing.peak(call, "cuda") == 7.0
+    assert math.isnan(timing.peak(call, "cpu"))
+    assert math.isnan(timing.allocated("cpu"))
 
 
 def step(problem: train.Problem, variant: str, milliseconds: float, **extra: object) -> Row:

@@ -1,6 +1,8 @@
-"""Tests that limit the time of the fusion pass."""
+"""Limits of the fusion pass's time and, with pytest-benchmark, of one token's: `python -m pytest benchmarks`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ from benchmarks.compile_time import (
     time_of_compilation,
     time_of_pass,
 )
+from benchmarks.decode import Problem, Sweep, bench, our_variants
+from benchmarks.harness import capture
+from benchmarks.layers import Layers
 from benchmarks.ordinary_models import MASKED_LAYERS, STEPS
 
 MAX_SHARE_OF_COMPILATION = 0.02
@@ -56,3 +61,26 @@ def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
             times.append(min(time_of_pass(graph, 0) for _ in range(repeats)) / len(graph.nodes))
     short, long = times
     assert long <= 2 * short, f"{1e6 * short:.0f} us a node of the short chain, {1e6 * long:.0f} of the long one"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none")
+@pytest.mark.parametrize("problem", Sweep(masks=(1, 4, 8, 16)).problems(), ids=str)
+def test_one_token(benchmark: Any, problem: Problem) -> None:
+    """A round is one replay of a graph over more than 1 GB of layers.
+
+    `extra_info` holds the microseconds per layer, and the fraction of the read ceiling in the same process.
+    """
+    (ours,) = (row for row in bench(problem, rounds=10) if row.extra.get("chosen"))
+    assert not ours.is_wrong, ours
+    assert ours.fraction_of_ceiling > 0.7, ours
+    benchmark.extra_info.update(microseconds=ours.microseconds, fraction_of_ceiling=ours.fraction_of_ceiling)
+
+    (variant,) = our_variants(Layers(*problem.shape, problem.n_masks, 1, problem.dtype), ())
+    graph = capture(variant).graph
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    benchmark(replay)
