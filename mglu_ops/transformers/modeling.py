@@ -24,7 +24,6 @@ from ..nn.stored_linear import StoredLinear
 from .configuration import MGLUConfigMixin
 from .feed_forward import feed_forward, narrow
 from .loading import check_adapter, check_loaded, check_tensors, warn_of_quantizer
-from .model_card import write_model_card
 from .quantization import describe_stored_weights, stored_weights
 from .routing import load_balancing_loss
 
@@ -92,7 +91,7 @@ class MGLUPreTrainedMixin(_Model):
         update_config(self)
         super().save_pretrained(save_directory, *args, **kwargs)
         if (args[0] if args else kwargs.get("is_main_process", True)) and Path(save_directory).is_dir():
-            write_model_card(self, Path(save_directory))
+            _write_model_card(self, Path(save_directory))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -296,3 +295,35 @@ class MGLUMoeForCausalLMMixin(MGLUMoePreTrainedMixin, MGLULanguageModelMixin):
         self.router_aux_loss_coef = config.router_aux_loss_coef
         self.num_experts = config.num_experts
         self.num_experts_per_tok = config.num_experts_per_tok
+
+
+_CARD = """\
+---
+library_name: transformers
+tags:
+- mglu
+---
+
+# {model}
+
+A model with Masked Gated Linear Units (arXiv 2506.23225) in place of SwiGLU. Transformers alone does not know its
+`model_type`, `{model_type}`, and an upgrade does not help. Install `mglu_ops` (in a clone of it,
+`pip install ".[transformers]"`), and import it first:
+
+```python
+import mglu_ops.transformers  # registers the model with AutoConfig, AutoModel and AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+```
+
+vLLM finds the model automatically where `mglu_ops` is installed too, if its plugin has the architecture.
+"""
+
+
+def _write_model_card(model: Any, folder: Path) -> None:
+    """Write README.md into the folder of a checkpoint, unless it has one."""
+    card = folder / "README.md"
+    if not card.exists():
+        names = {"model": type(model).__name__, "model_type": model.config.model_type, "folder": folder.name}
+        card.write_text(_CARD.format(**names))
