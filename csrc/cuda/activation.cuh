@@ -1,5 +1,5 @@
 // The activations of the gate, in float32. Names and codes agree with mglu_ops/activations.py and csrc/cpu/activation.h
-// (tests/cpu/test_activation_codes.py).
+// (tests/operators/test_parameters.py).
 //
 // With kFast, exponentials and divisions are the hardware's approximations: a relative error of 1e-6 to 1e-5 for a
 // third of the instructions. Kernels set kFast if they round the result to 16 bits, since the rounding error is at
