@@ -20,7 +20,7 @@ MIN_SETTLED_ROUNDS = 5
 MAX_SECONDS_OF_ROUNDS = 1.5
 """All rounds together take at most about this time, but there are at least `MIN_ROUNDS` rounds."""
 SETTLE_SECONDS = 0.05
-"""Where the power limit lowers the clocks, a graph is replayed for this time before its clock starts, and then timed
+"""If the power limit lowers the clocks, a graph is replayed for this time before its clock starts, and then timed
 for this time. A library GEMM loses 10% of its rate after about 50 ms (benchmarks/README.md, "Bursts and clocks")."""
 
 LOAD_SECONDS = 0.06

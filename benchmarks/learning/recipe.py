@@ -175,7 +175,7 @@ class Recipe:
 
     @property
     def may_learn_otherwise(self) -> bool:
-        """Whether masks may be continuous or learn by accumulators."""
+        """True if masks may be continuous or learn by accumulators."""
         plain = self.straight_through == "identity" and self.top_k is None and self.start is None
         return self.layer == "mglu" and self.learned and plain and not self.is_mixture
 

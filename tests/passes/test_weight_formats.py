@@ -402,7 +402,7 @@ def test_a_stored_weight_has_no_gradient(trained: str, grad: bool) -> None:
 
 
 def test_a_parameter_that_is_decoded_without_a_gradient() -> None:
-    """Where gradients are recorded, the operator would reject a scale that requires one."""
+    """While gradients are recorded, the operator would reject a scale that requires one."""
 
     @torch.no_grad()
     def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
