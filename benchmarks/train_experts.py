@@ -212,10 +212,10 @@ class Oracle:
         """The relative errors of the result and of each gradient, each the largest of the checked experts."""
         worst = dict.fromkeys(Results._fields, 0.0)
         for expert, rows in self.checked.items():
-            found = results.y[rows], results.dx[rows], results.dweight[expert], results.dlogits[expert]
+            found = results.y[rows], results.grad_x[rows], results.grad_weight[expert], results.grad_logits[expert]
             for name, ours, exact in zip(worst, found, self._exact(expert, rows), strict=True):
                 worst[name] = max(worst[name], relative_error(ours, exact))
-        for name in ("dweight", "dlogits"):
+        for name in ("grad_weight", "grad_logits"):
             others = (g for expert, g in enumerate(getattr(results, name)) if expert not in self.checked)
             if any(bool(gradient.count_nonzero()) for gradient in others):
                 worst[name] = float("inf")

@@ -40,9 +40,9 @@ class Results(NamedTuple):
     """The result of a layer and the gradients of x, weight and mask_logits."""
 
     y: Tensor
-    dx: Tensor
-    dweight: Tensor
-    dlogits: Tensor
+    grad_x: Tensor
+    grad_weight: Tensor
+    grad_logits: Tensor
 
 
 class Training:
@@ -168,25 +168,25 @@ class Oracle:
         x, weight, mask_logits = (leaf.detach() for leaf in self.training.leaves())
         x, weight = (leaf.double().requires_grad_() for leaf in (x[self.checked], weight))
         grad = self.grad_output[self.checked].double()
-        dlogits = torch.zeros_like(mask_logits, dtype=torch.float64)
-        exact = Results(torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(weight), dlogits)
+        grad_logits = torch.zeros_like(mask_logits, dtype=torch.float64)
+        exact = Results(torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(weight), grad_logits)
         for i, logits in enumerate(mask_logits):
             mask = (logits > 0).double().requires_grad_()
             y = F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * (1 - mask))
             terms = y.detach(), *torch.autograd.grad(y, (x, weight, mask), grad)
-            for total, term in zip((*exact[:3], exact.dlogits[i]), terms, strict=True):
+            for total, term in zip((*exact[:3], exact.grad_logits[i]), terms, strict=True):
                 total.add_(term)
         return exact
 
     def errors(self, results: Results) -> dict[str, float]:
         """The relative error of the result and of each gradient."""
-        checked_results = results._replace(y=results.y[self.checked], dx=results.dx[self.checked])
+        checked_results = results._replace(y=results.y[self.checked], grad_x=results.grad_x[self.checked])
         errors = {
             name: relative_error(ours, exact)
             for name, ours, exact in zip(Results._fields, checked_results, self.exact, strict=True)
         }
-        if bool(results.dx[self.others].count_nonzero()):
-            errors["dx"] = float("inf")
+        if bool(results.grad_x[self.others].count_nonzero()):
+            errors["grad_x"] = float("inf")
         return errors
 
 

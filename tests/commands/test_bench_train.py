@@ -43,7 +43,7 @@ def test_every_form_is_timed_and_compared_with_float64(n_masks: int) -> None:
         assert (one.tokens, one.shape, one.n_masks, one.case) == (10, (24, 16), n_masks, "training step")
         if one.variant in ALL:
             errors: Any = one.extra["errors"]
-            assert list(errors) == ["y", "dx", "dweight", "dlogits"]
+            assert list(errors) == ["y", "grad_x", "grad_weight", "grad_logits"]
             assert 1e-4 < one.error == max(errors.values()) < ERROR_BUDGET[torch.bfloat16]
             assert one.extra["bits_repeat"] is True
         else:
@@ -73,9 +73,9 @@ def test_oracle_is_the_naive_layer_in_float64(monkeypatch: pytest.MonkeyPatch) -
         wrong = oracle.errors(exact._replace(**{name: 1.5 * getattr(exact, name)}))
         assert wrong.pop(name) == pytest.approx(0.5)
         assert max(wrong.values()) < 1e-12
-    stray = exact.dx.clone()
+    stray = exact.grad_x.clone()
     stray[oracle.others] += 1e-3  # a gradient of a token that has none
-    assert oracle.errors(exact._replace(dx=stray))["dx"] == math.inf
+    assert oracle.errors(exact._replace(grad_x=stray))["grad_x"] == math.inf
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -135,7 +135,7 @@ def test_a_wrong_gradient_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused.is_wrong
     errors: Any = fused.extra["errors"]
     assert errors["y"] < 0.01
-    assert errors["dlogits"] == pytest.approx(1.0, abs=0.01)
+    assert errors["grad_logits"] == pytest.approx(1.0, abs=0.01)
 
 
 def test_peak_is_the_most_of_a_call_with_what_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
