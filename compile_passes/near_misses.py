@@ -178,9 +178,10 @@ def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashab
 
 
 def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> SiteReport | None:
-    """A miss at the first node that no rule knows, on the paths to the products or among their users.
+    """The near miss of a weight, whose forms reach products with x by the nodes `reached`, products included.
 
-    If rules know all of these nodes, the miss is at the last product; None if nothing uses the products.
+    It is at the first node that no rule knows, among `reached` and the nodes computed from them. If rules know all of
+    these, it is at the last product, or the result is None if nothing uses the products.
     """
     pending, seen = list(reached), reached | set(recogniser.imagined)
     unknown = [node for node in reached if not _is_known(recogniser, node)]

@@ -235,7 +235,8 @@ def forward(given: LayerArguments, *, backend: str | None = None, launch: Any = 
 def is_kept(call: LayerCall, backend: str) -> bool:
     """True if the prepared call is cached for later calls.
 
-    It is not if the CPU kernels could not be built, so that later calls use the kernels once `CXX` is fixed.
+    A call is not cached if it falls back to composite because the CPU kernels could not be built. Later calls can then
+    use these kernels as soon as `CXX` is fixed.
     """
     if call.device.type == "cpu":
         return not (backend == "composite" and call.dtype is not torch.float64 and cpu.is_missing())

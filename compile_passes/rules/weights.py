@@ -38,7 +38,7 @@ def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _may_be_either(recogniser: Recogniser, argument: Any) -> bool:
-    """True if a factor may be a weight or a mask, because its value is unknown."""
+    """True if a factor may be either the weight or the mask: its value is unknown, and its shape and dtype fit both."""
     value = recogniser.value(argument)
     is_copy = isinstance(value, Weighted) and value.factor is None and holds_experts(argument)
     is_unknown = value is None or isinstance(value, Product) or is_copy

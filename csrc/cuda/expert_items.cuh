@@ -90,8 +90,8 @@ class ExpertItems {
     }
 
   private:
-    // Divides the pairs of each expert into items. Each lane takes a range of experts. One prefix sum counts items in
-    // the upper and pairs in the lower half of a word.
+    // Divides the pairs of each expert into items. Each lane takes a range of experts. One prefix sum counts both items
+    // and pairs: the upper half of a word is a number of items, and the lower half is a number of pairs.
     __device__ __forceinline__ void divide(int experts, int lane) {
         const int share = (experts + 31) / 32;
         const int begin = min(lane * share, experts), end = min(begin + share, experts);

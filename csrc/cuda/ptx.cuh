@@ -155,12 +155,13 @@ __device__ __forceinline__ u32 rank_in_cluster() {
     return rank;
 }
 
-// Maps this block's shared `address` to block `rank` of the cluster. The second function arrives at a barrier there.
+// For an address in this block's shared memory, the address of the same place in block `rank` of the cluster.
 __device__ __forceinline__ u32 address_in_cluster(u32 address, u32 rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
+// Arrives at a barrier of any block of the cluster. `barrier` is a result of address_in_cluster.
 __device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -436,8 +436,9 @@ struct Accumulators {
                     wgmma_wait<1>();
                     if (chunk == 0 && odd == 1 && unreleased) release_stage(unreleased, lane);
                     if (!kLoadEarly && odd == 0) load();
-                    // Write a fragment only now. The wgmmas that last read its registers have ended, while wgmmas of
-                    // the other fragment may still run. So each fragment is decoded separately.
+                    // After this wait, the wgmmas that last read this fragment's registers have ended, so that it can
+                    // be written. Those of the other fragment may still run. So each fragment is decoded separately,
+                    // after its own wait.
                     SparseWeights weight;
 #pragma unroll
                     for (int i = 0; i < 8; ++i) {

@@ -144,7 +144,8 @@ class Registration {
     Registration() {
         if (python_has_operators()) return;
         for (const char* schema : kSchemas) schemas_.def(schema);
-        // If Python imports mglu_ops later, its kernels for CPU and CUDA take precedence over this key's.
+        // These kernels have the dispatch key CompositeExplicitAutograd. If Python imports mglu_ops later, its kernels
+        // with the keys CPU and CUDA take precedence over them.
         kernels_.impl("pack_masks", &boxed_pack_masks)
             .impl("pack_logits", &boxed_pack_logits)
             .impl("unpack_masks", &boxed_unpack_masks)

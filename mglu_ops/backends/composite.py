@@ -364,7 +364,8 @@ class Composite(Backend):
         shape = call.result_shape
 
         def prepared(given: LayerArguments) -> Tensor:
-            # `_unsafe_view` returns no view: autograd does not allow detaching a view in place.
+            # The result may not be a view, since autograd does not allow detaching a view in place. `_unsafe_view`
+            # returns a tensor that autograd does not take for a view.
             return torch.ops.aten._unsafe_view(_forward(given.in_rows()), shape)
 
         return prepared

@@ -1,5 +1,6 @@
-"""Host time and first use of the operator on a GPU. The limits are generous, to find regressions on any machine.
+"""Host time and first use of the operator on a GPU.
 
+The limits are generous, so that a slow machine stays below them and only a regression exceeds them.
 `benchmarks/overheads.py` measures the figures.
 """
 

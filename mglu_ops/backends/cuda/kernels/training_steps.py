@@ -69,7 +69,10 @@ def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool, parts: bool
 
 
 def _rows_of_experts(weight: Tensor) -> tuple[int, dict[str, int]]:
-    """Return the number of rows of a weight, of all experts together, and the integers of a struct that describe it."""
+    """Return the number of rows of a weight and the integers that describe it in a kernel's struct.
+
+    The rows of all experts are counted together.
+    """
     expert_rows, columns = weight.shape[-2:]
     rows = weight.shape[:-1].numel()
     integers = {"weight_row_stride": weight.stride(-2), "rows": rows, "expert_rows": expert_rows, "columns": columns}
