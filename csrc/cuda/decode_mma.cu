@@ -75,8 +75,8 @@ constexpr int kStageBytes = Stage::kBytes;
 constexpr bool kSwizzleMasks = Stage::kSwizzleMasks;
 constexpr int kPartialFloats = (kMasks + 1) * kRows * kTokenColumns;
 constexpr int kRingBytes = kStages * kStageBytes;
-// After its last stage, each warp stores its sums in its own ring if they fit there. Otherwise the sums of all warps lie
-// one after another. They overwrite the rings and the x behind them, but not the barriers of x.
+// After its last stage, each warp stores its sums in its own ring if they fit there. Otherwise the sums of all warps
+// lie one after another. They overwrite the rings and the x behind them, but not the barriers of x.
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
 constexpr int kScaleBytes = kScalesRows<kFormat> ? (4 * kTiles * kRows + 127) / 128 * 128 : 0;  // lie before the rings

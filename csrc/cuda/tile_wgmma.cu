@@ -77,8 +77,8 @@ __device__ __forceinline__ void store(const Params& p, const LaunchTile& tile, c
 }
 
 // Shared memory for t and for the sum of terms so far. A warpgroup passes them on to the other warpgroup with the same
-// rows, and from one pass to the next. Each thread exchanges with the same thread of the other warpgroup, or with itself
-// in the next pass.
+// rows, and from one pass to the next. Each thread exchanges with the same thread of the other warpgroup, or with
+// itself in the next pass.
 struct Exchange {
     float4* totals;   // t, unless a thread keeps it (kKeepTotal)
     float4* terms;    // the sum of terms so far
