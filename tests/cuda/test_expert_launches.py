@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import quick_cases, quick_only_for
 from test_cuda_compile import ARCHITECTURES, HOPPER, REGISTERS_PER_SM, compiled, stored_in
-from test_launch import Driver
+from test_launch_choice import Driver
 
 from mglu_ops.backends.cuda import Plain, driver
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK
