@@ -34,8 +34,8 @@ class _Stack(StoredLinear):
     first_expert: int | None = None
     """The number of this rank's first expert; None unless `mglu_ops.parallel.ParallelExperts` has divided the layer."""
     ranks_of_tokens: int | None = None
-    """The number of ranks that have different tokens; None if all ranks have the same x. These ranks exchange rows as
-    plain tensors, which only `MGLUExpertsFeedForward` may pass to the layer."""
+    """The number of ranks that have different tokens; None if all ranks have the same x. Ranks with different tokens
+    exchange rows as plain tensors, which only `MGLUExpertsFeedForward` may pass to the layer."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, **options: Any) -> None:
         check_sizes(num_experts=num_experts)
@@ -159,7 +159,7 @@ class MGLUExperts(_Experts, MGLU):
         return y.view(*expert_ids.shape, y.shape[-1])
 
     def _sorted(self, x: Tensor, mask_weights: Tensor | None, expert_ids: Tensor) -> Tensor:
-        """Compute the result `[T K, out_features]` with rows sorted by expert, which supports all gradients."""
+        """Compute the result `[T K, out_features]` from rows sorted by expert. This way supports all gradients."""
         top_k, weight, scale = expert_ids.shape[1], self.on_rank(self.weight), self.on_rank(self.weight_scale)
         order, offs = sort_pairs(expert_ids, weight.shape[0])
         inverse = inverse_of(order)
@@ -284,7 +284,7 @@ class ExpertsFeedForwardOptions(UnroutedOptions, total=False):
 def weighted_sum(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
     """The result `[T, hidden_size]` for x `[T, hidden_size]`, expert ids `[T, K]` and expert weights `[T, K]`.
 
-    A rank that holds only some experts sums over these.
+    A rank that holds only some experts sums over those experts.
     """
     first_expert = adapted(layer.experts).first_expert
     if first_expert:
