@@ -161,7 +161,8 @@ def _chosen_tokens(layer: LayerInfo) -> list[int]:
 def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
     """The launch-dependent fields of a `TunedLaunch`; None if the plain kernel is chosen.
 
-    They are the same for every GPU of an architecture. C++ adapts them to the number of SMs and the shared memory.
+    The fields are the same for every GPU of an architecture. C++ adapts them to the GPU's number of SMs and shared
+    memory.
     """
     call = _call(layer, tokens)
     config = choose(call, gpu).config
@@ -218,7 +219,7 @@ def _boxes(config: LaunchConfig, call: LayerCall) -> str:
 
 
 def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object]:
-    """The same fields for a layer of experts."""
+    """The launch-dependent fields of a `TunedLaunch` for a layer of experts."""
     call = layer.expert_call(torch.device("cuda"), tokens)
     launch = choose_experts(call, gpu)
     config, item = launch.config, launch.of_item(call)
@@ -246,7 +247,7 @@ def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> 
 
 
 def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
-    """The same fields for `mglu::experts_down`; None if shared memory cannot hold the sorted rows.
+    """The launch-dependent fields for `mglu::experts_down`; None if shared memory cannot hold the sorted rows.
 
     For many rows per expert, Python uses `grouped_mm` instead (`experts_down.uses_library`), but C++ does not.
     """
@@ -280,7 +281,8 @@ def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> di
 def _quantize_x(call: LayerCall, target: str, block_tokens: int, cubins: _Cubins) -> int:
     """The number of the cubin that rounds x, or -1 if the call does not round x.
 
-    It writes tiles of `block_tokens` tokens in fp8, or if that is 0, rounded values in x's dtype.
+    The kernel writes tiles of `block_tokens` tokens in fp8. If `block_tokens` is 0, it writes rounded values in x's
+    dtype.
     """
     if call.activation_format == "dense":
         return -1
