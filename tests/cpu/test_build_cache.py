@@ -60,7 +60,7 @@ def test_a_damaged_file_is_built_again(damaged, kind, folder, capsys):
 
 
 def test_a_file_that_cannot_be_loaded_is_replaced(folder, capsys):
-    """One example is a file that was built with a later C library."""
+    """For example, a file that was built with a later C library cannot be loaded."""
 
     def load(path: Path, content: bytes) -> bytes:
         if content == b"later":
@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_loaded_is_replaced(folder, capsys):
 
 
 def test_a_folder_from_which_no_library_can_be_loaded_is_replaced(folder, capsys):
-    """One example is a disk mounted noexec. The next process finds the library in the replacement."""
+    """For example, its disk is mounted noexec. The next process finds the library in the folder used instead."""
     builds = []
 
     def load(path: Path, content: bytes) -> Path:
@@ -90,7 +90,7 @@ def test_a_folder_from_which_no_library_can_be_loaded_is_replaced(folder, capsys
 
 
 def test_nothing_is_built_where_no_folder_runs_code(folder, monkeypatch, capsys):
-    """If all disks are mounted noexec, each process would otherwise build for half a minute in vain."""
+    """Otherwise each process would build for half a minute in vain, for example if all disks are mounted noexec."""
 
     def refuse(*_: object, **options: int) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -106,7 +106,7 @@ def test_nothing_is_built_where_no_folder_runs_code(folder, monkeypatch, capsys)
 
 
 def test_what_can_be_loaded_nowhere_is_not_kept(folder, tmp_path, monkeypatch):
-    """One example is the output of a compiler for other processors."""
+    """For example, a compiler for other processors makes a library that cannot be loaded."""
     kind = cpu_kind(tmp_path, monkeypatch, 0)
     with pytest.raises(OSError, match=r"no folder can keep cpu-\w+: (.*(short|ELF).*){2}"):
         build.load_library(library.Library)
@@ -186,7 +186,7 @@ def test_a_temporary_folder_that_somebody_else_made_is_not_used(folder, how):
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can make files of root")
 def test_a_folder_of_root_is_used_by_another_user(kind, folder, monkeypatch):
-    """Container images have such folders."""
+    """In a container image, root may have filled the folder that another user reads."""
     kind.use()
     folder.chmod(0o755)
     only_file(folder).chmod(0o644)
@@ -289,7 +289,7 @@ def test_is_cached_looks_in_all_folders_and_makes_none(folder, tmp_path, monkeyp
 
 
 def test_a_command_line_becomes_one_program(tmp_path, monkeypatch):
-    """Neither torch nor CMake takes a compiler with a launcher and options. Torch recognises GCC by its name."""
+    """Torch and CMake take a program, without launcher and options. Torch recognises GCC by the program's name."""
     compiler = fake_compiler(tmp_path, 'echo $A "$@"')
     monkeypatch.setenv("CXX", f"env A='1 2' {compiler} -m64")
     command = build.find_compiler()
@@ -336,7 +336,7 @@ def test_a_compiler_that_hangs_is_stopped(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("op", ["forward", "forward_train"])
 def test_cxx_can_be_mended_while_the_process_runs(op, tmp_path, monkeypatch):
-    """This also works for calls that repeat an earlier one."""
+    """The new value of CXX also counts for calls that repeat an earlier one."""
     monkeypatch.delenv("MGLU_CACHE_DIR")
     real = build.load_library(Path)
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))

@@ -119,7 +119,7 @@ def test_a_process_that_is_forked_while_a_thread_builds_waits_for_it(slow_kind, 
     thread = threading.Thread(target=library.load)
     thread.start()
     wait_for(slow_kind.log.exists)
-    time.sleep(0.3)  # the compiler must have started: otherwise the child would keep its pipe open
+    time.sleep(0.3)  # the compiler must start before the fork: otherwise the child keeps the compiler's pipe open
     child = forked(lambda: None if library.load() == CONTENT else pytest.fail("another content"))
     assert exit_code(child) == 0
     thread.join()

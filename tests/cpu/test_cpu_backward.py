@@ -120,7 +120,7 @@ def test_layers_of_any_size(data):
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)
     exact = layer.in_plain_torch(F64)
-    # Small sums have few roundings, so errors vary by chance. Hence the bound is fixed, and not the naive error.
+    # Small sums have few roundings, so errors vary by chance. So the bound does not depend on the naive layer's error.
     for name, found in run(layer).items():
         terms = exact[name].norm() + 1
         assert (found.double() - exact[name]).norm() <= 2.0**-4 * terms, name
@@ -192,7 +192,7 @@ def test_only_bfloat16_on_cpus_with_its_instructions_runs_this_backward_pass(mon
 
 
 def test_autograd_runs_this_backward_pass(monkeypatch):
-    """The operator's gradient runs it, also with several leading dimensions, and prepares it once."""
+    """The operator's gradient prepares the CPU's backward pass once. x may have several leading dimensions."""
     prepared = []
 
     class Spy(Cpu):

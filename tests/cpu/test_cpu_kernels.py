@@ -59,14 +59,14 @@ def test_more_tokens_and_features_than_a_block_holds(kernel):
 
 
 def layer_of_gates(gates: torch.Tensor, activation: str) -> Layer:
-    """A layer with the results act(gate): one column of W makes the gate, and the other the value 1."""
+    """A layer with the results act(gate): one column of W makes the gate, and the other one makes the value 1."""
     x, masks = torch.stack((gates, torch.ones_like(gates)), 1), torch.tensor([[[True, False]]])
     return Layer(x, torch.ones_like(x[:1]), masks, torch.ops.mglu.pack_masks(masks), activation, None)
 
 
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
 def test_activations_and_their_derivatives(kernel, activation):
-    """Both are exact to a few roundings, in the whole range in which they are not linear.
+    """Activations and derivatives are exact to a few roundings, in the whole range in which they are not linear.
 
     With value 1, dy/dt is (act(gate) + act'(gate)) / 2 and dy/df is (act(gate) - act'(gate)) / 2.
     """
@@ -76,7 +76,7 @@ def test_activations_and_their_derivatives(kernel, activation):
     act = s.ACTIVATIONS[activation].forward(wide)
     (slope,) = torch.autograd.grad(act.sum(), wide)
     act, size = act.detach(), wide.detach().abs().clamp(max=6)
-    # Near -5, gelu subtracts a number from 1. As in torch, this is exact up to the rounding of 1, times the gate.
+    # Near -5, gelu is the gate times 1 minus a number. As in torch, this difference has the rounding error of 1.
     error_of_one = 1.5e-7 if kernel.dtype is torch.float32 else 2e-7
     limit = (
         max(4e-7, rounding / 2) * act.abs() + error_of_one * size + 1e-12 + torch.finfo(kernel.dtype).tiny * rounding
@@ -100,8 +100,8 @@ def test_derivative_of_relu_at_zero_and_nan(kernel):
 
 @pytest.mark.parametrize("tokens", quick_only_for([5], [1, 2, 5, 20, 32]))
 def test_error_is_close_to_the_naive_layers(kernel, tokens):
-    """The hardest case is sigmoid, because errors that the values of all masks have in common would add up."""
-    narrow = kernel.dtype is torch.float32  # sums have only the operands' precision, so errors come close to the limit
+    """Sigmoid is the hardest case: an error that the values of all masks have in common would add up over masks."""
+    narrow = kernel.dtype is torch.float32  # sums are no more precise than operands, so errors come close to the limit
     for n_masks in (1, 2, 4, 16):
         for in_features in (64, 256, 2048) if narrow else (256,):
             for activation, density in (("silu", 0.5), ("sigmoid", 0.9), ("relu", 0.1)):
@@ -118,7 +118,7 @@ def test_error_is_close_to_the_naive_layers(kernel, tokens):
 
 @given(st.data())
 def test_every_layout(kernel, data):
-    """Strided rows, strided columns, and tensors that cannot be viewed as a matrix."""
+    """Covers strided rows, strided columns, and tensors that cannot be viewed as a matrix."""
     layer = data.draw(s.layers(dtype=kernel.dtype))
     total = layer.x.abs().double() @ layer.weight.abs().double().T
     term_weights = len(layer.masks) if layer.mask_weights is None else layer.mask_weights.double().sum(-1, keepdim=True)
@@ -142,7 +142,7 @@ def test_every_layout(kernel, data):
 @pytest.mark.parametrize("kernel", EMULATED, indirect=True, ids=str)
 @given(outlier_layers(torch.bfloat16, in_features=(16, 67, 256)))
 def test_outliers(kernel, layer):
-    """Emulated instruction sets. tests/operators/test_outliers.py tests those of this machine."""
+    """Covers emulated instruction sets. tests/operators/test_outliers.py covers this machine's instruction sets."""
     assert_loses_no_more_than_naive(run(layer, kernel.isa), layer, what=kernel.isa)
 
 
@@ -270,7 +270,7 @@ def test_every_stored_value_is_exact_in_every_column(kernel, name):
 def test_stored_weights_have_the_bits_of_decoded_ones(kernel, name, n_masks):
     """With power-of-two scales, quantized and dense kernels for few tokens give the same bits.
 
-    Dense results are computed two tokens at a time, because those kernels take at most four.
+    Dense results are computed two tokens at a time, because the dense kernels for few tokens take at most four.
 
     The memory between rows must not be read. It is NaN in x, and also in W if the format has a NaN.
     """
@@ -370,7 +370,7 @@ def test_bfloat16_instructions_refuse_other_types(kernel, dtype):
 
 @pytest.mark.parametrize("kernel", EMULATED[-1:], indirect=True, ids=str)
 def test_explain_names_the_instruction_set_that_runs(kernel):
-    """It depends on dtype, tokens and masks. `explain_dispatch` names it, and results have its bits."""
+    """The instruction set depends on dtype, tokens and masks. Results have the bits of the one that is named."""
     for tokens, n_masks, isa in ((1, 2, "avx512_bf16"), (1, 3, "avx512"), (300, 2, "amx")):
         layer = make_layer((tokens,), 64, 128, n_masks, dtype=torch.bfloat16)
         assert cpu.isa(torch.bfloat16, tokens, n_masks) == isa
