@@ -57,7 +57,7 @@ def stored_in(call: LayerCall, name: str) -> LayerCall:
 
 
 def launch_of(call: LayerCall, gpu: Gpu) -> Any:
-    """The launch that is chosen without tuned tables. It may be of any class, which tests check."""
+    """The launch that is chosen without tuned tables. Tests check its class."""
     return without_tables(call, gpu)
 
 
@@ -94,8 +94,8 @@ def _compiled(kernel: str, target: str, macros: tuple[tuple[str, int], ...]) -> 
 def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
     assert config is not None
     registers, spills, log = compiled(config.kernel, config.target(gpu), config.macros(call))
-    # With 15 masks, the large blocks for an A100 use all registers and spill up to four words. Two masks of 128 tokens
-    # with one scale per group of columns spill up to five words, of which the main loop reads one.
+    # With 15 masks, the large blocks for an A100 use all registers and spill up to four words. With two masks, 128
+    # tokens and one scale per group of columns, blocks spill up to five words. The main loop reads one of these words.
     most = (
         16
         if gpu.arch == (8, 0) and call.n_masks == 15
@@ -177,7 +177,7 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
     assert "decoded" in str(decoded.violation(dense, HOPPER))
 
 
-@pytest.mark.long  # test_tile_experts.py compiles one of them in the quick tests
+@pytest.mark.long  # test_tile_experts.py compiles one such kernel in the quick tests
 @pytest.mark.parametrize(
     ("name", "n_masks"), [*(("fp8_row", n) for n in range(1, 17)), *(("fp8_block", n) for n in USUAL_MASKS)]
 )
@@ -193,7 +193,7 @@ def test_tiles_in_fp8_compile_without_spills(name: str, n_masks: int) -> None:
 
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], KNOWN_GPUS), ids=str)
 def test_calls_whose_products_are_in_fp8(arch: tuple[int, int]) -> None:
-    """Calls with few tokens, and calls that the kernel cannot run, multiply rounded values in x's dtype instead."""
+    """Calls with few tokens, and calls that the fp8 kernel cannot run, multiply rounded values in x's dtype instead."""
     call = replace(stored_in(layer_call(torch.bfloat16, 4, 8192), "fp8_row"), activation_format="fp8_token")
     few, wide = replace(call, leading=(4,)), replace(call, dtype=torch.float32)
     in_fp8 = [choose(one, HOPPER).config.rounds_x for one in (call, few, replace(few, batch_invariant=True), wide)]
@@ -206,7 +206,7 @@ def test_calls_whose_products_are_in_fp8(arch: tuple[int, int]) -> None:
         assert compiled(*rounding)[1] == 0
 
 
-@pytest.mark.long  # test_tile_experts.py compiles one of them in the quick tests
+@pytest.mark.long  # test_tile_experts.py compiles one such kernel in the quick tests
 @pytest.mark.parametrize(
     ("n_masks", "tokens", "x_alignment"),  # x that is only 8-byte aligned is permuted first
     [(1, 64, 16), (2, 8192, 16), (4, 24, 16), (4, 8192, 8), (8, 64, 8), (9, 24, 16), (16, 24, 16), (16, 8192, 16)],

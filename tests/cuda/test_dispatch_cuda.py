@@ -237,7 +237,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_repeated_call_is_not_chosen_again(copied, launched, monkeypatch):
-    """This also holds if rows are copied first. test_repeated_calls.py tests the changes that do need a new choice."""
+    """This also holds for calls that copy rows first. test_repeated_calls.py tests changes that need a new choice."""
     given = layer((2, 3), d=64, h=64)
     if copied:
         given = given._replace(x=OnGpu(torch.empty(3, 2, 64, dtype=torch.bfloat16).transpose(0, 1)))
@@ -263,7 +263,8 @@ def test_a_view_of_known_rows_is_known_from_its_second_call_on(launched: list[tu
 
 def test_none_as_a_tensor_reaches_the_checks() -> None:
     for name in ("x", "weight", "packed_masks"):
-        assert dispatch.repeat(layer(1, d=64, h=64)._replace(**{name: None})) is None  # torch itself accepts None
+        # Torch accepts None for a tensor, so `repeat` must leave None to the checks.
+        assert dispatch.repeat(layer(1, d=64, h=64)._replace(**{name: None})) is None
 
 
 def test_memory_is_bounded_and_shared_by_threads(launched, monkeypatch):
@@ -300,7 +301,7 @@ class Recorder:
 
 @pytest.mark.parametrize(("n_masks", "permuted"), [(1, False), (8, True)])
 def test_tensor_maps_are_encoded_once_for_each_address(n_masks, permuted, monkeypatch):
-    """Many layers share one x, so its map is kept apart from the maps of a layer's W and masks."""
+    """Many layers share one x, so the tensor map of x is kept apart from those of W and masks."""
     encoded: list[int] = []
 
     def encode(_: Matrix, pointer: int) -> bytes:

@@ -64,7 +64,7 @@ def backward(*arguments):
     ),
 )
 def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weights_dtype, logits_dtype, activation):
-    """Sizes that are multiples of a vector, rows without an expert, and sizes that need padding."""
+    """Covers sizes that are multiples of a vector, rows without an expert, and sizes that need padding."""
     torch.manual_seed(0)
     loads, unowned, d, h = sizes
     layer = ExpertLayer.random(

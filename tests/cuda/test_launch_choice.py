@@ -148,7 +148,7 @@ TRAINING = training_choice(contiguous(4, 1024, 8192, 2048), HOPPER)
         (TILE, 8, {"sparse": True, "permuted": True}, "permuted: not with sparse products"),
         (TILE, 8, {"cluster": 2}, None),
         (TILE, 8, {"cluster": 4}, "cluster: got 4, must be 1 or 2$"),
-        # Here a stage is more than one group of wgmmas.
+        # In these cases, a stage is more than one group of wgmmas.
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 2}, None),
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "sub": 2, "steps": 4}, None),
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 4}, "steps: got 4, must be less"),
@@ -166,7 +166,7 @@ def test_settings_that_a_launch_can_and_cannot_have(config, n_masks, settings, r
 
 def test_clusters_of_tiles_are_pairs() -> None:
     tile = replace(TILE, cluster=2)
-    # Two tiles of rows, and five tiles of tokens, which are rounded up to three pairs: 2 * 3 * 2 blocks.
+    # There are two tiles of rows, and five tiles of tokens, which clusters of two round up to six: 2 * 6 blocks.
     assert tile.grid(contiguous(8, 100, 128, 64), HOPPER) == (12, 1)
     assert tile.grid(contiguous(8, 10_000, 128, 64), replace(HOPPER, multiprocessors=11)) == (10, 1)
 

@@ -103,9 +103,9 @@ def test_compiles_for_fewer_bits_without_spills(name: str, n_masks: int) -> None
 
 
 def test_gathers_x_after_grouping() -> None:
-    """The order matters: tile_wgmma waits only for the launch just before it, and reads the items before it waits.
+    """`tile_wgmma` waits only for the launch just before it, which gathers x. It reads the items before this wait.
 
-    So grouping, which writes the items, runs first. Then x is gathered.
+    So the launch that groups tokens, which writes the items, must come before the launch that gathers x.
     """
     call = expert_call(4, 256, weight_format="fp8_row")
     in_fp8 = replace(call, layer=replace(call.layer, activation_format="fp8_token"))
@@ -120,7 +120,7 @@ def test_gathers_x_after_grouping() -> None:
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
-    """Tiles have about the mean number of rows per expert. If that is small, tiles are wider, since loads vary."""
+    """Tiles have about the mean number of rows per expert. If the mean is small, tiles are wider, since loads vary."""
     widths = []
     for tokens in (32, 256, 1024, 4096):
         launch = choose(expert_call(1, tokens), HOPPER)
@@ -142,7 +142,7 @@ def test_the_model_counts_items_of_random_loads() -> None:
 
 def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
     costs = costs_of(HOPPER)
-    few, many = expert_call(1, 4), expert_call(1, 16)  # at most 32 experts in use, and all 128
+    few, many = expert_call(1, 4), expert_call(1, 16)  # `few` uses at most 32 experts, and `many` uses all 128
     config = choose(few, HOPPER).config  # type: ignore[union-attr]
     times = [costs.microseconds_of_experts(config, call, HOPPER) for call in (few, many)]
     assert 3 < times[1] / times[0] < 4
@@ -152,7 +152,7 @@ def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
 
 
 def test_which_kernel_runs_experts() -> None:
-    """decode_mma runs few rows per expert, and more if threads must load the masks (gpt-oss: 360 bytes per row)."""
+    """decode_mma runs few rows per expert. If threads must load masks (gpt-oss: 360 bytes per row), it runs more."""
 
     def kernel(call: ExpertCall, **changes: Any) -> str:
         return choose_experts(replace(call, layer=replace(call.layer, **changes)), HOPPER).config.kernel

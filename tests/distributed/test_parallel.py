@@ -64,7 +64,7 @@ def run_page() -> None:
 
 
 def test_two_ranks_equal_one_process_which_loads_their_checkpoints(tmp_path: Path) -> None:
-    """One test for all checks, because starting two processes takes longer than the checks."""
+    """One test makes all checks, because starting two processes takes longer than the checks."""
     run_on_ranks(check_and_save, tmp_path, str(tmp_path))
     sharded_training.load_whole(str(tmp_path))
 

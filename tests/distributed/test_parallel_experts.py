@@ -25,7 +25,7 @@ def check_and_save(rank: int, folder: str) -> None:
 
 @pytest.mark.long  # the quick tests check layers without experts on two ranks (test_parallel.py)
 def test_two_ranks_equal_one_process_which_loads_their_checkpoints(tmp_path: Path) -> None:
-    """One test for all checks, because starting two processes takes longer than the checks."""
+    """One test makes all checks, because starting two processes takes longer than the checks."""
     run_on_ranks(check_and_save, tmp_path, str(tmp_path))
     (tmp_path / "to_load").mkdir()
     expert_parallel.load_whole(*ON_CPU, str(tmp_path), str(tmp_path / "to_load"))

@@ -111,7 +111,7 @@ def check_refusals() -> None:
 
 @pytest.mark.long
 def test_from_pretrained_shards_and_computes_the_same(tmp_path: Path) -> None:
-    """Covers learned masks with a router, and fixed masks without. tests/huggingface freezes and saves on two ranks."""
+    """Covers learned masks with a router, and fixed masks without one. tests/huggingface also freezes and saves."""
     folders = []
     for learnable_masks, top_k in ((True, 2), (False, None)):
         config = config_of(learnable_masks, top_k)
