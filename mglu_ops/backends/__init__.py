@@ -17,4 +17,4 @@ from .triton import Triton
 __all__ = ["BACKENDS", "Backend", "PreparedCall"]
 
 BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (Cuda(), Triton(), Cpu(), CompositeExperts())}
-"""All backends by name. For training, the first one that can run a pass is used."""
+"""All backends by name. Each pass of training uses the first backend that can run it."""

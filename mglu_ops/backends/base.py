@@ -17,7 +17,10 @@ from ..layer_call import LayerArguments, LayerCall
 
 
 class PreparedCall(Protocol):
-    """A call with everything decided except its tensors. It takes any tensors that fit its `LayerCall`. Thread-safe."""
+    """A function that runs a call in which everything is decided except the tensors. Thread-safe.
+
+    It takes any tensors that fit the `LayerCall` for which it was prepared.
+    """
 
     def __call__(self, given: LayerArguments) -> Tensor:
         """Return y `[..., out_features]` in x's dtype. Tensors have the ranks of the call that was prepared."""
@@ -41,7 +44,7 @@ class PreparedForwardTrain(Protocol):
 class BackwardArguments(NamedTuple):
     """The arguments of `mglu::backward`, in the order of its schema.
 
-    In the arguments of a backend, `...` is one dimension, the tokens.
+    A backend gets tensors in which `...` is a single dimension, the tokens.
     """
 
     grad_output: Tensor
@@ -53,13 +56,13 @@ class BackwardArguments(NamedTuple):
     packed_masks: Tensor
     """`[out_features, ceil(in_features / 8), n_masks]`."""
     partials: Tensor
-    """The partials that `forward_train` of any backend returned; contiguous in the arguments of a backend."""
+    """The partials that the `forward_train` of any backend has returned. A backend gets them contiguous."""
     needs: Sequence[bool]
-    """Two bools: the gradient of x is needed, the gradient of weight is needed."""
+    """Two bools: whether the gradient of x is needed, and whether the gradient of weight is needed."""
     logits_dtype: torch.dtype | None
     """The dtype of the gradient of the mask logits; None if it is not needed."""
     mask_weights_dtype: torch.dtype | None
-    """The dtype of the gradient of mask_weights; None if it is not needed, or if there are none."""
+    """The dtype of the gradient of mask_weights; None if it is not needed, or if the layer has no mask weights."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
@@ -69,7 +72,7 @@ class BackwardArguments(NamedTuple):
 class PreparedBackward(Protocol):
     """A prepared `mglu::backward`; see `PreparedCall`. Thread-safe.
 
-    The arguments that are not tensors are the same in all its calls.
+    The arguments that are not tensors have the same values each time that it is called.
     """
 
     def __call__(self, arguments: BackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,13 +87,14 @@ class PreparedBackward(Protocol):
 class PreparedExperts(Protocol):
     """A prepared `mglu::experts_forward` or `mglu::grouped_forward`; see `PreparedCall`. Thread-safe.
 
-    On a GPU, the host reads no id and no offset. Kernels clamp offs, so no value causes an access out of bounds.
+    On a GPU, the host reads no values of ids or offs. Kernels clamp offs, so wrong offs cause no access out of bounds.
     """
 
     def __call__(self, given: ExpertArguments) -> Tensor:
-        """Return the contiguous result `[T, K, out_features]`, or `[S, out_features]` with offs, for `given.in_rows()`.
+        """Return the contiguous result: `[T, K, out_features]`, or `[S, out_features]` with offs.
 
-        Rows without an expert are zeros, and their x is not read.
+        The arguments come from `ExpertArguments.in_rows`. Rows of the result without an expert are zeros, and their
+        rows of x are not read.
         """
 
 
@@ -123,9 +127,9 @@ class GroupedBackwardArguments(NamedTuple):
     packed_masks: Tensor
     """`[E, out_features, ceil(in_features / 8), n_masks]`."""
     offs: Tensor
-    """int32 `[E]`; contiguous in the arguments of a backend."""
+    """int32 `[E]`. A backend gets it contiguous."""
     partials: Tensor
-    """The partials that `grouped_forward_train` of any backend returned; contiguous in the arguments of a backend."""
+    """The partials that the `grouped_forward_train` of any backend has returned. A backend gets them contiguous."""
     needs: Sequence[bool]
     logits_dtype: torch.dtype | None
     mask_weights_dtype: torch.dtype | None
@@ -205,13 +209,12 @@ class Backend(ABC):
         """Prepare a `mglu::backward`.
 
         Ignore the activation and the layout of the mask weights in `call`. `call.mask_weights_dtype` is None if the
-        gradient of the mask weights is not needed. Whether the layer has mask weights follows from the size of the
-        partials.
+        gradient of the mask weights is not needed. The size of the partials shows whether the layer has mask weights.
         """
         raise NotImplementedError(f"the backend {self.name} does not train")
 
     def unsupported_experts_reason(self, call: ExpertCall) -> str | None:
-        """The reason why `prepare_experts` (`prepare_down` if n_masks is 0) cannot take a call; None if it can."""
+        """The reason why `prepare_experts` or, for n_masks = 0, `prepare_down` cannot take a call; None if it can."""
         return f"the backend {self.name} has no kernels for experts"
 
     def prepare_experts(self, call: ExpertCall, launch: Any = None) -> PreparedExperts:

@@ -3,12 +3,13 @@
 Let F_i be -1 where M_i = 1 and +1 elsewhere, t = x W^T and f_i = x (F_i * W)^T. The gate and the value of a mask are
 computed in one of three ways:
 
-- Sign flips (`_sign_flips`, n_masks + 1 GEMMs): gate_i = (t - f_i) / 2 and value_i = (t + f_i) / 2. Unlike with
-  gate_i = x (M_i * W)^T and value_i = t - gate_i, a value of few weights is not the small difference of two large sums,
-  unless x or W has outliers (see the bound in `mglu_ops.ops`).
-- Separate products (`_both_products`, 2 n_masks GEMMs), as in the naive layer: for one mask; for inference on a CPU
-  except in float64, so that outliers cost no digits; and in float32 on a GPU or for two masks or few tokens.
-- A float64 total (`_smaller_parts`): for all other training in float32 on a CPU. The error of a float32 total would
+- Sign flips (`_sign_flips`, n_masks + 1 GEMMs): gate_i = (t - f_i) / 2 and value_i = (t + f_i) / 2. With
+  gate_i = x (M_i * W)^T and value_i = t - gate_i instead, a value of few weights would be the small difference of two
+  large sums. With sign flips, that happens only if x or W has outliers (see the bound in `mglu_ops.ops`).
+- Separate products (`_both_products`, 2 n_masks GEMMs), as in the naive layer. They are used for one mask, and for
+  inference on a CPU except in float64, so that outliers cost no digits. In float32, they are also used on a GPU, for
+  two masks, and for few tokens.
+- A float64 total (`_smaller_parts`), for all other training in float32 on a CPU. The error of a float32 total would
   enter every gate and value.
 
 The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps (`gradients`).
@@ -62,7 +63,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _total_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which forward sums dy/dt over all masks. On a CPU it is wider than float32 operands."""
+    """The dtype in which forward sums dy/dt over all masks. For float32 operands on a CPU it is float64."""
     return torch.float64 if x.dtype is torch.float32 and x.is_cpu else sum_dtype(x.dtype)
 
 
@@ -76,8 +77,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 class Products:
     """The GEMMs of a layer's training step, by the library. `composite_experts` has a subclass for experts.
 
-    They sum and return in float32 at least. `weight` is `[out_features, in_features]`, `x` is `[tokens, in_features]`
-    and `grad` is `[tokens, out_features]`. If `total` is given, the product is added to it in place.
+    The methods sum and return in float32 at least. `weight` is `[out_features, in_features]`, `x` is
+    `[tokens, in_features]` and `grad` is `[tokens, out_features]`. If `total` is given, the product is added to
+    `total` in place.
     """
 
     has_float64: ClassVar[bool] = True
@@ -192,7 +194,7 @@ def _is_sparse(mask: Tensor) -> bool:
 
 
 def _forward(given: LayerArguments) -> Tensor:
-    """Return y `[tokens, out_features]`; `given` is `in_rows`, so x is two-dimensional."""
+    """Return y `[tokens, out_features]`. `given` comes from `in_rows`, so x is two-dimensional."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
     if scale is not None:
@@ -249,13 +251,13 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and mask logits; a gradient that is not needed is empty.
 
-    They follow the equations of `mglu_ops.ops`, but in float32 the terms of `dt W + sum_i b_i (F_i * W)` nearly cancel
+    The equations are those of `mglu_ops.ops`, but in float32 the terms of `dt W + sum_i b_i (F_i * W)` nearly cancel
     if masks are sparse or dense. Therefore F_i is split into a constant, 1 or -1, and a rest that is zero for most
     weights; b_i times the constant is added to dt. Measured errors of dx and dW, as multiples of the naive layer's:
 
     - without the split: up to 5;
-    - with it, and GEMMs of dt in float32: up to 2.1;
-    - with it, and GEMMs of dt in float64, as on a CPU (`_backward_total_dtype`): 0.7 to 1.7.
+    - with the split, and GEMMs of dt in float32: up to 2.1;
+    - with the split, and GEMMs of dt in float64, as on a CPU (`_backward_total_dtype`): 0.7 to 1.7.
 
     With one mask, gate and value are separate products (`_gradients_of_both_products`).
     """
@@ -313,7 +315,7 @@ def rounds_to_tf32(x: Tensor) -> bool:
 
 
 def _backward_total_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the GEMMs of dt for an x in float32: float64 on CPUs, and on GPUs where it is as fast."""
+    """The dtype of the GEMMs of dt for an x in float32: float64 on CPUs, and on GPUs where float64 is as fast."""
     is_fast = x.is_cpu or (x.is_cuda and torch.cuda.get_device_capability(x.device) in _FAST_FLOAT64)
     return torch.float64 if is_fast else torch.float32
 
@@ -321,7 +323,7 @@ def _backward_total_dtype(x: Tensor) -> torch.dtype:
 def _gradients_of_both_products(
     arguments: BackwardArguments | GroupedBackwardArguments, products: Products
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a layer with one mask like the naive layer: from the gradients of gate and value."""
+    """Return the gradients of a layer with one mask. As in the naive layer, gate and value have their own gradients."""
     grad_output, x, weight, packed_masks = arguments[:4]
     partials, needs, logits_dtype = arguments.partials, arguments.needs, arguments.logits_dtype
     mask = _mask(packed_masks, 0, weight).to(weight.dtype)
@@ -341,9 +343,9 @@ def _gradients_of_both_products(
 
 
 def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum `grad_output * R_i` over out_features: `[tokens, n_masks]`. `terms` are all R_i.
+    """Sum `grad_output * R_i` over out_features: `[tokens, n_masks]`.
 
-    `terms` is `[tokens, n_masks, out_features]`.
+    `terms` holds all R_i: `[tokens, n_masks, out_features]`.
     """
     grad = grad_output.to(sum_dtype(grad_output.dtype))
     result = grad.new_empty(terms.shape[:2], dtype=dtype)

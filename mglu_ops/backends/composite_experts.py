@@ -1,9 +1,9 @@
 """Experts by library GEMMs: a loop over experts on a CPU, and elsewhere batched GEMMs over blocks of rows.
 
 A block has B slots for rows of one expert. The device assigns rows to slots, by sorting the rows by expert and counting
-them. The number of blocks depends on S and E only, so the host reads no value and never waits. For a chunk of blocks,
-the weights of their experts are gathered, masked as in `composite`, and multiplied by `torch.bmm`. Unused slots hold
-rows of other experts, whose products are discarded.
+them. The number of blocks depends only on the numbers of rows and experts, so the host never waits. For some blocks,
+called a chunk, the weights of their experts are gathered, masked as in `composite`, and multiplied by `torch.bmm`. An
+unused slot holds a row of another expert, and its product is discarded.
 """
 
 from __future__ import annotations
@@ -188,21 +188,21 @@ def down_backward_in_blocks(
     (tokens, top_k, d), (experts, out_features, _), wide = y.shape, weight.shape, sum_dtype(y.dtype)
     blocks, rows_of_y = _Blocks.of(ids, None, experts, tokens * top_k), y.flatten(0, 1)
     dtype, weights = operand_dtype(y), expert_weights.view(-1, 1).to(wide)
-    grad_y, grad_expert_weights = [], []  # of each chunk of blocks
+    grad_y, grad_expert_weights = [], []  # one tensor for each chunk of blocks
     grad_weight = y.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
     for chunk in blocks.chunks(out_features * d):
         chosen, pairs, is_used = blocks.experts[chunk], blocks.pairs[chunk], blocks.is_used[chunk, :, None]
-        # A GEMM over rows also sums the unused slots, so these must be zeros.
+        # A GEMM that sums over rows includes the unused slots, so the unused slots must be zeros.
         grad = torch.where(is_used, grad_output[pairs // top_k], 0).to(dtype)
         rows = torch.where(is_used, rows_of_y[pairs], 0).to(dtype)
         factors = torch.where(is_used, weights[pairs], 0)
         if needs[0] or needs[2]:
-            back = _matmul(grad, weight[chosen].mT.to(dtype))  # the gradient of y, not yet times its expert weight
+            back = _matmul(grad, weight[chosen].mT.to(dtype))  # the gradient of y before its expert weight is applied
             grad_y.append((back * factors).to(y.dtype))
             grad_expert_weights.append((back * rows).sum(-1, keepdim=True))
         if needs[1]:
             products = _matmul((grad * factors).to(dtype).mT, rows.mT)
-            for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # one by one: deterministic
+            for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # in a fixed order
                 grad_weight.index_add_(0, expert, product)
     return (
         blocks.rows(grad_y).view(y.shape) if needs[0] else y.new_empty(0),
@@ -253,7 +253,7 @@ def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class GroupedProducts(Products):
-    """The GEMMs of experts, for rows sorted by expert. They return float32. Rows without an expert are undefined.
+    """The GEMMs of experts for rows sorted by expert, in float32. Results of rows without an expert are undefined.
 
     `weight` is `[experts, out_features, in_features]`; `x` and `grad` have the rows of all experts.
     """
@@ -292,7 +292,7 @@ class GroupedProducts(Products):
 
 
 def grouped_forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
-    """Run `mglu::grouped_forward_train`, except in float64, without reading a value on the host."""
+    """Run `mglu::grouped_forward_train` in any dtype but float64, without reading a value on the host."""
     products = GroupedProducts(given.routing, given.x.shape[0])
     y, partials = forward_train(given, products)
     return (
@@ -302,7 +302,7 @@ def grouped_forward_train(given: ExpertArguments) -> tuple[Tensor, Tensor]:
 
 
 def grouped_backward(arguments: GroupedBackwardArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `mglu::grouped_backward`, except in float64, without reading a value on the host."""
+    """Run `mglu::grouped_backward` in any dtype but float64, without reading a value on the host."""
     grad_output, x, _, packed_masks, offs, partials, *_, dtype = arguments
     products = GroupedProducts(offs, x.shape[0])
     found = gradients(arguments, products)
@@ -372,7 +372,7 @@ def down_backward_on_cpu(
     for expert, rows in expert_loop.pairs_of_experts(ids, weight.shape[0]):
         grad = grad_output[rows // top_k].to(wide)
         if needs[0] or needs[2]:
-            back = grad @ weight[expert].to(wide)  # the gradient of y, not yet times its expert weight
+            back = grad @ weight[expert].to(wide)  # the gradient of y before its expert weight is applied
         if needs[0]:
             grad_y.view(-1, d)[rows] = (back * weights[rows, None]).to(y.dtype)
         if needs[2]:
