@@ -25,8 +25,8 @@ class LaunchChoice:
     Attributes:
         config: the kernel and its launch configuration.
         origin: the source of `config`, such as "the cost model".
-        slow_reason: the reason why the slow plain kernel runs a 16-bit call. None if another kernel runs it, and in
-            float32, which has only the plain kernel.
+        slow_reason: the reason why the slow plain kernel runs a 16-bit call. None if another kernel runs the call, and
+            in float32, where plain is the only kernel.
     """
 
     config: LaunchConfig
@@ -60,7 +60,7 @@ def without_tables(call: LayerCall, gpu: Gpu) -> LaunchConfig:
 
 
 def choose_experts(call: ExpertCall, gpu: Gpu) -> experts.ExpertLaunch:
-    """Choose the launch of a call of experts, by the rows of an expert with balanced routing."""
+    """Choose the launch of a call of experts, by the number of rows that an expert has with balanced routing."""
     tiles = tile_experts.choose(call, gpu) if call.layer.tokens >= tile_experts.least_rows(call.layer) else None
     return tiles or experts.choose(call, gpu)
 

@@ -45,8 +45,8 @@ class CudaExperts:
         if not sequence.workspace_bytes:
             sequence(stream, pointers)
             return out
-        # It is freed on return, while the kernels may still run. The stream orders the next user of the memory after
-        # them.
+        # The workspace is freed on return, while the kernels may still run. The stream runs the next user of the memory
+        # after them.
         workspace = empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
         sequence(stream, pointers, workspace=workspace.data_ptr())
         return out
@@ -74,9 +74,11 @@ _NOT_READ = dict.fromkeys(("x", "packed_masks", "mask_weights"), 0)
 class CudaDown:
     """A prepared call of `experts_down`. Thread-safe.
 
-    There are three ways to run it: `products` computes the result of a single token; or `products` writes the product
-    of each (token, expert) pair in float32 and `combine` adds them; or the library multiplies rows sorted by expert, in
-    their dtype, and `combine` adds the products.
+    There are three ways to run a call:
+
+    - For a single token, `products` computes the result.
+    - `products` writes the product of each (token, expert) pair in float32, and `combine` adds the products.
+    - The library multiplies the rows, sorted by expert, in their dtype, and `combine` adds the products.
 
     Attributes:
         products: the launch of the products; None if the library multiplies.

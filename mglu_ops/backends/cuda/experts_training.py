@@ -11,8 +11,8 @@ The rows of each expert follow the equations of one layer (`training`).
 
 `grouped_mm` rounds its results to 16 bits. If t and all f_i were rounded, y would have up to 2.5 times the error of the
 naive layer, mostly because the error of t enters every gate and value. Therefore a Triton kernel computes t in float32.
-With one mask, gate and value are separate products instead, and need no t. So are they with relu, at the cost of
-2 n_masks products: relu's derivative jumps at 0, so a gate near 0 needs the right sign.
+With one mask, gate and value are separate products instead, which need no t. With relu they are separate products too,
+at the cost of 2 n_masks products: relu's derivative jumps at 0, so a gate near 0 needs the right sign.
 
 Nothing waits for the GPU, and no shape depends on the values of `offs`. The same inputs give the same bits.
 """
@@ -43,7 +43,7 @@ _LIBRARY_ARCHITECTURES = (9, 10)
 torch reads `offs` on the host and loops over the experts."""
 
 _MULTIPLE = 8
-"""out_features and in_features are padded to multiples of this, since `grouped_mm` needs 16-byte aligned rows, and
+"""out_features and in_features are padded to multiples of 8, since `grouped_mm` needs 16-byte aligned rows, and
 unaligned rows are slow in Triton."""
 
 
@@ -84,7 +84,7 @@ class ForwardTrain:
 def as_read(call: ExpertCall) -> ExpertCall:
     """Return the call after x, weight and masks were copied to the layouts that the kernel reads.
 
-    So the choice of the launch, and the bits of the result, do not depend on the layouts of the arguments.
+    Because of the copies, neither the choice of the launch nor the bits of the result depend on the arguments' layouts.
     """
     one = call.layer
     octets = round_up(packed_width(one.in_features), _octets_together(one.n_masks))
@@ -168,7 +168,7 @@ def _gradients(
         del flipped
         steps.clear_rows(grad_x, offs)
     if needs_products:
-        # All D_i, and D_0. If the dtypes agree, the gradients overwrite them.
+        # `products` is all D_i, and `total` is D_0. Gradients of the same dtype overwrite them.
         products = product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
         total = product(scaled[:, 0].t(), x, offs) if needs_weight else None
         del scaled
@@ -188,7 +188,8 @@ def _gradients(
 def product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """Return `torch.nn.functional.grouped_mm(a, b, offs=offs)`, by Triton where torch would wait for the GPU.
 
-    Each expert multiplies its rows of a by its matrix of b; if b is a matrix, its columns of a by its rows of b.
+    If b is `[experts, ...]`, the rows of a that belong to an expert are multiplied by the expert's matrix. If b is a
+    single matrix, the columns of a that belong to an expert are multiplied by the rows of b that belong to it.
     """
     if not a.is_cuda or (_library_has_kernel(a) and _is_for_library(a) and _is_for_library(b)):
         return F.grouped_mm(a, b, offs=offs)
@@ -216,7 +217,7 @@ def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 def ascending(offs: Tensor, rows: int) -> Tensor:
-    """Return offs that ascend from 0 to `rows`: unchanged if they are valid.
+    """Return offs that ascend and lie in 0 .. `rows`. Valid offs are returned unchanged.
 
     With invalid offs, `grouped_mm` may hang the GPU or read out of bounds.
     """
@@ -234,7 +235,7 @@ def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Te
 
 
 def _padded_last(tensor: Tensor) -> Tensor:
-    """Return a contiguous, 16-byte aligned tensor, whose last dimension is padded with zeros to a `_MULTIPLE`."""
+    """Return a contiguous, 16-byte aligned tensor, its last dimension padded with zeros to a multiple of 8."""
     d = tensor.shape[-1]
     return _aligned(F.pad(tensor, (0, round_up(d, _MULTIPLE) - d)) if d % _MULTIPLE else tensor)
 

@@ -58,7 +58,7 @@ class LaunchConfig(ABC):
 
     @abstractmethod
     def _violations(self, call: LayerCall, gpu: Gpu) -> Iterator[str]:
-        """Yield the rules that this configuration breaks: the source's static assertions and required layouts."""
+        """Yield the static assertions of the source and the requirements on layouts that the configuration breaks."""
 
     @property
     def rounds_x(self) -> bool:
@@ -162,8 +162,8 @@ def weight_is_vectorizable(call: LayerCall) -> bool:
 def mask_alignment(call: LayerCall) -> int:
     """Return the width of the vectors in which rows of masks can be read: 16, 8, 4 or 1 bytes.
 
-    It divides the address and the length of every row, so no vector reaches past the end of a row. 0 if the bytes of a
-    row are not contiguous.
+    The width divides the address and the length of every row, so no vector reaches past the end of a row. The width is
+    0 if the bytes of a row are not contiguous.
     """
     row, octet, mask = call.masks.strides
     if not ((mask == 1 or call.n_masks == 1) and octet == call.n_masks and row < 2**26):
@@ -173,7 +173,7 @@ def mask_alignment(call: LayerCall) -> int:
 
 
 def has_aligned_rows(call: LayerCall) -> bool:
-    """True if rows of W and of the masks can be copied in vectors, of 16 bytes and of at least 4 bytes."""
+    """True if rows of W can be copied in vectors of 16 bytes, and rows of the masks in vectors of at least 4 bytes."""
     return weight_is_vectorizable(call) and mask_alignment(call) >= 4 and call.in_features > 0
 
 

@@ -37,8 +37,8 @@ _LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
 class ExpertsDown:
     """The launch configuration of csrc/cuda/experts_down.cu.
 
-    A block has `teams` teams of `row_warps` warps. Each warp computes `row_tiles` tiles of 16 rows of W. A work tile is
-    the rows of a team for one item, which is up to `block_tokens` pairs of one expert.
+    A block has `teams` teams of `row_warps` warps. Each warp computes `row_tiles` tiles of 16 rows of W. An item is up
+    to `block_tokens` pairs of one expert. A work tile is the rows of W of a team, for one item.
     """
 
     block_tokens: int
@@ -51,7 +51,7 @@ class ExpertsDown:
     """Stages of 128 columns in the ring of each team."""
     blocks_per_sm: int = 1
     parts: int = 1
-    """The maximum split-K of the work tiles in the last, incomplete wave; 1 for none."""
+    """The maximum split-K of the work tiles in the last, incomplete wave; 1 for no split-K."""
 
     def __str__(self) -> str:
         return f"{NAME}({', '.join(f'{field.name}={getattr(self, field.name)}' for field in fields(self))})"
@@ -83,14 +83,14 @@ class ExpertsDown:
         return 8 * self._most_items(call) + 2 * call.rows
 
     def grid(self, call: ExpertCall, gpu: Gpu) -> tuple[int, int]:
-        """The blocks of the grid in x and in y. For several tokens the kernel is persistent: all blocks reside."""
+        """The blocks of the grid in x and in y. For several tokens, all blocks of the kernel are resident at once."""
         blocks = ceil_div(call.layer.out_features, self.rows)
         if self.block_tokens > 1:
             blocks = min(blocks * self.parts * self._most_items(call), gpu.multiprocessors * self.blocks_per_sm)
         return blocks, 1
 
     def pair_bytes(self, call: ExpertCall) -> int:
-        """The bytes that the kernel writes per pair: float32 sums of each split, and each work tile's split-K."""
+        """The bytes that the kernel writes per pair: float32 sums of each split, and the split-K of each work tile."""
         out_features = call.layer.out_features
         return 4 * self.parts * out_features + (ceil_div(out_features, self.rows) if self.parts > 1 else 0)
 
@@ -202,7 +202,7 @@ def uses_library(call: ExpertCall, gpu: Gpu) -> bool:
 
 
 def _orders(call: ExpertCall) -> bool:
-    """True if `group_tokens` sorts the rows for the library. It has a single block, so torch sorts many rows faster."""
+    """True if `group_tokens` sorts the rows for the library. It has one block, so torch sorts many rows faster."""
     return call.rows <= MOST_ROWS and call.experts <= group_tokens.MOST_EXPERTS
 
 
@@ -214,8 +214,8 @@ def launch_for(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
 def choose(call: ExpertCall, gpu: Gpu) -> ExpertsDown | None:
     """Choose the launch of a call; None if no launch fits into shared memory.
 
-    The launch for a single token and split-K sum in other orders than all other launches, so batch-invariant calls use
-    neither.
+    Batch-invariant calls use neither the launch for a single token nor split-K, because these two sum in other orders
+    than all other launches.
     """
     tiles = call.layer.out_features // 16
     most_warps = 1 << tiles.bit_length() - 1

@@ -42,7 +42,7 @@ def copy(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int)
 
 
 def as_read(config: LaunchConfig, call: LayerCall) -> LayerCall:
-    """The call that the main kernel of a launch sees: after the rounding of x, if it does not round x itself."""
+    """The call that the main kernel of a launch sees. Its x is already rounded, unless the kernel rounds x itself."""
     return call if call.activation_format == "dense" or config.rounds_x else call.with_rounded_x()
 
 
