@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # poisoned memory needs deterministic mode, also of cuBLAS
-# An export spends most of its time compiling the C++ around the kernels, which need not be fast in tests.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for poisoned memory, which needs deterministic cuBLAS
+# An export spends most of its time compiling the C++ code around the kernels. In tests, that code need not be fast.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 # Without this, Inductor starts a pool of processes that import torch, while pytest already keeps the cores busy.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -22,8 +22,9 @@ from hypothesis import HealthCheck, settings
 # Without this, pytest does not show the values of an assertion that fails in a helper.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
 
-# The profile `ci` runs the same examples every time, and `quick` (`make test`) fewer of them. `explore` searches for
-# new examples: HYPOTHESIS_PROFILE=explore. A test that needs more or fewer examples uses `strategies.examples`.
+# The profile `ci` runs the same examples every time. `quick` (for `make test`) runs fewer of them, and `explore`
+# (with HYPOTHESIS_PROFILE=explore) searches for new ones. A test that needs more or fewer examples uses
+# `strategies.examples`.
 _CHECKS = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40, suppress_health_check=_CHECKS)
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=10)
@@ -33,7 +34,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
 # pytest adds handlers to loggers that do not propagate. Torch would then format every graph as text for this logger.
 logging.getLogger("torch.__trace").propagate = True
-gc.disable()  # until all tests are collected, because it would trace millions of objects again and again
+gc.disable()  # until all tests are collected, because the collector would trace millions of objects again and again
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,7 +75,7 @@ def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Fill `torch.empty` with NaN, or the largest integer, to expose elements that a kernel does not write."""
+    """Fill results of `torch.empty` with NaN or the largest integer, to expose elements that no kernel writes."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -91,6 +92,6 @@ def _released_device_memory() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all present objects from garbage collection, because what imports and collection made lives to the end."""
+    """Exempt all present objects from garbage collection: those of imports and of collected tests live to the end."""
     gc.freeze()
     gc.enable()

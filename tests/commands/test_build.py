@@ -1,4 +1,4 @@
-"""The command `build`, which makes a cache folder for a container image. Other users can read it without a compiler."""
+"""The command `build`, which makes a cache folder for container images. Other users need no compiler with it."""
 
 from __future__ import annotations
 

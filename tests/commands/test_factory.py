@@ -42,7 +42,7 @@ not_a_function = 3
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with `models.py`, which imports a file beside it, and a package that contains such a module."""
+    """A folder with `models.py` and a package with `inner.py`. Both files import another file of the folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.chdir(tmp_path)
@@ -103,7 +103,7 @@ def test_a_file_replaces_no_module_of_its_name(folder: Path, name: str, monkeypa
     path = folder / "elsewhere" / f"{name}.py"
     path.parent.mkdir()
     path.write_text("class Model: ...\n\n\ndef make():\n    return Model(), ()\n")
-    for _ in range(2):  # a file that is imported again replaces itself
+    for _ in range(2):  # the second import of a file replaces the module of the first
         model, _ = load_model(f"{path}:make")
         assert sys.modules[f"{name}_"].Model is type(model)  # so pickle finds the class
         assert {key: sys.modules[key] for key in before} == before

@@ -41,7 +41,7 @@ def run(command: Sequence[str | Path], folder: Path) -> str:
     environment = {"PATH": os.pathsep.join([str(Path(PYTHON or sys.executable).parent), os.environ["PATH"]])}
     if PYTHON:
         environment["PYTHONPATH"] = ""
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # the usual one may hold older code
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # the usual folder may hold older code
     process = processes.run(command, timeout=600, folder=folder, **environment)
     assert process.returncode == 0, process.stderr
     return process.stdout
@@ -106,7 +106,7 @@ def test_commands_of_a_page_name_targets_modules_and_files_that_exist(page: Path
 
 @EVERY_PAGE
 def test_a_page_installs_from_the_clone_and_never_by_name(page: Path) -> None:
-    """The name is on no public index, where anyone could register it."""
+    """No public index has a project of this name, so anyone could register one there."""
     text = page.read_text()
     assert not re.search(r"""pip install[^\n]*["' ]mglu[-_]ops""", text)
 
