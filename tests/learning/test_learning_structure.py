@@ -120,7 +120,7 @@ def test_a_compiled_layer_of_structure_follows_the_eager_one(options, text, tmp_
 
 
 def test_paired_layers_start_alike_and_read_the_same_text(text):
-    """Without `paired`, what is drawn after the first projection depends on the layer."""
+    """Without `paired`, random numbers that are drawn after the first projection depend on the layer."""
     several = [replace(one, vocabulary=VOCABULARY, seed=3) for one in experiments.STRUCTURE]
     starts = [dict(one.model().named_parameters()) for one in several]
     shared = [name for name in starts[0] if ".projection." not in name]

@@ -19,7 +19,7 @@ pytest_plugins = ["learning_fixtures"]
 
 
 def finished(folder: Path, one: Recipe, loss: float, name: str = "python", **last: object) -> None:
-    """Write a result as a run does, without training; `tabled` makes the tables of all runs of a name."""
+    """Write a result as a run does, without training. `tabled` then makes tables from the results."""
     facts = {f"recipe.{key}": str(value) for key, value in asdict(one).items()}
     facts |= {"commit": "0123456789", "device": "a GPU", "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
     facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
@@ -29,7 +29,7 @@ def finished(folder: Path, one: Recipe, loss: float, name: str = "python", **las
 
 
 def tabled(folder: Path, name: str = "python") -> Path:
-    """Gather the runs of a name into the tables of a corpus, and return the folder of the results."""
+    """Make tables from all runs in `folder / name`, and return the folder of the results."""
     gather.gather([folder / name], folder / "learning", name)
     return folder
 
@@ -184,7 +184,7 @@ def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_pat
         ["GLU, any gate", pytest.approx(0.81), 41, 6.004],
         ["1 mask, any gate", pytest.approx(0.79), 41, 6.004],
     ]
-    squares = 2 * 2 * 0.01**2  # of two layers, whose seeds are 0.01 from their mean; PAPER's have none
+    squares = 2 * 2 * 0.01**2  # two layers have seeds at 0.01 from their mean; PAPER's seeds are equal
     assert points.noise.iloc[0] == pytest.approx(2 * (squares / 3 / 2) ** 0.5)
 
 
@@ -211,7 +211,7 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     for seed, (swiglu, gelu) in enumerate([(0.730, 0.732), (0.731, 0.733)]):
         finished(tmp_path, Recipe("glu", seed=seed), swiglu)
         finished(tmp_path, Recipe("lu", activation="gelu", seed=seed), gelu)
-    for seed in (0, 1):  # a learning rate of no claim, whose seeds differ more
+    for seed in (0, 1):  # no claim uses this learning rate, with which seeds differ more
         finished(tmp_path, Recipe("glu", lr=3e-3, seed=seed), 0.7 + 0.1 * seed)
     finished(tmp_path, Recipe("glu_shared"), 0.7335)
     finished(tmp_path, Recipe("mglu", n_masks=1), 0.7330)
@@ -263,7 +263,7 @@ def test_layers_of_structure_are_compared_by_runs_with_the_same_seed(tmp_path):
     columns = [f"{text}, 25M, {what}" for text in ("pinned", "pinned_earlier") for what in ("held out", "last text")]
     assert head == f"| layer | compared with | {' | '.join(columns)} |"
     # Differences 0.01 and 0.02 have the deviation 0.00707, and an interval of 12.706 * 0.00707 / sqrt(2).
-    same = "+0.0000 ± 0.0000"  # on the last text
+    same = "+0.0000 ± 0.0000"  # losses on the last text are all equal
     assert first == f"| 1 mask | SwiGLU | +0.0150 ± 0.0635 | {same} | +0.0150 ± 0.0635 | {same} |"
     assert third.startswith("| 1 mask, 2:4 | 1 mask | **+0.0100 ± 0.0000** |")
     assert fourth.startswith("| 1 mask, 2:4 | SwiGLU | +0.0250 ± 0.0635 |")
