@@ -6,8 +6,8 @@ Without the caching allocator, every tensor is a separate allocation, so the san
 are copied from the host, so the sanitizer knows that they are initialized.
 
 The oracle and the library GEMMs of a training step run on the CPU, because the sanitizer is told to watch our kernels
-only. With the library's kernels on the GPU, initcheck would take their results for uninitialized memory, and racecheck
-breaks kernels in clusters that it does not watch.
+only. If the library's kernels ran on the GPU, initcheck would take their results for uninitialized memory. Racecheck
+breaks kernels that run in clusters, unless it watches them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
 def run(
     config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, has_mask_weights: bool, kernels: Sequence[str]
 ) -> bool:
-    """Run a call and check its result. Returns False, without running it, if its kernel is not in `kernels`."""
+    """Run a call and check its result, but if its kernel is not in `kernels`, only return False."""
     tokens, d, h, n_masks = shape
     x = torch.randn(tokens, h).to(dtype)
     weight = (torch.randn(d, h) / h**0.5).to(dtype)
@@ -95,7 +95,7 @@ def run_stored(activation_format: str, weight_format: str, shape: Shape, kernels
 
 EXPERTS = (
     # Tokens, top_k, experts, in_features, out_features and n_masks. With few tokens, blocks find their items
-    # themselves. With many, they read a table of items.
+    # themselves. With many tokens, they read a table of items.
     *((tokens, 2, 3, 264, 130, 4) for tokens in (1, 5, 40)),
     *((tokens, 2, 3, 41, 33, 3) for tokens in (1, 5, 40)),
 )
@@ -166,7 +166,7 @@ def not_for_tiles(*arguments: Any, **keywords: Any) -> Tensor:
 def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
     """Run training steps with all gradients, with and without mask weights.
 
-    TILED_STEPS are forced to use `tile_wgmma` and `backward_gemm`, and LIBRARY_STEPS to use library GEMMs.
+    TILED_STEPS are forced to use `tile_wgmma` and `backward_gemm`. LIBRARY_STEPS are forced to use library GEMMs.
     """
     tiled = cases is TILED_STEPS
     mm, addmm = (not_for_tiles, not_for_tiles) if tiled else (mm_on_host, addmm_on_host)

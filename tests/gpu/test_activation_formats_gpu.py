@@ -36,7 +36,7 @@ def make(
 
 
 def assert_as_good_as_naive(found: Tensor, given: LayerArguments) -> None:
-    """Compare with the float64 layer of the unrounded x. The error of rounding x to fp8 exceeds all other errors."""
+    """Compare with the float64 layer and its unrounded x. The error of rounding x to fp8 exceeds all other errors."""
     exact, naive = naive_error(given)
     assert found.dtype == given.x.dtype
     assert relative_error(found, exact) <= max(NAIVE_FACTOR * naive, BUDGET[found.dtype])

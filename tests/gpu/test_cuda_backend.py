@@ -112,7 +112,7 @@ TILES = (
 )
 def test_override_of_tiles(config: LaunchConfig) -> None:
     # TMA cannot load masks whose rows have 1032 bytes. With the last shape, a block computes several tiles. All shapes
-    # have an odd number of tiles of tokens, so one block of a cluster has none.
+    # have an odd number of tiles of tokens, so one block of a cluster has no tile.
     for tokens, d, h in ((6, 128, 64), (70, 1001, 1040), (70, 1001, 1032), (33, 20000, 528)):
         Problem(tokens, d, h, 8).check(config)
     if config.passes == 2:
@@ -122,7 +122,7 @@ def test_override_of_tiles(config: LaunchConfig) -> None:
 
 
 @pytest.mark.parametrize("n_masks", [1, 4, 8])
-@pytest.mark.parametrize("tokens", [20, 60])  # on Hopper, these run sparse and dense tiles
+@pytest.mark.parametrize("tokens", [20, 60])  # on Hopper, 20 run sparse tiles, and 60 run dense tiles
 def test_layouts_of_x_for_tiles(tokens: int, n_masks: int) -> None:
     """Rows of x that overlap, or that TMA cannot load, are permuted first. Rows with gaps are read in place."""
     p = Problem(tokens, 128, 256, n_masks)
@@ -243,13 +243,13 @@ def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_follows_an_mglu_launch_that_writes_its_weight(tokens: int) -> None:
-    """A launch lets the next one start before it writes its result. The next one prefetches, but not an old weight."""
+    """The second launch may start before the first one writes its result. It must not prefetch an old weight."""
     p = Problem(tokens, 1024, 2048, 4)
     producer = Problem(1024, 2048, 1024, 1)
     seen = set()
     for _ in range(50):
         producer.x.normal_()
-        p.weight = producer.run()  # this memory holds the weight of an earlier round
+        p.weight = producer.run()  # its memory held the weight of an earlier round
         seen.add(p.weight.data_ptr())
         result = p.run()
         torch.cuda.synchronize()

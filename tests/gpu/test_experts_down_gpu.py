@@ -33,7 +33,7 @@ def problem(
     weight_format: str = "dense",
     index_dtype: torch.dtype = torch.int32,
 ) -> DownArguments:
-    """Random arguments. Some ids repeat, and some are out of range; those have NaN in y."""
+    """Random arguments. Some ids repeat. Some are out of range, and their rows of y are NaN."""
     weight = torch.randn(experts, out_features, in_features, device="cuda") / in_features**0.5
     chosen = FORMATS[weight_format]
     stored, scales = zip(*(chosen.quantize(one.to(dtype)) for one in weight), strict=True)
@@ -46,7 +46,7 @@ def problem(
 
 
 def run(given: DownArguments, launch: ExpertsDown | None = None) -> Tensor:
-    """The result of a launch. Without one, the result of the operator, which must choose the CUDA backend."""
+    """The result of `launch`. If it is None, the result of the operator, which must choose the CUDA backend."""
     if launch is not None:
         return expert_dispatch.down(None, given, backend="cuda", launch=launch)
     assert expert_dispatch.choose(ExpertCall.of_down(given.in_rows())).backend == "cuda"
@@ -128,7 +128,7 @@ def test_results_do_not_depend_on_the_launch_nor_on_other_rows() -> None:
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_divided_units(parts: int, weight_format: str) -> None:
-    """Split-K of the last work tiles, with rows that two tiles share, and experts with several items."""
+    """Covers split-K of the last work tiles, rows that two tiles share, and experts with several items."""
     for sizes in ((20, 2, 3, 83, 4128), (90, 8, 40, 2880, 1056), (200, 2, 5, 1000, 800)):
         given = problem(*sizes, weight_format=weight_format)
         chosen = experts_down.choose(ExpertCall.of_down(given.in_rows()), gpu_of(0))
@@ -232,7 +232,7 @@ def test_many_experts_and_rows() -> None:
 def test_calls_without_kernels() -> None:
     call, gpu = ExpertCall.of_down(problem(4, 2, 3, 64, 128)), gpu_of(0)
     many = replace(call, rows=20_000)
-    assert experts_down.launch_for(many, gpu) is None  # library products
+    assert experts_down.launch_for(many, gpu) is None  # library products run it
     for other, reason in (
         (replace(call, layer=replace(call.layer, dtype=torch.float32)), "float32"),
         (replace(call, layer=replace(call.layer, in_features=132)), "aligned vectors"),

@@ -78,7 +78,7 @@ LAUNCHES = [
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 def test_override(launch: ExpertLaunch) -> None:
-    """Cases include more rows than a warp has lanes to find items, and clusters with a block without rows of W."""
+    """Covers more rows than a warp has lanes for finding items, and clusters in which a block has no rows of W."""
     if isinstance(launch.config, DecodeItems) and launch.config.cluster > 1 and gpu_of(0).arch != (9, 0):
         pytest.skip("clusters of blocks need compute capability 9.0")
     for routing in ("skewed", "one expert", "some out of range"):

@@ -50,7 +50,7 @@ def check(layer: Experts, launch: TileItems | None = None) -> None:
 
 
 def random_layer(tokens: int, d: int, h: int, n_masks: int, **options: Any) -> Experts:
-    """Seven experts with uneven loads, of which some have no rows. Each token has three."""
+    """A layer of seven experts with uneven loads: some experts have no rows. Each token has three experts."""
     return make_experts(tokens, 3, 7, h, d, n_masks, **{"dtype": torch.bfloat16, "routing": "skewed"} | options)
 
 

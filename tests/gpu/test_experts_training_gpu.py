@@ -33,7 +33,7 @@ def _needs_grouped_products() -> None:
     params=["bfloat16", "bfloat16 without tiles", "bfloat16 without tiles and grouped_mm", "float16", "float32", "tf32"]
 )
 def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """The dtype of a step. Some parameters disable `tile_wgmma` or `grouped_mm`, as on GPUs that lack them."""
+    """The dtype of a step. Some values disable `tile_wgmma` or `grouped_mm`, as on GPUs that lack them."""
     monkeypatch.setattr(expert_dispatch, "_other_calls", {})  # forget calls that were prepared with other kernels
     if "without" in request.param:
         monkeypatch.setattr(experts_training, "training_items", lambda call, gpu: None)

@@ -1,8 +1,8 @@
 """GPU backends with outliers, and with NaN and infinity (the rule of `mglu_ops.ops`).
 
-The bounds hold if gates and values differ much in size, as in test_outliers.py. Both backends compute values as
-differences of sums over whole rows, so they have the error that `budgets` allows for differences. The naive layer and
-the float64 layer are computed on the CPU.
+The bounds hold if gates and values differ much in size, as in test_outliers.py. The CUDA and the Triton backend compute
+values as differences of sums over whole rows, so they have the error that `budgets` allows for differences. The naive
+layer and the float64 layer are computed on the CPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ACTIVATIONS = ("silu", "identity")
-# Each number of masks, dtype and activation compiles a kernel. On Hopper, 1 to 5 tokens run on decode_mma and 33 on
-# tile_wgmma. 67 in_features run on plain, which is also the only kernel for float32.
+# Each number of masks, dtype and activation compiles a kernel. On Hopper, 1 to 5 tokens run on decode_mma, and 33
+# tokens run on tile_wgmma. Layers with 67 in_features or in float32 run on plain.
 IN_FEATURES = (1024, 256, 64, 67)
 
 
