@@ -181,7 +181,7 @@ def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: st
 # --- Experts ---------------------------------------------------------------------------------------------------------
 
 EXPERT_TOKENS = (1, 5, 40, 200)
-"""Token counts for different launches: decode_mma finding its items itself or from a table, and tile_wgmma."""
+"""Numbers of tokens for which decode_mma finds its items itself, decode_mma reads a table, or tile_wgmma runs."""
 FORMS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16, "weighted": True, "weight_format": "fp8_block", "activation_format": "fp8_token"},
@@ -210,7 +210,7 @@ class Mixture(nn.Module):
 
 
 def expert_calls() -> tuple[list[Call], list[LayerInfo]]:
-    """Calls of the operators over experts on a GPU, some with a layout that only plain takes, and their layers."""
+    """Calls of the operators over experts on a GPU, and their layers. Only `plain` takes the layouts of some calls."""
     calls: list[Call] = []
     layers: dict[LayerInfo, None] = {}
     for form in FORMS:
@@ -246,7 +246,7 @@ torch.save([getattr(torch.ops.mglu, name)(*given).cpu() for name, given in calls
 
 
 def test_experts_give_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compares a package, and the library's operators in a process without this package, with Python's bits."""
+    """Compares a package, and the library's operators in a process without `mglu_ops`, with Python's bits."""
     module, package = Mixture().eval().cuda(), tmp_path / "package/experts.pt2"
     calls, layers = expert_calls()
     package.parent.mkdir()

@@ -1,6 +1,6 @@
 """Layers and experts on two GPUs with NCCL match one process: results, training, checkpoints, compilation.
 
-With gloo, ranks could share a GPU, but it crashes when it gathers CUDA tensors (pytorch issue 152645).
+With gloo, ranks could share a GPU, but gloo crashes when it gathers CUDA tensors (pytorch issue 152645).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
 
 
 @pytest.mark.parametrize("n_masks", [1, 3, 8, 16])
-@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # the last: 6 tiles a block
+@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # last: 6 tiles per block
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
     [(1, torch.float16), *KERNELS.values(), (20, torch.bfloat16)],  # 20 tokens run sparse tiles on Hopper
@@ -231,7 +231,7 @@ def test_threads_on_two_gpus_at_once() -> None:
     expected = [p.run() for p in problems]
 
     def work(index: int) -> None:
-        """Alternate between two GPUs, of which only one is the thread's current GPU."""
+        """Alternate between tensors on two GPUs. The thread's current GPU stays the same."""
         with torch.no_grad(), torch.cuda.device(index % 2):
             for i in range(200):
                 which = (index + i) % len(problems)

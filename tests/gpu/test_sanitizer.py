@@ -30,8 +30,8 @@ pytestmark = [
         # In training, tile_wgmma writes with the tensor memory accelerator (TMA), which initcheck does not see.
         ("initcheck", ("plain", "decode_mma", "tile_wgmma", "experts_down")),
         ("synccheck", ()),
-        # Two runs of about the same duration. Each watches all of our kernels, because racecheck breaks kernels in
-        # clusters that it is told to ignore.
+        # Racecheck is divided into two runs of about the same duration. Each run watches all of our kernels, because
+        # racecheck breaks kernels that run in clusters if it is told to ignore them.
         ("racecheck", ("plain", "decode_mma", "experts_down")),
         ("racecheck", ("tile_wgmma", "backward_gemm")),
     ],

@@ -114,7 +114,7 @@ def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int])
 
 @pytest.mark.alone(gibibytes=24)
 def test_more_than_2_31_elements() -> None:
-    """Checks that the last rows have the same bits as alone."""
+    """The last rows must have the bits that they have when they are computed alone."""
     tokens, entries, columns = 2**16 + 3, 4, 2**13 + 8
     partials, grad = torch.empty(tokens, entries, columns, dtype=BF16, device="cuda").normal_(), normal(tokens, columns)
     scaled = steps.scale(grad, partials)
@@ -140,7 +140,7 @@ def test_more_than_2_31_elements() -> None:
 
 @pytest.fixture(params=["own kernels", "library GEMMs"])
 def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Force the use of own kernels or of library GEMMs, and forget prepared calls."""
+    """Force the use of our kernels or of library GEMMs, and forget prepared calls."""
     monkeypatch.setattr(dispatch, "_training_calls", {})
     if request.param == "own kernels":
         monkeypatch.setattr(backward_gemm, "is_faster", lambda gpu, rows, columns, depth: rows * columns > 0)
@@ -317,7 +317,7 @@ def test_expanded_gradients() -> None:
 
 @pytest.mark.parametrize("logits_dtype", [BF16, F32])
 def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> None:
-    """With library GEMMs it is a fifth of dt, b_i and D, and with own kernels the flipped weights or a chunk of D."""
+    """It is a fifth of dt, b_i and D with library GEMMs. With our kernels, it is flipped weights or a chunk of D."""
     tokens, d, h, n_masks = 8192, 8192, 1024, 4
     layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks, logits_dtype=logits_dtype)
     with torch.no_grad():

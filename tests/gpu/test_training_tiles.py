@@ -24,7 +24,7 @@ DTYPES = (*HALVES, torch.float32)
 
 
 def outputs(p: Problem) -> tuple[Tensor, Tensor]:
-    """Allocate the result and the partial derivatives. They, and the memory around them, are filled with NaN."""
+    """Allocate the result and the partial derivatives. Both tensors and the memory around them are filled with NaN."""
     y, partials = (len(p.x), len(p.weight)), (len(p.x), partials_of(p.call), len(p.weight))
     nan = float("nan")
     return between(p.x.new_full(y, nan), nan), between(p.x.new_full(partials, nan), nan)
@@ -135,7 +135,7 @@ TILES = (
 @pytest.mark.parametrize("config", [*TILES, *(replace(tile, permuted=True) for tile in TILES)], ids=str)
 def test_every_kind_of_launch(config: TrainingTile, mask_weight: torch.dtype | None) -> None:
     # With the last shape, a block computes several tiles. All shapes have an odd number of tiles of tokens, so one
-    # block of a cluster has none.
+    # block of a cluster has no tile.
     config = replace(config, weighted=mask_weight is not None)
     for tokens, d, h in ((6, 128, 64), (70, 1000, 1040), (70, 1000, 1032), (33, 20000, 528)):
         check(Problem(tokens, d, h, 8, mask_weights_dtype=mask_weight), config)

@@ -92,7 +92,7 @@ def test_activations(activation: str, tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("density", [0.01, 0.5, 0.99])
 def test_error_is_near_the_naive_layers(density: float, dtype: torch.dtype) -> None:
-    """This includes nearly empty or full masks, whose gate or value is a small difference of large sums."""
+    """With nearly empty or nearly full masks, gate or value is a small difference of large sums."""
     for tokens in (1, 8):
         x, weight, masks, _ = problem(tokens, 512, 2048, 4, dtype, density)
         oracle = reference.forward(x, weight, masks)
@@ -103,7 +103,7 @@ def test_error_is_near_the_naive_layers(density: float, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """This holds for one token only. For more, the matmul kernel sums its two products in different orders."""
+    """This holds for one token only. For more tokens, the matmul kernel sums its two products in different orders."""
     x, weight, masks, _ = problem(1, 128, 1000, 4, torch.float16)
     result = run_on("triton", x, weight, pack(torch.full_like(masks, fill)), "identity", None)
     assert torch.equal(result, torch.zeros_like(result))
