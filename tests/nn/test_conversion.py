@@ -85,7 +85,7 @@ def matrices(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_disjoint(layer: Any) -> None:
-    """Set the smaller of each pair of gate and up weights to 0. One matrix and one mask can then hold both."""
+    """Set each gate weight or its up weight, whichever is smaller, to 0. One matrix and one mask then hold both."""
     with torch.no_grad():
         if isinstance(layer, Joined):
             a, b = layer.gate_up_proj.weight.chunk(2)
@@ -282,7 +282,7 @@ def parametrized(linear: nn.Linear) -> nn.Module:
 
 
 class OwnTensor(Tensor):
-    """A tensor subclass, such as torchao or FSDP use."""
+    """A subclass of `Tensor`, as torchao and FSDP have."""
 
 
 def with_subclass(linear: nn.Linear) -> nn.Linear:
@@ -338,7 +338,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
 
 
 class Interleaved(Joined):
-    """Rows of gate and up alternate, as in GPT-OSS."""
+    """A feed-forward layer in which rows of gate and up alternate, as in GPT-OSS."""
 
     def forward(self, x: Tensor) -> Tensor:
         joined = self.gate_up_proj(x)

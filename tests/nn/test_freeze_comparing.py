@@ -16,7 +16,7 @@ D, H = 12, 21
 
 
 class Sigmoid(nn.Module):
-    """A user's own MGLU layer with masks `sigmoid(logits) > 0.5`. Small positive logits give 0, by rounding."""
+    """A user's own MGLU layer with masks `sigmoid(logits) > 0.5`. Small positive logits give bits 0: sigmoid rounds."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor] = F.silu, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_masks_that_differ_in_one_bit_are_found_and_nothing_is_replaced() -> Non
 def test_another_activation_is_found_in_every_dtype(dtype: torch.dtype, activation: Callable[[Tensor], Tensor]) -> None:
     model = nn.Sequential(Sigmoid(activation, dtype))
     name = activation.__name__
-    # In bfloat16, silu, relu and gelu may differ by so little that it could be rounding.
+    # In bfloat16, silu, relu and gelu may differ by no more than rounding errors.
     wrong = "tanh" if dtype is torch.bfloat16 else "gelu"
     with pytest.raises(ValueError, match="check that it passes the module's activation"):
         freeze(model, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation=wrong)})
@@ -88,7 +88,7 @@ class Tokens(Sigmoid):
 
 
 class Dropped(Sigmoid):
-    """A layer with dropout, which may be in training mode while the module is in evaluation mode."""
+    """A layer whose dropout may be in training mode while the layer itself is in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ def test_wrong_inputs_of_experts_and_of_down_projections_are_named() -> None:
 
 
 def test_blocks_do_not_judge_x_by_weights_that_change_in_a_call() -> None:
-    """Examples are weights that FSDP gathers, accelerate loads or adapters wrap."""
+    """For example, FSDP gathers a weight, accelerate loads it, and an adapter wraps it."""
     glu = GLU(16, 8)
 
     def prepare(linear: nn.Module, inputs: Any) -> None:
@@ -121,7 +121,7 @@ def test_autocast_takes_x_of_another_dtype(name: str) -> None:
 
 
 def test_a_parametrized_weight_is_computed_once() -> None:
-    """Checks of x must not compute it a second time."""
+    """Checks of x must not compute the weight a second time."""
     computed = []
 
     class Counted(nn.Module):

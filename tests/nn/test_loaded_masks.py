@@ -1,4 +1,4 @@
-"""Packed masks are checked in all ways to load them: by `load_state_dict`, and otherwise at first use."""
+"""Packed masks are checked however they are loaded: in `load_state_dict`, or otherwise at their first use."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Negated(nn.Module):
 
 
 def test_pruned_and_parametrized_logits_of_own_modules_count_by_their_value_now() -> None:
-    """`prune` updates the attribute at a forward pass only, and its parameter holds the value before pruning."""
+    """`prune` updates the attribute only in a forward pass. The parameter holds the logits before pruning."""
     model = nn.ModuleDict({"ours": MGLU(8, 8), "own": Own(), "negated": Own()})
     prune.random_unstructured(model["ours"], "mask_logits", 0.5)
     prune.random_unstructured(model["own"], "logits", 0.5)
