@@ -45,7 +45,7 @@ def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor
     if layer.top_k is not None:
         router = wanted["router.weight"] = layer.router.weight.detach().double().requires_grad_()
         logits = F.linear(x, router)
-        # The layer uses topk. This independent way masks out the logits below the k-th largest.
+        # The layer uses topk. The oracle masks out the logits below the k-th largest instead.
         kth = logits.sort(-1, descending=True).values[..., layer.top_k - 1, None]
         mask_weights = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
     result = reference.forward(x, weight, masks, layer.activation, mask_weights)
@@ -66,7 +66,7 @@ def results(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("n_masks", "top_k"), [(1, None), (4, None), (4, 1), (4, 2), (4, 4)])
 def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks, top_k):
     if top_k is not None and dtype.itemsize == 2:
-        return  # in a near tie the oracle's router could keep another mask, so the next test covers this
+        return  # in a near tie, the oracle's router could keep another mask; the next test covers this
     fused, naive = pair(67, 48, n_masks=n_masks, top_k=top_k, learnable_masks=learnable_masks, dtype=dtype)
     x, grad = torch.randn(3, 11, 67, dtype=dtype), torch.randn(3, 11, 48, dtype=dtype)
     expected = oracle(fused, x, grad)

@@ -166,7 +166,7 @@ def test_a_shared_parameter_is_in_one_group_whichever_name_comes_first() -> None
         parts = {"plain": Own(), "masked": MGLU(16, 8, n_masks=2)}
         parts["plain"].logits = parts["masked"].mask_logits
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # the logits are known
+            warnings.simplefilter("error")  # no warning, because the logits are known
             found = groups_of(nn.ModuleDict({name: parts[name] for name in order}))
         assert len(found["mask_logits"]) == 1
         assert len(found["weights"]) == 2

@@ -410,7 +410,7 @@ def test_a_weight_and_its_scales_are_not_parted_unnoticed(name: str, copied: boo
 def test_a_pair_is_tied_moved_and_replaced_together() -> None:
     x, (layer, other) = torch.randn(2, IN), [quantize(frozen(), "fp8_row").mglu for _ in range(2)]
     for name in ("weight_scale", "weight"):
-        setattr(layer, name, getattr(other, name))  # tied
+        setattr(layer, name, getattr(other, name))  # `layer` now has the weight and scales of `other`
     layer.packed_masks = other.packed_masks
     for one in (layer, other, copy.deepcopy(layer), _saved(layer), layer.half().float()):
         assert torch.equal(one(x), other(x))
@@ -420,7 +420,7 @@ def test_a_pair_is_tied_moved_and_replaced_together() -> None:
     assert torch.equal(moved(x), other(x))
 
 
-# --- The way back -----------------------------------------------------------------------------------------------------
+# --- Back to dense weights --------------------------------------------------------------------------------------------
 
 
 @each_format
@@ -462,7 +462,7 @@ def test_dequantizing_keeps_what_skip_names_and_what_is_shared() -> None:
 
 @pytest.mark.parametrize("kind", ["experts", "down projections"])
 def test_a_stored_weight_that_is_parametrized(kind: str) -> None:
-    """An adapter parametrizes a weight to add to it. Here it adds nothing, so results must not change."""
+    """An adapter parametrizes a weight to add to it. This one adds nothing, so results must not change."""
     block = quantize(freeze(MGLUExpertsFeedForward(2, IN, OUT, 1)), "int8_row")
     x, layer = torch.randn(3, IN), block.experts if kind == "experts" else block.down_proj
     expected = block(x)

@@ -42,7 +42,7 @@ def test_other_copies_keep_weight_init() -> None:
     assert copy.deepcopy(layer).mglu.weight_init == "leveled"
     assert freeze(copy.deepcopy(layer)).mglu.weight_init == "leveled"
     assert freeze(NaiveMGLU(8, 8, weight_init="leveled")).weight_init == "leveled"
-    # A checkpoint without this metadata changes nothing, such as a safetensors file or one of an earlier version.
+    # A checkpoint without this metadata changes nothing. Safetensors files and older checkpoints have no metadata.
     layer.load_state_dict(dict(SwiMGLU(8, 8).state_dict()))
     assert layer.mglu.weight_init == "leveled"
     masks_alone = MGLU(8, 8).state_dict()
