@@ -277,7 +277,7 @@ def expert_call(layer: LayerInfo, tokens: int) -> ExpertCall:
 def test_cpp_launches_the_experts_that_python_launches(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
-    """Above 512 tokens, C++ uses the launch for a power of two."""
+    """Above 512 tokens, C++ uses the launch that was chosen for the next power of two."""
     path, _ = program
     chosen_for = gpu_of_architecture((9, 0))
     gpu, kernels = replace(chosen_for, multiprocessors=sms), set()

@@ -40,7 +40,7 @@ long = pytest.mark.long
     ("fixture", "name"), [("packages", "operator"), pytest.param("more_packages", "composite", marks=long)]
 )
 def test_a_package_agrees_with_its_model(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
-    """The package calls the operator, or has the composite in its place."""
+    """The package calls the operator, or has the operations of the composite backend instead."""
     loaded, layers = mglu_ops.load(request.getfixturevalue(fixture) / f"{name}.pt2"), model()
     for tokens in (1, 2, 7, 64):
         torch.testing.assert_close(loaded(inputs(tokens)), layers(inputs(tokens)).detach())

@@ -299,7 +299,7 @@ def other_expert_calls() -> Iterator[Call]:
 
 
 def test_calls_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
-    """One test for all calls, because starting a process takes longer than the calls."""
+    """One test makes all calls, because starting a process takes longer than the calls."""
     layers = [("forward", tuple(call)) for call in (*stored_calls(), *rounding_calls())]
     calls = [*layers, *expert_calls(), *other_expert_calls()]
     torch.save(calls, tmp_path / "calls.pt")

@@ -1,4 +1,4 @@
-"""A package's description is read back as it was written. The error for a wrong one names its field."""
+"""A package's description is read back as it was written. The error for a wrong description names the field."""
 
 from __future__ import annotations
 

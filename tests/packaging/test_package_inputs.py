@@ -436,7 +436,7 @@ print("hangs" if any(thread.is_alive() for thread in threads) else "wrong" if wr
 
 @long
 def test_threads_may_share_a_package(packages: Path) -> None:
-    """A lock prevents a deadlock: a thread would wait for torch's only model instance while it holds the GIL.
+    """Without a lock, there would be a deadlock: a thread waits for torch's only model instance and holds the GIL.
 
     The lock must be released if a call fails.
     """
@@ -456,7 +456,7 @@ for wrong in (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64)):
 
 @long
 def test_the_checks_of_torch_take_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`AOTI_RUNTIME_CHECK_INPUTS=1` enables these checks, which C++ programs rely on."""
+    """`AOTI_RUNTIME_CHECK_INPUTS=1` enables torch's checks of inputs, which C++ programs rely on."""
     mglu_ops.export(Embedded().eval(), (torch.randint(50, (2, 8)),), tmp_path / "model.pt2")
     monkeypatch.setenv("AOTI_RUNTIME_CHECK_INPUTS", "1")
     assert python("-c", CHECKED, tmp_path / "model.pt2").split() == ["refused"] * 2

@@ -124,7 +124,7 @@ def test_layers_run_and_are_exported_with_nothing_but_torch(site: Path, tmp_path
 
 
 def test_an_import_and_a_call_are_light(site: Path) -> None:
-    """They take less than 0.2 s beyond `import torch`, and do not import Inductor, DTensor or a GPU package."""
+    """The two take less than 0.2 s beyond `import torch`, and import no Inductor, DTensor or GPU package."""
     code = """
         import time
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """The plugin with the real vLLM: registration, tensor-parallel layers on two ranks, and whole models in its engine.
 
-Continuous integration does not install vLLM, whose wheels bring gigabytes and their own torch. mglu_ops/vllm/README.md
-lists the versions with which these tests were run.
+Continuous integration does not install vLLM, because its wheels need gigabytes and their own torch. The file
+mglu_ops/vllm/README.md lists the versions with which the tests were run.
 """
 
 from __future__ import annotations

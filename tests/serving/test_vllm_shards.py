@@ -42,7 +42,7 @@ def test_the_shards_of_all_ranks_are_the_checkpoint(ranks: int) -> None:
 
 
 def test_ranks_add_up_to_the_whole_layer() -> None:
-    """As in vLLM: each rank computes its output features of MGLU, and the row-parallel projection sums over ranks."""
+    """As in vLLM, each rank computes its output features of MGLU, and the row-parallel projection sums over ranks."""
     torch.manual_seed(0)
     layer, x, ranks = MGLUFeedForward(COLUMNS, ROWS, n_masks=N_MASKS).double(), torch.randn(5, COLUMNS).double(), 2
     weight, logits = layer.mglu.weight.detach(), layer.mglu.mask_logits.detach()
@@ -88,7 +88,7 @@ def test_the_shards_of_a_quantized_down_projection_are_its_columns(weight_format
 
 @pytest.mark.parametrize("by_experts", [False, True])
 def test_ranks_add_up_to_the_whole_mixture(by_experts: bool) -> None:
-    """Each rank computes its rows of every expert, or only its own experts, whose ids it counts from 0."""
+    """Each rank computes its rows of every expert, or only its own experts. It counts the ids of these from 0."""
     torch.manual_seed(0)
     experts, ranks = 4, 2
     block = MGLUExpertsFeedForward(experts, COLUMNS, ROWS, 2, n_masks=N_MASKS).double()
