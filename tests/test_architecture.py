@@ -22,7 +22,7 @@ PARTS = {
 
 
 def part_of(module: str) -> str | None:
-    """The node of a module. It may list the module itself or a package that contains it."""
+    """The node of the diagram that lists a module or a package that contains it."""
     while module and module not in PARTS:
         module = module.rpartition(".")[0]
     return PARTS.get(module)

@@ -1,7 +1,7 @@
 """The Triton backend without a GPU: its kernels are interpreted on CPU tensors, and compiled for GPUs.
 
 Kernels are interpreted or compiled depending on a variable that is read at import, and tracing registers operators. So
-these tests run in new processes.
+the tests of kernels and of tracing run in new processes.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ INT8 = [("int8_row", 4, capability) for capability in CAPABILITIES]
     quick_cases([("dense", 4, 90)], [*DENSE, *FP8, *INT8]),
 )
 def test_kernels_compile_without_spills(weight_format: str, n_masks: int, capability: int) -> None:
-    """Tuned launches compile for GPUs of several generations. A few of the fastest spill 8 registers (32 bytes)."""
+    """Tuned launches compile for GPUs of several generations. A few of the fastest launches spill 32 bytes."""
     from triton_compiled import compile_kernel, spills
 
     for tokens in (1, 8, 16, 32, 64):
@@ -152,7 +152,7 @@ def test_products_of_experts_fit_every_gpu(function: str, dtype: torch.dtype, tf
 @pytest.mark.parametrize("weight_format", quick_only_for(["dense"], ["dense", "fp8_row", "int8_row"]))
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [2, 4, 8, 16]))
 def test_weights_are_decoded_and_flipped_in_registers(n_masks: int, weight_format: str) -> None:
-    """The speed of the matmul kernel depends on this, and a new version of Triton could change it."""
+    """The speed of the matmul kernel depends on registers being used. A new version of Triton could change that."""
     from triton_compiled import compile_kernel, loop_of
 
     for tokens in (8, 16):

@@ -64,7 +64,7 @@ def compile_products_of_experts(
 
 
 def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
-    """Compile with arguments specialised as in Triton's launcher: 1 and None as constants, multiples of 16 as such."""
+    """Compile with arguments specialised as in Triton's launcher to 1, None and multiples of 16."""
     options = {name: kwargs[name] for name in ("num_warps", "num_stages")}
     constants = {name: value for name, value in kwargs.items() if name not in options}
     signature: dict[str, str] = dict.fromkeys(constants, "constexpr")

@@ -105,7 +105,7 @@ def test_tokens_past_a_block() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["x", "weight"])
 def test_no_nan_is_hidden_and_no_wrong_number_comes_out(where: str, value: float) -> None:
-    """The rule of `mglu_ops.ops`."""
+    """Tests the rule of `mglu_ops.ops` for NaN and infinity."""
     for tokens, activation, dtype in (
         (1, "relu", torch.float32),
         (2, "silu", torch.float16),
@@ -143,7 +143,7 @@ def test_strides_and_offsets(layout: Layout, tokens: int) -> None:
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """With masks of zeros or of ones, gate or value is exactly 0: rounding of the sums must not show."""
+    """With masks of zeros, the gate is exactly 0, and with ones, the value: rounding of sums must not show."""
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
@@ -156,7 +156,7 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     ids=["several tiles", "one expert", "odd sizes", "no rows"],
 )
 def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtype) -> None:
-    """All products of a training step. Rows without an expert are NaN, and their results must not be written."""
+    """Covers all products of a training step. Rows without an expert are NaN, and their results must not be written."""
     torch.manual_seed(0)
     layer = ExpertLayer.random("cpu", dtype, loads, d, h, 1, unowned=7)
     x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs
