@@ -2,7 +2,7 @@
 
 The first rule that returns a value for a node decides it. Most rules exclude one another by the types of the values
 that they read, so their order does not matter. Where two rules may return different values for one node, `PRECEDENCE`
-lists the pair and why the earlier one is right. `tests/support/conflicts.py` finds pairs that are not listed.
+lists both rules and why the earlier rule is right. `tests/support/conflicts.py` finds conflicts that are not listed.
 """
 
 from __future__ import annotations
