@@ -14,13 +14,13 @@ constexpr int kMasksAtOnce = 8;                     // masks in one pass over a 
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 6;                    // features of a register tile: 12 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 6;                 // features of a register tile with float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 17;  // minimum of a task; takes as long as waking a thread (some us)
+constexpr std::int64_t kProductsPerTask = 1 << 17;  // minimum of a task: some microseconds, like waking a thread
 
 #include "vec_avx2.h"
 #include "mask_table.h"
 #include "mask_table_and_shift.h"
 
-// The masks of sums over a whole row, and of sums of a few products (row_sums.h).
+// The mask classes that row_sums.h uses: RowMasks for sums over a whole row, StepMasks for sums over one step.
 template <int Masks>
 using RowMasks = MixedMasks<Masks>;
 template <int Masks>

@@ -12,7 +12,7 @@ namespace {
 constexpr int kSumRegisters = 20;                   // of the 32 registers, those that hold sums
 constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
-constexpr std::int64_t kProductsPerTask = 1 << 18;  // minimum of a task; takes as long as waking a thread (some us)
+constexpr std::int64_t kProductsPerTask = 1 << 18;  // minimum of a task: some microseconds, like waking a thread
 
 #include "vec_avx512.h"
 #include "mask_words.h"
