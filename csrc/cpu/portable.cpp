@@ -9,12 +9,12 @@ constexpr int kMasksAtOnce = 4;                     // masks in one pass over a 
 constexpr bool kReadsBytes = false;                 // decoding 8-bit weights in memory is faster here
 constexpr int kTileFeatures = 3;                    // features of a register tile: 6 sums take 12 of 16 registers
 constexpr int kFloat64Features = 2;                 // features of a register tile with float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 16;  // minimum of a task; takes as long as waking a thread (some us)
+constexpr std::int64_t kProductsPerTask = 1 << 16;  // minimum of a task: some microseconds, like waking a thread
 
 #include "vec_portable.h"
 #include "mask_table.h"
 
-// The masks of sums over a whole row, and of sums of a few products (row_sums.h).
+// The mask classes that row_sums.h uses: RowMasks for sums over a whole row, StepMasks for sums over one step.
 template <int Masks>
 using RowMasks = TableMasks<Masks>;
 template <int Masks>
