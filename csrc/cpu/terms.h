@@ -40,7 +40,7 @@ inline float row_scale(const Forward& call, std::int64_t row) {
     return call.weight_scale && row < call.out_features ? static_cast<const float*>(call.weight_scale)[row] : 1.0f;
 }
 
-// The start of a token's row of a result.
+// The address of result number `result` of a token.
 template <class E>
 E* result_row(const Forward& call, std::int64_t result, std::int64_t token) {
     if (result == 0) return static_cast<E*>(call.out) + token * call.out_stride;

@@ -1,8 +1,8 @@
 // 64 weights as bfloat16, in two registers. Included inside a file's own namespace, after vec_avx512.h.
 //
-// `vdpbf16ps` counts subnormal numbers as 0, so fp8 cannot become bfloat16 by shifting its bits. 8-bit weights are
-// looked up instead: the low and the high byte of the bfloat16 have a table each, with an entry for each of the 128
-// magnitudes. Two registers hold a table, which VBMI permutes.
+// `vdpbf16ps` counts subnormal numbers as 0, so fp8 cannot become bfloat16 by shifting its bits. Instead, 8-bit weights
+// are looked up in two tables, one of the low and one of the high bytes of the bfloat16 numbers, with an entry for each
+// of the 128 magnitudes. A table fills two registers, in which VBMI looks up 64 bytes at once.
 
 struct WeightWords {
     __m512i low, high;  // columns 0 to 31, and 32 to 63
