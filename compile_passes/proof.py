@@ -295,7 +295,7 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
 
 
 def _trains(site: Site, term: Term) -> bool:
-    """True if a gradient reaches the mask of a term. Under `no_grad` none does, even if parameters require a gradient."""
+    """True if a gradient reaches the mask of a term. Under `no_grad` none does, even for trained parameters."""
     slopes = [factor.slope for factor in (term.gate.factor, term.value.factor) if factor is not None]
     return requires_grad(site.root) and any(map(any, slopes))
 
