@@ -1,4 +1,4 @@
-"""Notices on standard error change neither where a call runs nor what a command prints; errors of imports."""
+"""Notices on standard error do not change where a call runs or what a command prints. Also tests errors of imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from families import sample
 from mglu_ops import notices
 from mglu_ops.backends.cpu import build
 
-# The first compiler is missing, and the large layer warns of it. With the second one, the CPU kernels are built, and a
+# The first compiler is missing, and the large layer warns of that. The second compiler builds the CPU kernels, and a
 # notice says so.
 PROGRAM = """
 import os, sys, torch, mglu_ops
