@@ -36,7 +36,7 @@ def three_digits(number: float) -> float:
 
 @pytest.mark.parametrize(("scale", "name", "n_masks", "weights", "masks", "megabytes"), PUBLISHED)
 def test_the_paper_published_the_same_numbers(scale, name, n_masks, weights, masks, megabytes):
-    """The paper rounds sizes of large models up to whole MB, so its sizes may differ by 1."""
+    """The paper rounds sizes of large models up to whole MB, so sizes may differ by 1."""
     (row,) = [row for row in counts(PAPER[scale], [1, 2, 4, 8]) if (row.name, row.n_masks) == (name, n_masks)]
     assert three_digits(row.weights / 1e6) == weights
     assert three_digits(row.mask_bits / 1e6) == masks

@@ -138,7 +138,7 @@ def test_layers_of_equal_training_time_follow_from_measured_times():
 
 
 def test_mixtures_have_active_weights_and_operations_of_the_dense_model(monkeypatch):
-    monkeypatch.undo()  # sizes that eight experts can have
+    monkeypatch.undo()  # back to the real sizes, which eight experts can have
     bits = {"lu": 32, "glu": 48, "mglu": 32}
     budgets = [one.width * (bits[one.layer] + one.has_masks * one.n_masks) for one in experiments.MIXTURE]
     assert budgets == pytest.approx([48, 32, 33, 36, 48, 48, 48], rel=1e-3)

@@ -1,4 +1,4 @@
-"""Masks and weights of structure 2:4 in the experiments about learning, and runs whose seeds are pairs."""
+"""Masks and weights of structure 2:4 in the experiments about learning, and runs that are paired by seed."""
 
 from __future__ import annotations
 

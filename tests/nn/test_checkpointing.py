@@ -172,7 +172,7 @@ def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @each_kind_of_masks
 def test_a_reentrant_checkpoint_gives_the_same_gradients(runs, dtype, options):
-    """They differ by rounding: the first forward pass records no gradients, so it runs the inference kernel."""
+    """Rounding may differ: the first forward pass records no gradients, so it runs the inference kernel."""
     block = SwiMGLU(24, 40, n_masks=3, dtype=dtype, **options)
     x = torch.randn(2, 5, 24, dtype=dtype)
     want = gradients(block, block, x)

@@ -16,7 +16,7 @@ D, H = 12, 21
 
 
 class Sigmoid(nn.Module):
-    """A user's own MGLU layer with masks `sigmoid(logits) > 0.5`. Small positive logits give bits 0: sigmoid rounds."""
+    """A user's own MGLU layer with masks `sigmoid(logits) > 0.5`. Rounding makes bits of small positive logits 0."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor] = F.silu, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ def test_wrong_inputs_of_experts_and_of_down_projections_are_named() -> None:
 
 
 def test_blocks_do_not_judge_x_by_weights_that_change_in_a_call() -> None:
-    """For example, FSDP gathers a weight, accelerate loads it, and an adapter wraps it."""
+    """Weights change, for example, when FSDP gathers them, accelerate loads them, or an adapter wraps them."""
     glu = GLU(16, 8)
 
     def prepare(linear: nn.Module, inputs: Any) -> None:
