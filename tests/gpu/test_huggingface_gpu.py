@@ -22,7 +22,7 @@ def generated(model: Any, **options: Any) -> list[list[int]]:
 
 
 def graphs(model: Any, expected: list[list[int]] | None = None) -> int:
-    """The number of graphs that several calls of compiled `generate` record. Each must give the expected tokens."""
+    """The number of graphs of several calls of compiled `generate`. All calls must give the expected tokens."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(3):  # the first calls warm up and record
@@ -41,5 +41,5 @@ def test_cuda_graphs_give_the_same_tokens_in_as_few_graphs_as_swiglu(name: str, 
     expected = generated(model)
     if form == "packed":
         assert all(mglu.packed_masks.is_cuda for mglu in mglus(frozen(model)))
-    # SwiGLU models too need a second graph for a sliding-window cache, as Mistral and Gemma 3 have.
+    # SwiGLU models also need a second graph if they have a sliding-window cache, as Mistral and Gemma 3 do.
     assert graphs(model, expected) <= graphs(tiny_swiglu(name, **sizes).cuda())

@@ -317,7 +317,7 @@ def test_expanded_gradients() -> None:
 
 @pytest.mark.parametrize("logits_dtype", [BF16, F32])
 def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> None:
-    """It is a fifth of dt, b_i and D with library GEMMs. With our kernels, it is flipped weights or a chunk of D."""
+    """Library GEMMs need scratch for a fifth of dt, b_i and D. Our kernels need flipped weights or a chunk of D."""
     tokens, d, h, n_masks = 8192, 8192, 1024, 4
     layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks, logits_dtype=logits_dtype)
     with torch.no_grad():

@@ -117,7 +117,7 @@ class RoutedExperts(nn.Module):
 @long
 @pytest.mark.parametrize("weight_format", ["dense", "int4_group"])
 def test_a_package_gives_the_bits_of_the_operators_over_experts(tmp_path: Path, weight_format: str) -> None:
-    """This includes experts without rows and ids out of range."""
+    """Covers experts without rows, and ids out of range."""
     model, path = RoutedExperts(weight_format).eval(), tmp_path / "model.pt2"
 
     def example(tokens: int) -> tuple[Tensor, ...]:

@@ -152,7 +152,7 @@ def test_products_of_experts_fit_every_gpu(function: str, dtype: torch.dtype, tf
 @pytest.mark.parametrize("weight_format", quick_only_for(["dense"], ["dense", "fp8_row", "int8_row"]))
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [2, 4, 8, 16]))
 def test_weights_are_decoded_and_flipped_in_registers(n_masks: int, weight_format: str) -> None:
-    """The speed of the matmul kernel depends on registers being used. A new version of Triton could change that."""
+    """The speed of the matmul kernel depends on the use of registers. A new version of Triton could change that."""
     from triton_compiled import compile_kernel, loop_of
 
     for tokens in (8, 16):
