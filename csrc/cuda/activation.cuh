@@ -84,8 +84,8 @@ struct ValueAndDerivative {
     float value, derivative;
 };
 
-// activate() and its derivative. Derivatives agree with torch (mglu_ops/activations.py) at points where the function
-// has none: relu's is 0 at 0, and 1 at NaN.
+// activate() and its derivative. At points where an activation has no derivative, this one agrees with torch
+// (mglu_ops/activations.py): for relu it is 0 at 0, and 1 at NaN.
 template <Activation kActivation, bool kFast>
 __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gate) {
     if constexpr (kActivation == Activation::silu) {
