@@ -26,7 +26,7 @@ MAX_WIDE_TOKENS = 8
 """The most tokens in float32. The kernel computes them one by one, so library GEMMs are faster for more tokens."""
 
 _FORMATS = ("dense", "fp8_row", "int8_row")
-"""Formats with at most one scale per row. The kernels multiply the gates and values of a row by it at the end."""
+"""Formats with at most one scale per row. At the end, kernels multiply the gates and values of a row by its scale."""
 
 
 @cache

@@ -93,13 +93,14 @@ def partials(
 
     Args:
         products: t and all f_i `[tokens, n_masks + 1, columns]` with contiguous rows; with `total` only the f_i
-            `[tokens, n_masks, columns]`. In float32, or in the dtype of `partials`, which may then share its memory.
+            `[tokens, n_masks, columns]`. The dtype is float32 or that of `partials`; with the latter, `partials` may
+            share the memory of `products`.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights: `[tokens, n_masks]` in any strides, float16, bfloat16 or float32; or None.
         partials: receives P, all Q_i and, with mask weights, all R_i: `[tokens, n_masks + 1, columns]`, or
             `[tokens, 2 n_masks + 1, columns]` with mask weights. Rows are contiguous.
         result: receives y, `[tokens, columns]` with contiguous rows, in the dtype of `partials`.
-        total: t, contiguous `[tokens, columns]` in float32, if it is not the first of the products.
+        total: t, contiguous `[tokens, columns]` in float32; None if t is the first of the products.
         parts: True if the products are the gate and the value of each mask instead, `[tokens, 2 n_masks, columns]`.
     """
     tokens, n_products, columns = products.shape
@@ -192,8 +193,8 @@ def weight_gradients(
 ) -> None:
     """Write `grad_weight = total + sum_i F_i * products_i` and `grad_logits_i = -2 weight * products_i`.
 
-    Either may be None, but not both. They may overwrite their inputs: `grad_weight` may be `total`, and `grad_logits`
-    may be `products`.
+    One of the two gradients may be None. They may overwrite their inputs: `grad_weight` may be `total`, and
+    `grad_logits` may be `products`.
 
     Args:
         total: D_0, contiguous `[out_features, in_features]`, in the dtype of `products` or in float32; None without
