@@ -41,8 +41,8 @@ class Choice:
     """The backend of a call, and why it was chosen.
 
     Attributes:
-        backend: its name.
-        reason: why it was chosen.
+        backend: the name of the backend.
+        reason: why the backend was chosen.
         is_fallback: True if `reason` prevents a faster backend or kernel from running the call.
         launch: the launch configuration of the CUDA backend.
         launch_origin: the source of `launch`: a table of measured launches, or the cost model.
@@ -73,7 +73,8 @@ class Choice:
 
 
 NOTICEABLE_WEIGHTS = 1 << 18
-"""The size from which a slow backend is worth a warning. Smaller layers take at most 1 ms on any backend."""
+"""The number of weights from which a slow backend is worth a warning. Smaller layers take at most 1 ms on every
+backend."""
 
 REFUSED = (
     "mglu: set_batch_invariant_mode(True) asks for results that do not depend on the batch, "
@@ -122,7 +123,7 @@ def _choose(call: LayerCall) -> Choice:
 
 
 def _most_tokens_on_chip(call: LayerCall) -> int:
-    """Above this many tokens `composite` beats `decode_mma` and Triton, which reread W for every 8 or 16 tokens.
+    """The tokens above which `composite` beats `decode_mma` and Triton, which reread W for every 8 or 16 tokens.
 
     `tile_wgmma` beats all of them, so the limit does not apply to it. Measured in 16 bits on an H200
     (benchmarks/results/tokens.csv, routes.csv); float32 was not measured.
@@ -192,13 +193,13 @@ def warn_of_fallback(backend: str, reason: str, op: str = "forward", stacklevel:
 
 
 def repeat(given: LayerArguments) -> Tensor | None:
-    """Run a call whose `metadata_key` equals an earlier call's, without checking or preparing it again.
+    """Run a call whose `metadata_key` equals that of an earlier call, without checking or preparing it again.
 
     Returns None for any other call, which must be checked and passed to `forward`.
     """
     try:
         prepared = _prepared.get(metadata_key(given))
-    except (RuntimeError, AttributeError):  # an argument is not a dense tensor, or None; the checks will refuse it
+    except (RuntimeError, AttributeError):  # the checks will refuse the argument that is None or not a dense tensor
         return None
     return None if prepared is None else prepared(given)
 
@@ -235,8 +236,8 @@ def forward(given: LayerArguments, *, backend: str | None = None, launch: Any = 
 def is_kept(call: LayerCall, backend: str) -> bool:
     """True if the prepared call is cached for later calls.
 
-    A call is not cached if it falls back to composite because the CPU kernels could not be built. Later calls can then
-    use these kernels as soon as `CXX` is fixed.
+    A call is not cached if it falls back to composite because the CPU kernels could not be built. So later calls use
+    the CPU kernels as soon as `CXX` is fixed.
     """
     if call.device.type == "cpu":
         return not (backend == "composite" and call.dtype is not torch.float64 and cpu.is_missing())
@@ -375,7 +376,7 @@ def forward_train(key: Key | None, given: LayerArguments) -> tuple[Tensor, Tenso
     if given.x is x:
         return result, partials
     leading = x.shape[:-1]
-    # Not a view: autograd does not allow detaching a view in place.
+    # The result may not be a view, since autograd does not allow detaching a view in place.
     result = torch.ops.aten._unsafe_view(result, (*leading, *result.shape[1:]))
     return result, partials.view(*leading, *partials.shape[1:])
 

@@ -28,7 +28,7 @@ class ExpertArguments(NamedTuple):
     """The arguments of `experts_forward`, with `expert_ids`, or of `grouped_forward`, with `offs`."""
 
     x: Tensor
-    """`[T, in_features]`, or `[S, in_features]` sorted by expert with `offs`."""
+    """`[T, in_features]`, or with `offs` `[S, in_features]`, whose rows are sorted by expert."""
     weight: Tensor
     """`[E, out_features, in_features]` in x's dtype, or as `weight_format` stores it."""
     packed_masks: Tensor
@@ -170,18 +170,18 @@ def inverse_of(pairs: Tensor) -> Tensor:
 class ExpertCall:
     """A call of `experts_forward`, `grouped_forward` or, if `layer.n_masks` is 0, `experts_down`.
 
-    The tensors of a prepared call are `in_rows`: ids, offs, expert weights and scales are contiguous.
+    The tensors of a prepared call come from `in_rows`, so ids, offs, expert weights and scales are contiguous.
 
     Attributes:
         layer: the call of one expert with balanced routing, where all experts have the same number of rows. Its
             alignments hold for every expert. For `experts_down` it has no masks, and its x is y.
         experts: E.
-        rows: S, the rows of all experts together, and rows without an expert.
+        rows: S, the number of rows of all experts together, including rows without an expert.
         top_k: K, the rows of a token. None if the rows are sorted by expert, with `offs`.
         index_dtype: the dtype of the ids or offs.
         weight_stride: elements of the stored weight from one expert to the next.
-        masks_stride: likewise for the packed masks.
-        scale_stride: likewise for the scales; 0 without scales.
+        masks_stride: elements of the packed masks from one expert to the next.
+        scale_stride: elements of the scales from one expert to the next; 0 without scales.
         expert_weights_dtype: the dtype of the expert weights of `experts_down`.
     """
 

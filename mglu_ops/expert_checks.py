@@ -1,4 +1,4 @@
-"""Argument checks of the operators over experts. One expert's tensors are checked as a layer's (`checks`)."""
+"""Argument checks of the operators over experts. The tensors of one expert are checked like a layer's (`checks`)."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _prepared: dict[Key, PreparedExperts] = {}
 """The prepared calls of `experts_forward` and `grouped_forward`, by the metadata of their arguments."""
 
 _other_calls: dict[Key, Callable[..., Any]] = {}
-"""The prepared calls of `experts_down`, `grouped_forward_train` and `grouped_backward`, likewise."""
+"""The prepared calls of `experts_down`, `grouped_forward_train` and `grouped_backward`, by their `arguments_key`."""
 
 
 # --- The choice of a backend -----------------------------------------------------------------------------------------
@@ -92,10 +92,10 @@ def _chosen(call: ExpertCall, op: str) -> Backend:
 
 
 def repeat(given: ExpertArguments) -> Tensor | None:
-    """Run a call whose key equals an earlier call's; None for any other call, which must be checked."""
+    """Run a call whose key equals that of an earlier call. Returns None for any other call, which must be checked."""
     try:
         prepared = _prepared.get(given.key())
-    except (RuntimeError, AttributeError):  # an argument is not a dense tensor, or None; the checks will refuse it
+    except (RuntimeError, AttributeError):  # the checks will refuse the argument that is None or not a dense tensor
         return None
     return None if prepared is None else prepared(given)
 
@@ -138,7 +138,7 @@ def _prepare(backend: Backend, call: ExpertCall, given: ExpertArguments, launch:
     return InRows(prepared) if changes else prepared
 
 
-# --- The second half, and training -----------------------------------------------------------------------------------
+# --- Down projection, packing and training ---------------------------------------------------------------------------
 
 
 def pack_logits(mask_logits: Tensor) -> Tensor:

@@ -17,13 +17,15 @@ tokens, K experts per token and S = T K rows of the result; d = out_features and
     grouped_forward: y[s] = layer(e)(x[s]) for offs[e - 1] <= s < offs[e], x [S, h], mask_weights [S, n_masks], y [S, d]
     experts_down:    out[t] = sum_k expert_weights[t, k] * (y[t, k] W[expert_ids[t, k]]^T), y [T, K, d], W [E, h, d]
 
-weight `[E, d, h]`, packed_masks `[E, d, ceil(h / 8), n_masks]`, mask_logits `[E, n_masks, d, h]`. `experts_down` adds
-its products in float32, or float64 for float64, in the order of k.
+The other shapes are weight `[E, d, h]`, packed_masks `[E, d, ceil(h / 8), n_masks]` and mask_logits
+`[E, n_masks, d, h]`. `experts_down` adds its products in the order of k, in float64 for float64 tensors and in float32
+for others.
 
-**Rows without an expert.** A row has no expert if its id is outside 0 .. E-1, as expert parallelism sets it for experts
-of other ranks, or if it lies past `offs[-1]`, where `torch.nn.functional.grouped_mm` leaves the result undefined. Its
-result and its gradients are zeros, and it contributes nothing to a sum, even if its inputs are NaN. The gradients of an
-expert without rows are zeros too. offs must ascend; otherwise the results are unspecified.
+**Rows without an expert.** A row has no expert if its id is outside 0 .. E-1, or if the row lies past `offs[-1]`.
+Expert parallelism gives such ids to experts of other ranks. `torch.nn.functional.grouped_mm` leaves the result past
+`offs[-1]` undefined. Here, the result and the gradients of a row without an expert are zeros, and the row contributes
+nothing to a sum, even if its inputs are NaN. The gradients of an expert without rows are zeros too. offs must ascend;
+otherwise the results are unspecified.
 
 **No value is read on the host of a GPU.** Shapes and launches do not depend on ids or offs, so a captured CUDA graph
 replays with new ids or offs.
@@ -103,7 +105,7 @@ SCHEMAS = (
 
 
 def _check_real(tensors: dict[str, Tensor]) -> None:
-    """Check that the arguments of a kernel have memory. Later checks index them by expert."""
+    """Check that the arguments of a kernel have memory, because later checks index the tensors by expert."""
     for name, tensor in tensors.items():
         check_dense(name, tensor)
     check_memory(**tensors)
@@ -458,7 +460,8 @@ for _op in (experts_forward, experts_down, grouped_forward, grouped_forward_ste)
 
 # --- vmap: a batch of tokens becomes more tokens of one call; any other batch becomes a loop of calls ----------------
 
-# The arguments with a dimension of tokens. Grouped operators are missing: a batch of sorted rows is not sorted.
+# The arguments with a dimension of tokens. Grouped operators are missing, because rows that are sorted in each entry of
+# a batch are not sorted in the whole batch.
 _TOKEN_ARGUMENTS = {
     experts_forward: {"x", "expert_ids", "mask_weights"},
     experts_down: {"y", "expert_ids", "expert_weights"},

@@ -81,7 +81,7 @@ class LayerArguments(NamedTuple):
         Copies tensors that cannot be viewed like that.
         """
         scale = self.weight_scale
-        if self.x.dim() == 2 and (scale is None or scale.is_contiguous()):  # mask weights have x's dimensions
+        if self.x.dim() == 2 and (scale is None or scale.is_contiguous()):  # mask weights have the rank of x
             return self
         weights = None if self.mask_weights is None else as_rows(self.mask_weights)
         return self._replace(
@@ -254,9 +254,9 @@ def _alignment(address: int) -> int:
 def metadata_key(given: LayerArguments) -> Key:
     """The metadata on which the checks of a call and its `LayerCall` depend, for tensors of any rank.
 
-    This runs in every eager call, in just under 1 us. It is `arguments_key` without a function call for each tensor,
-    except for mask weights and scales, which are rare. The key does not hold the storage offset of a contiguous x, only
-    whether its storage is large enough. So calls with different slices of one large tensor share a key.
+    This runs in every eager call, in just under 1 us. Unlike `arguments_key`, it calls no function for a tensor, except
+    for mask weights and scales, which are rare. The key does not hold the storage offset of a contiguous x, only
+    whether the storage of x is large enough. So calls with different slices of one large tensor share a key.
 
     Raises:
         RuntimeError: a tensor is not dense, and so has no strides or no address.

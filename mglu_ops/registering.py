@@ -26,7 +26,7 @@ _KERNEL_KEYS = (
     *("NestedTensorCPU", "NestedTensorCUDA"),  # so that the checks refuse nested tensors with a clear error
 )
 
-# Only this package registers a kernel for autograd.
+# Only this package registers kernels for autograd, so a kernel that exists already comes from an earlier import.
 if _library_came_first and torch._C._dispatch_has_kernel_for_dispatch_key("mglu::forward", "Autograd"):
     raise ImportError(
         "mglu_ops was imported before in this process and then removed from sys.modules. Its operators are still "
