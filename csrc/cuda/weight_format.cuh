@@ -187,7 +187,8 @@ struct Fp8Pairs : BytePairs<Fp8Pairs<kType>> {
     static __device__ __forceinline__ void decode(u32& low, u32& high, u32 word, Scale scale) {
         word = pick_bytes<kHigh << 8 | kLow>(word, 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        // One instruction converts a pair to float16. bfloat16 is converted from that through float32, which keeps NaN.
+        // One instruction converts a pair to float16. bfloat16 is converted from float16 through float32, which keeps
+        // NaN.
         asm("{\n\t.reg .b16 first, second;\n\tmov.b32 {first, second}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, first;\n\t"
             "cvt.rn.f16x2.e4m3x2 %1, second;\n\t}"
             : "=r"(low), "=r"(high)
@@ -207,8 +208,8 @@ struct WeightPairs<WeightFormat::fp8_row, kType> : Fp8Pairs<kType> {};
 template <int kType>
 struct WeightPairs<WeightFormat::fp8_block, kType> : Fp8Pairs<kType> {};
 
-// int8: an integer is put into the last bits of a floating-point number whose last bit has the value 1. The offset is
-// then subtracted.
+// int8: an integer is put into the last bits of a floating-point number whose last bit has the value 1. What this adds
+// to the integer is then subtracted.
 template <int kType>
 struct WeightPairs<WeightFormat::int8_row, kType> : BytePairs<WeightPairs<WeightFormat::int8_row, kType>> {
     // The selector with which pick_bytes() fills two halves: a byte of the first word below a byte of the second.

@@ -36,7 +36,8 @@ constexpr int kLogitsType = MGLU_GRAD_LOGITS;
 constexpr bool kWeight = kWeightType >= 0;
 constexpr bool kLogits = kLogitsType >= 0;
 
-// The offsets of a mask's 8 columns in each tensor. They advance from mask to mask by the tensor's stride.
+// The offsets of a mask's 8 columns in each tensor. From mask to mask, each offset advances by the stride of its
+// tensor.
 struct MaskOffsets {
     const u8* masks;
     i64 product, logits;
