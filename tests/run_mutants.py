@@ -171,7 +171,7 @@ OPTIONS = ["-q", "--tb=no", "-o", "cache_dir=cache", "@names"]
 
 
 def failed(mutant: Mutant | None, names: list[str], seconds: float | None) -> list[str] | None:
-    """The first of the named tests that fails with the mutant, or, if it is None, all that fail. None on a timeout."""
+    """The first named test that fails with a mutant. Without a mutant, all tests that fail. None on a timeout."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = shutil.copytree(ROOT, Path(temporary, "tree"), ignore=NOT_COPIED)
         if mutant is not None:

@@ -184,7 +184,7 @@ def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_pat
         ["GLU, any gate", pytest.approx(0.81), 41, 6.004],
         ["1 mask, any gate", pytest.approx(0.79), 41, 6.004],
     ]
-    squares = 2 * 2 * 0.01**2  # two layers have seeds at 0.01 from their mean; PAPER's seeds are equal
+    squares = 2 * 2 * 0.01**2  # two layers have losses 0.01 from their mean; PAPER's losses are equal
     assert points.noise.iloc[0] == pytest.approx(2 * (squares / 3 / 2) ** 0.5)
 
 

@@ -253,7 +253,7 @@ def test_repeated_calls_also_obey_the_batch_invariant_mode(op: str, monkeypatch:
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in TENSORS if op != "forward_ste"])
 def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared calls are kept by alignment too, because it decides how many bytes GPU kernels load at once."""
+    """Prepared calls differ by alignment, because the alignment decides how many bytes GPU kernels load at once."""
     monkeypatch.setattr(dispatch, "_prepared", {})
     monkeypatch.setattr(dispatch, "_training_calls", {})
     args = arguments(op)

@@ -1,6 +1,6 @@
 """The plugin with the real vLLM: registration, tensor-parallel layers on two ranks, and whole models in its engine.
 
-Continuous integration does not install vLLM, because its wheels need gigabytes and their own torch. The file
+Continuous integration does not install vLLM, because its wheels take gigabytes and bring another torch. The file
 mglu_ops/vllm/README.md lists the versions with which the tests were run.
 """
 

@@ -143,7 +143,7 @@ def test_strides_and_offsets(layout: Layout, tokens: int) -> None:
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """With masks of zeros, the gate is exactly 0, and with ones, the value: rounding of sums must not show."""
+    """The gate of masks of zeros, and the value of masks of ones, are exactly 0: rounding of sums must not show."""
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
