@@ -37,7 +37,7 @@ struct CopyLaunch {
 
 // The first launch of a call that rounds x: quantize_x writes the rounded x, which the other kernels read.
 struct QuantizeLaunch {
-    int cubin = -1;        // -1 if the call does not round x, or if the gather kernel rounds it
+    int cubin = -1;        // -1 if the call does not round x, or if the gather kernel rounds x
     int block_tokens = 0;  // tile_wgmma's tokens per tile, if it multiplies in fp8; 0 if the copy has x's type
 };
 
@@ -52,15 +52,15 @@ struct Boxes {
 };
 
 // How a kernel of experts divides rows into items, each up to `rows` rows of one expert (csrc/cuda/work.cuh), and the
-// cubins that are launched before and after it. A cubin of -1 is not needed.
+// cubins that are launched before and after that kernel. A cubin of -1 is not needed.
 struct ItemLaunch {
     int experts = 0;        // 0 for a layer without experts
     int top_k = 0;          // experts of a token; 0 if the rows are sorted by expert
     int rows = 0;           // maximum rows of an item
-    int group_tokens = -1;  // first writes the table of items, unless blocks find their items
-    int gather = -1;        // then copies x sorted by expert, `columns` per row, unless the kernel reads x itself
+    int group_tokens = -1;  // writes the table of items first; not needed if blocks find their items
+    int gather = -1;        // then copies x sorted by expert, `columns` per row; not needed if the kernel reads x
     int columns = 0;
-    int combine = -1;    // sums the products of each token for mglu::experts_down, unless the kernel does
+    int combine = -1;    // sums the products of each token for mglu::experts_down; not needed if the kernel sums them
     int pair_bytes = 0;  // bytes of the products of one (token, expert) pair
 };
 
@@ -102,7 +102,7 @@ struct Layer {
     Variant variant;
     std::int64_t out_features;
     std::int64_t in_features;
-    std::int64_t experts;  // these two as in ItemLaunch
+    std::int64_t experts;  // experts and top_k are those of ItemLaunch
     std::int64_t top_k;
 };
 
@@ -115,7 +115,8 @@ const PlainKernel* find_plain(const Variant& variant, int tokens);
 // Returns a kernel, which the first call loads into the current context. Kernels are never unloaded.
 Function load_cubin(const DeviceFacts& device, int index, unsigned shared_bytes);
 
-// The same for kernels that NVRTC compiles at the first call. `items` is a value of Items (csrc/cuda/work.cuh).
+// These functions return kernels that NVRTC compiles at the first call. `items` is a value of Items
+// (csrc/cuda/work.cuh).
 Function compile_plain(const DeviceFacts& device, const Variant& variant, int tokens, int items = 0);
 Function compile_quantize_x(const DeviceFacts& device, int arch, int element);
 Function compile_group_tokens(const DeviceFacts& device, bool is_sorted, unsigned shared_bytes);
