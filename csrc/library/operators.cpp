@@ -161,8 +161,8 @@ class Registration {
     StableLibrary kernels_{StableLibrary::Kind::IMPL, "mglu", "CompositeExplicitAutograd", __FILE__, __LINE__};
 };
 
-// torch refuses to define a schema twice, for example if the library is loaded from two paths. The first registration
-// then stays.
+// torch refuses to define a schema twice, for example if the library is loaded from two paths. The registration by the
+// first copy then stays.
 std::unique_ptr<Registration> register_operators() noexcept {
     try {
         return std::make_unique<Registration>();
