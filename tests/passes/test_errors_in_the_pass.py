@@ -1,4 +1,4 @@
-"""Errors inside of the pass: an error of a rule costs one node its value, any other leaves the graph unchanged."""
+"""Errors inside of the pass: an error of a rule costs one node its value; another error leaves the graph unchanged."""
 
 from __future__ import annotations
 
