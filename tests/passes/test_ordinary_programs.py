@@ -134,7 +134,7 @@ def test_common_layers_are_not_reported(name: str) -> None:
     assert check(program) == "silent"
 
 
-# Programs that the pass once broke, by the fault.
+# Programs that the pass once broke, keyed by what it got wrong.
 REGRESSIONS: dict[str, tuple[str, ...]] = {
     "permutation by keyword": ("v0 = x.permute(dims=(1, 0))",),
     "permutation by keywords of the function": ("v0 = torch.permute(input=x, dims=(1, 0)) @ x",),
@@ -209,7 +209,7 @@ def traced(model: nn.Module, x: Tensor) -> Graph:
 
 @pytest.mark.parametrize("kind", quick_only_for(["masked tanh"], MASKED_LAYERS))
 def test_time_per_node_does_not_grow_with_the_depth(kind: str) -> None:
-    """The depths are timed in turn, and the least CPU times compared, so that other load does not fail the test."""
+    """The depths are timed in turn, and their least CPU times are compared, so other load does not fail the test."""
     cases = [masked(kind, layers) for layers in (SHALLOW, DEEP)]
     with torch.no_grad():
         graphs = [traced(*case.build()) for case in cases]
