@@ -1,6 +1,6 @@
 """The rules of the pass: each is listed once, and rules that disagree about a node are found.
 
-Every other test in this folder also checks the rules, because `Capture` does it for each graph.
+Every other test in this folder also checks the rules, because `Capture` checks them for each graph.
 """
 
 from __future__ import annotations
