@@ -167,7 +167,7 @@ def _lines(node: ast.stmt) -> range:
 
 
 OPTIONS = ["-q", "--tb=no", "-o", "cache_dir=cache", "@names"]
-"""Options of pytest. It reads the tests to run from the file `names`, and its cache keeps the tests that failed."""
+"""Options of pytest, which reads names of tests from the file `names`. The folder `cache` keeps those that failed."""
 
 
 def failed(mutant: Mutant | None, names: list[str], seconds: float | None) -> list[str] | None:

@@ -29,7 +29,7 @@ from mglu_ops.layer_call import LayerCall, StoredWeight
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_USED = ((8, 0), (9, 0))
-"""All cases run for these architectures. The others run fewer, because no code in the sources is for them alone."""
+"""All cases are compiled for these two. The others get fewer cases, because they have no source code of their own."""
 USUAL_MASKS = (1, 2, 4, 8, 16)
 REGISTERS_PER_SM = 65536
 
@@ -109,7 +109,7 @@ def check(call: LayerCall, gpu: Gpu, config: LaunchConfig | None) -> None:
 
 
 DECODED = {1: (1, 3, 4, 8, 16), 8: (1, 4, 7, 16), 16: (1, 3, 8, 15, 16)}
-"""Tokens -> numbers of masks to compile. GPUs other than `MOST_USED` compile every second one."""
+"""Tokens -> numbers of masks to compile. Only every second number is compiled for GPUs other than `MOST_USED`."""
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None
 
 
 TRAINED = [(tokens, weighted) for tokens in (128, 2048, 8192) for weighted in (False, True)]
-"""Tokens, and True with mask weights. Usual numbers of masks are compiled with all pairs, and the others with two."""
+"""Tokens, and True for mask weights. All are compiled for `USUAL_MASKS`, and two for other numbers of masks."""
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ STEPS = (
     (2, torch.float16, "silu"),
     (9, torch.bfloat16, "tanh"),
 )
-"""Numbers of masks, dtypes and activations. GPUs other than `MOST_USED` compile the first three."""
+"""Numbers of masks, dtypes and activations. Only the first three are compiled for GPUs other than `MOST_USED`."""
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ def test_renamed_tensors_are_checked(tmp_path: Path) -> None:
 
 
 WRITTEN = {"int64": "I64", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
-"""Dtypes of torch that no weight has, to their names in a checkpoint."""
+"""Dtype of torch that no weight has -> its name in a checkpoint."""
 
 
 @pytest.mark.parametrize(("loader", "name", "dtype"), family(LOADERS, ["weight", "mask_logits"], WRITTEN, most=1))

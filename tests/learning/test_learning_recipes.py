@@ -98,7 +98,7 @@ EVERY_LEVELED = (
     *experiments.OTHER_GATES,
 )
 LEVELED = {(one.layer, one.activation, one.n_masks, one.top_k, one.weight_gain): one for one in EVERY_LEVELED}.values()
-"""One recipe for each start of a layer."""
+"""One recipe for each way in which layers start."""
 
 
 @pytest.mark.parametrize("recipe", LEVELED, ids=lambda one: one.name)
