@@ -51,10 +51,11 @@ def check_tensors(
     load_config: Any,
     source: str,
 ) -> None:
-    """Check the tensors of a checkpoint before the loader of Transformers takes them, which would accept wrong ones.
+    """Check the tensors of a checkpoint before Transformers loads them, because its loader accepts wrong tensors.
 
-    The loader casts other dtypes. It compares no shapes if the model has a quantizer, or where `device_map` says
-    "disk"; such tensors are not in the model after loading. Names are compared as the loader renames them.
+    The loader casts other dtypes. It compares no shapes if the model has a quantizer. Nor does it for tensors that
+    `device_map` places on "disk", which are not in the model after loading. Names are compared as the loader renames
+    them.
 
     Args:
         model: the model, which may be on the meta device.
@@ -66,9 +67,9 @@ def check_tensors(
     Raises:
         TypeError: packed masks of MGLU layers are not uint8, logits are not floating, or a weight or its scales do not
             have the dtype of the layer's format.
-        ValueError: a tensor has another shape than the configuration says, if it is of an MGLU layer, or of another
-            layer whose shapes the loader does not compare; or scales are NaN, infinite, negative or 0. The shapes of
-            other layers are left to a quantizer that is not ours.
+        ValueError: a tensor of an MGLU layer, or of another layer whose shapes the loader does not compare, has another
+            shape than the configuration says; or scales are NaN, infinite, negative or 0. If the model has a quantizer
+            that is not ours, the shapes of other layers are left to it.
     """
     layers, targets = _layers(model), model.state_dict(keep_vars=True)
     renamings = [one for one in load_config.weight_mapping or () if isinstance(one, WeightRenaming)]
@@ -157,7 +158,7 @@ def warn_of_quantizer(model: PreTrainedModel, quantizer: Any) -> None:
 
 
 def _tensors(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[_Stored]:
-    """The tensors of a checkpoint. The values of one in a file can be read until the next one is taken."""
+    """Yield the tensors of a checkpoint. The values of a tensor in a file can be read until the next is yielded."""
     for key, value in (state_dict or {}).items():
         if isinstance(value, Tensor):
             yield _Stored(key, str(value.dtype), list(value.shape), value)
@@ -168,7 +169,7 @@ def _tensors(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iter
                     header = tensors.get_slice(key)
                     yield _Stored(key, header.get_dtype(), header.get_shape(), header)
         elif file.endswith(".bin"):
-            # A file of an old version of torch cannot be mapped into memory.
+            # A file that is not a zip archive is of an old version of torch, and cannot be mapped into memory.
             yield from _tensors(torch.load(file, mmap=zipfile.is_zipfile(file), weights_only=True), ())
 
 
@@ -202,9 +203,9 @@ def _not_in_model(model: PreTrainedModel, unexpected: Iterable[str]) -> tuple[li
     """The unexpected keys that change what a model computes.
 
     Returns:
-        The keys of decoder layers that the model does not have, whatever these contain, and those of feed-forward
-        layers that it has. Of the latter, tensors beside the weight of a linear layer outside of MGLU layers, such as a
-        quantizer's, are left to Transformers.
+        All keys of decoder layers that the model does not have, and the keys of feed-forward layers that it has. The
+        second list lacks tensors beside the weight of a linear layer outside of MGLU layers, such as a quantizer's,
+        because they are left to Transformers.
     """
     layers = _layers(model)
     blocks, feed_forwards = ({_part(name, depth) for name in layers} - {""} for depth in (0, 1))
@@ -227,23 +228,23 @@ def _layers(model: PreTrainedModel) -> dict[str, StoredLinear]:
 
 
 def _short(name: str, model: PreTrainedModel) -> str:
-    """A name without the prefix of the decoder (`model.`), which a checkpoint may have although the model lacks it."""
+    """A name without the prefix of the decoder (`model.`), which names in a checkpoint may have without the model's."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def _owner(key: str) -> str:
-    """The name of the layer that has a tensor, either itself or in its router."""
+    """The name of the layer that has a tensor, directly or in its router."""
     return key.rpartition(".")[0].removesuffix(".router")
 
 
 def _part(name: str, depth: int) -> str:
-    """A name up to its first number, and `depth` parts more; empty if there is none."""
+    """A name up to its first number and `depth` parts after it; empty if the name has no number or too few parts."""
     found = re.match(rf"(.*?\.)?\d+(\.[^.]+){{{depth}}}(?=\.|$)", name)
     return found[0] if found else ""
 
 
 def _kind(name: str) -> str:
-    """A name with `*` for its numbers, which layers of the same kind share."""
+    """A name with `*` in place of numbers, so that layers of the same kind have the same result."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
@@ -266,7 +267,10 @@ _REASONS = {
 
 
 def _reason(unexpected: set[str], is_in_some_layers: bool) -> str:
-    """Why MGLU tensors are missing, judged by the unexpected ones. `is_in_some_layers`: not all layers lack them."""
+    """Why MGLU tensors are missing, judged by the unexpected keys.
+
+    `is_in_some_layers` is True if some layers have the missing tensors.
+    """
     found = {name for key in unexpected for name in _REASONS if key.endswith(f".{name}")}
     if is_in_some_layers and found & {LOGITS, PACKED}:
         return (

@@ -40,7 +40,7 @@ class MGLUPreTrainedMixin(_Model):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise weights as Transformers does in linear layers; gain and masks as `mglu_ops.nn` does."""
+        """Draw weights as Transformers does in linear layers. Gain and masks are those of `mglu_ops.nn`."""
         if not isinstance(module, StoredLinear):
             super()._init_weights(module)
             return
@@ -58,7 +58,7 @@ class MGLUPreTrainedMixin(_Model):
         """Load a checkpoint as Transformers does, and refuse it if its masks or weights do not fit (`loading`)."""
         loader = PreTrainedModel._load_pretrained_model
         source = str(load_config.pretrained_model_name_or_path or "state_dict")
-        if expected_keys is not None:  # the weights of an adapter
+        if expected_keys is not None:  # Transformers loads the weights of an adapter
             info, offload_index = loader(model, state_dict, checkpoint_files, load_config, expected_keys)
             check_adapter(model, info, expected_keys, source)
             return info, offload_index
@@ -95,7 +95,7 @@ class MGLUPreTrainedMixin(_Model):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT sets it when it has put its adapters into the model
+        if name == "peft_config":  # PEFT sets this attribute when it has put its adapters into the model
             self._warn_of_untrained_weights()
 
     def _warn_of_untrained_weights(self) -> None:
@@ -214,7 +214,7 @@ class MGLUForCausalLMMixin(MGLULanguageModelMixin):
     ) -> Any:
         """Run the model as its base class does.
 
-        The cache is among `kwargs`, since its name depends on the version of Transformers.
+        The cache is among `kwargs`, because the name of its argument depends on the version of Transformers.
 
         In training, with `labels` and `router_aux_loss_coef > 0`, the result is a `MoeCausalLMOutputWithPast`:
         `aux_loss` is the load-balancing loss, and `loss` the language model's loss plus
@@ -239,8 +239,8 @@ class MGLUForCausalLMMixin(MGLULanguageModelMixin):
             logits = torch.tanh(logits / limit) * limit
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
         balance = load_balancing_loss(outputs.router_logits, config.n_masks, config.mask_top_k, attention_mask)
-        # Trainer divides the loss by the number of tokens in all batches that it accumulates, so this loss is scaled in
-        # the same way.
+        # Trainer divides the language model's loss by the number of tokens in all batches that it accumulates. Scale
+        # the balance loss in the same way.
         in_all = kwargs.get("num_items_in_batch")
         share = 1 if in_all is None else (labels[:, 1:] != -100).sum() / in_all
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
@@ -259,7 +259,7 @@ class MGLUMoePreTrainedMixin(_Model):
         """Return `eager`, which for Transformers means the code of the experts' class.
 
         Raises:
-            ValueError: another implementation was requested, all of which read the two matrices of SwiGLU.
+            ValueError: another implementation was requested. All others read the two matrices of SwiGLU.
         """
         if requested_experts not in (None, "eager"):
             raise ValueError(
