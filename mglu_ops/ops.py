@@ -51,8 +51,8 @@ than about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU sums such 
   is `relu(-inf) * 2 = 0`, where a mask keeps the infinity out of the value.
 
 The operators are registered with `torch.library.Library`, because a call costs three times as much with `@custom_op`.
-This module names no backend and no kernel: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, FLOPs
-in `flops`.
+This module names no backend and no kernel: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, and the
+formulas for FLOPs are in `flops`.
 """
 
 from __future__ import annotations

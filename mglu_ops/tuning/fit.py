@@ -201,7 +201,7 @@ def error_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
 def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
     """The factor by which the model's choice is slower than the fastest launch, as a geometric mean over calls.
 
-    The model chooses among the measured launches. Calls with a single one do not count.
+    The model chooses among the measured launches. Calls with a single measured launch do not count.
     """
     calls: dict[LayerCall, list[Timing]] = {}
     for one in timings:

@@ -1,8 +1,8 @@
 """The elementwise kernels of a training step, before and after its GEMMs (csrc/cuda/training.md).
 
 Tensors are on the current device, in float16 or bfloat16 unless a docstring says otherwise. Kernels run on the current
-stream. A function with the name of a kernel runs it. The function `prepare_<kernel>` returns a launch without running
-it; the launch serves all tensors with the metadata of the function's arguments.
+stream. A function with the name of a kernel runs the kernel. The function `prepare_<kernel>` returns a launch without
+running it. The launch can run with all tensors that have the metadata of the function's arguments.
 
 Every function raises:
     CompileError: NVRTC refused the kernel.
