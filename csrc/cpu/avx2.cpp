@@ -9,7 +9,7 @@ MGLU_BEGIN_TARGET("avx2,fma,f16c")
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 8;                    // of the 16 registers, those that hold sums
+constexpr int kSumRegisters = 8;                    // registers that hold sums, of 16
 constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 6;                    // features of a register tile: 12 sums, 2 vectors of x, 1 weight

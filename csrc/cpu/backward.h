@@ -8,9 +8,9 @@
 //   grad_logits_i = -2 W * D_i,   grad_mask_weights_i = sum over columns of G * R_i
 //
 // Arithmetic is in float32 and rounded once; subnormal numbers may count as 0. Sizes and strides count elements. A
-// stride is the distance between two rows, whose elements are contiguous. Pointers need only the alignment of their
-// element. All functions need AVX512-BF16, and return Status::unsupported_isa without it. The rules on threads and
-// exceptions in mglu_cpu.h hold here too.
+// stride is the distance between two rows; the elements of a row are contiguous. Pointers need only the alignment of
+// their element. All functions need AVX512-BF16, and return Status::unsupported_isa without it. The rules on threads
+// and exceptions in mglu_cpu.h hold here too.
 #pragma once
 
 #include "mglu_cpu.h"

@@ -3,8 +3,8 @@
 // The kernels compute the sum t over a whole row, and for each mask the sum s of the products that the mask keeps. The
 // sum of the other products, the rest, is t - s and has the rounding error of t. The rounding of a 16-bit result hides
 // this error unless the rest is much smaller than s. A rest that is too small, or not finite, is summed again from its
-// own products alone, which s can then neither swamp nor overflow. With ordinary data, one rest in 800 is summed again,
-// and one in 6000 in bfloat16.
+// own products alone, which s can then neither swamp nor overflow. With ordinary data, one rest in 800 is summed again;
+// in bfloat16, one rest in 6000.
 
 // A rest is kept if it is at least this fraction of s. The fraction is smaller in bfloat16, whose results have three
 // bits fewer than float16's. In float32 it bounds the relative error of a rest by 2^-15.

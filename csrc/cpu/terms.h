@@ -47,8 +47,8 @@ E* result_row(const Forward& call, std::int64_t result, std::int64_t token) {
     return static_cast<E*>(call.partials) + (token * partials_of(call) + result - 1) * call.out_features;
 }
 
-// A sum and the rounding errors of its additions (Knuth's two-sum). It has no constructor, which GCC would compile
-// without the instruction set.
+// A sum and the rounding errors of its additions (Knuth's two-sum). The struct has no constructor, since GCC would
+// compile one without the instruction set.
 struct CompensatedSum {
     Vec sum, errors;
 

@@ -47,7 +47,7 @@ MGLU_INLINE __m512i look_up(const std::uint8_t* table, __m512i index) {
 
 template <class W>
 MGLU_INLINE WeightWords load_words(const W* p) {  // Int8 or Fp8
-    // unpacklo takes the first eight bytes of each 128-bit lane, so columns 0 to 31 have to be in those.
+    // unpacklo takes the first eight bytes of each 128-bit lane, so columns 0 to 31 have to be in those bytes.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(p));
     const __m512i magnitude = std::is_same_v<W, Int8> ? _mm512_abs_epi8(bytes) : bytes;  // bit 7 is ignored
