@@ -32,7 +32,8 @@ struct EpilogueShape {
     // With kRowsFirst, neighbouring threads compute neighbouring rows, so that their stores are coalesced.
     static constexpr bool kRowsFirst = kRowsFirst_;
 
-    // The index of a sum among the sums of its product. The threads of a warp write and read different banks.
+    // The index of a sum among the sums of one product (t or an s_i). The threads of a warp write and read different
+    // banks.
     static __device__ __forceinline__ int index_of_sum(int token, int row) {
         const int index = kRowsFirst ? token * kRows + row : row * kColumns + token;
         return kRowsFirst ? index ^ index / 32 % 4 * 8 : index;

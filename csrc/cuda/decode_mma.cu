@@ -55,8 +55,8 @@ constexpr bool kReadOnce = MGLU_READ_ONCE;  // a block has all tokens, so that W
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
-// True if x and 8-bit W are read from shared memory with ldmatrix. In fp8_block, whose groups of columns have their own
-// sums, registers allow this only with few masks.
+// True if x and 8-bit W are read from shared memory with ldmatrix. In fp8_block each group of columns has sums of its
+// own, so that registers allow ldmatrix only with few masks.
 constexpr bool kMatrices = kScalesRows<kFormat> || (kFormat == WeightFormat::fp8_block && kMasks <= 4);
 constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // groups with a scale in a stage
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
@@ -232,7 +232,7 @@ struct GroupScales {
     }
 };
 
-// The base addresses of a lane's reads; every other address is one of these plus a constant.
+// The base addresses of a lane's reads; every other address is a base address plus a constant.
 struct LaneAddresses {
     u32 weights;         // in a slot: offset of 4 weights of row g, or of ldmatrix's row; XOR applies `source` (0 to 3)
     u32 masks[2];        // in a slot: offset of the masks of row g, columns 16q to 16q + 15 of a chunk

@@ -335,8 +335,8 @@ __device__ __forceinline__ float shuffle_from_quad(float value, int n) {
 }
 
 // Programmatic dependent launch (sm_90 and later): after wait_for_earlier_kernels(), a kernel sees what earlier kernels
-// of the stream wrote. Without the launch attribute both functions do nothing.
-constexpr bool kHasDependentLaunch = kHasTma;  // both came with sm_90
+// of the stream wrote. Without the launch attribute, wait_for_earlier_kernels() and let_next_kernel_start() do nothing.
+constexpr bool kHasDependentLaunch = kHasTma;  // TMA and dependent launch both came with sm_90
 
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

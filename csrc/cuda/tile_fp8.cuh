@@ -121,7 +121,7 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
         if constexpr (kTotal) add_products(sums.t, fragments, b, scale);
 #pragma unroll
         for (int m = 0; m < kCount; ++m) {
-            // The fragments have the signs of mask m - 1. Flip those at which masks m - 1 and m differ.
+            // The fragments have the signs of mask m - 1. Flip the signs at which masks m - 1 and m differ.
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const u32 flips = m == 0 ? bits[half][0] : bits[half][m] ^ bits[half][m - 1];

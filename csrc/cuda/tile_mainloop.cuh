@@ -391,8 +391,8 @@ struct Accumulators {
     }
 
     // Accumulates sparse products, whose fragments serve t and all masks. The wgmmas of a chunk's even weights are one
-    // commit group, and those of its odd weights another. While one group runs, the fragments of the other are
-    // computed.
+    // commit group, and the wgmmas of its odd weights are another. While one group runs, the fragments of the other
+    // group are computed.
     __device__ __forceinline__ void accumulate_sparse(const Params& p, u32 ring, u32 full, u32 empty,
                                                       const LaunchTile& tile, int warpgroup_row, int pass,
                                                       RingPosition& position) {

@@ -114,7 +114,8 @@ constexpr int kGroupsAtOnce =
 __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
     const u32 half = lane % 8 / 4;  // the half of the chunk that contains the lane's columns
     const u32 from = kTokens * 128 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
-    // Of eight lanes, four write their even columns first and four their odd columns, so that banks do not conflict.
+    // Of eight lanes, four write their even columns first and the other four write their odd columns first, so that
+    // banks do not conflict.
     const u32 to = half * (kTokens * 128) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
     const u32 first = half ? 0x4432 : 0x4410;
     const u32 second = half ? 0x4410 : 0x4432;

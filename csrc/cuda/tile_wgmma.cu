@@ -97,7 +97,7 @@ struct NoBoxes {};
 // that share 64 rows, and kWithTotal tells if the pass computes t. The last warpgroup writes the result in the last
 // pass.
 //
-// - not_first: an earlier pass, of this tile or an earlier one, has used the exchange
+// - not_first: an earlier pass, of this tile or of an earlier tile, has used the exchange
 // - more: another pass follows
 // - kept_total: t, if kKeepTotal
 template <int kGroup, bool kWithTotal, typename Boxes>

@@ -113,7 +113,7 @@ __device__ __forceinline__ u32 convert_pair(u32 pair, Scale scale) {
 // scales weights are exact; with them they are rounded. Scale is float if groups of columns have scales, else Unscaled.
 //
 // - load: loads four neighbouring stored weights of a row from shared memory
-// - divide: splits these four into the pairs of columns (0, 2) and (1, 3)
+// - divide: splits four loaded weights into the pairs of columns (0, 2) and (1, 3)
 // - neighbours: returns a pair of neighbouring weights from 2 kBits bits
 // - across: returns the pairs (A_2s, B_2s) and (A_2s+1, B_2s+1) of two octets (8 neighbouring weights) A and B
 // - octet: returns the four pairs of an octet, in an order that suits the format

@@ -3,9 +3,9 @@
 //
 //   grad_weight = D_0 + sum_i F_i * D_i,   grad_logits_i = -2 W * D_i
 //
-// If one of the two gradients is not needed, inputs that only it uses are not read. The gradients may have different
-// dtypes. A gradient may overwrite D_0 or D_i of the same dtype: a thread reads an element before it writes it, and no
-// other thread reads it. Arithmetic is in float32, and each element is read and written once.
+// If only one of the two gradients is needed, inputs that serve only the other are not read. The gradients may have
+// different dtypes. A gradient may overwrite D_0 or D_i of the same dtype: only one thread uses an element, and the
+// thread reads the element before writing it. Arithmetic is in float32, and each element is read and written once.
 //
 // W holds the rows of all experts, one expert after the other. Each expert has its own stacks of D_i and of
 // grad_logits_i. A layer without experts counts as one expert.

@@ -45,8 +45,8 @@ __device__ __forceinline__ void tma_load_box_3d(u32 destination, const TensorMap
         : "memory");
 }
 
-// Stores a box from shared memory; call fence_async_proxy() after writing it. Elements outside the matrix are not
-// stored. The stores that a thread issues before store_commit() form a group, for which it can wait.
+// Stores a box from shared memory; call fence_async_proxy() after writing the box. Elements outside the matrix are not
+// stored. The stores that a thread issues before store_commit() form a group, for which the thread can wait.
 __device__ __forceinline__ void tma_store_box(const TensorMap& map, int column, int row, u32 source, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;" ::"l"(
