@@ -57,7 +57,7 @@ void check_ids(const Tensor& ids, const char* argument, const Tensor& x) {
     check_device("expert_ids", ids, x, argument);
 }
 
-// Runs the checks of one layer, and adds to their errors that the shapes are one expert's.
+// Runs the checks of one layer, and adds to the messages of errors that shapes are those of one expert.
 template <typename Check>
 auto check_one_expert(Check check) {
     try {

@@ -144,8 +144,8 @@ class Registration {
     Registration() {
         if (python_has_operators()) return;
         for (const char* schema : kSchemas) schemas_.def(schema);
-        // These kernels have the dispatch key CompositeExplicitAutograd. If Python imports mglu_ops later, its kernels
-        // with the keys CPU and CUDA take precedence over them.
+        // These kernels have the dispatch key CompositeExplicitAutograd. If Python imports mglu_ops later, it registers
+        // kernels with the keys CPU and CUDA, which take precedence.
         kernels_.impl("pack_masks", &boxed_pack_masks)
             .impl("pack_logits", &boxed_pack_logits)
             .impl("unpack_masks", &boxed_unpack_masks)
