@@ -47,7 +47,7 @@ struct Boxes {
     std::uint32_t rows;            // rows of a box of W and of the masks; 0 for a kernel that does not use TMA
     int weight_item_bytes;         // bytes of an element of W as the kernel reads it
     std::uint32_t weight_columns;  // elements in a row of a box of W: they hold 64 weights, or 128 in fp8
-    std::uint32_t mask_bytes;      // bytes of a row of masks; 0 if not a multiple of 16, which TMA cannot copy
+    std::uint32_t mask_bytes;      // bytes of a row of masks; 0 if they are no multiple of 16, as TMA needs
     bool swizzle_masks;
 };
 
