@@ -242,7 +242,7 @@ def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 
 def _transpose(graph: Graph, layer: Layer, node: Node) -> Node:
-    """Transpose a weight `[in_features, out_features]`, or its masks; leave a weight `[out_features, in_features]`."""
+    """Transpose a weight `[in_features, out_features]` or its masks. A weight `[out_features, in_features]` stays."""
     return graph.call_method("transpose", (node, -2, -1)) if layer.transposed else node
 
 
@@ -266,7 +266,7 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 
 def _logits_of(recogniser: Recogniser, masks: Node) -> Node | None:
-    """The logits whose straight-through masks a node holds, if the graph has them."""
+    """The logits of the straight-through masks that a node holds, if the graph has the logits."""
     value = recogniser.value(masks)
     carrier = value.mask.carrier if isinstance(value, Binary) else None
     return carrier.logits if carrier is not None and carrier.node is masks else None

@@ -50,7 +50,7 @@ class View:
         self.origin: dict[Node, Node] = {}
         """The original of each node of the copy. New nodes and `overwritten` nodes have none."""
         self.holders: dict[Node, Node] = {}
-        """The original node whose tensor holds the value of a node, until it is overwritten. New nodes have none."""
+        """The original node whose tensor holds the value of a node, until a write to the tensor. New nodes have none."""
         self._defined: dict[Node, int] = {}  # the position in the original graph at which a node's value was made
         self._copied: dict[Node, tuple[Any, Any]] = {}  # the arguments of each node before the rewrite
         # A tensor of the original graph is identified by the node that made it.
@@ -170,7 +170,7 @@ class View:
         return min(found, key=self.memory.order.__getitem__, default=None)
 
     def later_writers(self, node: Node, besides: Node) -> Iterator[Node]:
-        """The original nodes that later write to the memory of `node`, unless it shares that memory with `besides`."""
+        """The original nodes that later write to memory of `node`, except to memory that it shares with `besides`."""
         storages = self.memory.storages
         for storage in storages[self.holders[node]] - storages[self.holders[besides]]:
             yield from self.memory.writes(storage, self._defined[node], math.inf)
@@ -231,7 +231,7 @@ def _record_gradient(node: Node) -> None:
 
 
 def _is_same_kind(value: Any, other: Tensor) -> bool:
-    """True if a value is a tensor with the dtype, rank and strides of another. In-place views change the strides."""
+    """True if a value is a tensor with the dtype, rank and strides of `other`. In-place views change the strides."""
     if not isinstance(value, Tensor):
         return False
     return (value.dtype, value.dim()) == (other.dtype, other.dim()) and str(value.stride()) == str(other.stride())

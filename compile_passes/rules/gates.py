@@ -44,7 +44,7 @@ def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("glu")
 def gated_linear_unit(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.glu(F.linear(x, cat([V, W])))`, which multiplies the first half by the sigmoid of the second."""
+    """`F.glu(F.linear(x, cat([V, W])))`, which multiplies the first half by the sigmoid of the second half."""
     source, dim = call.args
     value, half = recogniser.value(source), dimension(dim, source)
     if not isinstance(value, Bundle) or value.dim != half or len(value.items) % 2:

@@ -138,7 +138,7 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Operand]:
-    """The values of each input: at M = 0 and M = 1, or all of its levels. Empty if an input is unknown."""
+    """For each input, the values at M = 0 and M = 1, or all levels of `Levels`. Empty if an input is unknown."""
     operands: dict[Node, Operand] = {}
     varying = [value for value in values if not isinstance(value, Scalar)]
     several_levels = any(isinstance(value, Levels) for value in varying) and len(varying) > 1
@@ -193,7 +193,7 @@ def of_levels(recogniser: Recogniser, node: Node, values: Sequence[Number]) -> V
 
 
 def _rounding_errors(rounding: float) -> tuple[float, ...]:
-    """The errors to try where the mask is 1, for a mask that is computed with this machine epsilon."""
+    """The errors to try where a mask is 1, if the mask has rounding errors of machine epsilon `rounding`."""
     return (2 * rounding, -2 * rounding) if rounding else ()
 
 
@@ -213,7 +213,7 @@ def _with_error(value: Number, dtype: torch.dtype, error: float) -> Number:
 
 
 def _is_close(perturbed: Sequence[float], exact: Sequence[float], rounding: float) -> bool:
-    """True if rounding errors of the mask stay small; `m == 1`, for example, turns them into jumps."""
+    """True if rounding errors of the mask stay small. A function like `m == 1` turns errors into jumps."""
     return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(perturbed, exact, strict=True))
 
 
@@ -481,7 +481,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     *("getitem", "select", "slice", "narrow"),
 )
 def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`bits.reshape(d, h)` and `m.t()`: a mask, or its complement, whose elements are in another order."""
+    """`bits.reshape(d, h)` and `m.t()`: a mask, or the complement of one, with the elements in another order."""
     source, *how = call.args
     symbol, found = call.symbol, slice_of(node)
     if found is not None:  # all spellings of a slice, including `unbind`, are one symbol

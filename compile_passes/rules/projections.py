@@ -276,7 +276,7 @@ def biased(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def with_problem(value: Value, problem: str) -> Value:
-    """Projections, or functions of them, with a reason why their site is refused. An earlier reason stays."""
+    """A value, with a reason in each of its projections why the site is refused. An earlier reason stays."""
 
     def mark(projection: Projection) -> Projection:
         return replace(projection, problem=projection.problem or problem)

@@ -102,7 +102,7 @@ def test_products(product: str) -> None:
 
 @pytest.mark.parametrize("masks", MASKS_OF_LOGITS)
 def test_trained_masks(masks: str) -> None:
-    """The operator reads the logits of all masks from one tensor if the program has it, and else from a new stack."""
+    """The operator reads the logits of all masks from one tensor of the program, or else from a new stack."""
     capture = fused(layer(PRODUCTS["bmm"], MASKS_OF_LOGITS[masks]), TRAINED)
     assert capture.calls["stack"] == (masks in ("one for each mask", "autograd.Function"))
     assert capture.calls["detach"] == 0

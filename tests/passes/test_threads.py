@@ -242,7 +242,7 @@ def test_enabled_fusion_holds_in_threads_beside_a_block() -> None:
 
 
 def test_blocks_of_asyncio_tasks_do_not_mix() -> None:
-    """Two tasks run in one thread. Each also compiles in a thread of the executor, where its block still holds."""
+    """Two tasks run in one thread. Each task also compiles in a thread of the executor, where its block holds."""
 
     async def task(n_masks: int) -> FusionReport:
         with mglu_ops.fusion(strict=True) as report:

@@ -357,7 +357,7 @@ def test_scales_that_the_program_rounds_stay_rounded() -> None:
 
 
 def test_one_spelling_of_scales_of_two_shapes() -> None:
-    """With scales `[12, 1]` the calls fit a format. With `[2, 6]` they change the order of the scales."""
+    """With scales `[12, 1]` the calls fit a format. With scales `[2, 6]` the calls change the order of the scales."""
     function = layer(lambda q, s, dtype: q.to(dtype) * s.t().reshape(-1)[:, None])
     for shape in ((12, 1), (2, 6)):
         given = arguments("int8_row")
