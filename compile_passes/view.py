@@ -50,7 +50,7 @@ class View:
         self.origin: dict[Node, Node] = {}
         """The original of each node of the copy. New nodes and `overwritten` nodes have none."""
         self.holders: dict[Node, Node] = {}
-        """The original node whose tensor holds the value of a node, until a write to the tensor. New nodes have none."""
+        """The original node whose tensor holds the value of a node, until the tensor changes. New nodes have none."""
         self._defined: dict[Node, int] = {}  # the position in the original graph at which a node's value was made
         self._copied: dict[Node, tuple[Any, Any]] = {}  # the arguments of each node before the rewrite
         # A tensor of the original graph is identified by the node that made it.
