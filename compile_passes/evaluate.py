@@ -150,12 +150,12 @@ _ARITHMETIC = frozenset(
 _LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
 """Symbols of operations on a mask, or on a mask and a number, whose result is a function of that mask.
 
-`_ARITHMETIC` and `_LOGIC` lack operations that make a mask from something else, such as `round` from a sigmoid: there
-the result is the mask.
+An operation that makes a mask from something else, such as `round` from a sigmoid, is neither in `_ARITHMETIC` nor in
+`_LOGIC`, because the result of the operation is the mask itself.
 """
 
 Role = tuple[Hashable, Hashable]
-"""The keys of a weight and of the float or integer tensor that masks it (of the stack, if that is one of a stack)."""
+"""The key of a weight, and the key of the float or integer tensor that masks it; for a slice, the key of its stack."""
 
 
 def _roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:

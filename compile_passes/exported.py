@@ -287,7 +287,7 @@ class _Folder:
 
 
 _PURE_NAMESPACES = ("aten", "prims", "mglu")
-"""Namespaces whose operators have no side effects besides those in their schemas and tags (reading a file, say)."""
+"""Namespaces of operators with no side effects (such as reading a file) but those in their schemas and tags."""
 
 
 def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
@@ -303,7 +303,7 @@ def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
 
 
 _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
-"""Symbols of the calls that read a weight. A mask also has another user: the call that computes its complement."""
+"""Symbols of the calls that read a weight. A mask also has another user, which computes its complement."""
 
 
 def _values_of_constants(folder: _Folder) -> Callable[[Node], Tensor | None]:

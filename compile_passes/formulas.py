@@ -197,7 +197,7 @@ def _half_of_one_plus(a: Formula, b: Formula | None) -> Formula | None:
 CLAMP, MAXIMUM = "clamp_min", "maximum"
 
 LIKE_RELU: Mapping[str, tuple[str, str]] = {CLAMP: ("clamp(min=0)", "1"), MAXIMUM: ("maximum(g, 0)", "1/2")}
-"""The functions that differ from relu only in their derivative at 0: how users write them, and that derivative."""
+"""For functions that differ from relu only in the derivative at 0: how users write the function, and its derivative."""
 
 
 @dataclass(frozen=True)

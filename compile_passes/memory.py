@@ -66,14 +66,14 @@ class Memory:
         self.misdescribed: set[int] = set()
         """The ids of example values that are wrong before some call, which changes their shape or gradient."""
         self.is_differentiated_around = False
-        """True if a graph around this one computes gradients that can be differentiated again."""
+        """True if a surrounding graph computes gradients that can be differentiated again."""
         self.differentiating: list[Node] = []  # calls of autograd whose gradients can be differentiated again
         self.writes_inputs = False  # True if some node writes to an input or constant of the graph
         self._parents: dict[Hashable, tuple[Hashable, int]] = {}
         """The union-find tree: for a joined storage, its parent and the position of the join."""
         self._sizes: dict[Hashable, int] = {}
         self._given: dict[Hashable, int] = {}
-        """Storages of inputs, parameters and constants, and those joined to one -> the position of that."""
+        """The position of the input, parameter or constant of each storage; for a joined storage, that of the join."""
         self._writes: dict[Hashable, tuple[list[int], list[Node]]] = {}
         self._returned = graph.output_node().all_input_nodes
         for node in graph.nodes:

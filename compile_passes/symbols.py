@@ -294,7 +294,7 @@ OTHER_ACTIVATIONS: Mapping[str, str] = {
     "hardtanh": "min_val=-1.0, max_val=1.0, ",
     "softplus": "beta=1, threshold=20, ",
 }
-"""Activations that the operator lacks, and their options. They are listed so that the report can name them."""
+"""Activations that the operator lacks, and their options. The table has them so that the report can name them."""
 
 _TABLE: dict[Any, list[tuple[str, Signature]]] = {}  # for each spelling, the symbols to try in order
 

@@ -204,7 +204,7 @@ class Gated:
 
 
 MOST_ITEMS = 64
-"""The most items of a bundle. The limit is above 32 (16 masks and complements) so that the report can name excess."""
+"""The most items of a bundle. The limit exceeds 32 (16 masks and complements), so that the report can refuse more."""
 
 
 @dataclass(frozen=True)

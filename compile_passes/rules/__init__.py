@@ -32,7 +32,7 @@ PRECEDENCE: Mapping[tuple[Rule, Rule], str] = {
         "`g * sigmoid(g)` is one function of one projection, not a gate times a value"
     ),
 }
-"""For `(earlier rule, later rule)`: why the earlier one is right where they return different values for a node."""
+"""For `(earlier rule, later rule)`: why the earlier rule is right where the two rules give a node different values."""
 
 WEIGHT_RULES_BY_SYMBOL = by_symbol(WEIGHT_RULES)
 LAYER_RULES_BY_SYMBOL = by_symbol(LAYER_RULES)

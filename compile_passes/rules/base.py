@@ -17,7 +17,7 @@ from ..values import MOST_ITEMS, Bundle, Gated, Value
 RuleFunction = Callable[[Recogniser, Node, Call], Value]
 """A function that returns the value of a node, given its `Call`, or None for a node that it does not know.
 
-It reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
+A rule reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
 """
 
 
