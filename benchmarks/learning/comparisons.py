@@ -21,13 +21,14 @@ from benchmarks.learning.tables import bytes_of_token, label, runs
 CLAIMS = pd.read_csv(Path(__file__).with_name("claims.csv"))
 """The claims of the paper: `better` has a lower loss than `worse`, or at most `within` nats a token more.
 
-`where` is the paper's table or figure, and the perplexities are its figures, which are missing where it has curves.
+`where` is the paper's table or figure. The perplexities are those of the paper. Where the paper has only curves, there
+are none.
 """
 COMPARISONS = pd.read_csv(Path(__file__).with_name("comparisons.csv"), true_values=["yes"], false_values=["no"])
 """The pairs that are compared at every size at which both were trained, by corpus and question.
 
-Layers with `noise`, and those of the claims, give the standard deviation between seeds. Questions of the corpus
-`python` that were asked after it had been estimated do not change it.
+The standard deviation between seeds comes from layers with `noise` and from the layers of the claims. Questions of the
+corpus `python` that were asked after this deviation had been estimated do not change it.
 """
 ERRORS = 2.0
 """Standard errors that a difference must exceed to be more than noise: about 95% confidence."""
@@ -38,7 +39,7 @@ QUANTILES = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 
 class Difference(NamedTuple):
     """The mean difference of two layers, and its noise: half the width of its 95% confidence interval, NaN if unknown.
 
-    `deviation` is the standard deviation of paired differences, or the one between seeds.
+    `deviation` is the standard deviation of paired differences, or the standard deviation between seeds.
     """
 
     mean: float
@@ -59,9 +60,9 @@ class Difference(NamedTuple):
 def difference(ours: pd.Series, theirs: pd.Series, deviation: float | None = None) -> Difference | None:
     """Compare the losses of two layers by seed.
 
-    With the standard deviation between seeds, seeds are independent and the noise is `ERRORS` standard errors. Without
-    it, runs with the same seed are pairs, and the noise follows from their differences by Student's t; the result is
-    None if no seed is in both.
+    If the standard deviation between seeds is given, seeds are taken as independent, and the noise is `ERRORS` standard
+    errors. Otherwise, runs with the same seed are pairs, and the noise follows from their differences by Student's t.
+    The result is then None if the layers have no seed in common.
     """
     if deviation is not None:
         error = deviation * math.sqrt(1 / len(ours) + 1 / len(theirs))
@@ -73,7 +74,7 @@ def difference(ours: pd.Series, theirs: pd.Series, deviation: float | None = Non
 
 
 def deviation_of(losses: Iterable[pd.Series]) -> float:
-    """The standard deviation between seeds, pooled over layers with several seeds, all finite; NaN without any."""
+    """The standard deviation between seeds, pooled over layers with several finite losses; NaN without such layers."""
     several = [of for of in losses if len(of) > 1 and of.notna().all()]
     freedom = sum(len(of) - 1 for of in several)
     return math.sqrt(sum((len(of) - 1) * of.var() for of in several) / freedom) if several else math.nan
@@ -87,8 +88,9 @@ def losses_of(found: pd.DataFrame, measure: str = "held_out") -> dict[Recipe, pd
 class Study:
     """The losses of a corpus, and for each size of model their standard deviation between seeds.
 
-    They are in nats a token for the corpus `python`, and in nats a byte for others. Names of layers in `texts` omit the
-    megabytes, which grow with the model. Runs of 2:4 masks are compared by pairs, which need no deviation.
+    The losses are in nats per token for the corpus `python`, and in nats per byte for other corpora. Names of layers in
+    `texts` omit the megabytes, which grow with the model. Runs of 2:4 masks are compared by pairs, which need no
+    deviation.
     """
 
     def __init__(self, results: Path, corpus: str = "python", measure: str = "held_out") -> None:
@@ -101,7 +103,7 @@ class Study:
         self.deviations = {size: deviation_of(self._noisy(corpus, size)) for size in sizes}
 
     def _noisy(self, corpus: str, size: str) -> list[pd.Series]:
-        """The losses of the layers in pairs with `noise` of which both layers were trained at a size."""
+        """The losses of layers in pairs with `noise`, if both layers of the pair were trained at a size."""
         asked = COMPARISONS[COMPARISONS.noise & (COMPARISONS.corpus == corpus)]
         pairs = {*zip(asked["layer"], asked["compared with"], strict=True)}
         if corpus == "python":
@@ -115,7 +117,7 @@ class Study:
         return None if ours is None or theirs is None else difference(ours, theirs, self.deviations.get(size))
 
     def cell(self, layer: str, other: str, size: str) -> str:
-        """The difference and its noise, in bold if it is more than noise; empty if there is none."""
+        """The difference and its noise, in bold if the difference is larger; empty if there is no difference."""
         if (found := self.difference(layer, other, size)) is None:
             return ""
         return found.text(self.digits) if found.is_noise else f"**{found.text(self.digits)}**"
@@ -129,7 +131,7 @@ class Study:
 
 
 def table(asked: pd.DataFrame, columns: Mapping[str, tuple[Study, str]]) -> str:
-    """A line for each pair of layers, with its difference in each study and size; columns without any are left out."""
+    """A line for each pair of layers, with its difference in each study and size. Empty columns are left out."""
     pairs = asked.set_index(["layer", "compared with"])
     cells = {
         head: [study.cell(one, other, size) for one, other in pairs.index] for head, (study, size) in columns.items()
@@ -156,7 +158,7 @@ def texts(results: Path) -> str:
 
 
 MEASURES = {"held_out": "held out", "train": "last text"}
-"""Column of the runs to what it measures: all held-out text, and the last 10 MB of training, which are read once."""
+"""Column of the runs -> what it measures: all held-out text, or the last 10 MB of training, which are read once."""
 
 
 def structure(results: Path) -> str:
@@ -182,7 +184,7 @@ def repeats(results: Path) -> str:
 
 
 def verdict(found: Difference | None, within: float = 0.0) -> str:
-    """What the runs say about a claim; `found` is the difference of its worse layer and its better one."""
+    """What the runs say about a claim. `found` is the loss of its worse layer minus that of its better layer."""
     if found is None:
         return "not run"
     if math.isnan(found.mean):
@@ -199,7 +201,7 @@ def claims(results: Path) -> str:
     for claim in CLAIMS.itertuples():
         found = study.difference(claim.worse, claim.better)
         perplexities, nats = "curve against curve", ""
-        if claim.better_perplexity > 0:  # it has figures
+        if claim.better_perplexity > 0:  # the paper gives perplexities
             perplexities = f"{claim.better_perplexity} against {claim.worse_perplexity}"
             nats = f"{math.log(claim.worse_perplexity / claim.better_perplexity):+.3f}"
         lines.append([claim.claim, claim.where, perplexities, nats, found or "", verdict(found, claim.within)])
@@ -213,4 +215,4 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "learning_repeats": repeats,
     "learning_texts": texts,
 }
-"""Name of a table to the function that makes it from the folder of the results."""
+"""Name of a table -> the function that makes it from the folder of the results."""

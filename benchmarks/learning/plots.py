@@ -51,8 +51,9 @@ FAMILIES = {
 def family(recipe: Recipe) -> str | None:
     """The family of a recipe in the Pareto plot; None if it is not a layer to choose, trained as we recommend.
 
-    A layer to choose has any gate and width, and leveled initial weights or those of `nn.Linear`. Not in the plot: the
-    searches for our recipe, masks that learn otherwise, routes, mixtures, other lengths of text and converted models.
+    A layer to choose has any gate and width, and leveled initial weights or those of `nn.Linear`. The plot leaves out
+    the searches for our recipe, masks that learn in another way, routes, mixtures, other lengths of text and converted
+    models.
     """
     free = {name: getattr(recipe, name) for name in ("activation", "width", "size", "weight_gain")}
     rate = SLOW.mask_lr if recipe.layer == "mglu" else Recipe.mask_lr
@@ -75,7 +76,7 @@ def pareto_points(results: Path, size: str) -> pd.DataFrame:
 
 
 def frontier(points: pd.DataFrame, cost: str) -> pd.DataFrame:
-    """The points with a lower loss than all that cost as much or less, from the cheapest on."""
+    """The points with a lower loss than all other points that cost as much or less. The cheapest comes first."""
     points = points.sort_values([cost, "loss"])
     return points[points.loss < points.loss.cummin().shift(fill_value=math.inf)]
 
@@ -99,7 +100,7 @@ def pareto(results: Path) -> Figure:
 
 
 PLOTS = {"learning_by_masks": by_masks, "learning_pareto": pareto}
-"""Name of a plot to the function that draws it from the folder of the results."""
+"""Name of a plot -> the function that draws it from the folder of the results."""
 
 
 def draw(results: Path, out: Path) -> list[Path]:

@@ -19,10 +19,10 @@ from benchmarks.records import read_table
 
 
 def read(path: Path) -> pd.DataFrame:
-    """A table that `benchmarks.learning.gather` wrote, whose head is in `attrs`.
+    """A table that `benchmarks.learning.gather` wrote. The frame's `attrs` hold its head.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: there is no such table.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such table; `python -m benchmarks.learning.gather` makes it")
@@ -35,9 +35,9 @@ def read(path: Path) -> pd.DataFrame:
 def runs(results: Path, corpus: str = "python") -> pd.DataFrame:
     """The runs of a corpus, in the order of their names.
 
-    Besides the columns of the table it has `recipe`, with seed 0; `seed`; `load`, the megabytes that decoding reads for
-    a token, which are all weights in 16 bits and the masks, but of its experts only; and `ms`, the time of a training
-    step in milliseconds, if it was measured.
+    The frame has the columns of the table and four more. `recipe` is the recipe with seed 0, and `seed` is its seed.
+    `load` is the megabytes that decoding a token reads: all weights in 16 bits and the masks, without experts that the
+    token does not use. `ms` is the time of a training step in milliseconds, if it was measured.
     """
     found, costs = read(results / RESULTS.name / f"{corpus}_runs.csv"), results / f"{cost.NAME}.csv"
     ms = {row["name"]: float(row["ms"]) for row in read_table(costs)[1]} if costs.is_file() else {}
@@ -82,17 +82,17 @@ GATES = {
     "relu": ("ReLU", "ReGLU"),
     "relu_squared": ("ReLU squared", "GLU with ReLU squared"),
 }
-"""Activation to its name, and to the name of GLU with it."""
+"""Activation -> its name, and the name of GLU with this activation."""
 SAID = {"layer", "activation", "top_k", "weight_gain", "mask_lr", "size", "skip", "vocabulary", "paired"}
 """Fields of a recipe for which `label` has words of its own, or none."""
 WORDS = {"width": "{:.3g} times as wide", "megabytes": "{:g} MB", "learned": "not learned", "structure": "{}"}
-"""Other fields that `label` does not call by their names."""
+"""Field -> the words that `label` uses in place of its name."""
 
 
 def label(recipe: Recipe) -> str:
     """The name of a layer in a table, with all fields of its recipe that differ from our recipe.
 
-    It leaves out the size of the model, which stands beside it, and what all layers of a corpus share.
+    The name leaves out the size of the model, which stands beside it in tables, and what all layers of a corpus share.
     """
     gate, glu = GATES[recipe.activation]
     is_scaled = recipe.layer == LARGER.layer and recipe.scale == LARGER.scale
@@ -120,7 +120,7 @@ def label(recipe: Recipe) -> str:
 
 
 def is_leveled(recipe: Recipe) -> bool:
-    """True for leveled initial weights. Those of four masks are the usual ones of `nn.Linear`."""
+    """True for leveled initial weights. For four masks, leveled weights are the usual weights of `nn.Linear`."""
     return recipe.weight_gain != 1 or (recipe.layer, recipe.n_masks) == ("mglu", 4)
 
 
@@ -168,4 +168,4 @@ def choice(results: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {"learning_sources": sources, "learning_choice": choice}
-"""Name of a table to the function that makes it from the folder of the results."""
+"""Name of a table -> the function that makes it from the folder of the results."""
