@@ -4,8 +4,9 @@
 
 The layer shows what MGLU gains on this machine. The model shows each step on the way to inference. It is trained with
 naive masked layers, which the pass fuses under `torch.compile`. It is then frozen, writes text, and is exported and
-loaded again. At the end, every form of the model is compared with float64, and the program exits with 1 if one
-disagrees. It needs a C++ compiler, downloads nothing, and takes about two minutes and 3 GB of memory on 2 CPU cores.
+loaded again. At the end, every form of the model is compared with float64, and the program exits with 1 if a form
+disagrees. The program needs a C++ compiler, downloads nothing, and takes about two minutes and 3 GB of memory on 2 CPU
+cores.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mglu_ops.timer import Replay, layers_for, milliseconds
 
 PACKAGE = Path("build/examples/demo.pt2")  # git ignores build/
 BYTES_OF_COPIES, MAX_COPIES = 256 << 20, 32
-"""A layer is timed in several copies, together of this size, so that weights come from memory and not from a cache."""
+"""A layer is timed in several copies, which together have this size, so that weights are not read from a cache."""
 
 HEAD_WIDTH, CONTEXT, BATCH = 32, 128, 8
 PROMPT = b"The syntax for "
@@ -267,8 +268,8 @@ def compare(
 ) -> bool:
     """Print the error of each form of the model against float64, and return True if all are small enough.
 
-    A form's error may be twice that of the naive model in eager mode, which rounds too. For `deployed` forms, the
-    larger error of a batch and of a single token counts, because they run different kernels.
+    A form's error may be twice that of the naive model in eager mode, which rounds too. A batch and a single token run
+    different kernels, so for `deployed` forms the larger of their errors counts.
     """
     exact = deepcopy(model).double()
     exact_logits = exact(inputs)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PAPER = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "winogrande")
-"""The tasks of the paper (arXiv 2506.23225), which runs them zero-shot and two-shot (`--fewshot 2`)."""
+"""The tasks of the paper (arXiv 2506.23225). The paper runs them zero-shot and two-shot (`--fewshot 2`)."""
 LOCAL = "next_line_of_python"
 TASK = """
 task: {name}
@@ -65,7 +65,7 @@ def write_local_task(folder: Path, questions: int) -> None:
 
 def evaluate(model: str, tasks: list[str], fewshot: int, limit: int | None, batch: int, device: str) -> str:
     """Run tasks, or without tasks the local one, and return the harness's table."""
-    for name in ("transformers", "lm_eval", "mglu_ops.transformers"):  # the last registers MGLU models
+    for name in ("transformers", "lm_eval", "mglu_ops.transformers"):  # the last one registers MGLU models
         need(name)
     harness, models = need("lm_eval"), need("lm_eval.models.huggingface")
     manager = need("lm_eval.tasks").TaskManager

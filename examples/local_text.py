@@ -1,6 +1,6 @@
 """Text for examples that train language models: Python's own source files, with one token per byte.
 
-`save` writes a model with a byte tokenizer, so that `evaluate.py`, vLLM and pipelines can read it.
+`save` writes a model with a byte tokenizer, so that `evaluate.py`, vLLM and pipelines can use the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def decode(tokens: Tensor) -> str:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with the tokens of `encode`. Token 0 marks the end of a text, because texts have no zero bytes."""
-    # As in GPT-2's vocabulary, characters past 255 stand for bytes that cannot be printed.
+    # As in GPT-2's vocabulary, characters with code points above 255 stand for bytes that cannot be printed.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -3,8 +3,8 @@
     python examples/train_trainer.py
     python examples/serve_generate.py --prompt "def main("
 
-Prints the text, and the tokens per second of two calls. Only the second rate counts, because the first call compiles on
-a GPU, and may build the kernels on a CPU. Takes about 15 s on 2 CPU cores.
+It prints the text, and the tokens per second of two calls. Only the second rate counts, because the first call compiles
+on a GPU, and may build the kernels on a CPU. It takes about 15 s on 2 CPU cores.
 In a clone, `pip install ".[transformers]"` installs what this needs.
 """
 
