@@ -67,7 +67,7 @@ def _run(layers: Layers, activation_format: str, i: int) -> Tensor:
 
 
 def _gemm(layers: Layers, fast: bool) -> Variant:
-    """The library's GEMM of rounded x and one weight, with their scales."""
+    """The library's GEMM of rounded x and one weight, with the scales of x and of the weight."""
     (stored, scale), scales = quantize_activation(layers.x), layers.scales
 
     def run(i: int) -> Tensor:

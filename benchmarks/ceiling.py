@@ -21,12 +21,12 @@ LOADS_IN_FLIGHT_PER_THREAD = 4
 GEMM = "library GEMM"
 GEMM_TOKENS = 8192
 GEMM_LAYERS = 2
-"""Number of layers that the GEMM rotates through. Their results together are several times as large as L2."""
+"""Number of layers that the GEMM rotates through. The results of these layers are several times as large as L2."""
 MIN_GEMM_TOKENS = 16
 """With fewer tokens, reads take longer than arithmetic, for any number of masks."""
 MAX_SEPARATE_GEMM_TOKENS = 64
-"""Up to this number of tokens, the GEMM is timed after the other variants, and not interleaved with them. It draws so
-much power that short, memory-bound kernels after it run up to 20% slower."""
+"""Up to this number of tokens, the GEMM is timed after the other variants, and not interleaved with them. The GEMM
+draws so much power that short, memory-bound kernels after it run up to 20% slower."""
 
 
 @cache
@@ -82,7 +82,7 @@ def gemm(weights: list[Tensor]) -> Variant:
 
 
 def floor(read_ceiling: float, product: float | None, tokens: int, n_masks: int) -> float:
-    """Lower bound of a layer's time in microseconds: the time of its reads or of n_masks + 1 GEMMs, if that is larger.
+    """Lower bound of a layer's time in microseconds: the time of its reads, or that of n_masks + 1 GEMMs if larger.
 
     `product` is the time of `gemm` with the layer's weight, or None for few tokens, where reads dominate.
     """

@@ -47,8 +47,8 @@ WIDTH, HIDDEN = 64, 128
 MOST_NODES_TO_COMPILE = {"relu": 10}
 """Step -> number of nodes of the longest chain that Inductor compiles here: 100 nodes of relu take it 11 minutes.
 
-Longer chains are only traced, by Dynamo and AOTAutograd. As tracing is faster, the pass's share of its time is an upper
-bound of the pass's share of the whole compilation."""
+Longer chains are only traced, by Dynamo and AOTAutograd. Tracing is faster than compilation. So the time of the pass
+divided by that of tracing is an upper bound of its share of the whole compilation."""
 MOST_LAYERS_TO_COMPILE = {"padded MLP": 200, "MLP with dropout": 40, "split attention": 100, "masked tanh": 400}
 """Kind of model -> number of layers that Inductor compiles within a minute. Deeper models are only traced."""
 PROTOCOL = (
@@ -84,9 +84,9 @@ def captured(function: Callable[..., Any], x: Tensor) -> Graph:
 
 
 def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
-    """Seconds to fuse a copy of a graph, in this thread's CPU time, which other load does not affect.
+    """Seconds of this thread's CPU time to fuse a copy of a graph. Other load does not affect CPU time.
 
-    The garbage collector is off meanwhile, because it visits all objects of the process.
+    The garbage collector is off while the pass runs, because it would visit all objects of the process.
 
     Args:
         graph: the graph.
@@ -109,7 +109,7 @@ def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
 
 
 def time_of_compilation(function: Callable[..., Any], x: Tensor, backend: str) -> float:
-    """Seconds of a first call. Caches are empty, so that no earlier compilation helps it."""
+    """Seconds of a first call. Caches are empty, so that no earlier compilation helps this one."""
     torch._dynamo.reset()
     with fresh_cache(), inductor_config.patch(fx_graph_cache=False):
         return wall_microseconds(lambda: torch.compile(function, backend=backend)(x)) / 1e6
@@ -128,8 +128,8 @@ class Case:
         name: the case's name in the results.
         build: returns the model and its input.
         backend: `inductor` to compile the model, or `aot_eager` to trace it only.
-        may_report: allow the report to mention products, because they look like parts of an MGLU layer.
-        layers: number of MGLU layers, all of which the pass must fuse. With 0, the model compiles without fusion only.
+        may_report: allow the report to mention products that look like parts of an MGLU layer.
+        layers: number of MGLU layers, all of which the pass must fuse. A model with 0 is compiled only without fusion.
         n_masks: number of masks of each MGLU layer.
     """
 
@@ -169,7 +169,7 @@ def masked(kind: str, layers: int) -> Case:
         f"{kind}, {layers} layers",
         lambda: (Masked(kind, layers), torch.randn(TOKENS, FEATURES)),
         "inductor" if layers <= MOST_LAYERS_TO_COMPILE.get(kind, layers) else "aot_eager",
-        may_report=kind == "split attention",  # multiplies v by scores under a mask and under its complement
+        may_report=kind == "split attention",  # its scores are masked by a mask and by its complement
     )
 
 

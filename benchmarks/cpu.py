@@ -44,7 +44,7 @@ PROTOCOL = (
 
 
 def read_loop() -> Callable[[Tensor, Tensor], None]:
-    """Build a function that reads two tensors with torch's threads. It has the same compiler as the kernels."""
+    """Build a function that reads two tensors with torch's threads, with the compiler of our kernels."""
     library = load()
     assert isinstance(library, Library), library
     source, out = Path(__file__).parent / "read_loop.c", Path(tempfile.mkdtemp()) / "read_loop.so"
@@ -93,7 +93,7 @@ def variants_of(layers: Layers, formats: Sequence[str], baselines: Sequence[str]
 
 
 def error_of(variant: Variant, layers: Layers) -> float:
-    """Run a variant once. Returns the relative error of up to `CHECKED_TOKENS` tokens, or NaN if it is not MGLU.
+    """Run a variant once. Return the relative error of up to `CHECKED_TOKENS` tokens; NaN for a variant without MGLU.
 
     Raises:
         AssertionError: the result is wrong.
@@ -116,7 +116,7 @@ def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, l
     i, running = 0, variants
     while running:
         for offset, variant in enumerate(running):
-            # The layer of the variant before is still in the cache, so take another one.
+            # Take another layer than the previous variant, whose layer is still in the cache.
             layer = (i + offset * (count // 2 + 1)) % count % variant.layers
             times[variant.name].append(wall_microseconds(partial(variant.run, layer)))
         i += 1
@@ -127,7 +127,7 @@ def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, l
 def bench(layers: Layers, seconds: float, formats: Sequence[str], baselines: Sequence[str]) -> list[dict[str, Any]]:
     """Measure one problem and return its rows. Every variant runs for `seconds`.
 
-    A row has the columns of `records.Row` up to `dtype`, and these:
+    A row has the columns of `records.Row` up to `dtype`, and also:
         least, median: times per layer in microseconds.
         fraction_of_reading: the read loop's least time for the same bytes, divided by `least`.
         error: relative error against float64, or NaN for SwiGLU and the read loop.

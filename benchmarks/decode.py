@@ -41,7 +41,7 @@ SHAPES = ((14336, 4096), (8192, 2048))
 BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
 MAX_AUTOTUNED_MASKS = 4
-"""max-autotune is measured up to this number of masks. With more, it compiles for minutes, and with many tokens it
+"""max-autotune is measured up to this number of masks. With more masks it compiles for minutes. With many tokens it
 chooses the library's GEMMs, as the default mode does."""
 
 
@@ -121,7 +121,8 @@ class Problem:
         weight_format: the format of the weights of MGLU and SwiGLU.
         baselines: members of `BASELINES` to measure besides the read ceiling and the chosen backend.
         tuned: also compile the naive layer and SwiGLU in the modes of torch.compile that compile for long.
-        settle_seconds: as in `harness.measure`, but at least `SETTLE_SECONDS` above `MAX_SEPARATE_GEMM_TOKENS` tokens.
+        settle_seconds: as in `harness.measure`. With more than `MAX_SEPARATE_GEMM_TOKENS` tokens, it is at least
+            `SETTLE_SECONDS`.
     """
 
     case: str
@@ -184,7 +185,7 @@ class Sweep:
     """Numbers of tokens for which `Problem.tuned` is set."""
     settle_seconds: float = 0.0
     weight_formats: tuple[str, ...] = ("dense",)
-    """Weight formats. All except "dense" are also the names of the problems."""
+    """Weight formats. Problems in another format than "dense" have the name of their format in the rows."""
 
     def quick(self) -> Sweep:
         """A sweep of the smallest problem only, to see that everything works."""

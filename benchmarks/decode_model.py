@@ -4,7 +4,8 @@ python -m benchmarks.decode_model --out DIR [--fp8] [--resume]
 
 The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles the start,
 one block and the head. A whole step is one CUDA graph, which passes its tokens to the next step. The logits are
-compared with float64 for the same tokens: their error may be at most `ERROR_OVER_EAGER` times the eager model's.
+compared with float64 for the same tokens: their error may be at most `ERROR_OVER_EAGER` times the error of the model
+in eager mode.
 `--resume` works as in benchmarks/train.py.
 
 With `--fp8`, all linear layers except the head have fp8 weights with a scale per row. MGLU uses `mglu_ops.quantize`.
@@ -52,7 +53,7 @@ ERROR_OVER_EAGER = 1.5
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes of a model, the number of sequences, and the numbers of masks to measure, where 0 is SwiGLU.
+    """The sizes of a model, the number of sequences, and the numbers of masks to measure. 0 masks are SwiGLU.
 
     Each model is compiled `compilations` times with an empty cache, because coordinate descent finds different kernels
     each time. The fastest compilation counts.
@@ -92,7 +93,7 @@ def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: in
 
 @dataclass
 class Decoding:
-    """A model, and the `token` `[batch]` and `position` `[1]` of its next step."""
+    """A model with the inputs of its next step: `token` `[batch]` and `position` `[1]`."""
 
     model: Decoder
     token: Tensor

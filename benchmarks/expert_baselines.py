@@ -23,7 +23,7 @@ from benchmarks.quantized import in_fp8_tokens
 from mglu_ops.sizes import ceil_div
 
 BATCHED_TOKENS = 8
-"""Batched products are measured up to this number of tokens. They read an expert once for each of its tokens."""
+"""Batched products are measured up to this number of tokens, since they read an expert once for each of its tokens."""
 TRITON = "SwiGLU Triton"
 CHUNK = 1024
 """Number of pairs that a program of the sorting kernel reads at once."""
@@ -122,7 +122,7 @@ TILES = (
     Tile(128, 64, 64, 8, 4),
     Tile(128, 128, 64, 8, 3),
 )
-"""Tiles of the gated projection. Those that fit the number of pairs per expert are tried, and the fastest counts."""
+"""Tiles of the gated projection. Tiles that fit the number of pairs per expert are tried, and the fastest counts."""
 
 
 def tiles_for(pairs: float) -> list[Tile]:
@@ -204,7 +204,10 @@ def triton_layer(tile: Tile, x: Tensor, both: Tensor, down: Tensor, ids: Tensor,
 
 @cache
 def _compiled(form: Callable[..., Tensor], tuned: bool) -> Callable[..., Tensor]:
-    """Compile a form: with `tuned`, for fixed shapes with coordinate descent; otherwise once for all token counts."""
+    """Compile a form of the experts.
+
+    With `tuned`, it is compiled for fixed shapes with coordinate descent; otherwise once for all numbers of tokens.
+    """
     if tuned:
         return torch.compile(form, fullgraph=True, dynamic=False, options=OPTIONS["coordinate descent"])
     return torch.compile(form, fullgraph=True)

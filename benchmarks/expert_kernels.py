@@ -1,9 +1,9 @@
-"""SwiGLU's experts in Triton, in the way of vLLM's fused_moe: one launch sorts tokens by expert, and one multiplies.
+"""SwiGLU's experts in Triton, as in vLLM's fused_moe: one kernel sorts tokens by expert, and another multiplies.
 
-A pair is a token and one of its experts. Pair t K + k belongs to the k-th expert of token t. The first launch sorts
-the pairs by expert into blocks of BLOCK_M, and pads the last block of each expert. Each program of a product computes
-a tile of a block. In contrast to vLLM's kernel, the programs of the gated projection compute gate and value together,
-and apply the activation.
+A pair is a token and one of its experts. Pair t K + k belongs to the k-th expert of token t. The first kernel sorts
+the pairs by expert into blocks of BLOCK_M, and pads the last block of each expert. Each program of the second kernel
+computes a tile of a block. In contrast to vLLM's kernel, the programs of the gated projection compute gate and value
+together, and apply the activation.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def experts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program computes a block of pairs and `BLOCK_N` of the D columns of the result.
+    """Compute a tile of the result: a block of pairs, and `BLOCK_N` of the D columns.
 
     Args:
         x: rows of H columns. Pair p multiplies row p // TOP_K.
@@ -91,7 +91,7 @@ def experts_kernel(
         expert_weights: a factor for each pair, read unless GATED.
         out: `[n_pairs, D]`.
         pairs: output of `align_kernel`, read if ALIGNED.
-        experts: output of `align_kernel` if ALIGNED. Otherwise the expert of each pair, and each pair is a block.
+        experts: output of `align_kernel` if ALIGNED. Otherwise each pair is a block, and has its expert here.
         used: output of `align_kernel`, read if ALIGNED.
         n_pairs: number of pairs.
         D: number of columns of the result.

@@ -16,7 +16,7 @@ from mglu_ops.timer import layers_for
 
 COLD_BYTES = 300_000_000
 """A graph reads at least this many bytes of experts in use, from distinct layers: six times the L2 of an H100 or H200.
-It is not larger because experts that are not in use take memory too."""
+More bytes would need too much memory, because experts that are not in use take memory too."""
 
 
 class Model(NamedTuple):
@@ -51,7 +51,8 @@ class ExpertLayers:
         whole: the layers have down projections too.
         dtype: of x and dense weights.
         device: of all tensors.
-        count: number of layers. By default, all layers' experts in use exceed `COLD_BYTES`, even with one mask.
+        count: number of layers. By default, the experts in use of all layers together exceed `COLD_BYTES`, even with
+            one mask.
 
     Attributes:
         x: `[tokens, h]`.
@@ -94,7 +95,7 @@ class ExpertLayers:
 
         self.both: list[Tensor] = []
         self.both_scales: list[Tensor | None] = []
-        for _ in range(count):  # quantize expert by expert, because it takes several times the memory of a weight
+        for _ in range(count):  # quantize expert by expert: it takes several times the memory of the weight
             made = [self.format.quantize(random(2 * d, h)) for _ in range(experts)]
             scales = [scale for _, scale in made if scale is not None]
             self.both.append(torch.stack([stored for stored, _ in made]))

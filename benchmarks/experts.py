@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def is_first_of_shape(self) -> bool:
-        """True for a shape's first problem. Forms that compile once for all numbers of tokens then compile again."""
+        """True for a shape's first problem, at which forms that compile once for all numbers of tokens compile anew."""
         return self.tokens == TOKENS[0] and self.routing == next(iter(ROUTINGS))
 
     def is_in(self, rows: Sequence[Row]) -> bool:
@@ -176,9 +176,9 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
 
 
 def fastest_tile(variants: Sequence[Variant], timings: dict[str, Timing]) -> list[Variant]:
-    """The variants, but only the fastest one of those that differ in the Triton kernel's tile.
+    """The variants, with only the fastest tile of the Triton kernel.
 
-    Tiles with wrong results stay, so that somebody sees them.
+    Tiles with wrong results stay too, so that somebody sees them.
     """
     tiles = [timings[one.name].microseconds for one in variants if one.name.startswith(TRITON)]
     least = min((time for time in tiles if not math.isnan(time)), default=0.0)

@@ -85,7 +85,7 @@ def packed(module: PlainMGLU) -> nn.Module:
 
 
 class Form(NamedTuple):
-    """A form of the model: with packed masks, with the fusion pass, or with `triton.enable_pdl` set by hand."""
+    """A form of the model. It may have packed masks, the fusion pass, and `triton.enable_pdl` set by hand."""
 
     name: str
     packed: bool = False
@@ -199,8 +199,8 @@ def bench(
 ) -> list[Row]:
     """Time `rounds` calls of each form, and return a row for each form.
 
-    `sizes` are the model's sizes as in `LlamaConfig`, by default `MODELS[problem.name]`. On a CPU, nothing is compiled:
-    that only shows that everything works.
+    `sizes` are the model's sizes as in `LlamaConfig`, by default `MODELS[problem.name]`. On a CPU, nothing is compiled,
+    so a run there only shows that everything works.
     """
     sizes = sizes or MODELS[problem.name]
     times: dict[tuple[Form, int], list[float]] = {variant: [] for variant in problem.variants}

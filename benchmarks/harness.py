@@ -28,13 +28,13 @@ SETTLED_PROTOCOL = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A function to time. `run(i)` computes layer i and returns its output, or None if there is nothing to check."""
+    """A function to time. `run(i)` computes layer i and returns the output, or None if there is nothing to check."""
 
     name: str
     run: Callable[[int], Tensor | None]
     layers: int
     oracle: Callable[[int], Tensor] | None = None
-    """`oracle(i)` is the float64 result of layer i. It is None for a variant that computes nothing."""
+    """`oracle(i)` is the float64 result of layer i. A variant that computes nothing has no oracle."""
 
 
 class Timing(NamedTuple):
@@ -57,7 +57,7 @@ class Captured(GraphTimer):
         self.error, self.budget = float("nan"), float("inf")
 
     def replay(self) -> None:
-        """Run all layers once. This bound method keeps the layers alive; the graph alone does not."""
+        """Run all layers once. A reference to this bound method keeps the layers alive; one to the graph does not."""
         self.graph.replay()
 
     def check(self, dtype: torch.dtype) -> None:

@@ -36,10 +36,10 @@ def mglu(x: Tensor, weight: Tensor, packed: Tensor) -> Tensor:
 
 
 class Layers:
-    """Distinct layers of one shape. An MGLU layer has a weight and masks. A SwiGLU layer has two of the weights.
+    """Distinct layers of one shape. An MGLU layer has one weight and masks. A SwiGLU layer has two of the weights.
 
-    There are `count` MGLU layers. By default, they and their results take more than a gigabyte. x and dense weights
-    have `dtype`.
+    There are `count` MGLU layers. By default, the layers and their results take more than a gigabyte. x and dense
+    weights have `dtype`.
 
     Attributes:
         x: input `[tokens, h]` of all layers.
@@ -86,7 +86,7 @@ class Layers:
         return self._known["mglu", i]
 
     def swiglu_oracle(self, i: int) -> Tensor:
-        """The float64 result of SwiGLU layer i, cached. Its weights are number 2 i (gate) and 2 i + 1 (value)."""
+        """The float64 result of SwiGLU layer i, cached. Its gate is weight 2 i, and its value is weight 2 i + 1."""
         if ("swiglu", i) not in self._known:
             gate, up = (self.weight(j, torch.float64) for j in (2 * i, 2 * i + 1))
             self._known["swiglu", i] = swiglu(self.x.double(), gate, up)

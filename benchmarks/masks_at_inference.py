@@ -33,7 +33,7 @@ class Way(NamedTuple):
 
     Attributes:
         backend: the backend of torch.compile, or None for eager mode.
-        packed: words that say when masks are computed from logits, or packed.
+        packed: words for the table that say when masks are computed from logits, or packed.
         frozen: `mglu_ops.freeze` freezes the model first.
         freezing: Inductor freezes the graph.
     """

@@ -137,7 +137,7 @@ class UNet(nn.Module):
 
 
 class PaddedMLP(nn.Module):
-    """A residual MLP that sets padding to 0 before and after it, by a mask of the activations."""
+    """A residual MLP. A mask of the activations sets padding to 0 before and after the MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class PaddedMLP(nn.Module):
 
 
 class DropoutMLP(nn.Module):
-    """A residual MLP with handwritten dropout: with a bool mask before it, and a float mask after it."""
+    """A residual MLP with handwritten dropout: a bool mask before the MLP, and a float mask after it."""
 
     def __init__(self, p: float = 0.1) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class DropoutMLP(nn.Module):
 
 
 class SplitAttention(nn.Module):
-    """Single-head attention under a mask and under its complement, with a norm after it. The keys are x itself."""
+    """Single-head attention under a mask and under its complement, and a norm. The keys are x itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class MaskedTanhStep(nn.Module):
 
 
 # Layers that take activations `[TOKENS, FEATURES]` and a bool mask of the same shape. To the pass, masked activations
-# look like masked weights, because both are masked matrices in a product.
+# look like masked weights: both are masked matrices in a product.
 MASKED_LAYERS: Mapping[str, type[nn.Module]] = {
     "padded MLP": PaddedMLP,
     "MLP with dropout": DropoutMLP,

@@ -107,7 +107,7 @@ def first_use(tokens: int, n_masks: int, cache: Path) -> tuple[str, float]:
 
 
 def first_use_rows(processes: int, at_once: int) -> list[Row]:
-    """Measure each kernel cold and warm, always in new processes, of which `at_once` run side by side."""
+    """Measure each kernel cold and warm, always in new processes. `at_once` processes run side by side."""
 
     def times_of(use: tuple[int, int]) -> tuple[str, list[float], list[float]]:
         cold, warm = [], []
@@ -128,7 +128,7 @@ def first_use_rows(processes: int, at_once: int) -> list[Row]:
 
 
 def run(out: Path, rounds: int = 200, processes: int = 2, at_once: int = 4) -> list[Row]:
-    """Measure `overheads.csv`. First uses run in `processes` processes each, and `at_once` of them run in parallel."""
+    """Measure `overheads.csv`. Each first use runs in `processes` processes. `at_once` of all processes run at once."""
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
     parts = {"host time": partial(host_rows, rounds), "first use": partial(first_use_rows, processes, at_once)}
     return measure(list(parts), lambda name: parts[name](), out, "overheads", protocol)

@@ -1,4 +1,4 @@
-"""Times a layer in an exported package, called from C++ by torch's proxy executor, by the shim, or by neither.
+"""Times a layer in an exported package. torch's proxy executor or the shim calls it, or its code is in the package.
 
 python -m benchmarks.packages --out benchmarks/results [--device cuda]
 """

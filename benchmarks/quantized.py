@@ -22,7 +22,7 @@ Weights = tuple[Tensor, ...]
 def decoded_swiglu(
     format: WeightFormat, x: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor
 ) -> Tensor:
-    """SwiGLU that decodes its weights just before each product, which torch.compile fuses."""
+    """SwiGLU that decodes a weight just before its product. torch.compile fuses the decoding."""
     gate, up = format.dequantize(gate, gate_scale, x.dtype), format.dequantize(up, up_scale, x.dtype)
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
@@ -38,7 +38,7 @@ def row_scaled_swiglu(x: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, u
 
 
 def in_fp8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x to float8_e4m3fn. Returns it with one scale per token, `[tokens, 1]`."""
+    """Round x to float8_e4m3fn. Return the rounded x and one scale per token, `[tokens, 1]`."""
     scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn), scale
 
@@ -103,8 +103,8 @@ def quantized_swiglu_variants(layers: Layers) -> list[Variant]:
 class Fp8Linear(nn.Module):
     """A linear layer without bias whose weight is in fp8 with one scale per row.
 
-    It runs in the fastest way that plain torch has for inference. One token is multiplied by the decoded weight, which
-    torch.compile fuses. More tokens are rounded to fp8.
+    It runs in the fastest way that plain torch has for inference. One token is multiplied by the decoded weight, and
+    torch.compile fuses the decoding. More tokens are rounded to fp8.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -120,7 +120,7 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8GLU(nn.Module):
-    """SwiGLU with both weights in one `Fp8Linear`. For one token it makes two products, which are fastest."""
+    """SwiGLU with both weights in one `Fp8Linear`. For one token it makes two products, because this is faster."""
 
     def __init__(self, glu: GLU) -> None:
         super().__init__()

@@ -54,10 +54,10 @@ class Suite(NamedTuple):
     """A suite of benchmarks.
 
     Attributes:
-        about: what it shows, in a line.
-        run: takes the folder of the results, writes its own into it, and returns the rows that it measured.
-        quick: the same for a small problem, to see that everything works; the times mean little.
-        needs: the packages that it needs; `GPU` stands for a CUDA GPU and the package for its kernels.
+        about: what the suite shows, in a line.
+        run: takes the folder of the results, writes the suite's results into it, and returns the rows that it measured.
+        quick: as `run`, but for a small problem, to see that everything works. Its times mean little.
+        needs: the packages that the suite needs; `GPU` stands for a CUDA GPU and the package for its kernels.
     """
 
     about: str
@@ -79,7 +79,7 @@ def _experts(name: str, about: str) -> dict[str, Suite]:
 
 
 def _tables(out: Path) -> Sequence[Row]:
-    """Fill the pages from the committed results; for another folder of results, write all tables into it."""
+    """Fill the pages from the committed results. For another folder of results, write all tables into that folder."""
     from benchmarks import pages  # with pandas, which measuring does not need
 
     changed = pages.fill_pages(out) if out.resolve() == RESULTS.resolve() else [pages.write_tables(out)]
@@ -215,7 +215,7 @@ def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
         The number of rows whose result was wrong.
 
     Raises:
-        SuiteError: as in `select`, or results to make tables or plots from are missing.
+        SuiteError: as in `select`; or results are missing from which tables or plots are made.
     """
     wrong: list[Row] = []
     for name, suite in select(names).items():

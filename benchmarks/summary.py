@@ -1,4 +1,4 @@
-"""The tables of this folder's page: what mglu_ops gives on a GPU against SwiGLU and the naive layer, in short."""
+"""The short tables in benchmarks/README.md, which compare mglu_ops on a GPU with SwiGLU and the naive layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def at(layer: str, tokens: int) -> str:
 
 
 def of(case: str, tokens: int | None = None) -> str:
-    """The query for the rows of a case, and of a number of tokens if it is given."""
+    """The query for the rows of a case, and of a number of tokens if one is given."""
     return f"case == '{case}'" + (f" and tokens == {tokens}" if tokens else "")
 
 
@@ -65,7 +65,7 @@ of `line`. A row is left out if the query finds nothing.
 
 
 def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] = duration) -> str:
-    """Our figure and, in brackets, SwiGLU's and the naive layer's as multiples of it; those below 1 are bold."""
+    """Our figure, and in brackets SwiGLU's and the naive layer's as multiples of ours. Multiples below 1 are bold."""
     if math.isnan(ours):
         return ""
     ratios = []
@@ -82,7 +82,7 @@ def line(
 
     `ours` and `naive` are prefixes of variant names. If the dispatch chose one of our variants, only that one counts.
     `column` is "microseconds" or "peak_mb", and is taken from the fastest variants. Some results have a SwiGLU for each
-    number of masks, others one for all.
+    number of masks, and others have one SwiGLU for all numbers.
     """
     form = duration if column == "microseconds" else "{:.0f} MB".format
     chosen = rows[rows.chosen] if rows.chosen.any() else rows

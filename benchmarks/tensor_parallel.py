@@ -109,7 +109,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that measure together."""
+    """The processes that measure together, seen from one of them."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -127,7 +127,7 @@ class Ranks:
         return Ranks(init_device_mesh(device.type, (dist.get_world_size(),)), device)
 
     def slowest(self, number: float) -> float:
-        """The largest of all ranks' numbers, on every rank."""
+        """The largest of the ranks' numbers. Every rank gets it."""
         largest = torch.tensor(number, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
@@ -189,7 +189,7 @@ def inference(layers: list[nn.Module], x: Tensor, in_graph: bool) -> Call:
 
 
 def training(x: Tensor, layer: nn.Module) -> Call:
-    """A function that drops the gradients, and runs a layer forward and backward."""
+    """A function that drops earlier gradients, and runs a layer forward and backward."""
     x = x.clone().requires_grad_()
     leaves = [x, *layer.parameters()]
 

@@ -1,4 +1,7 @@
-"""Limits of the fusion pass's time and, with pytest-benchmark, of one token's: `python -m pytest benchmarks`."""
+"""Tests of limits: the time of the fusion pass, and with pytest-benchmark the time of one token.
+
+`python -m pytest benchmarks` runs them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _inductor_is_loaded() -> None:
-    """Load Inductor before the tests. In the first test's compilation, it would make the pass's share look smaller."""
+    """Load Inductor before the tests. Loading it in the first test would make the pass's share of time look smaller."""
     function, x = chain("tanh", 10).build()
     time_of_compilation(function, x, "inductor")
 
@@ -67,7 +70,7 @@ def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none")
 @pytest.mark.parametrize("problem", Sweep(masks=(1, 4, 8, 16)).problems(), ids=str)
 def test_one_token(benchmark: Any, problem: Problem) -> None:
-    """A round is one replay of a graph over more than 1 GB of layers.
+    """The chosen kernel reaches 70% of the read ceiling. A round replays a graph over more than 1 GB of layers once.
 
     `extra_info` holds the microseconds per layer, and the fraction of the read ceiling in the same process.
     """

@@ -18,7 +18,7 @@ ROUNDS = 25
 MIN_ROUNDS = 9
 MIN_SETTLED_ROUNDS = 5
 MAX_SECONDS_OF_ROUNDS = 1.5
-"""All rounds together take at most about this time, but there are at least `MIN_ROUNDS` rounds."""
+"""All rounds together take at most about this time, unless `MIN_ROUNDS` rounds take longer."""
 SETTLE_SECONDS = 0.05
 """If the power limit lowers the clocks, a graph is replayed for this time before its clock starts, and then timed
 for this time. A library GEMM loses 10% of its rate after about 50 ms (benchmarks/README.md, "Bursts and clocks")."""
@@ -86,7 +86,7 @@ def first_call(name: str, call: Callable[[], object]) -> None:
 
 
 def _calls_in(seconds: float, call: Callable[[], object], clock: Clock) -> int:
-    """The number of consecutive calls that take this time, at least 1."""
+    """The number of consecutive calls, at least 1, that together take a time of `seconds`."""
     call()  # allocates memory again that `memory.release` may have freed
     few = max(1, math.ceil(seconds / 4 * 1e6 / clock(call)))
     return max(1, math.ceil(seconds * 1e6 / clock(call, few)))
@@ -102,10 +102,10 @@ def under_load(
     """Time every call under sustained load. Calls take turns, in an order that changes from round to round.
 
     Args:
-        calls: name -> function to time. Each has run before, so that nothing is compiled here.
+        calls: name -> function to time. Each function must have run before, so that nothing is compiled here.
         clock: measures a number of calls. It must start at once, because the load just before is part of the method. A
-            barrier between ranks is short enough.
-        rounds: the largest number of times for each call.
+            barrier between ranks is short enough to come first.
+        rounds: the largest number of rounds.
         seconds: a call is repeated for this time before its clock starts, and then timed for this time.
         most_seconds: no further round begins after this time, once there are `MIN_SETTLED_ROUNDS`.
     """

@@ -40,7 +40,7 @@ TOKENS = 8192
 MASKS = (1, 4)
 LOADS = ("balanced", "zipf")
 CHECKED_ROWS = 256
-"""The results of this number of rows are compared with float64, for the first and the last expert with rows."""
+"""The results of this number of rows of an expert are compared with float64, for the first and the last with rows."""
 PROTOCOL = (
     "calls between two events, variants in turns whose order changes; a turn repeats its call for 60 ms and is then "
     "timed for 60 ms or one call; median over 5 to 9 rounds, us per forward and backward; gradients dropped before "
@@ -175,7 +175,7 @@ def operator(naive: NaiveExperts) -> Layer:
 
 
 def steps(training: Training) -> dict[str, Step]:
-    """Name of a variant -> its step. All share the parameters, and compiled variants compile at their first call."""
+    """Name of a variant -> its step. All steps share parameters. Compiled variants compile at their first call."""
     naive = training.naive
     trick = ExpertsByComplement(naive.weight, naive.mask_logits, naive.offs)
     layers: dict[str, Layer] = {NAIVE: compiled(naive), TRICK: compiled(trick), OPERATOR: operator(naive)}
@@ -209,7 +209,7 @@ class Oracle:
             self.grad_output[rows] = training.grad_output[rows]
 
     def errors(self, results: Results) -> dict[str, float]:
-        """The relative errors of the result and of each gradient, each the largest of the checked experts."""
+        """The relative errors of the result and of each gradient. Each is the largest error of the checked experts."""
         worst = dict.fromkeys(Results._fields, 0.0)
         for expert, rows in self.checked.items():
             found = results.y[rows], results.grad_x[rows], results.grad_weight[expert], results.grad_logits[expert]

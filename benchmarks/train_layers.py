@@ -79,7 +79,7 @@ class Inputs(Protocol):
 
 
 class Step:
-    """Forward and backward passes of a layer. As in a training loop, gradients are dropped first."""
+    """Forward and backward passes of a layer. As in a training loop, earlier gradients are dropped first."""
 
     def __init__(self, training: Inputs, layer: Layer, parameters: Iterable[Tensor]) -> None:
         self.layer, self.x, self.grad_output = layer, training.x, training.grad_output
@@ -95,7 +95,7 @@ class Step:
 
 
 def steps(training: Training) -> dict[str, Step]:
-    """Name of a variant -> its step. All share the parameters, and compiled variants compile at their first call."""
+    """Name of a variant -> its step. All steps share parameters. Compiled variants compile at their first call."""
     naive = training.naive
 
     def form(kind: Callable[..., Any], **arguments: Any) -> Any:
@@ -131,7 +131,7 @@ def swiglu_step(training: Training) -> Step:
 def gemms_step(training: Training) -> Callable[[], None]:
     """Only the three GEMMs that no step can avoid, with stacked weights `[(n_masks + 1) d, h]`.
 
-    The result of the n_masks + 1 projections serves as their gradient too, which has the same size.
+    The gradient of the n_masks + 1 projections has the size of their result, so the result takes its place.
     """
     x = training.x.detach()
     n_masks, d, h = training.naive.n_masks, *training.naive.weight.shape
@@ -148,8 +148,8 @@ def gemms_step(training: Training) -> Callable[[], None]:
 class Oracle:
     """The results and gradients of a layer for some tokens, in float64.
 
-    The upstream gradient of all other tokens is 0. Gradients of these tokens must then be 0, and gradients of
-    parameters are sums over the checked tokens only. The call that is timed is thus checked itself, at low cost.
+    The upstream gradient of all other tokens is 0. Their gradients must then be 0, and gradients of parameters are sums
+    over the checked tokens only. In this way, the timed call itself is checked at low cost.
 
     Attributes:
         grad_output: upstream gradient `[tokens, out_features]`.

@@ -36,8 +36,8 @@ PROTOCOL = (
     "the distance of all gradients to the naive model's, before the first step"
 )
 MAX_DISTANCE = 0.1
-"""Allowed distance between the fused and the naive model's gradients, relative to the norm of the naive model's.
-Both round to bfloat16 in every layer. Wrong masks or gradients give a distance of about 1."""
+"""Allowed distance between the gradients of the fused and the naive model, relative to the norm of the naive model's.
+Both models round to bfloat16 in every layer. Wrong masks or gradients give a distance of about 1."""
 LEARNING_RATE = 1e-5
 
 
@@ -101,7 +101,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of all parameters. They are removed from the parameters."""
+        """Compute the gradients of all parameters, and remove them from the parameters."""
         self.backward()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         self.optimizer.zero_grad(set_to_none=True)
