@@ -26,7 +26,7 @@ def on_gpu(given: ExpertArguments) -> ExpertArguments:
 
 
 def assert_follows_producers(run: Callable[[ExpertArguments], Tensor], given: ExpertArguments) -> None:
-    """Write ids, x or W just before each call. Programmatic launches start early, and must not read the old values."""
+    """Check that `run` reads ids, x and W that are written just before the call, although its kernels start early."""
     expected = run(given)
     kept = {name: getattr(given, name).clone() for name in ("x", "weight", "expert_ids")}
     for last in kept:

@@ -1,7 +1,7 @@
 """Random programs of operators that ordinary models use, without an MGLU layer.
 
-Each line comes from a template (`ordinary_templates`), whose fields are filled with results of earlier lines. A line is
-dropped if eager torch raises an error, so templates need not consider shapes and dtypes.
+Each line comes from a template (`ordinary_templates`). Results of earlier lines fill the fields of the template. A line
+is dropped if eager torch raises an error, so templates need not consider shapes and dtypes.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ JOINTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     ),
     "stack, reshape": lambda x, a, b: F.linear(x, torch.stack([a, b]).reshape(-1, x.shape[-1])).chunk(2, -1),
     "stack, linear of each": lambda x, a, b: [F.linear(x, one) for one in torch.stack([a, b])],
-    # These are wrong: each part has rows of gate and value.
+    # The next two functions are wrong: each part has rows of gate and value.
     "interleaved": lambda x, a, b: F.linear(x, torch.stack([a, b], 1).flatten(0, 1)).chunk(2, dim=-1),
     "strided": lambda x, a, b: F.linear(x, torch.cat([a, b])).unflatten(-1, (-1, 2)).unbind(-1),
 }

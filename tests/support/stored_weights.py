@@ -22,7 +22,7 @@ def stored_layer(
     device: str = "cpu",
     activation_format: str = "dense",
 ) -> tuple[LayerArguments, Tensor]:
-    """The arguments of a random layer with mask weights, and its float64 result from the dequantized x and weight."""
+    """The arguments of a random layer with mask weights, and its float64 result for the dequantized x and weight."""
     generator = torch.Generator().manual_seed(tokens + d)
     chosen = FORMATS[weight_format]
     x = torch.randn(tokens, h, generator=generator).to(dtype)
@@ -79,7 +79,7 @@ def every_stored_value(
 ) -> tuple[LayerArguments, Tensor]:
     """A layer with one row for each number that a format can store, and its result for one token.
 
-    The gate of a row is its number, stored in `column`, times the scale 3. The value is 3, from the last column.
+    The gate of a row is the row's number, stored in `column`, times the scale 3. The value is 3, from the last column.
     """
     chosen = FORMATS[weight_format]
     octets = torch.arange(16 if chosen.packed == 2 else 256, dtype=torch.uint8)

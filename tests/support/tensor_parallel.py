@@ -23,13 +23,13 @@ from mglu_ops.parallel import ColwiseMGLU
 
 TOKENS, STEPS = (4, 8), 5
 WIDTH, WIDE = 36, 256
-"""Widths of x: the first needs padding in packed masks, and the second fits the GPU's 16-bit kernels."""
+"""Widths of x: WIDTH needs padding in packed masks, and WIDE fits the GPU's 16-bit kernels."""
 SAME = 1e-11
-"""Allowed relative difference of float64 parameters after several steps, because sums have another order."""
+"""Allowed relative difference of float64 parameters after several steps, since ranks add in another order."""
 
 
 def whole(array: Tensor) -> Tensor:
-    """The full tensor, if it is sharded."""
+    """The full tensor if the array is sharded, otherwise the array itself."""
     return array.full_tensor() if isinstance(array, DTensor) else array
 
 
@@ -130,7 +130,7 @@ def check_results(setting: Setting) -> None:
     """Results and gradients match a single process for all kinds of layers, with x replicated or divided."""
     for name, options in KINDS.items():
         if name == "weighted" and setting.dtype.itemsize < 4:
-            continue  # rounding the first layer's result may select other masks in the second
+            continue  # rounding the first layer's result may select other masks in the second layer
         alone = setting.model(**options)
         want = gradients(alone, alone, setting.x())
         for sequence in (False, True):
@@ -236,7 +236,7 @@ def check_quantized(setting: Setting) -> None:
 
 
 def check_uneven(setting: Setting) -> None:
-    """Local results need `out_features` divisible by the number of ranks. DTensor results do not."""
+    """For local results, the number of ranks must divide `out_features`. DTensor results allow any `out_features`."""
     ranks = setting.mesh.size()
     for out_features in (3 * ranks + 1, 1):  # shards of different sizes, and ranks without rows
         torch.manual_seed(0)
