@@ -2,7 +2,7 @@
 
 python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--n-masks 1 4] [--resume]
 
-Without `--shapes`, `--tokens` and `--n-masks`, all problems are measured. `--resume` measures only those that
+Without `--shapes`, `--tokens` and `--n-masks`, all problems are measured. `--resume` measures only problems that
 `DIR/train.csv` lacks.
 """
 

@@ -2,7 +2,7 @@
 
 python -m benchmarks.train_experts --out DIR [--models Mixtral-8x7B] [--loads balanced] [--n-masks 1 4] [--resume]
 
-Rows are sorted by expert. Without options, all problems are measured. `--resume` measures only those that
+Rows are sorted by expert. Without options, all problems are measured. `--resume` measures only problems that
 `DIR/train_experts.csv` lacks.
 """
 

@@ -4,8 +4,8 @@
     python examples/serve_generate.py --model build/examples/mglu-qwen3-moe
 
 Each token is a byte, and uses 2 of the 8 experts of a layer. The first command lets the frozen and quantized model
-continue a text, and saves the model with a tokenizer, so that `serve_generate.py` and vLLM can read it. It takes about
-two minutes on 2 CPU cores. In a clone, `pip install ".[transformers]"` installs what this needs.
+continue a text, and saves the model with a tokenizer, so that `serve_generate.py` and vLLM can read it. The example
+takes about two minutes on 2 CPU cores. In a clone, `pip install ".[transformers]"` installs what this needs.
 """
 
 from __future__ import annotations

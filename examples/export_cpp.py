@@ -3,7 +3,8 @@
     python examples/export_cpp.py --out build/examples/export_cpp
 
 The program is `run_package` of the C++ library, which is built first. It compares its results with PyTorch's. The build
-needs CMake and a C++20 compiler (csrc/README.md). Takes one to three minutes on 2 CPU cores, mostly for the build.
+needs CMake and a C++20 compiler (csrc/README.md). The example takes one to three minutes on 2 CPU cores, mostly for the
+build.
 """
 
 from __future__ import annotations

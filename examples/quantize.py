@@ -2,7 +2,7 @@
 
     python examples/quantize.py --weight-format fp8_row
 
-The weights are random here. Takes a few seconds on 2 CPU cores.
+The weights are random here. The example takes a few seconds on 2 CPU cores.
 """
 
 from __future__ import annotations

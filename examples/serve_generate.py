@@ -4,7 +4,7 @@
     python examples/serve_generate.py --prompt "def main("
 
 It prints the text, and the tokens per second of two calls. Only the second rate counts, because the first call compiles
-on a GPU, and may build the kernels on a CPU. It takes about 15 s on 2 CPU cores.
+on a GPU, and may build the kernels on a CPU. The example takes about 15 s on 2 CPU cores.
 In a clone, `pip install ".[transformers]"` installs what this needs.
 """
 

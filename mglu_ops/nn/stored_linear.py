@@ -185,7 +185,7 @@ class StoredLinear(nn.Module):
 
         shards = [name for name in ("weight", SCALE) if _is_shard(self._parameters.get(name))]
         super()._apply(keep_dtype, recurse)
-        self._mark()  # new parameters, in place of those that cannot be changed in place, lack the mark
+        self._mark()  # new parameters replace those that cannot change in place, and lack the mark
         for name in shards:
             self._as_shard(name)
         return self

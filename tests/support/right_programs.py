@@ -169,7 +169,7 @@ def draw(seed: int) -> Program:
 def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
     """The arguments that require a gradient: some arguments, plus all or none of the logits.
 
-    Quantized weights and scales require no gradient, because the pass refuses those that do.
+    Quantized weights and scales require no gradient, because the pass refuses trained ones.
     """
     masks = [name for name in program.arguments if name[0] in "LMPlm"]
     others = [name for name in program.arguments if name not in masks and name not in "QSBG"]
