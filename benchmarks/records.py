@@ -124,7 +124,7 @@ def version(distribution: str) -> str:
 
 
 def environment(protocol: str) -> dict[str, str]:
-    """The conditions that a result depends on besides the code. The head of every table lists these conditions."""
+    """What a result depends on: the code's commit and the conditions. The head of every table lists these facts."""
     git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     return {
         # In a copy of the code without git history, MGLU_COMMIT names the commit.

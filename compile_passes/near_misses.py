@@ -235,7 +235,7 @@ def _has_a_body(node: Node) -> bool:
 
 def _is_known(recogniser: Recogniser, node: Node) -> bool:
     value = recogniser.value(node)
-    if node.target is overwritten:  # the report names the writing node instead
+    if node.target is overwritten:  # a tensor after a write: the report names the writing node instead
         return True
     return (value is not None and not isinstance(value, Product)) or symbol_of(node) in ("split", "unbind")
 

@@ -117,7 +117,7 @@ class View:
         return is_fill(node) or (effect.returns_target and _is_same_kind(example(node), value))
 
     def _write(self, node: Node, copy: Node) -> None:
-        """Redirect later readers of the tensor to which `node` writes to the function `copy`."""
+        """Let later nodes read `copy`, a function with the new value, instead of the tensor that `node` changes."""
         target = node.all_input_nodes[0]
         tensor = self._tensors.get(target, target)
         _record_gradient(self._current[tensor])

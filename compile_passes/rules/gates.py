@@ -73,7 +73,7 @@ def times(recogniser: Recogniser, a: Value, b: Value) -> Value:
 
 
 def _gated_times(recogniser: Recogniser, gated: Gated, other: Value) -> Gated | None:
-    """`(g * v) * sigmoid(g)`: a term times the last factor of a hand-written activation of its gate."""
+    """A term times the last factor of its gate's activation, written by hand: `(g * v) * sigmoid(g)` for silu."""
     function = function_of(other)
     if function is None or len(gated.terms) != 1 or gated.rest is not None:
         return None

@@ -10,7 +10,7 @@ namespace mglu::cpu {
 namespace {
 
 constexpr int kSumRegisters = 8;                    // registers that hold sums, of 16
-constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row with one token; half with two
+constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row for 1 token; half as many for 2
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 6;                    // features of a register tile: 12 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 6;                 // features of a register tile with float64 sums

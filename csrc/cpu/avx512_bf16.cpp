@@ -10,7 +10,7 @@ namespace mglu::cpu {
 namespace {
 
 constexpr int kSumRegisters = 20;                   // registers that hold sums, of 32
-constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row with one token; half with two
+constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row for 1 token; half as many for 2
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr std::int64_t kProductsPerTask = 1 << 18;  // minimum of a task: some microseconds, like waking a thread
 

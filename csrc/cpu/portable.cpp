@@ -5,7 +5,7 @@ namespace mglu::cpu {
 namespace {
 
 constexpr int kSumRegisters = 8;                    // sums held in registers; a Vec takes two registers
-constexpr int kMasksAtOnce = 4;                     // most masks in a pass over a row with one token; half with two
+constexpr int kMasksAtOnce = 4;                     // most masks in a pass over a row for 1 token; half as many for 2
 constexpr bool kReadsBytes = false;                 // decoding 8-bit weights in memory is faster here
 constexpr int kTileFeatures = 3;                    // features of a register tile: 6 sums take 12 of 16 registers
 constexpr int kFloat64Features = 2;                 // features of a register tile with float64 sums

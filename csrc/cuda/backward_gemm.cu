@@ -182,7 +182,7 @@ __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
     return product;
 }
 
-// A thread's sums of 64 rows and 256 columns, and its operands in registers.
+// A thread's share of a warpgroup's sums, which have 64 rows and 256 columns, and its operands in registers.
 struct Accumulators {
     float sums[kColumns / 2];
     u32 a[2][kDepth / 16][4];      // G * S_i of a stage, in two sets, one of which the tensor cores may still read

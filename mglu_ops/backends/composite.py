@@ -75,7 +75,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Products:
-    """The GEMMs of a layer's training step, by the library. `composite_experts` has a subclass for experts.
+    """The GEMMs of a layer's training step, as calls of torch's GEMMs. `composite_experts` has a subclass for experts.
 
     The methods sum and return in float32 at least. `weight` is `[out_features, in_features]`, `x` is
     `[tokens, in_features]` and `grad` is `[tokens, out_features]`. If `total` is given, the product is added to

@@ -134,7 +134,8 @@ def check_adapter(model: PreTrainedModel, info: Any, expected: Iterable[str], so
     """Check that a checkpoint of an adapter has all tensors of MGLU layers that the loader expects in it.
 
     Raises:
-        ValueError: weights or masks are missing. Transformers loads no `modules_to_save`, unlike PEFT.
+        ValueError: weights or masks are missing. They are if the adapter has them as `modules_to_save`, which PEFT
+            loads and Transformers does not.
     """
     layers = _layers(model)
     keys = set(expected) & set(info.missing_keys)

@@ -1,4 +1,4 @@
-"""`freeze` turns learned masks into packed bits. Checkpoints load them, or are refused if they do not fit."""
+"""`freeze` turns learned masks into packed bits. Layers load them from checkpoints, and refuse what does not fit."""
 
 from __future__ import annotations
 

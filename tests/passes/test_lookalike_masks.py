@@ -36,8 +36,8 @@ CONSTANTS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "heaviside(0.5 of an integer)": (torch.int64, lambda m: 1 - torch.heaviside(m, torch.full_like(m, 0.5))),
 }
 
-# More dtypes and factors, in the form of `CONSTANTS`. The mask m is 0 or 1. Comments give results of torch that are not
-# those of plain arithmetic.
+# More dtypes and factors, in the form of `CONSTANTS`. The mask m is 0 or 1. A comment beside an entry says what torch
+# computes, mostly where plain arithmetic differs.
 ARITHMETIC: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "m - 1 of uint8": (torch.uint8, lambda m: m - 1),  # 255 at m = 0
     "m > -1 of uint8": (torch.uint8, lambda m: m > -1),  # torch compares with 255

@@ -275,7 +275,8 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     return both[..., :middle], both[..., middle:]
 
 
-# Products of x `[b, h]` and a stack of weights `[n, d, h]`, with the result's dimension of masks.
+# Products of x `[b, h]` and a stack of weights `[n, d, h]`, one for each mask. The number before a product is the
+# dimension of its result that counts the masks.
 STACK_PROJECTIONS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
     "bh,ndh->nbd": (0, lambda x, w: torch.einsum("bh,ndh->nbd", x, w)),
     "bh,ndh->bnd": (1, lambda x, w: torch.einsum("bh,ndh->bnd", x, w)),

@@ -58,8 +58,8 @@ struct ItemLaunch {
     int top_k = 0;          // experts of a token; 0 if the rows are sorted by expert
     int rows = 0;           // maximum rows of an item
     int group_tokens = -1;  // writes the table of items first; not needed if blocks find their items
-    int gather = -1;        // then copies x sorted by expert, `columns` per row; not needed if the kernel reads x
-    int columns = 0;
+    int gather = -1;        // then copies x in the order of experts; not needed if the kernel reads x itself
+    int columns = 0;        // columns of a row of that copy
     int combine = -1;    // sums the products of each token for mglu::experts_down; not needed if the kernel sums them
     int pair_bytes = 0;  // bytes of the products of one (token, expert) pair
 };

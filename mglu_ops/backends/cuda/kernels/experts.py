@@ -163,7 +163,7 @@ def _decode(call: ExpertCall, gpu: Gpu) -> ExpertLaunch | None:
 
 
 def _fit(config: DecodeMma, item: LayerCall, gpu: Gpu) -> DecodeItems | None:
-    """Return the nearest configuration for items whose blocks fit into shared memory, or None."""
+    """Return the configuration for items nearest to `config` whose blocks fit into shared memory, or None."""
     settings = vars(config) | {"block_tokens": min(item.tokens, config.block_tokens)}
     fitted = decode_mma.fit(DecodeItems(**settings), item, gpu)
     assert fitted is None or isinstance(fitted, DecodeItems)

@@ -26,7 +26,7 @@ def macros(call: LayerCall, block_tokens: int) -> dict[str, int]:
 
 
 def copy(call: LayerCall, gpu: Gpu, device: int, target: str, block_tokens: int) -> CopyLaunch:
-    """Compile and load the kernel, and prepare its launch before another kernel."""
+    """Compile and load the kernel, and prepare its launch, which comes before the launch of the main kernel."""
     rows = round_up(call.tokens, block_tokens) if block_tokens else call.tokens
     row_bytes = round_up(call.in_features, 128) + 4 if block_tokens else call.in_features * call.dtype.itemsize
     launch = Launch(

@@ -89,12 +89,12 @@ def partials(
     total: Tensor | None = None,
     parts: bool = False,
 ) -> None:
-    """Write the result and its partial derivatives from the products t and f_i.
+    """Compute the result and its partial derivatives from the products t and f_i. `mglu_ops.ops` defines the symbols.
 
     Args:
         products: t and all f_i `[tokens, n_masks + 1, columns]` with contiguous rows; with `total` only the f_i
-            `[tokens, n_masks, columns]`. The dtype is float32 or that of `partials`; with the latter, `partials` may
-            share the memory of `products`.
+            `[tokens, n_masks, columns]`. The dtype is float32 or that of `partials`. In the second case,
+            `products` and `partials` may share memory.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights: `[tokens, n_masks]` in any strides, float16, bfloat16 or float32; or None.
         partials: receives P, all Q_i and, with mask weights, all R_i: `[tokens, n_masks + 1, columns]`, or
