@@ -82,7 +82,7 @@ def gemm(weights: list[Tensor]) -> Variant:
 
 
 def floor(read_ceiling: float, product: float | None, tokens: int, n_masks: int) -> float:
-    """Lower bound of a layer's time in microseconds: the time of its reads, or that of n_masks + 1 GEMMs if larger.
+    """Lower bound of a layer's time in microseconds: the time of its reads or, if longer, of n_masks + 1 GEMMs.
 
     `product` is the time of `gemm` with the layer's weight, or None for few tokens, where reads dominate.
     """

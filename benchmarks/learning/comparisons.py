@@ -117,7 +117,7 @@ class Study:
         return None if ours is None or theirs is None else difference(ours, theirs, self.deviations.get(size))
 
     def cell(self, layer: str, other: str, size: str) -> str:
-        """The difference and its noise, in bold if the difference is larger; empty if there is no difference."""
+        """The difference and its noise, in bold if it exceeds the noise; empty if a layer was not trained."""
         if (found := self.difference(layer, other, size)) is None:
             return ""
         return found.text(self.digits) if found.is_noise else f"**{found.text(self.digits)}**"
