@@ -1,4 +1,4 @@
-"""Times layers whose x is rounded to fp8 against products of the library in fp8, and against 16-bit x."""
+"""Times layers whose x is rounded to fp8, the same layers with 16-bit x, and the library's fp8 GEMMs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MANY_TOKENS = 256
 
 
 class Problem(NamedTuple):
-    """A layer in bfloat16, and the format of its weight."""
+    """A layer in bfloat16 with a quantized weight."""
 
     shape: tuple[int, int]
     tokens: int
@@ -67,7 +67,7 @@ def _run(layers: Layers, activation_format: str, i: int) -> Tensor:
 
 
 def _gemm(layers: Layers, fast: bool) -> Variant:
-    """The library's product of rounded x and one weight, with the scales of both."""
+    """The library's GEMM of rounded x and one weight, with the scales of x and of the weight."""
     (stored, scale), scales = quantize_activation(layers.x), layers.scales
 
     def run(i: int) -> Tensor:
@@ -81,7 +81,7 @@ def _gemm(layers: Layers, fast: bool) -> Variant:
 
 
 def run(out: Path, rounds: int = ROUNDS, only: slice = slice(None)) -> list[Row]:
-    """Measure the problems; print and write their rows after each one."""
+    """Measure the problems, and print and write the rows after each one."""
 
     def rows_of(problem: Problem) -> list[Row]:
         rows = bench(problem, rounds)

@@ -19,11 +19,11 @@ OPTIONS: dict[Mode, dict[str, str | int | bool | Callable[..., object]]] = {
     "coordinate descent": {"coordinate_descent_tuning": True},
     "max-autotune": {"coordinate_descent_tuning": True, "max_autotune": True},
 }
-"""Options of torch.compile for each mode except "eager"."""
+"""Mode, except "eager" -> options of torch.compile."""
 
 
 def naive(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-    """The layer as a user spells it; masks `[n_masks, d, h]`, bool or in the dtype of the weight."""
+    """The layer as a user spells it. Masks `[n_masks, d, h]` are bool or have the weight's dtype."""
     terms = [
         F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * (~mask if mask.dtype is torch.bool else 1 - mask))
         for mask in masks
@@ -37,7 +37,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_stacked(x: Tensor, both: Tensor) -> Tensor:
-    """SwiGLU's projection with one weight `[2 d, h]`, the gate above the value."""
+    """SwiGLU's projection with one weight `[2 d, h]`, in which the gate's rows come first."""
     gate, up = F.linear(x, both).chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -52,7 +52,7 @@ class ComplementTrick(NaiveMGLU):
 
 
 class Baseline(NamedTuple):
-    """A way to run a layer: a function, and how it is compiled."""
+    """A function to run a layer, and the mode in which it is compiled."""
 
     name: str
     function: Callable[..., Tensor]
@@ -63,7 +63,7 @@ class Baseline(NamedTuple):
         return self.name.endswith("bool masks")
 
     def build(self) -> Callable[..., Tensor]:
-        """The function to call; it compiles at its first call, for fixed shapes."""
+        """The function to call. It compiles at its first call, for fixed shapes."""
         if self.mode == "eager":
             return self.function
         return torch.compile(self.function, fullgraph=True, dynamic=False, options=OPTIONS[self.mode] or None)
@@ -88,6 +88,6 @@ SWIGLU = (
 
 
 def in_modes(baselines: Collection[Baseline], tuned: bool, autotuned: bool) -> list[Baseline]:
-    """The baselines in the modes to measure; `tuned` adds coordinate descent and, if `autotuned`, max-autotune."""
+    """The baselines to measure. `tuned` adds coordinate descent, and with `autotuned` also max-autotune."""
     left_out = {"coordinate descent": not tuned, "max-autotune": not (tuned and autotuned)}
     return [baseline for baseline in baselines if not left_out.get(baseline.mode)]

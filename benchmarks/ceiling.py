@@ -1,4 +1,4 @@
-"""Lower bounds of a layer's time: reading the bytes of W and the masks once, and the library's GEMMs."""
+"""Lower bounds of a layer's time: the time to read W and the masks once, and the time of the library's GEMMs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.harness import Variant
 
-# The fastest launch of a sweep on an H200; its neighbours are within 1%.
+# The fastest launch of a sweep on an H200. Similar launches take up to 1% more time.
 BLOCKS_PER_SM = 8
 THREADS_PER_BLOCK = 256
 LOADS_IN_FLIGHT_PER_THREAD = 4
@@ -21,12 +21,12 @@ LOADS_IN_FLIGHT_PER_THREAD = 4
 GEMM = "library GEMM"
 GEMM_TOKENS = 8192
 GEMM_LAYERS = 2
-"""Layers that the GEMM rotates through; their results together are several times as large as L2."""
+"""Number of layers that the GEMM rotates through. The results of these layers are several times as large as L2."""
 MIN_GEMM_TOKENS = 16
-"""With fewer tokens, reading takes longer than the arithmetic, for any number of masks."""
+"""With fewer tokens, reads take longer than arithmetic, for any number of masks."""
 MAX_SEPARATE_GEMM_TOKENS = 64
-"""Up to this number of tokens, the GEMM is timed after the other variants instead of interleaved with them. It draws so
-much power that short, memory-bound kernels after it run up to a fifth slower."""
+"""Up to this number of tokens, the GEMM is timed after the other variants, and not interleaved with them. The GEMM
+draws so much power that short, memory-bound kernels after it run up to 20% slower."""
 
 
 @cache
@@ -42,7 +42,7 @@ def _kernel() -> Any:
 
 
 def reader(weights: list[Tensor], masks: list[Tensor]) -> Callable[[int], None]:
-    """Make a `run(i)` that reads all of `weights[i]` and `masks[i]` on the current stream."""
+    """A function `run(i)` that reads all of `weights[i]` and `masks[i]` on the current stream."""
     core: Any = importlib.import_module("cuda.core")
     kernel = _kernel()
     device = core.Device(torch.cuda.current_device())
@@ -60,7 +60,7 @@ def reader(weights: list[Tensor], masks: list[Tensor]) -> Callable[[int], None]:
             device.create_stream(CurrentStream()),
             config,
             kernel,
-            weight.data_ptr(),  # cuda.core passes Python ints as 64 bits, pointers and counts alike
+            weight.data_ptr(),  # cuda.core passes all Python ints, such as pointers and counts, as 64 bits
             weight.numel() * weight.element_size() // 16,
             mask.data_ptr(),
             mask.numel() // 16,
@@ -71,7 +71,7 @@ def reader(weights: list[Tensor], masks: list[Tensor]) -> Callable[[int], None]:
 
 
 def gemm(weights: list[Tensor]) -> Variant:
-    """The library's GEMM of `GEMM_TOKENS` tokens with each weight."""
+    """The library's GEMM of `GEMM_TOKENS` tokens and a weight."""
     x = torch.randn(GEMM_TOKENS, weights[0].shape[1], device="cuda").to(weights[0].dtype)
     return Variant(
         GEMM,
@@ -82,8 +82,8 @@ def gemm(weights: list[Tensor]) -> Variant:
 
 
 def floor(read_ceiling: float, product: float | None, tokens: int, n_masks: int) -> float:
-    """Lower bound of a layer's time, in microseconds: the larger of its reads and of n_masks + 1 GEMMs.
+    """Lower bound of a layer's time in microseconds: the time of its reads or, if longer, of n_masks + 1 GEMMs.
 
-    `product` is the time of `gemm` with the layer's weight; None for few tokens, where reads dominate.
+    `product` is the time of `gemm` with the layer's weight, or None for few tokens, where reads dominate.
     """
     return max(read_ceiling, 0.0 if product is None else (n_masks + 1) * tokens / GEMM_TOKENS * product)

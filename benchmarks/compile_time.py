@@ -1,7 +1,7 @@
-"""Times what fusion adds to the compilation of a model: the pass alone, and the compilation with and without it.
+"""Times the compilation of models with and without the fusion pass, and the pass alone.
 
-It measures a stack of MGLU layers, and models without one, to which the pass must add next to nothing: chains of four
-kinds of elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
+Models are a stack of MGLU layers, and models without MGLU layers, which the pass must hardly slow down: chains of
+elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
 
 python -m benchmarks.compile_time --out benchmarks/results
 """
@@ -45,11 +45,12 @@ from mglu_ops.nn import GLU, NaiveMGLU
 ROUNDS = 3
 WIDTH, HIDDEN = 64, 128
 MOST_NODES_TO_COMPILE = {"relu": 10}
-"""The longest chain of a step that Inductor compiles here, if limited: 100 nodes of relu take it 11 minutes. Longer
-chains are only traced, by Dynamo and AOTAutograd. Tracing is faster, so the pass's share of it is an upper bound of its
-share of the whole compilation."""
+"""Step -> number of nodes of the longest chain that Inductor compiles here: 100 nodes of relu take it 11 minutes.
+
+Longer chains are only traced, by Dynamo and AOTAutograd. Tracing is faster than compilation. So the time of the pass
+divided by that of tracing is an upper bound of its share of the whole compilation."""
 MOST_LAYERS_TO_COMPILE = {"padded MLP": 200, "MLP with dropout": 40, "split attention": 100, "masked tanh": 400}
-"""The deepest model of a kind that Inductor compiles within a minute, if limited. Deeper models are only traced."""
+"""Kind of model -> number of layers that Inductor compiles within a minute. Deeper models are only traced."""
 PROTOCOL = (
     "a first call of torch.compile under no_grad (Dynamo, AOTAutograd and Inductor of the whole graph, whatever its "
     "size), Inductor's caches empty; of MGLU layers variants in turn, median over rounds, of other models once; "
@@ -83,10 +84,14 @@ def captured(function: Callable[..., Any], x: Tensor) -> Graph:
 
 
 def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
-    """Seconds of this thread's CPU time, which other load does not affect, to fuse a copy of a graph.
+    """Seconds of this thread's CPU time to fuse a copy of a graph. Other load does not affect CPU time.
 
-    The garbage collector is off meanwhile, since it visits all objects of the process. The pass must fuse `layers`
-    layers; `may_report` allows the report to mention products that were not fused.
+    The garbage collector is off while the pass runs, because it would visit all objects of the process.
+
+    Args:
+        graph: the graph.
+        layers: the number of layers that the pass must fuse.
+        may_report: allow the report to mention products that were not fused.
     """
     copy, report = Graph(graph.owning_module), FusionReport()
     copy.output(copy.graph_copy(graph, {}))
@@ -104,7 +109,7 @@ def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
 
 
 def time_of_compilation(function: Callable[..., Any], x: Tensor, backend: str) -> float:
-    """Seconds of a first call with empty caches, so that no earlier compilation helps it."""
+    """Seconds of a first call. Caches are empty, so that no earlier compilation helps this one."""
     torch._dynamo.reset()
     with fresh_cache(), inductor_config.patch(fx_graph_cache=False):
         return wall_microseconds(lambda: torch.compile(function, backend=backend)(x)) / 1e6
@@ -120,12 +125,12 @@ class Case:
     """A model to compile.
 
     Attributes:
-        name: its name in the results.
+        name: the case's name in the results.
         build: returns the model and its input.
-        backend: `inductor` to compile it, or `aot_eager` to trace it only.
-        may_report: whether the report may mention products, because they look like a part of an MGLU layer.
-        layers: how many MGLU layers it has, all of which the pass must fuse; 0 to compile without fusion only.
-        n_masks: their number of masks.
+        backend: `inductor` to compile the model, or `aot_eager` to trace it only.
+        may_report: allow the report to mention products that look like parts of an MGLU layer.
+        layers: number of MGLU layers, all of which the pass must fuse. A model with 0 is compiled only without fusion.
+        n_masks: number of masks of each MGLU layer.
     """
 
     name: str
@@ -147,7 +152,7 @@ def mglu_layers(n_masks: int, layers: int = 32) -> Case:
 
 
 def chain(step: str, nodes: int) -> Case:
-    """A chain of elementwise operators; `step` is one of `STEPS`."""
+    """A chain of elementwise operators. `step` is one of `STEPS`."""
     backend = "inductor" if nodes <= MOST_NODES_TO_COMPILE.get(step, nodes) else "aot_eager"
     return Case(f"chain of {step}, {nodes} nodes", lambda: (Chain(step, nodes), torch.randn(3, FEATURES)), backend)
 
@@ -159,17 +164,17 @@ def llama(layers: int) -> Case:
 
 
 def masked(kind: str, layers: int) -> Case:
-    """Layers with masked activations; `kind` is one of `MASKED_LAYERS`."""
+    """Layers with masked activations. `kind` is one of `MASKED_LAYERS`."""
     return Case(
         f"{kind}, {layers} layers",
         lambda: (Masked(kind, layers), torch.randn(TOKENS, FEATURES)),
         "inductor" if layers <= MOST_LAYERS_TO_COMPILE.get(kind, layers) else "aot_eager",
-        may_report=kind == "split attention",  # it multiplies v by two masked forms of the scores
+        may_report=kind == "split attention",  # its scores are masked by a mask and by its complement
     )
 
 
 def unknown_calls(calls: int) -> Case:
-    """A chain of calls whose effect is unknown."""
+    """A chain of calls whose effects the pass does not know."""
     return Case(f"{calls} unknown calls", lambda: (UnknownCalls(calls), torch.randn(3, FEATURES)), "aot_eager")
 
 
@@ -200,7 +205,7 @@ def bench(case: Case) -> list[Row]:
         assert function(x).isfinite().all(), f"{case.name}: infinities would change the time of arithmetic"
         graph = captured(function, x)
         if case.layers:
-            time_of_compilation(function, x, "mglu")  # so that no timed call imports modules
+            time_of_compilation(function, x, "mglu")  # imports modules before the first timed call
         for i in range(ROUNDS):
             times["pass"].append(time_of_pass(graph, case.layers, case.may_report))
             for name, backend in variants.items():
@@ -209,10 +214,10 @@ def bench(case: Case) -> list[Row]:
     tokens, shape = (3, (HIDDEN, WIDTH)) if case.layers else (0, (0, 0))
     nodes, rows = len(graph.nodes), []
     for name, seconds in times.items():
-        of_name = [1e6 * one for one in seconds]
-        extra: dict[str, object] = {"nodes": nodes, "us_a_node": round(summarise(of_name).median / nodes, 2)}
+        microseconds = [1e6 * one for one in seconds]
+        extra: dict[str, object] = {"nodes": nodes, "us_a_node": round(summarise(microseconds).median / nodes, 2)}
         size = tokens, shape, case.n_masks
-        rows.append(Row.of_times(case.name, name, *size, of_name, dtype=torch.float32, extra=extra))
+        rows.append(Row.of_times(case.name, name, *size, microseconds, dtype=torch.float32, extra=extra))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Times MGLU on a CPU beside a loop that only reads, the naive layer and SwiGLU, in one run with the same threads.
+"""Times MGLU on a CPU, a loop that only reads, the naive layer and SwiGLU, in one run with the same threads.
 
 python -m benchmarks.cpu --out benchmarks/results [--tokens 1 2 4 8] [--n-masks 1 2 4 8 16] [--formats int8_row fp8_row]
 """
@@ -35,7 +35,7 @@ from mglu_ops.given import Given
 MIN_ROUNDS = 3
 CHECKED_TOKENS = 64
 CACHES_OF_LAYERS = 3
-"""The layers together take at least this many times the size of the last-level cache."""
+"""The layers together are at least this many times as large as the last-level cache."""
 PROTOCOL = (
     "wall clock; each variant runs over layers of its own that together take at least three times the last-level "
     "cache; variants run in turn, layer by layer, until each has had its seconds and three rounds; the least time and "
@@ -45,7 +45,7 @@ PROTOCOL = (
 
 
 def read_loop() -> Callable[[Tensor, Tensor], None]:
-    """Build the loop that reads two tensors, with the compiler of the kernels; it uses torch's threads."""
+    """Build a function that reads two tensors with torch's threads, with the compiler of our kernels."""
     library = load()
     assert isinstance(library, Library), library
     source, out = Path(__file__).parent / "read_loop.c", Path(tempfile.mkdtemp()) / "read_loop.so"
@@ -58,14 +58,14 @@ def read_loop() -> Callable[[Tensor, Tensor], None]:
 
 
 def layers_for(bytes_of_layer: int) -> int:
-    """The number of layers that exceeds the caches; even, since SwiGLU takes pairs of weights."""
+    """The number of layers needed to exceed the caches. It is even, because SwiGLU takes two weights."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     last_cache = max(int(size.read_text().removesuffix("K\n")) * 1024 for size in sizes)
     return 2 * -(-CACHES_OF_LAYERS * last_cache // (2 * bytes_of_layer))
 
 
 def variants_of(layers: Layers, formats: Sequence[str], baselines: Sequence[str]) -> list[Variant]:
-    """The read loop, our kernel for the dense weight and for each of the formats, and the baselines."""
+    """The read loop, our kernel for the dense weight and for each of `formats`, and the baselines."""
     x, weights, packed = layers.x, layers.weights, layers.packed
     read = read_loop()
     variants = [Variant("read loop", lambda i: read(weights[i], packed[i]), layers.count)]
@@ -83,7 +83,7 @@ def variants_of(layers: Layers, formats: Sequence[str], baselines: Sequence[str]
         calls = [partial(prepared, one) for one in given]
         variants.append(Variant(f"mglu cpu {name}".removesuffix(" dense"), partial(run, calls), layers.count))
     if "naive" in baselines:
-        # Masks that are not packed exceed the caches with fewer layers.
+        # Unpacked masks are larger than packed ones, so fewer layers are enough to exceed the caches.
         count = layers_for((1 + layers.n_masks) * weights[0].nbytes)
         masks = [all_masks(bits, x.dtype) for bits in packed[:count]]
         naive = NAIVE_ON_CPU.build()
@@ -94,7 +94,7 @@ def variants_of(layers: Layers, formats: Sequence[str], baselines: Sequence[str]
 
 
 def error_of(variant: Variant, layers: Layers) -> float:
-    """Run a variant once; the relative error against float64 of up to `CHECKED_TOKENS` tokens, NaN if it is not MGLU.
+    """Run a variant once. Return the relative error of up to `CHECKED_TOKENS` tokens; NaN for a variant without MGLU.
 
     Raises:
         AssertionError: the result is wrong.
@@ -112,12 +112,12 @@ def error_of(variant: Variant, layers: Layers) -> float:
 
 
 def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, list[float]]:
-    """Microseconds of every call; variants run in turn, each for `seconds` and for at least `MIN_ROUNDS` rounds."""
+    """Microseconds of every call. Variants take turns, each for `seconds` and for at least `MIN_ROUNDS` rounds."""
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     i, running = 0, variants
     while running:
         for offset, variant in enumerate(running):
-            # Each variant takes another layer than the one before it, whose layer is in the cache.
+            # Take another layer than the previous variant, whose layer is still in the cache.
             layer = (i + offset * (count // 2 + 1)) % count % variant.layers
             times[variant.name].append(wall_microseconds(partial(variant.run, layer)))
         i += 1
@@ -126,13 +126,13 @@ def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, l
 
 
 def bench(layers: Layers, seconds: float, formats: Sequence[str], baselines: Sequence[str]) -> list[dict[str, Any]]:
-    """Measure one problem and return its rows; every variant runs for `seconds`.
+    """Measure one problem and return its rows. Every variant runs for `seconds`.
 
-    A row has the columns of `records.Row` up to `dtype`, and these:
-        least, median: times per layer, in microseconds.
-        fraction_of_reading: least time of the read loop on the same bytes, divided by `least`.
-        error: norm of the error relative to the norm of the float64 result; NaN for SwiGLU and the read loop.
-        isa: the instruction set that our kernel used for the dense weight; empty for the other variants.
+    A row has the columns of `records.Row` up to `dtype`, and also:
+        least, median: times per layer in microseconds.
+        fraction_of_reading: the read loop's least time for the same bytes, divided by `least`.
+        error: relative error against float64, or NaN for SwiGLU and the read loop.
+        isa: instruction set of our kernel for the dense weight, empty for all other variants.
     """
     variants, x, (d, h) = variants_of(layers, formats, baselines), layers.x, layers.weights[0].shape
     errors = {variant.name: error_of(variant, layers) for variant in variants}

@@ -1,4 +1,4 @@
-"""Times MGLU's kernels, the read ceiling, the floor, the naive layer and SwiGLU in one run.
+"""Times MGLU's kernels, lower bounds (`ceiling`), the naive layer and SwiGLU in one run.
 
 python -m benchmarks.decode --out DIR [--tokens 1 2 4 ... 8192] [--n-masks 1 2 4 8 16]
 
@@ -41,8 +41,8 @@ SHAPES = ((14336, 4096), (8192, 2048))
 BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
 MAX_AUTOTUNED_MASKS = 4
-"""The most masks for which max-autotune is measured: with more, it compiles for minutes. With many tokens, it chooses
-the library's GEMMs, as the default mode does."""
+"""max-autotune is measured up to this number of masks. With more masks it compiles for minutes. With many tokens it
+chooses the library's GEMMs, as the default mode does."""
 
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
@@ -64,9 +64,9 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
 
 
 def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
-    """The naive layer; `tuned` adds the modes of torch.compile that take longer.
+    """The naive layer. `tuned` adds the modes of torch.compile that compile for long.
 
-    Its masks are not packed, so fewer layers are enough to exceed a gigabyte.
+    Unpacked masks are larger than packed ones, so fewer layers are measured: just enough to exceed a gigabyte.
     """
 
     def run(form: Callable[..., Tensor], masks: list[Tensor], i: int) -> Tensor:
@@ -86,9 +86,9 @@ def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
 
 
 def swiglu_variants(layers: Layers, tuned: bool) -> list[Variant]:
-    """SwiGLU; `tuned` adds the modes of torch.compile that take longer.
+    """SwiGLU. `tuned` adds the modes of torch.compile that compile for long.
 
-    The two weights of a SwiGLU layer are the weights of two MGLU layers.
+    A SwiGLU layer takes the weights of two MGLU layers.
     """
     gates, ups = layers.weights[0::2], layers.weights[1::2]
     pairs: list[tuple[Tensor, ...]] = list(zip(gates, ups, strict=False))
@@ -110,18 +110,19 @@ def swiglu_variants(layers: Layers, tuned: bool) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer, and what is measured of it.
+    """A layer, and the variants to measure.
 
     Attributes:
-        case: the name of the problem in the rows.
+        case: the problem's name in the rows.
         shape: `(out_features, in_features)`.
         tokens: number of tokens.
         n_masks: number of masks.
         dtype: of x and the weights.
-        weight_format: how the weights of MGLU and of SwiGLU are stored.
-        baselines: members of `BASELINES` to measure besides the read ceiling and the backend that the dispatch chooses.
-        tuned: also compile the naive layer and SwiGLU with the options of torch.compile that take longer.
-        settle_seconds: as in `harness.measure`; above `MAX_SEPARATE_GEMM_TOKENS` tokens at least `SETTLE_SECONDS`.
+        weight_format: the format of the weights of MGLU and SwiGLU.
+        baselines: members of `BASELINES` to measure besides the read ceiling and the chosen backend.
+        tuned: also compile the naive layer and SwiGLU in the modes of torch.compile that compile for long.
+        settle_seconds: as in `harness.measure`. With more than `MAX_SEPARATE_GEMM_TOKENS` tokens, it is at least
+            `SETTLE_SECONDS`.
     """
 
     case: str
@@ -172,22 +173,22 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The problems of one table: every shape with every number of tokens and of masks."""
+    """The problems of one table: all combinations of shapes, numbers of tokens and numbers of masks."""
 
     tokens: tuple[int, ...] = (1,)
     masks: tuple[int, ...] = (1, 2, 4, 8, 16)
     dtype: torch.dtype = torch.bfloat16
     baselines: tuple[str, ...] = ()
     shapes: dict[tuple[int, int], str] = field(default_factory=lambda: dict.fromkeys(SHAPES, "decode"))
-    """`(out_features, in_features)` to the name of the problem in the rows."""
+    """`(out_features, in_features)` -> name of the problem in the rows."""
     tuned_at: tuple[int, ...] = (1,)
     """Numbers of tokens for which `Problem.tuned` is set."""
     settle_seconds: float = 0.0
     weight_formats: tuple[str, ...] = ("dense",)
-    """The formats in which weights are stored; other than the dense one, they are the names of the problems."""
+    """Weight formats. Problems in another format than "dense" have the name of their format in the rows."""
 
     def quick(self) -> Sweep:
-        """The sweep reduced to its smallest problem, to see that everything works."""
+        """A sweep of the smallest problem only, to see that everything works."""
         (d, h), case = min(self.shapes.items())
         return replace(self, shapes={(d, h): case}, tokens=self.tokens[:1], masks=self.masks[:1], settle_seconds=0.0)
 
@@ -204,7 +205,7 @@ class Sweep:
 
 
 def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:
-    """Measure a table; print and write its rows after each problem."""
+    """Measure a table, and print and write the rows after each problem."""
 
     def rows_of(problem: Problem) -> list[Row]:
         rows = bench(problem, rounds)

@@ -1,14 +1,15 @@
-"""Times a decoding step, one token of each sequence, of whole models of Llama's shapes with SwiGLU and with SwiMGLU.
+"""Times a decoding step (one token per sequence) of whole models of Llama's shapes, with SwiGLU and with SwiMGLU.
 
 python -m benchmarks.decode_model --out DIR [--fp8] [--resume]
 
 The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles the start,
-one block and the head; a whole step is one CUDA graph, which passes its tokens to the next step. The logits are
-compared with the logits of the same model in float64 for the same tokens. Their error may be at most
-`ERROR_OVER_EAGER` times the error of the eager model. `--resume` works as in benchmarks/train.py.
+one block and the head. A whole step is one CUDA graph, which passes its tokens to the next step. The logits are
+compared with float64 for the same tokens: their error may be at most `ERROR_OVER_EAGER` times the error of the model
+in eager mode.
+`--resume` works as in benchmarks/train.py.
 
-With `--fp8`, the weights of all linear layers except the head are in fp8 with a scale a row: MGLU's by
-`mglu_ops.quantize`, the others and SwiGLU's as plain torch runs them fastest (benchmarks/quantized.py).
+With `--fp8`, all linear layers except the head have fp8 weights with a scale per row. MGLU uses `mglu_ops.quantize`.
+All other layers, and SwiGLU, run in the fastest way that plain torch has (benchmarks/quantized.py).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MODELS = {
     "Llama-3.1 8B": Sizes(layers=32, hidden=4096, intermediate=14336),
 }
 OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
-"""Options of torch.compile with which both layers decode faster than without."""
+"""Options of torch.compile that make both kinds of models faster."""
 PROTOCOL = (
     "a token of each sequence, greedy, static cache; the step compiled (coordinate descent, programmatic dependent "
     "launch; a row a compilation) "
@@ -47,15 +48,15 @@ PROTOCOL = (
 )
 CHECKED_TOKENS = 8
 ERROR_OVER_EAGER = 1.5
-"""Largest error of a compiled model relative to the error of the eager model."""
+"""Allowed error of a compiled model, relative to the eager model's error."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes of a model, the number of sequences, and the numbers of masks that are measured; 0 is SwiGLU.
+    """The sizes of a model, the number of sequences, and the numbers of masks to measure. 0 masks are SwiGLU.
 
-    Each model is compiled `compilations` times with an empty cache, since coordinate descent finds other kernels each
-    time. The fastest compilation counts.
+    Each model is compiled `compilations` times with an empty cache, because coordinate descent finds different kernels
+    each time. The fastest compilation counts.
     """
 
     sizes: Sizes
@@ -79,7 +80,7 @@ IN_FP8 = [Problem(sizes, batch, fp8=True) for sizes, batch in product(MODELS.val
 
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1, *, fp8: bool = False) -> Decoder:
-    """Build a model for inference with random weights and packed random masks; `n_masks` 0 is SwiGLU."""
+    """Build a model for inference with random weights and packed random masks. With `n_masks` 0 it has SwiGLU."""
     projection: Projection = partial(MGLU, n_masks=n_masks, learnable_masks=False) if n_masks else GLU
     with creating(device, dtype):
         model = Decoder(sizes, projection, batch)
@@ -92,7 +93,7 @@ def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: in
 
 @dataclass
 class Decoding:
-    """A model and the `token` `[batch]` and `position` `[1]` of its next step."""
+    """A model with the inputs of its next step: `token` `[batch]` and `position` `[1]`."""
 
     model: Decoder
     token: Tensor
@@ -109,13 +110,13 @@ class Decoding:
         return self.model(self.token, self.position)
 
     def restart(self) -> None:
-        """Start all sequences again, each with another token."""
+        """Start all sequences again, each with a different token."""
         vocabulary = self.model.head.weight.shape[0]
         self.token.copy_(torch.arange(len(self.token), device=self.token.device) % vocabulary)
         self.position.zero_()
 
     def errors(self, step: Callable[[], Tensor]) -> tuple[float, float]:
-        """Errors against float64 of the logits of `step`, which decodes a token, and of the eager model's logits."""
+        """Relative errors of logits against float64: of `step`, which decodes a token, and of the eager model."""
         self.restart()
         given, logits = [], []
         for _ in range(CHECKED_TOKENS):
@@ -136,7 +137,7 @@ def logits_of(model: Decoder, tokens: Sequence[Tensor]) -> Tensor:
 def in_float64(model: Decoder) -> Decoder:
     """Let a model decode in float64. To save memory, a block's parameters are in float64 only while it runs.
 
-    Weights in fp8 and their scales stay what they are.
+    Weights in fp8, and their scales, are not converted.
     """
 
     def convert(block: nn.Module, dtype: torch.dtype) -> None:
@@ -157,7 +158,7 @@ def in_float64(model: Decoder) -> Decoder:
 
 
 def sharing(model: Decoder) -> Decoder:
-    """A copy of a model, not compiled, with the same tensors."""
+    """An uncompiled copy of a model that shares its tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
@@ -178,7 +179,7 @@ def capture_step(decoding: Decoding, name: str) -> Captured:
 
 
 def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
-    """A row per model and compilation, and one per read ceiling; all of them are timed in turn."""
+    """Time all models, compilations and read ceilings in turn, and return a row for each."""
     sizes, batch = problem.sizes, problem.batch
     models = {n: build(sizes, n, "cuda", torch.bfloat16, batch, fp8=problem.fp8) for n in problem.masks}
     weight_bytes = {n_masks: model.weight_bytes() for n_masks, model in models.items()}
@@ -209,7 +210,7 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
 
 
 def run(problems: Sequence[Problem], out: Path, rounds: int = ROUNDS, resume: bool = False) -> list[Row]:
-    """Measure problems into `decode_model.csv` of a folder, or `decode_model_fp8.csv`."""
+    """Measure problems, and write `decode_model.csv` or `decode_model_fp8.csv` into a folder."""
     torch.manual_seed(0)
     name = f"decode_model{'_fp8' if problems[0].fp8 else ''}"
     return measure(problems, lambda one: bench(one, rounds), out, name, PROTOCOL, resume)

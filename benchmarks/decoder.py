@@ -1,4 +1,4 @@
-"""A decoder-only language model like Llama that takes one token at a time; its gated projection is an argument."""
+"""A decoder-only language model like Llama that takes one token at a time. Its gated projection is an argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of Llama-3.2 1B, except `context`, the number of tokens that the cache holds."""
+    """Sizes of a model. Defaults are those of Llama-3.2 1B, except `context`, the number of tokens in the cache."""
 
     layers: int = 16
     hidden: int = 2048
@@ -54,7 +54,7 @@ def angles(sizes: Sizes) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Attention of one token of each sequence to the tokens in the cache and to itself."""
+    """Attention of each sequence's current token to itself and to the tokens in the cache."""
 
     keys: Tensor
     values: Tensor
@@ -69,13 +69,13 @@ class Attention(nn.Module):
         self.register_buffer("values", cache.clone())
 
     def forward(self, x: Tensor, position: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """Map x `[batch, hidden]` to the same shape; `seen`, bool `[context]`, marks the tokens in the cache."""
+        """Map x `[batch, hidden]` to the same shape. `seen`, bool `[context]`, marks the tokens in the cache."""
         batch = x.shape[0]
         heads = self.inputs(x).view(batch, -1, 1, self.head_width)
         query, key, value = heads.split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
         self.keys.index_copy_(2, position, rotate(key, *rotation))
         self.values.index_copy_(2, position, value)
-        # Query heads that share a key head are rows of one product.
+        # Query heads that share a key head become rows of one product.
         grouped = rotate(query, *rotation).view(batch, self.kv_heads, -1, self.head_width)
         mask = seen.expand(grouped.shape[2], -1)
         mixed = F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=mask)
@@ -83,11 +83,11 @@ class Attention(nn.Module):
 
 
 Projection = Callable[[int, int], nn.Module]
-"""Makes the gated projection of a block from `(hidden, intermediate)`."""
+"""A function of `(hidden, intermediate)` that makes the gated projection of a block."""
 
 
 class Block(nn.Module):
-    """A pre-norm decoder block; `forward` passes what it gets besides x to the attention."""
+    """A pre-norm decoder block. All arguments of `forward` except x go to the attention."""
 
     def __init__(self, sizes: Sizes, attention: nn.Module, projection: Projection) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Block(nn.Module):
 
 
 class Start(nn.Module):
-    """The part before the blocks: the embedding of the tokens and the rotation of their position."""
+    """The part before the blocks: the embedding, and the angles of the rotary position embedding."""
 
     cosine: Tensor
     sine: Tensor
@@ -122,7 +122,7 @@ class Start(nn.Module):
 
 
 class Head(nn.Module):
-    """The part after the blocks; it shares `weight` `[vocabulary, hidden]` with the embedding."""
+    """The part after the blocks. It shares `weight` `[vocabulary, hidden]` with the embedding."""
 
     def __init__(self, sizes: Sizes, weight: Tensor) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Decodes one token of each of `batch` sequences at a time, greedily; embedding and head share a matrix."""
+    """Decodes one token of each of `batch` sequences at a time, greedily. Embedding and head share a matrix."""
 
     def __init__(self, sizes: Sizes, projection: Projection, batch: int = 1) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
         self.head = Head(sizes, self.start.embedding.weight)
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """Return the logits `[batch, vocabulary]`; sets `token` `[batch]` and `position` `[1]` for the next step."""
+        """The logits `[batch, vocabulary]`. `token` `[batch]` and `position` `[1]` are updated for the next step."""
         x, rotation, seen = self.start(token, position)
         for block in self.blocks:
             x = block(x, position, rotation, seen)
@@ -156,11 +156,11 @@ class Decoder(nn.Module):
         return logits
 
     def compile_parts(self, compiler: Callable[[nn.Module], None]) -> None:
-        """Compile the start, the blocks and the head separately: all blocks share a graph, which compiles once."""
+        """Compile the start, the blocks and the head separately. All blocks share one graph, which compiles once."""
         for part in (self.start, *self.blocks, self.head):
             compiler(part)
 
     def weight_bytes(self) -> int:
-        """Bytes of parameters and packed masks that a step reads, without the cache and the rotations."""
+        """The bytes of parameters and packed masks that a step reads. The cache and the angles do not count."""
         tensors = {*self.parameters(), *(b for name, b in self.named_buffers() if name.endswith("packed_masks"))}
         return sum(tensor.nbytes for tensor in tensors)

@@ -1,4 +1,8 @@
-"""SwiGLU's experts in the forms that are fast today: batched and grouped products of torch, and Triton kernels."""
+"""Fast implementations of SwiGLU's experts: torch's batched and grouped products, and Triton kernels.
+
+A pair is a token and one of its experts. T is the number of tokens, K is top_k and E the number of experts. Pair
+t K + k belongs to the k-th expert of token t.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +23,22 @@ from benchmarks.quantized import in_fp8_tokens
 from mglu_ops.sizes import ceil_div
 
 BATCHED_TOKENS = 8
-"""The most tokens for which batched products are measured. They read an expert once for each of its tokens."""
+"""Batched products are measured up to this number of tokens, since they read an expert once for each of its tokens."""
 TRITON = "SwiGLU Triton"
 CHUNK = 1024
-"""Pairs that a program of the sorting kernel reads at once."""
+"""Number of pairs that a program of the sorting kernel reads at once."""
 
-# --- Batched products of gathered experts, which torch.compile fuses with the gathering -------------------------------
+# --- Batched products of gathered experts; torch.compile fuses the gathering ------------------------------------------
 
 
 def _batched(x: Tensor, weight: Tensor, pairs: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The product of row p of x with the weight of expert `pairs[p]`; weight `[E, d, h]`."""
+    """The products of each row p of x with the weight `[E, d, h]` of expert `pairs[p]`."""
     y = torch.bmm(x[:, None], weight[pairs].to(x.dtype).mT)[:, 0]
     return y if scale is None else y * scale[pairs].to(x.dtype)
 
 
 def batched_swiglu(x: Tensor, both: Tensor, scales: Tensor | None, ids: Tensor) -> Tensor:
-    """SwiGLU's first half, `[T K, d]`; `both` is `[E, 2 d, h]`, `scales` None or `[E, 2 d]`."""
+    """The gated projection, `[T K, d]`. `both` is `[E, 2 d, h]`, and `scales` is None or `[E, 2 d]`."""
     pairs, (gate, up) = ids.flatten(), both.chunk(2, 1)
     gate_scale, up_scale = (None, None) if scales is None else scales.chunk(2, 1)
     rows = x[:, None].expand(-1, ids.shape[1], -1).flatten(0, 1)
@@ -42,7 +46,7 @@ def batched_swiglu(x: Tensor, both: Tensor, scales: Tensor | None, ids: Tensor) 
 
 
 def batched_layer(x: Tensor, both: Tensor, down: Tensor, ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """A whole layer, `[T, h]`."""
+    """The whole layer, `[T, h]`."""
     outputs = _batched(batched_swiglu(x, both, None, ids), down, ids.flatten()).view(*ids.shape, -1)
     return (outputs * expert_weights[..., None]).sum(1)
 
@@ -51,7 +55,7 @@ def batched_layer(x: Tensor, both: Tensor, down: Tensor, ids: Tensor, expert_wei
 
 
 def _sorted(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The pairs in the order of their experts, and where the pairs of each expert end, int32 `[E]`."""
+    """The pairs sorted by expert, and the end of each expert's pairs, int32 `[E]`."""
     sorted_ids, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(sorted_ids, torch.arange(experts, device=ids.device), right=True)
     return order, ends.to(torch.int32)
@@ -63,13 +67,16 @@ def _gated(both: Tensor) -> Tensor:
 
 
 def grouped_swiglu(x: Tensor, both: Tensor, scales: Tensor | None, ids: Tensor) -> Tensor:
-    """SwiGLU's first half in the order of experts, `[T K, d]`."""
+    """The gated projection, `[T K, d]`, sorted by expert."""
     order, ends = _sorted(ids, both.shape[0])
     return _gated(F.grouped_mm(x[order // ids.shape[1]], both.mT, offs=ends))
 
 
 def scaled_grouped_swiglu(x: Tensor, both: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
-    """The same with weights in fp8, `scales` `[E, 2 d]`, and x rounded to fp8 token by token."""
+    """The gated projection, `[T K, d]`, sorted by expert, with x and weights in fp8.
+
+    Weights have `scales` `[E, 2 d]`. x is rounded with one scale per token.
+    """
     order, ends = _sorted(ids, both.shape[0])
     stored, x_scale = in_fp8_tokens(x[order // ids.shape[1]])
     operands = stored, both.mT, x_scale[:, 0], scales
@@ -77,7 +84,7 @@ def scaled_grouped_swiglu(x: Tensor, both: Tensor, scales: Tensor, ids: Tensor) 
 
 
 def grouped_layer(x: Tensor, both: Tensor, down: Tensor, ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """A whole layer, `[T, h]`."""
+    """The whole layer, `[T, h]`."""
     order, ends = _sorted(ids, both.shape[0])
     y = _gated(F.grouped_mm(x[order // ids.shape[1]], both.mT, offs=ends))
     outputs = F.grouped_mm(y, down.mT, offs=ends)
@@ -89,7 +96,7 @@ def grouped_layer(x: Tensor, both: Tensor, down: Tensor, ids: Tensor, expert_wei
 
 
 class Tile(NamedTuple):
-    """The launch of `experts_kernel`: pairs, columns and depth of a tile, warps of a program, and stages of loads."""
+    """A launch of `experts_kernel`: pairs, columns and depth of a tile, warps, and pipeline stages."""
 
     pairs: int
     columns: int
@@ -115,17 +122,17 @@ TILES = (
     Tile(128, 64, 64, 8, 4),
     Tile(128, 128, 64, 8, 3),
 )
-"""Tiles of the first half. Each is tried where an expert has about as many pairs, and the fastest counts."""
+"""Tiles of the gated projection. Tiles that fit the number of pairs per expert are tried, and the fastest counts."""
 
 
 def tiles_for(pairs: float) -> list[Tile]:
-    """The tiles to try for a mean number of pairs of an expert in use."""
+    """The tiles to try. `pairs` is the mean number of pairs of the experts in use."""
     near = 2 ** (ceil(pairs) - 1).bit_length()
     return [tile for tile in TILES if tile.pairs in {min(max(one, 16), 128) for one in (near // 2, near, 2 * near)}]
 
 
 class _Blocks(NamedTuple):
-    """The arguments of `experts_kernel` that say which pairs a block has, and how many blocks there are at most."""
+    """The arguments of `experts_kernel` that describe the blocks of pairs, and the largest number of blocks."""
 
     pairs: Tensor
     experts: Tensor
@@ -134,17 +141,17 @@ class _Blocks(NamedTuple):
 
 
 def _kernels() -> Any:
-    return importlib.import_module("benchmarks.expert_kernels")  # decides whether Triton is interpreted
+    return importlib.import_module("benchmarks.expert_kernels")  # late, because Triton reads TRITON_INTERPRET at import
 
 
 def _align(ids: Tensor, experts: int, tile: Tile) -> _Blocks:
-    """Sort pairs into blocks on the device. The experts of one token all differ and need no sorting."""
+    """Sort pairs into blocks on the device. With one token, all experts differ, so nothing is sorted."""
     if ids.shape[0] == 1:
         return _Blocks(ids, ids, ids, ids.numel())
     pairs, filled = ids.numel(), min(ids.numel(), experts)
     most = (pairs + filled * (tile.pairs - 1)) // tile.pairs
-    places, of_blocks, used = (ids.new_empty(size, dtype=torch.int32) for size in (most * tile.pairs, most, 1))
-    blocks = _Blocks(places, of_blocks, used, most)
+    places, block_experts, used = (ids.new_empty(size, dtype=torch.int32) for size in (most * tile.pairs, most, 1))
+    blocks = _Blocks(places, block_experts, used, most)
     bins = 2 ** (experts - 1).bit_length()
     _kernels().align_kernel[(experts,)](ids, *blocks[:3], pairs, bins, tile.pairs, CHUNK)
     return blocks
@@ -159,7 +166,7 @@ def _product(
     blocks: _Blocks,
     tile: Tile,
 ) -> Tensor:
-    """The first half, or the second with `expert_weights`, for all pairs."""
+    """The gated projection of all pairs, or the down projection if `expert_weights` are given."""
     gated, pairs, h = expert_weights is None, ids.numel(), x.shape[1]
     d = weight.shape[1] // (2 if gated else 1)
     out = x.new_empty(pairs, d)
@@ -180,15 +187,15 @@ def _product(
 
 
 def triton_swiglu(tile: Tile, x: Tensor, both: Tensor, scales: Tensor | None, ids: Tensor) -> Tensor:
-    """SwiGLU's first half, `[T K, d]`, with weights in x's dtype or in 8 bits."""
+    """The gated projection, `[T K, d]`, with weights in x's dtype or in 8 bits."""
     return _product(x, both, scales, None, ids, _align(ids, both.shape[0], tile), tile)
 
 
 def triton_layer(tile: Tile, x: Tensor, both: Tensor, down: Tensor, ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """A whole layer, `[T, h]`."""
+    """The whole layer, `[T, h]`."""
     blocks = _align(ids, both.shape[0], tile)
     y = _product(x, both, None, None, ids, blocks, tile)
-    wide = tile._replace(columns=2 * tile.columns)  # as many rows of weights in a tile, without a second product
+    wide = tile._replace(columns=2 * tile.columns)  # one product instead of two, so a tile has room for more columns
     return _product(y, down, None, expert_weights, ids, blocks, wide).view(*ids.shape, -1).sum(1)
 
 
@@ -197,7 +204,10 @@ def triton_layer(tile: Tile, x: Tensor, both: Tensor, down: Tensor, ids: Tensor,
 
 @cache
 def _compiled(form: Callable[..., Tensor], tuned: bool) -> Callable[..., Tensor]:
-    """The form, compiled for fixed shapes with coordinate descent if `tuned`, else once for all numbers of tokens."""
+    """Compile a form of the experts.
+
+    With `tuned`, it is compiled for fixed shapes with coordinate descent; otherwise once for all numbers of tokens.
+    """
     if tuned:
         return torch.compile(form, fullgraph=True, dynamic=False, options=OPTIONS["coordinate descent"])
     return torch.compile(form, fullgraph=True)
@@ -208,7 +218,7 @@ def _tiles_of(layers: ExpertLayers) -> list[Tile]:
 
 
 def first_half_variants(layers: ExpertLayers) -> Iterator[Variant]:
-    """SwiGLU's first half in every form, in the format of the layers."""
+    """The gated projection in every form, with weights in the layers' format."""
 
     def variant(name: str, form: Callable[..., Tensor], oracle: Callable[[int], Tensor]) -> Variant:
         def run(i: int) -> Tensor:
@@ -230,7 +240,7 @@ def first_half_variants(layers: ExpertLayers) -> Iterator[Variant]:
 
 
 def layer_variants(layers: ExpertLayers) -> Iterator[Variant]:
-    """A whole layer of SwiGLU in every form, with dense weights."""
+    """The whole layer in every form, with dense weights."""
 
     def variant(name: str, form: Callable[..., Tensor]) -> Variant:
         def run(i: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""SwiGLU's experts in Triton, in the way of vLLM's fused_moe: tokens sorted into blocks of experts, and one product.
+"""SwiGLU's experts in Triton, as in vLLM's fused_moe: one kernel sorts tokens by expert, and another multiplies.
 
-A pair is a token and one of its experts; pair t K + k belongs to the k-th expert of token t. One launch sorts pairs
-into blocks. A block is a fixed number of places for pairs of one expert, the last of which may be empty. Each program
-of a product computes a tile of a block. In contrast to vLLM's kernel, the programs of the first half compute gate and
-value together, and apply the activation.
+A pair is a token and one of its experts. Pair t K + k belongs to the k-th expert of token t. The first kernel sorts
+the pairs by expert into blocks of BLOCK_M, and pads the last block of each expert. Each program of the second kernel
+computes a tile of a block. In contrast to vLLM's kernel, the programs of the gated projection compute gate and value
+together, and apply the activation.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import triton.language as tl
 
 @triton.jit
 def align_kernel(ids, pairs, experts, used, n_pairs, BINS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
-    """Program e lists the pairs of expert e in blocks; places that stay empty get the number of all pairs.
+    """Sort pairs by expert into blocks, padded with `n_pairs`. Program e writes the blocks of expert e.
 
-    Every program counts the pairs of all experts, so that it knows where its own blocks begin.
+    Every program counts the pairs of all experts, to know where its own blocks begin.
 
     Args:
-        ids: the expert of each pair.
-        pairs: receives the pair of each place.
-        experts: receives the expert of each block.
-        used: receives the number of blocks.
+        ids: `[n_pairs]`, the expert of each pair.
+        pairs: output `[blocks, BLOCK_M]`, the pairs in sorted order.
+        experts: output `[blocks]`, the expert of each block.
+        used: output, the number of blocks.
         n_pairs: number of pairs.
-        BINS: at least the number of experts, a power of two.
-        BLOCK_M: places of a block, a power of two.
-        CHUNK: pairs that a program reads at once.
+        BINS: a power of two, at least the number of experts.
+        BLOCK_M: number of pairs in a block, a power of two.
+        CHUNK: number of pairs that a program reads at once.
     """
     expert = tl.program_id(0)
     lanes, bins = tl.arange(0, CHUNK), tl.arange(0, BINS)
@@ -54,7 +54,7 @@ def align_kernel(ids, pairs, experts, used, n_pairs, BINS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load(at, inside, WHOLE_STEPS: tl.constexpr):
-    """A step of a tile of weights, whose rows end where `inside` does."""
+    """Load a step of a tile of weights, with zeros where `inside` is false."""
     if WHOLE_STEPS:
         return tl.load(at)
     return tl.load(at, mask=inside[:, None], other=0.0)
@@ -82,28 +82,28 @@ def experts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program computes a block of pairs and `BLOCK_N` of the D columns of the result.
+    """Compute a tile of the result: a block of pairs, and `BLOCK_N` of the D columns.
 
     Args:
-        x: rows of H columns; pair p multiplies row p // TOP_K.
-        weight: `[experts, 2 D, H]` with the gates above the values if GATED, else `[experts, D, H]`.
+        x: rows of H columns. Pair p multiplies row p // TOP_K.
+        weight: `[experts, D, H]`, or `[experts, 2 D, H]` with gates above values if GATED.
         scale: a scale for each row of the weights, read if SCALED.
         expert_weights: a factor for each pair, read unless GATED.
         out: `[n_pairs, D]`.
-        pairs: as `align_kernel` writes it; not read unless ALIGNED.
-        experts: the same; unless ALIGNED, the expert of each pair, which is then a block of its own.
-        used: as `align_kernel` writes it; not read unless ALIGNED.
+        pairs: output of `align_kernel`, read if ALIGNED.
+        experts: output of `align_kernel` if ALIGNED. Otherwise each pair is a block, and has its expert here.
+        used: output of `align_kernel`, read if ALIGNED.
         n_pairs: number of pairs.
-        D: columns of the result.
-        H: columns of x.
-        TOP_K: the pairs that share a row of x.
-        GATED: whether the kernel computes silu(gate) * value instead of one product.
-        SCALED: whether weights have scales.
-        ALIGNED: whether pairs are sorted.
-        WHOLE_STEPS: whether BLOCK_K divides H.
-        BLOCK_M: pairs of a block.
-        BLOCK_N: columns of the result in a tile.
-        BLOCK_K: columns of x in a step.
+        D: number of columns of the result.
+        H: number of columns of x.
+        TOP_K: number of pairs that share a row of x.
+        GATED: compute silu(gate) * value instead of one product.
+        SCALED: weights have scales.
+        ALIGNED: pairs are sorted into blocks.
+        WHOLE_STEPS: BLOCK_K divides H.
+        BLOCK_M: number of pairs in a block.
+        BLOCK_N: number of columns of the result in a tile.
+        BLOCK_K: number of columns of x in a step.
     """
     block = tl.program_id(0)
     places = tl.arange(0, BLOCK_M)
@@ -116,7 +116,7 @@ def experts_kernel(
     expert = tl.load(experts + block).to(tl.int64)
     exists = pair < n_pairs
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = expert * (2 * D if GATED else D) + columns % D  # past the last column, the first ones are read again
+    rows = expert * (2 * D if GATED else D) + columns % D  # wraps around, so that loads need no mask
     steps = tl.arange(0, BLOCK_K)
     x_tile = x + (pair // TOP_K).to(tl.int64)[:, None] * H + steps[None, :]
     weight_tile = weight + rows[None, :] * H + steps[:, None]

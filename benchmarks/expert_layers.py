@@ -1,4 +1,4 @@
-"""Random layers of experts, the experts that their routers choose, and their results in float64."""
+"""Random layers of experts with random routings, and their results in float64."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mglu_ops.formats import FORMATS
 from mglu_ops.timer import layers_for
 
 COLD_BYTES = 300_000_000
-"""The bytes of experts in use that a graph reads from distinct layers: several times the L2 of an H100 or H200, 50 MB.
-Not more, since the experts that are not in use take memory too."""
+"""A graph reads at least this many bytes of experts in use, from distinct layers: six times the L2 of an H100 or H200.
+More bytes would need too much memory, because experts that are not in use take memory too."""
 
 
 class Model(NamedTuple):
-    """The experts of a model: its name and, for a layer, their number, `out_features`, `in_features` and top-k."""
+    """A model's experts: its name, and a layer's number of experts, `out_features`, `in_features` and `top_k`."""
 
     name: str
     experts: int
@@ -30,9 +30,9 @@ class Model(NamedTuple):
 
 
 def route(model: Model, tokens: int, skewed: bool, device: str) -> Tensor:
-    """Random expert ids `[tokens, top_k]`, int64, without repetition in a token.
+    """Random expert ids `[tokens, top_k]`, int64. The ids of a token differ.
 
-    Experts are equally probable or, with `skewed`, have the probabilities of Zipf's law, 1 / rank; ranks are random.
+    Experts have equal probabilities or, with `skewed`, probabilities in proportion to 1 / rank with random ranks.
     """
     ranks = torch.randperm(model.experts, device=device) + 1.0
     probabilities = 1 / ranks if skewed else torch.ones_like(ranks)
@@ -40,29 +40,30 @@ def route(model: Model, tokens: int, skewed: bool, device: str) -> Tensor:
 
 
 class ExpertLayers:
-    """Distinct layers of experts with the same input: MGLU, SwiGLU at the same width and, if wanted, the second half.
+    """Distinct layers of experts with the same input: MGLU and SwiGLU of equal width, maybe with down projections.
 
     Args:
         model: the sizes.
-        tokens: rows of the input.
+        tokens: number of rows of the input.
         skewed: as in `route`.
-        weight_format: a format whose scales belong to rows, or the dense one.
+        weight_format: "dense", or a format with one scale per row.
         masks: numbers of masks.
-        whole: whether the layers have the second half too.
+        whole: the layers have down projections too.
         dtype: of x and dense weights.
-        device: where all tensors are.
-        count: number of layers; by default, the experts in use of all layers exceed `COLD_BYTES` even with one mask.
+        device: of all tensors.
+        count: number of layers. By default, the experts in use of all layers together exceed `COLD_BYTES`, even with
+            one mask.
 
     Attributes:
         x: `[tokens, h]`.
-        ids: the chosen experts `[tokens, top_k]` of each layer.
-        expert_weights: their weights `[tokens, top_k]` for each layer.
-        both: SwiGLU's stored weights `[E, 2 d, h]` of each layer, the gates above the values.
-        both_scales: their scales `[E, 2 d]`; None for dense weights.
-        weights, scales: MGLU's stored weights `[E, d, h]` and scales `[E, d]`: a copy of SwiGLU's gates.
-        packed: for each number of masks, the packed masks `[E, d, h / 8, n_masks]` of each layer.
-        down: the weights of the second half, `[E, h, d]`, dense; empty unless `whole`.
-        used: the number of experts in use of each layer.
+        ids: chosen experts `[tokens, top_k]`, for each layer.
+        expert_weights: `[tokens, top_k]`, for each layer.
+        both: SwiGLU's stored weights `[E, 2 d, h]` with gates above values, for each layer.
+        both_scales: scales `[E, 2 d]` of `both`, or None for dense weights.
+        weights, scales: MGLU's stored weights `[E, d, h]` and scales `[E, d]`, copies of SwiGLU's gates.
+        packed: number of masks -> packed masks `[E, d, h / 8, n_masks]`, for each layer.
+        down: dense weights `[E, h, d]` of the down projections, for each layer. Empty unless `whole`.
+        used: number of experts in use, for each layer.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ExpertLayers:
 
         self.both: list[Tensor] = []
         self.both_scales: list[Tensor | None] = []
-        for _ in range(count):  # expert by expert, since rounding to a format takes several times its memory
+        for _ in range(count):  # quantize expert by expert: it takes several times the memory of the weight
             made = [self.format.quantize(random(2 * d, h)) for _ in range(experts)]
             scales = [scale for _, scale in made if scale is not None]
             self.both.append(torch.stack([stored for stored, _ in made]))
@@ -112,14 +113,14 @@ class ExpertLayers:
     # --- Results in float64 -------------------------------------------------------------------------------------------
 
     def _decoded(self, i: int, expert: int) -> tuple[Tensor, Tensor]:
-        """The gate and the value of SwiGLU, each `[d, h]` in float64; the gate is MGLU's weight too."""
+        """The gate and value weights of SwiGLU, each `[d, h]` in float64. The gate is also MGLU's weight."""
         scales = self.both_scales[i]
         scale = None if scales is None else scales[expert]
         gate, value = self.format.dequantize(self.both[i][expert], scale, torch.float64).chunk(2)
         return gate, value
 
     def _of_experts(self, i: int, width: int, result_of: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The rows that `result_of(expert, pairs)` gives for all experts; pair t K + k is expert k of token t."""
+        """The results of all pairs, from `result_of(expert, pairs)`. Pair t K + k is the k-th expert of token t."""
         pairs = self.ids[i].flatten()
         result = torch.empty(len(pairs), width, dtype=torch.float64, device=pairs.device)
         for expert in pairs.unique().tolist():
@@ -128,9 +129,9 @@ class ExpertLayers:
         return result
 
     def first_half(self, i: int, n_masks: int, rounded: bool = False) -> Tensor:
-        """The results of layer i in float64, `[tokens * top_k, d]`; cached. `n_masks` of 0 stands for SwiGLU.
+        """The float64 result of layer i's gated projection, `[tokens * top_k, d]`, cached. `n_masks` 0 is SwiGLU.
 
-        With `rounded`, x is rounded to fp8 token by token.
+        With `rounded`, x is rounded to fp8 with one scale per token.
         """
         if (i, n_masks, rounded) not in self._known:
             stored, scale = in_fp8_tokens(self.x) if rounded else (self.x, self.x.new_ones(()))
@@ -146,11 +147,11 @@ class ExpertLayers:
         return self._known[i, n_masks, rounded]
 
     def sorted_first_half(self, i: int, rounded: bool = False) -> Tensor:
-        """SwiGLU's results in float64, in the order of experts instead of tokens."""
+        """SwiGLU's float64 result of the gated projection, with rows sorted by expert."""
         return self.first_half(i, 0, rounded)[self.ids[i].flatten().argsort(stable=True)]
 
     def layer(self, i: int, n_masks: int) -> Tensor:
-        """The result of the whole layer i in float64, `[tokens, h]`; `n_masks` of 0 stands for SwiGLU."""
+        """The float64 result of the whole layer i, `[tokens, h]`. `n_masks` 0 is SwiGLU."""
         y = self.first_half(i, n_masks)
         outputs = self._of_experts(i, self.model.h, lambda expert, rows: y[rows] @ self.down[i][expert].double().T)
         return (outputs.view(*self.ids[i].shape, -1) * self.expert_weights[i].double()[..., None]).sum(1)

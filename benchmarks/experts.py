@@ -1,4 +1,4 @@
-"""Times layers of experts against reading the experts in use, and against SwiGLU in its fastest forms.
+"""Times layers of experts, reads of the experts in use, and SwiGLU in its fastest forms.
 
 timeout 580 python -m benchmarks.experts experts_layer --out DIR [--resume]
 
@@ -45,14 +45,14 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer of experts in bfloat16; SwiGLU and all numbers of masks are measured together.
+    """A layer of experts in bfloat16. SwiGLU and all numbers of masks are measured together.
 
     Attributes:
-        model: its sizes.
+        model: the sizes.
         tokens: number of tokens.
         routing: a key of `ROUTINGS`.
-        weight_format: of the first half.
-        whole: whether the second half and the sum over the experts of a token are measured too.
+        weight_format: of the gated projection.
+        whole: also measure the down projection and the sum over a token's experts.
     """
 
     model: Model
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def is_first_of_shape(self) -> bool:
-        """Whether forms that are compiled for all numbers of tokens of a shape have to be compiled again."""
+        """True for a shape's first problem, at which forms that compile once for all numbers of tokens compile anew."""
         return self.tokens == TOKENS[0] and self.routing == next(iter(ROUTINGS))
 
     def is_in(self, rows: Sequence[Row]) -> bool:
@@ -83,16 +83,16 @@ PROBLEMS = {
     "experts_fp8": _problems("fp8_row"),
     "experts_layer": _problems(whole=True),
 }
-"""The problems of each table, by its name."""
+"""Name of a table -> its problems."""
 
 
 def quick(name: str) -> list[Problem]:
-    """A small problem of a table, to see that everything works."""
+    """A small variant of a table's first problem, to see that everything works."""
     return [replace(PROBLEMS[name][0], model=SMALL, tokens=16)]
 
 
 def our_variants(layers: ExpertLayers, whole: bool) -> dict[int, Variant]:
-    """Our operators, by the number of masks."""
+    """Number of masks -> our operators."""
 
     def run(n_masks: int, i: int) -> Tensor:
         stored = layers.scales[i], layers.format.name
@@ -110,9 +110,9 @@ def our_variants(layers: ExpertLayers, whole: bool) -> dict[int, Variant]:
 
 
 def ceilings(layers: ExpertLayers, whole: bool) -> dict[int, Variant]:
-    """Reads of as many bytes as the experts in use have, by the number of masks.
+    """Number of masks -> a kernel that reads as many bytes as the experts in use have.
 
-    A whole layer has W and the down projection, which are as large as SwiGLU's two weights.
+    A whole layer has W and the down projection, which together are as large as SwiGLU's two weights.
     """
     stored = layers.both if whole else layers.weights
     weights = [weight[:used] for weight, used in zip(stored, layers.used, strict=True)]
@@ -124,7 +124,7 @@ def ceilings(layers: ExpertLayers, whole: bool) -> dict[int, Variant]:
 
 
 def launches(variant: Variant) -> int:
-    """The number of kernels that one call of a variant launches, with copies and fills of memory."""
+    """The number of kernels, copies and memsets that one call of a variant launches."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         variant.run(0)
         torch.cuda.synchronize()
@@ -132,7 +132,7 @@ def launches(variant: Variant) -> int:
 
 
 def runs(variant: Variant) -> bool:
-    """Whether torch runs a variant at all; if not, say why."""
+    """True if torch runs the variant. Otherwise, print the error."""
     try:
         first_call(variant.name, lambda: variant.run(0))
     except RuntimeError as refusal:
@@ -176,9 +176,9 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
 
 
 def fastest_tile(variants: Sequence[Variant], timings: dict[str, Timing]) -> list[Variant]:
-    """The variants without the slower ones of those that differ in the tile of the Triton kernel only.
+    """The variants, with only the fastest tile of the Triton kernel.
 
-    A tile whose result is wrong stays, so that it is seen.
+    Tiles with wrong results stay too, so that somebody sees them.
     """
     tiles = [timings[one.name].microseconds for one in variants if one.name.startswith(TRITON)]
     least = min((time for time in tiles if not math.isnan(time)), default=0.0)
@@ -186,7 +186,7 @@ def fastest_tile(variants: Sequence[Variant], timings: dict[str, Timing]) -> lis
 
 
 def run(problems: Sequence[Problem], out: Path, name: str, rounds: int = ROUNDS, resume: bool = False) -> list[Row]:
-    """Measure a table; print and write its rows after each problem."""
+    """Measure a table, and print and write the rows after each problem."""
 
     def rows_of(problem: Problem) -> list[Row]:
         rows = bench(problem, rounds)

@@ -18,13 +18,13 @@ EXTRA = ("chosen", "left_out", "peak_mb", "errors", "bits_repeat")
 
 
 def load(results: Path, name: str) -> pd.DataFrame:
-    """The rows of `<name>.csv` in the folder of the results, whose environment is in `attrs`.
+    """The rows of `<name>.csv` in the folder of the results. The frame's `attrs` hold their environment.
 
-    It has the columns of the file, except that each name in `extra` has a column of its own and `least` is called
-    `microseconds`. Two are added: `layer`, such as `8192 x 2048`, and `rate`, in tokens a second.
+    The frame has the columns of the file, except that each name in `extra` has a column of its own and `least` is
+    called `microseconds`. Two columns are added: `layer`, such as `8192 x 2048`, and `rate`, in tokens per second.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: there is no such file.
     """
     path = results / f"{name}.csv"
     if not path.is_file():
@@ -44,9 +44,9 @@ def load(results: Path, name: str) -> pd.DataFrame:
 
 
 def fastest(rows: pd.DataFrame, prefix: str | tuple[str, ...], by: str | list[str]) -> pd.DataFrame:
-    """The fastest correct row of each problem, among the variants that begin with a prefix, or one of several.
+    """The fastest correct row of each problem, among variants whose name begins with a prefix or one of several.
 
-    `by` are the columns that tell problems apart; they become the index.
+    The columns `by` tell problems apart, and become the index.
     """
     found = rows[rows.variant.str.startswith(prefix) & rows.microseconds.notna()]
     return found.sort_values("microseconds", kind="stable").drop_duplicates(by).set_index(by).sort_index()
@@ -80,12 +80,12 @@ def duration(time: float) -> str:
 
 
 def speedup(theirs_over_ours: float) -> str:
-    """How many times as fast ours is, in bold where it is slower."""
+    """How many times as fast our variant is, in bold where it is slower than theirs."""
     return f"**{ratio(theirs_over_ours)}, slower**" if theirs_over_ours < 1 else ratio(theirs_over_ours)
 
 
 def share(ours_over_theirs: float) -> str:
-    """How much of theirs ours is, as `64%`, in bold where it is more."""
+    """Our figure as a percentage of theirs, such as `64%`, in bold where ours is larger."""
     return form("**{:.0%}, more**" if ours_over_theirs > 1 else "{:.0%}")(ours_over_theirs)
 
 
@@ -95,7 +95,7 @@ def many(count: int, thing: str) -> str:
 
 
 def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "microseconds") -> pd.Series:
-    """A figure of each row as text; for a row without a time, the reason (`left_out`), or "wrong"."""
+    """A figure of each row as text. A row without a time gets the reason (`left_out`) instead, or "wrong"."""
     cells = rows[column].map(form).astype(object)
     return cells.where(rows.microseconds.notna(), rows.left_out.astype(object).fillna("wrong"))
 
@@ -104,7 +104,7 @@ def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "
 
 
 def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: pd.Series) -> pd.DataFrame:
-    """A cell for each row by its line and its column, both in the order of the rows."""
+    """A cell for each row at its line and its column. Lines and columns are in the order of the rows."""
     return rows.assign(cell=cells).pivot_table("cell", lines, columns, aggfunc="first", sort=False)
 
 
@@ -116,9 +116,9 @@ def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
 
 
 def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
-    """A table of a frame, or of its columns by name, whose first columns are the levels of its index.
+    """A table of a frame, which may be given as its columns by name. The levels of its index are the first columns.
 
-    `corner` is the name of the first column. Columns of the frame that are numbers are numbers of masks.
+    `corner` is the name of the first column. A column of the frame whose name is a number is for so many masks.
     """
     cells = pd.DataFrame(cells)
     levels = ["n_m" if name == "n_masks" else name for name in cells.index.names[1:]]
@@ -130,7 +130,7 @@ def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
 Parts: TypeAlias = Callable[[pd.DataFrame], Iterable[str]]
 """Makes the parts of a table from the rows of a result."""
 TABLES: dict[str, Callable[[Path], str]] = {}
-"""Name of a table to the function that makes it from the folder of the results; `table` enters most of them."""
+"""Name of a table -> the function that makes it from the folder of the results. `table` enters most of the tables."""
 
 
 def table(*names: str, result: str | None = None) -> Callable[[Parts], Parts]:

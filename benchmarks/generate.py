@@ -1,12 +1,14 @@
-"""Times `generate` with Hugging Face's own Llama, as its users have it, with SwiGLU and with MGLU in every form.
+"""Times `generate` of Hugging Face's own Llama with SwiGLU, and with MGLU in every form.
 
 python -m benchmarks.generate --out DIR [--resume]
 
 The model is `LlamaForCausalLM` of a Llama's shape with random weights in bfloat16. On a GPU, `generate` with a static
 cache compiles its step and captures it into CUDA graphs. The naive MGLU is a module as a user writes it, without this
-package. Nothing else in the model differs. Every form has its own process, since Dynamo would search longer for the
-code of a model if others of the same class were in the process. All processes compile at once; then they take turns,
-one call at a time. `--resume` works as in benchmarks/train.py.
+package. Nothing else in the model differs.
+
+Every form has its own process: with several models of one class in a process, Dynamo takes longer to find the compiled
+code of a call. All processes compile at once. Then they take turns, one call at a time. `--resume` works as in
+benchmarks/train.py.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ CASE = "generate"
 PROMPT, NEW_TOKENS = 16, 256
 ROUNDS = 7
 COMPILE_THREADS = 2
-"""Inductor's threads in each process; all of them compile at once."""
+"""Number of Inductor's threads in each process. All processes compile at once."""
 PROTOCOL = (
     f"generate with a static cache, a prompt of {PROMPT} random tokens, greedy, {NEW_TOKENS} new tokens; wall-clock "
     f"time of the call by its new tokens, median of {ROUNDS} calls after two more, us a token of each sequence; a "
@@ -44,8 +46,8 @@ PROTOCOL = (
     "the logits after the prompt, of packed against naive masks"
 )
 MAX_DISTANCE = 0.1
-"""Largest distance between the logits with packed and with naive masks. Both round to bfloat16 in every layer; a wrong
-mask gives a distance of about 1."""
+"""Allowed relative distance between the logits with packed and with naive masks. Both round to bfloat16 in every layer.
+Wrong masks give a distance of about 1."""
 LLAMA = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -57,7 +59,7 @@ MODELS = {
     "Llama-3.2 1B": {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
     "Llama-3.1 8B": {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
 }
-"""Sizes of the models, as in `LlamaConfig`."""
+"""Name of a model -> its sizes, as in `LlamaConfig`."""
 
 
 class PlainMGLU(nn.Module):
@@ -78,12 +80,12 @@ class PlainMGLU(nn.Module):
 
 
 def packed(module: PlainMGLU) -> nn.Module:
-    """The same feed-forward layer with an `MGLU`, for `freeze(replace=...)`."""
+    """An equal feed-forward layer with an `MGLU`, for `freeze(replace=...)`."""
     return nn.Sequential(MGLU.from_parameters(module.weight, module.logits), module.down_proj)
 
 
 class Form(NamedTuple):
-    """A form of the model: whether masks are packed, the fusion pass is on, and `triton.enable_pdl` is set by hand."""
+    """A form of the model. It may have packed masks, the fusion pass, and `triton.enable_pdl` set by hand."""
 
     name: str
     packed: bool = False
@@ -102,7 +104,7 @@ MGLUS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A model in MODELS, the number of sequences, and the numbers of masks that are measured together."""
+    """A key of MODELS, the number of sequences, and the numbers of masks, which are measured together."""
 
     name: str
     batch: int
@@ -110,7 +112,7 @@ class Problem:
 
     @property
     def variants(self) -> list[tuple[Form, int]]:
-        """Every form with its number of masks; SwiGLU has 0."""
+        """All forms with their numbers of masks. SwiGLU has 0."""
         return [(form, 0) for form in SWIGLU] + [(form, n_masks) for n_masks in self.masks for form in MGLUS]
 
     def is_in(self, rows: Sequence[Row]) -> bool:
@@ -122,7 +124,7 @@ PROBLEMS = [*(Problem("Llama-3.2 1B", batch, (1, 4)) for batch in (1, 8, 32)), P
 
 
 def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
-    """A model with random weights in bfloat16; `n_masks` 0 is SwiGLU."""
+    """A model with random weights in bfloat16. `n_masks` 0 is SwiGLU."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -133,14 +135,14 @@ def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
             for layer in model.model.layers:
                 mlp = PlainMGLU(config.hidden_size, config.intermediate_size, n_masks)
                 layer.mlp = mlp.to(torch.bfloat16).requires_grad_(False)
-                if form.packed:  # layer by layer, so that the logits of all layers are never in memory at once
+                if form.packed:  # freeze layer by layer, because the logits of all layers need much memory
                     mglu_ops.freeze(layer, replace={PlainMGLU: packed})
     return model
 
 
 @contextmanager
 def settings(form: Form) -> Iterator[None]:
-    """Compile with the settings of a form; with `fused`, a naive layer that is not fused is an error."""
+    """Compile with the settings of a form. With `fused`, a naive layer that is not fused raises an error."""
     pdl = {"triton.enable_pdl": True} if form.pdl else {}
     fusion = mglu_ops.fusion(strict=not form.packed) if form.fused else nullcontext()
     with torch._inductor.config.patch(pdl), fusion:
@@ -148,20 +150,20 @@ def settings(form: Form) -> Iterator[None]:
 
 
 def generation(model: Any, tokens: Tensor, new_tokens: int) -> Callable[[], Tensor]:
-    """A call of `generate` that waits for the tokens of all sequences and returns them on the CPU."""
+    """A function that calls `generate`, waits for the tokens of all sequences, and returns them on the CPU."""
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(tokens)
     return lambda: model.generate(tokens, attention_mask=mask, cache_implementation="static", **options).cpu()
 
 
 _served: Callable[[], Tensor]
-"""The call of `generate` of the model in this process."""
+"""The `generation` of this process's model."""
 
 
 def serve(
     sizes: dict[str, Any], form: Form, n_masks: int, batch: int, device: str, new_tokens: int
 ) -> npt.NDArray[np.float32]:
-    """Build the model of this process, call it twice, and return the logits `[batch, vocabulary]` after the prompt."""
+    """Build this process's model, call it twice, and return the logits `[batch, vocabulary]` after the prompt."""
     global _served
     from transformers import LlamaConfig
 
@@ -178,12 +180,12 @@ def serve(
 
 @torch.no_grad()
 def time_served() -> float:
-    """Time a call of the model of this process, in microseconds."""
+    """The time of one call of this process's model in microseconds."""
     return wall_microseconds(_served)
 
 
 def process() -> Executor:
-    """A new process, which runs one task after the other."""
+    """An executor with a new process that runs one task after the other."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(COMPILE_THREADS))
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
@@ -195,10 +197,10 @@ def bench(
     rounds: int = ROUNDS,
     new_tokens: int = NEW_TOKENS,
 ) -> list[Row]:
-    """Measure a problem by `rounds` timed calls of each form, and return a row for each form.
+    """Time `rounds` calls of each form, and return a row for each form.
 
-    `sizes` are the model's sizes as in `LlamaConfig`, by default `MODELS[problem.name]`. On a CPU, which shows that
-    everything works, nothing is compiled.
+    `sizes` are the model's sizes as in `LlamaConfig`, by default `MODELS[problem.name]`. On a CPU, nothing is compiled,
+    so a run there only shows that everything works.
     """
     sizes = sizes or MODELS[problem.name]
     times: dict[tuple[Form, int], list[float]] = {variant: [] for variant in problem.variants}
@@ -215,11 +217,11 @@ def bench(
             for variant, one in turns:
                 times[variant].append(one.submit(time_served).result() / new_tokens)
     rows, shape = [], (sizes["intermediate_size"], sizes["hidden_size"])
-    for (form, n_masks), of_form in times.items():
+    for (form, n_masks), form_times in times.items():
         exact = logits[MGLUS[0], n_masks].double() if form.packed else None
         error = float("nan") if exact is None else relative_error(logits[form, n_masks], exact)
         size, extra = (problem.batch, shape, n_masks), {"new_tokens": new_tokens}
-        rows.append(Row.of_times(CASE, form.name, *size, of_form, error=error, budget=MAX_DISTANCE, extra={**extra}))
+        rows.append(Row.of_times(CASE, form.name, *size, form_times, error=error, budget=MAX_DISTANCE, extra={**extra}))
     return rows
 
 

@@ -28,17 +28,17 @@ SETTLED_PROTOCOL = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A function to time: `run(i)` computes layer i and returns its output, or None if there is nothing to check."""
+    """A function to time. `run(i)` computes layer i and returns the output, or None if there is nothing to check."""
 
     name: str
     run: Callable[[int], Tensor | None]
     layers: int
     oracle: Callable[[int], Tensor] | None = None
-    """`oracle(i)` is the float64 result of layer i; None for a variant that computes nothing."""
+    """`oracle(i)` is the float64 result of layer i. A variant that computes nothing has no oracle."""
 
 
 class Timing(NamedTuple):
-    """Microseconds per layer (NaN if the result is wrong), their interquartile range, and the relative error."""
+    """Microseconds per layer (NaN if the result is wrong), interquartile range, and relative error of the result."""
 
     microseconds: float
     spread: float
@@ -48,7 +48,7 @@ class Timing(NamedTuple):
 class Captured(GraphTimer):
     """A variant as a CUDA graph, and the tensors that a replay writes, one per layer.
 
-    `check` sets `error`, the relative error of the result, and `budget`, the largest error of a correct one.
+    `check` sets `error`, the relative error of the result, and `budget`, the largest error that counts as correct.
     """
 
     def __init__(self, variant: Variant, graph: torch.cuda.CUDAGraph, outputs: list[Tensor | None]) -> None:
@@ -57,7 +57,7 @@ class Captured(GraphTimer):
         self.error, self.budget = float("nan"), float("inf")
 
     def replay(self) -> None:
-        """Run all layers once. This bound method keeps the layers alive; the graph alone does not."""
+        """Run all layers once. A reference to this bound method keeps the layers alive; one to the graph does not."""
         self.graph.replay()
 
     def check(self, dtype: torch.dtype) -> None:
@@ -84,14 +84,14 @@ class Captured(GraphTimer):
 def relative_error(output: Tensor | None, expected: Tensor) -> float:
     """The relative error of `mglu_ops.accuracy`, but infinite if the output is missing or has NaN.
 
-    A missing output then exceeds every budget, and wins when the largest of several errors is taken.
+    A missing output thus exceeds every budget, also after taking the maximum of several errors.
     """
     error = float("nan") if output is None else accuracy.relative_error(output, expected)
     return float("inf") if math.isnan(error) else error
 
 
 def capture(variant: Variant) -> Captured:
-    """Capture one run over all layers of a variant, after two calls that compile what is compiled at the first call."""
+    """Capture one run over all layers of a variant, after two warm-up calls that compile."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
 
@@ -112,10 +112,10 @@ def capture(variant: Variant) -> Captured:
 def measure(
     variants: Sequence[Variant], dtype: torch.dtype, rounds: int = ROUNDS, settle_seconds: float = 0.0
 ) -> dict[str, Timing]:
-    """Check variants against the error budget of `dtype`, and time them together as `time_graphs` does.
+    """Check variants against the error budget of `dtype`, and time them together with `time_graphs`.
 
     Returns:
-        The timings by the names of the variants.
+        Name of a variant -> its timing.
     """
     captured = [capture(variant) for variant in variants]
     for one in captured:

@@ -1,4 +1,4 @@
-"""The table at the top of README.md: which layer to take for a job, what it gains over SwiGLU, and what it costs."""
+"""The table of jobs in README.md: which layer to take, what it gains over SwiGLU, and what it costs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MODEL, LAYER, MIXED = "layer == '14336 x 4096'", "layer == '8192 x 2048'", "case
 
 
 def jobs(results: Path) -> str:
-    """One line for each job of a user."""
+    """The table, with a row for each job."""
 
     def gain(name: str, query: str, *tokens: int, ours: str = "mglu", n_masks: int = 1) -> str:
-        """How many times as fast as the fastest SwiGLU our fastest variant is, for each number of tokens."""
+        """The speed of our fastest variant relative to the fastest SwiGLU, for each number of tokens."""
         rows = load(results, name)
         each = [rows.query(f"{query} and tokens == {number}") for number in tokens]
         return ", ".join(_ratio(problem, ours, n_masks) for problem in each)

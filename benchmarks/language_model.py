@@ -1,4 +1,4 @@
-"""A decoder-only language model like Llama, for training on whole sequences; its gated projection is an argument."""
+"""A decoder-only language model like Llama, for training on whole sequences. Its gated projection is an argument."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.decoder import Block, Projection, Sizes, angles, rotate
 
 
 class Attention(nn.Module):
-    """Causal attention over a sequence; groups of query heads share a key head."""
+    """Causal attention over a sequence, in which groups of query heads share a key head."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Loss(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next token of sequences of up to `sizes.context` tokens; embedding and head share a matrix."""
+    """Predicts each next token of sequences of up to `sizes.context` tokens. Embedding and head share a matrix."""
 
     cosine: Tensor
     sine: Tensor
@@ -74,18 +74,18 @@ class LanguageModel(nn.Module):
         return x
 
     def compile_parts(self) -> None:
-        """Compile the blocks and the loss separately: all blocks share a graph, which compiles once."""
+        """Compile the blocks and the loss separately. All blocks share one graph, which compiles once."""
         for part in (*self.blocks, self.loss):
             part.compile(fullgraph=True, dynamic=False)
 
 
 def share_tensors(source: nn.Module, target: nn.Module) -> None:
-    """Let a module use the parameters and buffers of another module with the same names."""
+    """Let `target` use the parameters and buffers of `source`, by name."""
     for path, tensor in (*source.named_parameters(), *source.named_buffers()):
         owner, _, name = path.rpartition(".")
         setattr(target.get_submodule(owner), name, tensor)
 
 
 def count(model: nn.Module) -> int:
-    """Number of parameters."""
+    """The number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""Random, distinct layers, and their results in float64."""
+"""Random layers, and their results in float64."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def mglu(x: Tensor, weight: Tensor, packed: Tensor) -> Tensor:
 
 
 class Layers:
-    """Distinct layers of one shape: MGLU has a weight and masks, SwiGLU has the weights of two MGLU layers.
+    """Distinct layers of one shape. An MGLU layer has one weight and masks. A SwiGLU layer has two of the weights.
 
-    There are `count` MGLU layers, by default as many as take more than a gigabyte together with their results. x and
-    dense weights have `dtype`.
+    There are `count` MGLU layers. By default, the layers and their results take more than a gigabyte. x and dense
+    weights have `dtype`.
 
     Attributes:
-        x: the input `[tokens, h]`, the same for all layers.
-        weights: a weight `[d, h]` for each layer, as it is stored.
-        scales: the scales of each weight; None for dense ones.
-        packed: packed masks `uint8 [d, h / 8, n_masks]` for each layer.
+        x: input `[tokens, h]` of all layers.
+        weights: stored weight `[d, h]`, for each layer.
+        scales: scales of the weight or None if it is dense, for each layer.
+        packed: packed masks `uint8 [d, h / 8, n_masks]`, for each layer.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Layers:
         return self.format.dequantize(self.weights[i], self.scales[i], dtype)
 
     def oracle(self, i: int) -> Tensor:
-        """MGLU of layer i in float64; cached."""
+        """The float64 result of MGLU layer i, cached."""
         if ("mglu", i) not in self._known:
             self._known["mglu", i] = mglu(self.x, self.weight(i, torch.float64), self.packed[i])
         return self._known["mglu", i]
 
     def swiglu_oracle(self, i: int) -> Tensor:
-        """SwiGLU in float64 with the weights 2 i (gate) and 2 i + 1 (value); cached."""
+        """The float64 result of SwiGLU layer i, cached. Its gate is weight 2 i, and its value is weight 2 i + 1."""
         if ("swiglu", i) not in self._known:
             gate, up = (self.weight(j, torch.float64) for j in (2 * i, 2 * i + 1))
             self._known["swiglu", i] = swiglu(self.x.double(), gate, up)

@@ -1,4 +1,4 @@
-"""Times a naive layer at inference on a GPU, by how it is fused and when its masks are packed."""
+"""Times a naive layer in inference on a GPU, with several ways to fuse it and to pack its masks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Way(NamedTuple):
     """A way to run a naive layer.
 
     Attributes:
-        backend: the backend of torch.compile; None for eager.
-        packed: when the masks are computed from the logits, or packed.
-        frozen: whether `mglu_ops.freeze` froze the model before.
-        freezing: whether Inductor freezes the graph.
+        backend: the backend of torch.compile, or None for eager mode.
+        packed: words for the table that say when masks are computed from logits, or packed.
+        frozen: `mglu_ops.freeze` freezes the model first.
+        freezing: Inductor freezes the graph.
     """
 
     backend: str | Callable[..., Any] | None
@@ -83,5 +83,5 @@ def bench(n_masks: int, rounds: int) -> list[Row]:
 
 
 def run(out: Path, masks: Sequence[int] = (1, 4, 8), rounds: int = 30) -> list[Row]:
-    """Measure several numbers of masks into `masks_at_inference_cuda.csv` of a folder."""
+    """Measure several numbers of masks, and write `masks_at_inference_cuda.csv` into a folder."""
     return measure(masks, partial(bench, rounds=rounds), out, "masks_at_inference_cuda", PROTOCOL)

@@ -1,4 +1,4 @@
-"""Small models of common architectures without an MGLU layer, whose compilation the pass must not slow down."""
+"""Small models of common architectures without an MGLU layer. The pass must not slow down their compilation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 FEATURES = 64
 TOKENS = FEATURES
-"""Tokens of the models with masked activations: as many as features, so that activations and weights look alike."""
+"""Number of tokens of models with masked activations: equal to FEATURES, so that activations have a weight's shape."""
 NODES_PER_STEP = 3
 
-# The steps of a chain of elementwise operators, `NODES_PER_STEP` nodes each. Their values stay finite in long chains.
+# Steps of a chain of elementwise operators, each of `NODES_PER_STEP` nodes. Values stay finite in long chains.
 STEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "tanh": lambda h: h + 0.1 * torch.tanh(h),
     "silu": lambda h: h - 0.1 * F.silu(h),
@@ -25,12 +25,12 @@ STEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator] # it has no types
 def unknown(h: Tensor) -> Tensor:
-    """Stand for a call whose effect nothing tells, so that it may write to its argument and return it."""
+    """A call whose effects the pass does not know. It might write to its argument and return it."""
     return h + 1
 
 
 class UnknownCalls(nn.Module):
-    """A chain of calls of which the pass knows nothing."""
+    """A chain of calls of `unknown`."""
 
     def __init__(self, calls: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class UnknownCalls(nn.Module):
 
 
 class Writes(nn.Module):
-    """Writes to one row of a tensor after the other."""
+    """Writes to the rows of a tensor, one after the other."""
 
     def __init__(self, writes: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Writes(nn.Module):
 
 
 class Chain(nn.Module):
-    """A projection, then a chain of about `nodes` elementwise operators."""
+    """A projection, and a chain of about `nodes` elementwise operators."""
 
     def __init__(self, step: str, nodes: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), channels: int = 8) -> nn.Module:
-    """Build a ResNet-50 with an eighth of its channels; it takes images `[batch, 3, height, width]`."""
+    """A ResNet-50 with an eighth of its channels, for images `[batch, 3, height, width]`."""
     layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
     layers.append(nn.MaxPool2d(3, 2, 1))
     previous = channels
@@ -137,7 +137,7 @@ class UNet(nn.Module):
 
 
 class PaddedMLP(nn.Module):
-    """A residual MLP that sets the masked activations to 0 before and after it, as for padding."""
+    """A residual MLP. A mask of the activations sets padding to 0 before and after the MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class PaddedMLP(nn.Module):
 
 
 class DropoutMLP(nn.Module):
-    """A residual MLP with dropout written by hand: by a bool mask before it, and by a float mask after it."""
+    """A residual MLP with handwritten dropout: a bool mask before the MLP, and a float mask after it."""
 
     def __init__(self, p: float = 0.1) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class DropoutMLP(nn.Module):
 
 
 class SplitAttention(nn.Module):
-    """Single-head attention under a mask and under its complement, whose keys are x itself; with a norm after it."""
+    """Single-head attention under a mask and under its complement, and a norm. The keys are x itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,14 +188,14 @@ class MaskedTanh(nn.Module):
 
 
 class MaskedTanhStep(nn.Module):
-    """Two elementwise operators without weights, so that a stack of them has no matrix product before its end."""
+    """Two elementwise operators without weights. A stack of them has no matrix product before its end."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return torch.tanh(x * mask)
 
 
 # Layers that take activations `[TOKENS, FEATURES]` and a bool mask of the same shape. To the pass, masked activations
-# look like masked weights: both are masked matrices that a product reads.
+# look like masked weights: both are masked matrices in a product.
 MASKED_LAYERS: Mapping[str, type[nn.Module]] = {
     "padded MLP": PaddedMLP,
     "MLP with dropout": DropoutMLP,
@@ -206,7 +206,7 @@ MASKED_LAYERS: Mapping[str, type[nn.Module]] = {
 
 
 class Masked(nn.Module):
-    """Layers of one kind of `MASKED_LAYERS`, which share a mask, then a projection."""
+    """Layers of one kind of `MASKED_LAYERS` that share a mask, and a projection."""
 
     mask: Tensor
 

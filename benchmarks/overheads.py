@@ -1,7 +1,8 @@
 """Times the overhead of a call besides the GPU's work: host time of each call, and the first use of a kernel.
 
-Host time: a round times 100 calls of a small layer, and waits for the GPU only afterwards, so that no call waits for
-it. First use: a new process imports everything and puts its tensors on the GPU. Its first call is timed with an empty
+Host time: a round times 100 calls of a small layer, and waits for the GPU only afterwards.
+
+First use: a new process imports everything and puts its tensors on the GPU. Its first call is timed with an empty
 kernel cache (cold), and again in another process with the cache that the first process left (warm).
 """
 
@@ -36,7 +37,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "grad mode, nothing requires it": nullcontext,
 }
 FIRST_USES = ((1, 1), (1, 4), (1, 16), (8, 4), (64, 1), (64, 4), (64, 16))
-"""`(tokens, n_masks)` of the first uses."""
+"""`(tokens, n_masks)` of the first uses to measure."""
 CALLS_PER_ROUND = 100
 WARMUP_ROUNDS = 3
 
@@ -49,7 +50,7 @@ def layer(tokens: int, d: int, h: int, n_masks: int) -> tuple[Tensor, Tensor, Te
 
 
 def host_times(call: Callable[[], object], rounds: int) -> list[float]:
-    """Microseconds of host time per call, for each round."""
+    """The host time per call in microseconds, for each round."""
     times = []
     for _ in range(WARMUP_ROUNDS + rounds):
         torch.cuda.synchronize()
@@ -59,7 +60,7 @@ def host_times(call: Callable[[], object], rounds: int) -> list[float]:
 
 
 def host_rows(rounds: int) -> list[Row]:
-    """Measure the operator and torch's own for 1, 8 and 64 tokens in each mode; x has two or three dimensions."""
+    """Measure our operator, F.linear and SwiGLU for 1, 8 and 64 tokens in each mode."""
     d, h, n_masks = 256, 256, 4
     rows = []
     for mode, context in MODES.items():
@@ -97,7 +98,7 @@ print(json.dumps([mglu_ops.explain_dispatch(x, weight, packed).kernel, elapsed *
 
 
 def first_use(tokens: int, n_masks: int, cache: Path) -> tuple[str, float]:
-    """The kernel's name, and the microseconds of its first call in a new process with this kernel cache."""
+    """The kernel's name, and the time of its first call in microseconds, in a new process with this kernel cache."""
     command = [sys.executable, "-c", _FIRST_USE, str(tokens), "14336", "4096", str(n_masks)]
     environment = {**os.environ, "MGLU_CACHE_DIR": str(cache)}
     process = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
@@ -106,7 +107,7 @@ def first_use(tokens: int, n_masks: int, cache: Path) -> tuple[str, float]:
 
 
 def first_use_rows(processes: int, at_once: int) -> list[Row]:
-    """Measure each kernel cold and warm, every time in a new process; `at_once` processes run side by side."""
+    """Measure each kernel cold and warm, always in new processes. `at_once` processes run side by side."""
 
     def times_of(use: tuple[int, int]) -> tuple[str, list[float], list[float]]:
         cold, warm = [], []
@@ -127,7 +128,7 @@ def first_use_rows(processes: int, at_once: int) -> list[Row]:
 
 
 def run(out: Path, rounds: int = 200, processes: int = 2, at_once: int = 4) -> list[Row]:
-    """Measure `overheads.csv`: `processes` for each first use, cold and warm; `at_once` first uses side by side."""
+    """Measure `overheads.csv`. Each first use runs in `processes` processes. `at_once` of all processes run at once."""
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
     parts = {"host time": partial(host_rows, rounds), "first use": partial(first_use_rows, processes, at_once)}
     return measure(list(parts), lambda name: parts[name](), out, "overheads", protocol)

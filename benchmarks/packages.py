@@ -1,4 +1,4 @@
-"""Times a layer's call in an exported package from C++: with torch's proxy executor, with the shim, and with neither.
+"""Times a layer in an exported package. torch's proxy executor or the shim calls it, or its code is in the package.
 
 python -m benchmarks.packages --out benchmarks/results [--device cuda]
 """
@@ -29,11 +29,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shim": {"shim": True},
     "composite, in the package": {"backend": "composite"},
 }
-"""Name of a variant to its arguments of `mglu_ops.export`."""
+"""Name of a variant -> its arguments of `mglu_ops.export`."""
 
 
 class Chain(nn.Module):
-    """Layers with residual connections, so that values neither vanish nor grow."""
+    """Layers with residual connections, so that values neither vanish nor explode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Fills the tables of the documentation from the results.
 
-A page marks the place of a table by two lines, `<!-- table: NAME -->` and `<!-- end -->`; what stands between them is
-generated. `python -m mglu_ops bench tables` fills all pages.
+A page marks the place of a table by two lines, `<!-- table: NAME -->` and `<!-- end -->`. The text between the two
+lines is generated. `python -m mglu_ops bench tables` fills all pages.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def fill_pages(results: Path) -> list[Path]:
 
 
 def write_tables(out: Path) -> Path:
-    """Write `tables.md` for results in another folder: the committed page, with the tables whose results are there.
+    """Write `tables.md` into another folder of results: the committed page, with the tables of the results there.
 
-    Tables that stand on other pages follow under their names.
+    Tables that otherwise stand on other pages follow under their names.
 
     Raises:
         FileNotFoundError: the folder has no result of any table.

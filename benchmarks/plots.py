@@ -1,4 +1,4 @@
-"""Plots of the results, drawn from nothing but the CSV files: the same files give the same bytes."""
+"""Plots of the results, drawn from nothing but the CSV files, so that the same files give the same bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 5.0
-"""Width of a plot in inches, which a phone shows without making the text smaller."""
+"""Width of a plot in inches. A phone shows this width without making the text smaller."""
 RC: Any = {
     "font.size": 9,
     "axes.grid": True,
@@ -57,7 +57,7 @@ BY_MASKS = {1: CUDA, 2: Style("#56B4E9", "P"), 4: COMPILED, 8: TRITON, 16: EAGER
 
 
 def figure_of(panels: int, height: float, sharex: bool = True, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure and its panels, of a height in inches each, from top to bottom or in several columns."""
+    """A figure and its panels, from top to bottom or in several columns. Each panel has a height in inches."""
     from matplotlib.figure import Figure
 
     lines = panels // columns
@@ -73,7 +73,7 @@ def draw_line(axes: Axes, label: str, style: Style, points: Iterable[tuple[float
 
 
 def powers_of_two(axes: Axes, label: str, ticks: Iterable[int]) -> None:
-    """Let an axis of numbers of masks, without the 0 of layers that have none, or of tokens have some ticks."""
+    """Give ticks to an axis of numbers of masks or tokens. It leaves out 0, the number of masks of other layers."""
     ticks = sorted({*ticks} - {0})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, map(str, ticks))
@@ -160,7 +160,7 @@ def draw_bars(axes: Axes, figures: pd.DataFrame, labels: pd.DataFrame) -> None:
     axes.set_yticks(range(len(figures)), figures.index, fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.margins(x=0.25)  # for the labels
+    axes.margins(x=0.25)  # makes room for the labels
 
 
 def layer_and_model(layers: pd.DataFrame, models: pd.DataFrame) -> Figure:
@@ -192,11 +192,11 @@ PLOTS: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
     "speedup_over_swiglu": (("routes",), speedup_over_swiglu),
     "roofline": (("tokens",), roofline),
 }
-"""Name of a plot to the results that it shows and the function that draws it from their rows."""
+"""Name of a plot -> the results that it shows, and the function that draws the plot from their rows."""
 
 
 def source(results: Path, *names: str) -> str:
-    """The metadata of a plot that name its results and the digests of their bytes."""
+    """The metadata of a plot: the names of its results, and the digests of their bytes."""
     digests = {name: hashlib.sha256((results / f"{name}.csv").read_bytes()).hexdigest() for name in names}
     return ", ".join(f"{name}.csv sha256 {digest}" for name, digest in digests.items())
 
@@ -218,7 +218,7 @@ def draw(results: Path, out: Path) -> list[Path]:
 
 
 def save(picture: Callable[..., Figure], rows: Sequence[Any], path: Path, source: str | None = None) -> Path:
-    """Draw a picture of its arguments into an SVG file, whose metadata name the source and nothing that changes."""
+    """Draw a picture of `rows` into an SVG file. Its metadata name the source and nothing that may change."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)

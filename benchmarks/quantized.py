@@ -1,4 +1,4 @@
-"""SwiGLU with weights in 8 and 4 bits: what a user of plain torch can run today."""
+"""SwiGLU with weights in 8 and 4 bits, in the ways that plain torch offers."""
 
 from __future__ import annotations
 
@@ -22,54 +22,54 @@ Weights = tuple[Tensor, ...]
 def decoded_swiglu(
     format: WeightFormat, x: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor
 ) -> Tensor:
-    """SwiGLU whose weights are decoded where they are used, for torch.compile to fuse."""
+    """SwiGLU that decodes a weight just before its product. torch.compile fuses the decoding."""
     gate, up = format.dequantize(gate, gate_scale, x.dtype), format.dequantize(up, up_scale, x.dtype)
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
 def row_scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """A product with a weight whose scales belong to rows."""
+    """A product with a weight that has one scale per row."""
     return F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
 
 
 def row_scaled_swiglu(x: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor) -> Tensor:
-    """The same where scales belong to rows, with the scales on the products, as one writes it by hand."""
+    """SwiGLU with one scale per row, which multiplies the products instead of the weights."""
     return F.silu(row_scaled(x, gate, gate_scale)) * row_scaled(x, up, up_scale)
 
 
 def in_fp8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x to float8_e4m3fn; returns it with a scale `[tokens, 1]` for each token."""
+    """Round x to float8_e4m3fn. Return the rounded x and one scale per token, `[tokens, 1]`."""
     scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
 def scaled_mm(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """A product by torch._scaled_mm, with x in fp8."""
+    """A product with torch._scaled_mm and x in fp8."""
     stored, x_scale = in_fp8_tokens(x)
     return torch._scaled_mm(stored, weight.t(), x_scale, scale[None], out_dtype=x.dtype, use_fast_accum=True)
 
 
 def scaled_mm_swiglu(x: Tensor, both: Tensor, scale: Tensor) -> Tensor:
-    """SwiGLU by torch._scaled_mm with x in fp8, and one weight `[2 d, h]`."""
+    """SwiGLU with torch._scaled_mm, x in fp8, and one weight `[2 d, h]`."""
     gate, up = scaled_mm(x, both, scale).chunk(2, -1)
     return F.silu(gate) * up
 
 
 def int4_swiglu(x: Tensor, both: Tensor, scales: Tensor) -> Tensor:
-    """SwiGLU by torch's kernel for int4, and one weight `[2 d, h]`."""
+    """SwiGLU with torch's kernel for int4, and one weight `[2 d, h]`."""
     gate, up = torch._weight_int4pack_mm(x, both, 128, scales).chunk(2, -1)
     return F.silu(gate) * up
 
 
 def int4_packed(weight: Tensor, scale: Tensor) -> Weights:
-    """The weight and scales of `int4_group` as torch's kernel for int4 reads them."""
-    swapped = (weight << 4) | (weight >> 4)  # it has the even column in the upper four bits
-    zeros = torch.zeros_like(scale)  # it stores w + 8 as well, and adds a zero point of the scale's unit
+    """Convert the weight and scales of `int4_group` to the layout of torch's kernel for int4."""
+    swapped = (weight << 4) | (weight >> 4)  # torch has even columns in the upper four bits
+    zeros = torch.zeros_like(scale)  # torch stores w + 8 too, and adds a zero point to the scaled weight
     return torch._convert_weight_to_int4pack(swapped, 8), torch.stack((scale, zeros), -1).transpose(0, 1).contiguous()
 
 
 def quantized_swiglu_variants(layers: Layers) -> list[Variant]:
-    """SwiGLU in the format of the layers. Its two weights are the weights of two MGLU layers."""
+    """SwiGLU in the layers' format. A SwiGLU layer takes the weights of two MGLU layers."""
     format, weights, scales = layers.format, layers.weights, layers.scales
     found: list[Variant] = []
     pairs: list[Weights] = [
@@ -101,10 +101,10 @@ def quantized_swiglu_variants(layers: Layers) -> list[Variant]:
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer without bias whose weight is in fp8 with a scale a row.
+    """A linear layer without bias whose weight is in fp8 with one scale per row.
 
-    It runs in the fastest way that plain torch has for inference: one token by a product with the decoded weight, which
-    torch.compile fuses, and more tokens with x in fp8.
+    It runs in the fastest way that plain torch has for inference. One token is multiplied by the decoded weight, and
+    torch.compile fuses the decoding. More tokens are rounded to fp8.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -120,7 +120,7 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8GLU(nn.Module):
-    """SwiGLU with both weights in one `Fp8Linear`, and separate products of one token, which are fastest."""
+    """SwiGLU with both weights in one `Fp8Linear`. For one token it makes two products, because this is faster."""
 
     def __init__(self, glu: GLU) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Fp8GLU(nn.Module):
 
 
 def store_in_fp8(model: nn.Module) -> None:
-    """Replace the linear layers and the `GLU`s below a module."""
+    """Replace all linear layers and `GLU`s in a module by `Fp8Linear` and `Fp8GLU`."""
     for name, child in model.named_children():
         if isinstance(child, GLU):
             setattr(model, name, Fp8GLU(child))

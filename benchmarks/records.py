@@ -33,7 +33,7 @@ class Row:
     """One line of a result table.
 
     Attributes:
-        case: what is measured, where a table holds several kinds of work, else the name of the problem.
+        case: the kind of work, in tables with several kinds; otherwise the name of the problem.
         variant: the implementation that ran.
         tokens: rows of x.
         out_features: rows of the weight.
@@ -42,7 +42,7 @@ class Row:
         dtype: of x and the weight.
         microseconds: median time per layer, or per call; NaN if the result was wrong, or nothing was measured.
         spread: distance between the quartiles of the times, in microseconds.
-        fraction_of_ceiling: time of the read ceiling divided by this one's; NaN if there is none.
+        fraction_of_ceiling: time of the read ceiling divided by this row's time; NaN if there is no read ceiling.
         error: norm of the error relative to the norm of the float64 result; NaN if there is nothing to compare.
         extra: further columns by name, as JSON can hold them; `left_out` says why nothing was measured, such as "out of
             memory".
@@ -76,7 +76,7 @@ class Row:
         budget: float = math.inf,
         extra: dict[str, object] | None = None,
     ) -> Row:
-        """The row of some times in microseconds; it has no time without times, or if the error exceeds the budget."""
+        """The row of some times in microseconds. Its time is NaN without times, or if the error exceeds the budget."""
         median, spread = summarise(times) if times else (math.nan, math.nan)
         problem = case, variant, tokens, *shape, n_masks, str(dtype).removeprefix("torch.")
         return cls(*problem, math.nan if error > budget else median, spread, error=error, extra=extra or {})
@@ -124,10 +124,10 @@ def version(distribution: str) -> str:
 
 
 def environment(protocol: str) -> dict[str, str]:
-    """The conditions that a result depends on besides the code; they are written into the head of every table."""
+    """What a result depends on: the code's commit and the conditions. The head of every table lists these facts."""
     git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        # MGLU_COMMIT names the commit for a copy of the code that has no git history.
+        # In a copy of the code without git history, MGLU_COMMIT names the commit.
         "commit": os.environ.get("MGLU_COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
         "torch": torch.__version__,
@@ -139,9 +139,9 @@ def environment(protocol: str) -> dict[str, str]:
 
 
 def write(rows: Iterable[Row], out: Path, name: str, facts: str | Mapping[str, str]) -> None:
-    """Write rows, at least one, to `<name>.csv` in a folder, floats with six digits.
+    """Write rows, at least one, to `<name>.csv` in a folder. Floats have six digits.
 
-    `facts` are the environment of the rows, or the protocol of rows that were measured here and now.
+    `facts` are the environment of the rows. For rows that this process has measured, the protocol is enough.
     """
     table = [
         {column: float(f"{value:.6g}") if isinstance(value, float) else value for column, value in asdict(row).items()}
@@ -163,7 +163,7 @@ def write_table(table: Sequence[Mapping[str, Any]], environment: Mapping[str, st
 
 
 def write_whole(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Write a file by a function of a path, so that it is there as a whole or not at all if the process is killed."""
+    """Write a file by a function of a path. If the process is killed, the file is complete or not there at all."""
     temporary = path.with_name(f"{path.name}.tmp")
     write_to(temporary)
     temporary.replace(path)
@@ -212,10 +212,9 @@ def measure(
     protocol: str,
     resume: bool = False,
 ) -> list[Row]:
-    """Measure problem by problem: print the rows of each, and write all rows so far, so that a command may be stopped.
+    """Measure problem by problem. After each, print its rows and write all rows so far: a command may be stopped.
 
-    With `resume`, the rows of a result that is in the folder stay, and problems whose `is_in(rows)` is true are left
-    out.
+    With `resume`, the rows of a result that is in the folder stay, and problems with `is_in(rows)` are left out.
 
     Returns:
         All rows of the result.

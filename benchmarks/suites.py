@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,10 +54,10 @@ class Suite(NamedTuple):
     """A suite of benchmarks.
 
     Attributes:
-        about: what it shows, in a line.
-        run: takes the folder of the results, writes its own into it, and returns the rows that it measured.
-        quick: the same for a small problem, to see that everything works; the times mean little.
-        needs: the packages that it needs; `GPU` stands for a CUDA GPU and the package for its kernels.
+        about: what the suite shows, in a line.
+        run: takes the folder of the results, writes the suite's results into it, and returns the rows that it measured.
+        quick: as `run`, but for a small problem, to see that everything works. Its times mean little.
+        needs: the packages that the suite needs; `GPU` stands for a CUDA GPU and the package for its kernels.
     """
 
     about: str
@@ -78,7 +79,7 @@ def _experts(name: str, about: str) -> dict[str, Suite]:
 
 
 def _tables(out: Path) -> Sequence[Row]:
-    """Fill the pages from the committed results; for another folder of results, write all tables into it."""
+    """Fill the pages from the committed results. For another folder of results, write all tables into that folder."""
     from benchmarks import pages  # with pandas, which measuring does not need
 
     changed = pages.fill_pages(out) if out.resolve() == RESULTS.resolve() else [pages.write_tables(out)]
@@ -90,9 +91,10 @@ def _plots(out: Path) -> Sequence[Row]:
     from benchmarks import plots
     from benchmarks.learning import plots as learning
 
-    print(*plots.draw(out, out), sep="\n")
-    if (out / "learning").is_dir():
-        print(*learning.draw(out, out), sep="\n")
+    paths = learning.draw(out, out) if (out / "learning").is_dir() else []
+    with suppress(FileNotFoundError) if paths else nullcontext():
+        paths += plots.draw(out, out)
+    print(*paths, sep="\n")
     return []
 
 
@@ -213,7 +215,7 @@ def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
         The number of rows whose result was wrong.
 
     Raises:
-        SuiteError: as in `select`, or results to make tables or plots from are missing.
+        SuiteError: as in `select`; or results are missing from which tables or plots are made.
     """
     wrong: list[Row] = []
     for name, suite in select(names).items():

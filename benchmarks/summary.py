@@ -1,4 +1,4 @@
-"""The tables of this folder's page: what mglu_ops gives on a GPU against SwiGLU and the naive layer, in short."""
+"""The short tables in benchmarks/README.md, which compare mglu_ops on a GPU with SwiGLU and the naive layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def at(layer: str, tokens: int) -> str:
 
 
 def of(case: str, tokens: int | None = None) -> str:
-    """The query for the rows of a case, and of a number of tokens if it is given."""
+    """The query for the rows of a case, and of a number of tokens if one is given."""
     return f"case == '{case}'" + (f" and tokens == {tokens}" if tokens else "")
 
 
@@ -59,13 +59,13 @@ WORK: dict[str, list[tuple[str, str, str, dict[str, str]]]] = {
         ),
     ],
 }
-"""Name of a table to its lines: the work, its result, a query for its rows, and further arguments of `line`.
-Work that the result lacks is left out.
+"""Name of a table -> its rows: a label, the name of a result, a query that selects the problem, and further arguments
+of `line`. A row is left out if the query finds nothing.
 """
 
 
 def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] = duration) -> str:
-    """Our figure and, in brackets, how many times less it is than SwiGLU's and the naive layer's; more is in bold."""
+    """Our figure, and in brackets SwiGLU's and the naive layer's as multiples of ours. Multiples below 1 are bold."""
     if math.isnan(ours):
         return ""
     ratios = []
@@ -80,9 +80,9 @@ def line(
 ) -> list[str]:
     """A line for one problem at several numbers of masks.
 
-    `ours` and `naive` are how the names of our variants and of the naive layer's begin; where the dispatch chose one of
-    ours, only that one counts. The column, "microseconds" or "peak_mb", is shown of the fastest variants. Some results
-    have SwiGLU beside each number of masks, others once for all.
+    `ours` and `naive` are prefixes of variant names. If the dispatch chose one of our variants, only that one counts.
+    `column` is "microseconds" or "peak_mb", and is taken from the fastest variants. Some results have a SwiGLU for each
+    number of masks, and others have one SwiGLU for all numbers.
     """
     form = duration if column == "microseconds" else "{:.0f} MB".format
     chosen = rows[rows.chosen] if rows.chosen.any() else rows
@@ -94,7 +94,7 @@ def line(
 
 
 def summary(name: str, results: Path) -> str:
-    """One line for each work of a table; bold where mglu_ops is slower."""
+    """A table with a row for each entry of `WORK[name]`; ratios are bold where mglu_ops is slower."""
     lines = []
     for work, result, query, how in WORK[name]:
         rows = load(results, result)

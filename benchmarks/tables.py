@@ -1,4 +1,4 @@
-"""Layers and whole models at inference, compilation and packages as Markdown tables, each from the rows of a result."""
+"""Makes the Markdown tables of layers and whole models at inference, of compilation and of packages from results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ONE_TOKEN = {
     "naive, best of torch.compile": "naive compiled",
     "naive, eager": "naive eager",
 }
-"""Label of a line to the beginning of the names of its variants."""
+"""Label of a line -> the beginning of the names of its variants."""
 PAPER = Path(__file__).with_name("paper.csv")
 MODEL_OF = {f"{sizes.intermediate} x {sizes.hidden}": name for name, sizes in MODELS.items()}
-"""Size of a gated projection to the name of the model that `decode_model` measures with it."""
+"""Size of a gated projection -> the name of the model with that size in `decode_model`."""
 
 
 def one_token_times(rows: pd.DataFrame) -> pd.DataFrame:
@@ -40,7 +40,7 @@ def one_token(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("paper", result="one_token")
 def paper(rows: pd.DataFrame) -> Iterator[str]:
-    """The paper's two tables as one, with our GPU beside its own."""
+    """The paper's two tables as one, with the times of our GPU beside those of the paper's."""
     variants = {"CUDA": "mglu cuda", "Triton": "mglu triton", "Torch": "naive eager", "GLU": "SwiGLU eager"}
     printed = pd.read_csv(PAPER, comment="#").set_index("n_m")
     printed["GPU"] += ", paper"
@@ -60,8 +60,8 @@ def paper(rows: pd.DataFrame) -> Iterator[str]:
 def chosen(rows: pd.DataFrame, **others: tuple[str, list[str]]) -> pd.DataFrame:
     """The rows that the dispatch chose, by problem.
 
-    `others` are further columns, each the least microseconds of the variants that begin with a prefix, among the rows
-    that have the same values in the given columns.
+    `others` maps the name of a further column to a prefix and some columns. The further column holds the least
+    microseconds of the variants that begin with the prefix, among the rows with the same values in these columns.
     """
     ours = rows[rows.chosen]
     for name, (prefix, columns) in others.items():
@@ -93,7 +93,7 @@ def routes(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("tokens")
 def floors(rows: pd.DataFrame) -> Iterator[str]:
-    """Times of the chosen backend and how many times the floor they are, by tokens and masks."""
+    """Times of the chosen backend by tokens and masks, also as multiples of the floor."""
     ours = chosen(rows, floor=("floor", PROBLEM))
     cells = (shown(ours) + ", " + (ours.microseconds / ours.floor).map(ratio)).unstack("n_masks")
     for layer in rows.layer.unique():
@@ -104,7 +104,8 @@ def floors(rows: pd.DataFrame) -> Iterator[str]:
 def formats(rows: pd.DataFrame) -> Iterator[str]:
     """Layers with weights in 8 and 4 bits: us, the share of reading, and how many times as fast as the fastest SwiGLU.
 
-    An fp8 layer is compared with the fastest SwiGLU in any form of fp8, another one with that in its own format.
+    An fp8 layer is compared with the fastest SwiGLU in any form of fp8. A layer in another format is compared with the
+    fastest SwiGLU in the same format.
     """
     problem = ["layer", "tokens", "kind"]
     rows["kind"] = rows.case.replace({"fp8_row": "fp8", "fp8_block": "fp8"})
@@ -119,10 +120,11 @@ def formats(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("activations")
 def activations(rows: pd.DataFrame) -> Iterator[str]:
-    """Layers with x in fp8: us, the ratios to n_masks + 1 products of the library, and the speed-up over 16-bit x.
+    """Layers with x in fp8: microseconds, two ratios to cuBLAS, and the speed-up over the same layer with 16-bit x.
 
-    The first ratio is to products whose sums are promoted to float32 as ours are, the second to those with fast
-    accumulation. One product of the library serves both formats.
+    Each ratio divides our time by that of n_masks + 1 fp8 GEMMs. The GEMMs of the first ratio promote their sums to
+    float32, as our kernels do. The GEMMs of the second ratio use fast accumulation. Both weight formats have the same
+    GEMMs.
     """
     problem = ["layer", "tokens", "case", "n_masks"]
     times = {name: here.set_index(problem).microseconds for name, here in rows.groupby("variant")}
@@ -139,8 +141,10 @@ def activations(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("experts", "experts_fp8", "experts_layer")
 def experts(rows: pd.DataFrame) -> Iterator[str]:
-    """Layers of experts, with a line for each number of tokens: us, launches if they were counted, how many times the
-    read ceiling that is, and how many times as fast as the fastest SwiGLU.
+    """Layers of experts, with a line for each number of tokens.
+
+    A cell has the microseconds, the launches if they were counted, the time as a multiple of the read ceiling, and how
+    many times as fast it is as the fastest SwiGLU.
     """
     rows["cell"] = shown(rows)
     if "launches" in rows:
@@ -168,7 +172,7 @@ def models(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def title(layer: str, sequences: int) -> str:
-    """The name of the model that decodes with such layers, and its number of sequences."""
+    """The name of the model with such layers in `decode_model`, and a number of sequences."""
     return f"{MODEL_OF.get(layer, layer)}, {many(sequences, 'sequence')}"
 
 
@@ -221,7 +225,7 @@ def with_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
 
 @table("tensor_parallel")
 def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
-    """Microseconds per layer on one rank and on several, and how many times as fast several are."""
+    """Microseconds per layer on one rank and on several, and how many times as fast several ranks are."""
     several = with_one_rank(rows).query("not is_one").sort_values("tokens", kind="stable")
     gain = (several.one / several.microseconds).map(speedup).where(several.microseconds.notna(), "")
     cell = several.one.map(us) + ", " + shown(several) + ": " + gain
@@ -232,7 +236,7 @@ def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("parallelism", result="tensor_parallel")
 def parallelism(rows: pd.DataFrame) -> Iterator[str]:
-    """The fastest of one rank and several for each layer and number of tokens, and its gain over one rank."""
+    """The fastest way on one rank or several, for each layer and number of tokens, and its gain over one rank."""
     problem = ["layer", "case", "n_masks", "tokens"]
     best = with_one_rank(rows).sort_values("microseconds", kind="stable").drop_duplicates(problem).sort_index()
     cell = best.variant.where(best.is_one, best.variant + ": " + (best.one / best.microseconds).map(ratio))
@@ -262,7 +266,7 @@ def cpu(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("cpu_formats")
 def cpu_formats(rows: pd.DataFrame) -> Iterator[str]:
-    """The median times of a token, and how many times as fast weights in 8 bits are as those in x's dtype."""
+    """The median times of a token, and how many times as fast weights in 8 bits are as weights in x's dtype."""
     times = in_order(rows, ["dtype", "n_masks"], "variant", rows["median"])
     dense = times["mglu cpu"]
     cells = {"only reading in x's dtype": times["read loop"].map(us), "W in x's dtype": dense.map(us)}
@@ -273,11 +277,12 @@ def cpu_formats(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("compile_time")
 def compile_time(rows: pd.DataFrame) -> Iterator[str]:
-    """Seconds to compile a model, and the fusion pass's part of them."""
+    """Seconds to compile a model, and the fusion pass's share of that time."""
     variants = ["naive compiled", "compiled", "traced", "fused", "pass"]
     seconds = in_order(rows, "case", "variant", rows.microseconds).reindex(columns=variants) / 1e6
     without = seconds["naive compiled"].fillna(seconds.compiled).fillna(seconds.traced)
-    # Tracing is only a part of compiling: the time is more, and the share of the pass less, than what was measured.
+    # Tracing is only a part of compiling. If a model was only traced, compiling it takes more than the measured time,
+    # and the share of the pass is less.
     more, less = (seconds.traced.notna().map({True: word, False: ""}) for word in ("more than ", "less than "))
     cells = {
         "without fusion, s": more + without.map("{:.1f}".format),

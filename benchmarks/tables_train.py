@@ -12,13 +12,13 @@ from benchmarks.train_layers import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOM
 PROBLEM = ["layer", "tokens", "n_masks"]
 NAMES = {NAIVE: "naive", TRICK: "five lines", SWIGLU: "SwiGLU", FUSED: "fused"}
 TIMES = {**NAMES, OPERATOR: "operator", MODULE: "module", GEMMS: "GEMMs alone"}
-"""Name of a variant to its heading."""
+"""Name of a variant -> its heading."""
 
 
 @table("train", "train_cpu")
 def train(rows: pd.DataFrame) -> Iterator[str]:
     """Times, errors and, on a GPU, peak memory of a training step of one layer."""
-    # SwiGLU is measured once for all numbers of masks, and shown beside each.
+    # SwiGLU is measured once for all numbers of masks, and shown beside each number.
     swiglu = rows[rows.variant == SWIGLU].drop(columns="n_masks")
     swiglu = swiglu.merge(rows[PROBLEM].drop_duplicates(), on=["layer", "tokens"])
     every = pd.concat([rows[rows.variant != SWIGLU], swiglu], ignore_index=True)
@@ -53,7 +53,7 @@ def train(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def errors(rows: pd.DataFrame) -> str:
-    """The largest errors of the naive layer and of the fused one, and their largest ratio in one problem."""
+    """The largest errors of the naive and the fused layer, and the largest ratio of the two in one problem."""
     found = rows.dropna(subset="errors").set_index(PROBLEM)
     naive, fused = (
         pd.DataFrame(of.errors.tolist(), of.index, Results._fields, dtype=float)
@@ -69,7 +69,7 @@ def errors(rows: pd.DataFrame) -> str:
 
 @table("train_experts")
 def train_experts(rows: pd.DataFrame) -> Iterator[str]:
-    """Times of a training step of experts in ms and how far they spread, and the share of the naive layer's memory."""
+    """Times of a training step of experts in ms with their spread, and memory as a share of the naive layer's."""
     rows["cell"] = shown(rows, ms) + (rows.spread / 1000).map(form(" ±{:.2f}"))
     wide = rows.pivot(index=["case", "n_masks"], columns="variant")
     time, peak = wide.microseconds, wide.peak_mb

@@ -1,11 +1,11 @@
-"""Times feed-forward layers and layers of experts on several GPUs against one: inference, and a training step.
+"""Times feed-forward layers and layers of experts on several GPUs and on one: inference, and a training step.
 
 torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel --out DIR [--shapes 8192x2048] [--n-masks 1 4]
     [--mixtures 128x768x2048x8]
 
-A dense layer is `down_proj(mglu(x))`, column parallel and then row parallel, with the sum over the ranks. A layer of
-experts has its router too; it is divided by experts, by rows, or by experts with tokens of each rank's own. Every rank
-also holds the whole layer and runs it alone. Without GPUs the ranks are CPU processes, which shows that everything
+A dense layer is `down_proj(mglu(x))`: column parallel, then row parallel with a sum over the ranks. A layer of experts
+includes its router. It is divided by experts, by rows, or by experts with separate tokens on each rank. Every rank also
+holds the whole layer and runs it alone. Without GPUs the ranks are CPU processes, which only shows that everything
 works.
 """
 
@@ -48,11 +48,11 @@ TRAINED = (8192,)
 TOKENS_OF_EXPERTS = (1, 32, 256, 8192)
 ROUNDS = 9
 ROTATED_BYTES, ROTATED_BYTES_OF_EXPERTS = 1e9, 3e8
-"""Total bytes of the layers, or of the experts in use, that a rank rotates through, so that nothing comes from L2."""
+"""A rank rotates through layers (or experts in use) of this many bytes, so that weights do not come from L2."""
 SECONDS = 0.02
-"""How long a call is repeated before its clock starts, and is then timed."""
+"""A call is repeated for this time before its clock starts, and is then timed for this time."""
 CHECKED = 64
-"""Tokens whose results are compared with float64."""
+"""The results of this number of tokens are compared with float64."""
 INFERENCE, TRAIN = "inference", "training step"
 PROTOCOL = (
     "down_proj(mglu(x)), or a layer of experts with its router, in bfloat16; inference: frozen masks, rotating layers "
@@ -65,14 +65,14 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer and the number of tokens of all ranks together.
+    """A layer, and the number of tokens of all ranks together.
 
     Attributes:
         work: INFERENCE or TRAIN.
-        shape: `(out_features, in_features)` of the gated projection, or of each expert's.
-        weight_format: how the gated projection is stored.
-        experts: number of experts; 0 for a dense layer.
-        top_k: number of experts of a token.
+        shape: `(out_features, in_features)` of the gated projection, or of one expert's.
+        weight_format: of the gated projection.
+        experts: number of experts, or 0 for a dense layer.
+        top_k: number of experts per token.
     """
 
     work: str
@@ -89,7 +89,7 @@ class Problem:
         return f"{self.work}{stored}" + (f", {self.experts} experts" if self.experts else "")
 
     def divisions(self, ranks: int) -> dict[str, Any]:
-        """The plans of `parallelize_module` by name."""
+        """Name of a division -> its plan for `parallelize_module`."""
         if not self.experts:
             return {f"{ranks} ranks": {"mglu": ColwiseMGLU(), "down_proj": RowwiseParallel()}}
         return {
@@ -99,7 +99,7 @@ class Problem:
         }
 
     def layers_to_rotate(self, layer: nn.Module, ranks: int) -> int:
-        """How many layers, each divided over the ranks, have as many bytes as are to be rotated through."""
+        """The number of layers that a rank needs for `ROTATED_BYTES`, if each layer is divided between the ranks."""
         own = sum(t.nbytes for t in layer.state_dict().values()) / ranks
         if not self.experts:
             return int(ROTATED_BYTES // own) + 1
@@ -109,14 +109,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that measure together."""
+    """The processes that measure together, seen from one of them."""
 
     mesh: DeviceMesh
     device: torch.device
 
     @staticmethod
     def start() -> Ranks:
-        """Join the ranks that torchrun started, each with the GPU of its number if there are GPUs."""
+        """Join the ranks that torchrun started. If there are GPUs, rank i uses GPU i."""
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -127,13 +127,13 @@ class Ranks:
         return Ranks(init_device_mesh(device.type, (dist.get_world_size(),)), device)
 
     def slowest(self, number: float) -> float:
-        """The largest of the ranks' numbers; every rank gets it."""
+        """The largest of the ranks' numbers. Every rank gets it."""
         largest = torch.tensor(number, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
 
     def clock(self, call: Call, calls: int = 1) -> float:
-        """Microseconds of a call on the slowest rank, averaged over `calls`, which is the same on all ranks."""
+        """Microseconds of a call on the slowest rank, averaged over `calls`. All ranks get the same number."""
         dist.barrier()
         return self.slowest(clock_of(self.device.type)(call, calls))
 
@@ -159,8 +159,8 @@ def layer_of(problem: Problem, ranks: Ranks) -> nn.Module:
 def inputs_of(problem: Problem, ranks: Ranks) -> Tensor:
     """Random x `[tokens, in_features]`, the same on every rank.
 
-    The router of experts copies the first features of x: multiples of 1/64 without repetition in a token, so that every
-    dtype and division chooses the same experts, each with the same probability.
+    The router copies the first features of x. They are distinct multiples of 1/64 in random order, so all dtypes and
+    divisions choose the same experts, and each expert has the same probability.
     """
     x = torch.randn(problem.tokens, problem.shape[1], device=ranks.device)
     order = torch.rand(problem.tokens, problem.experts, device=ranks.device).argsort(1)
@@ -171,13 +171,13 @@ def inputs_of(problem: Problem, ranks: Ranks) -> Tensor:
 
 
 def divided(layer: nn.Module, plan: Any, ranks: Ranks) -> nn.Module:
-    """A copy of a layer, divided over the ranks by a plan; without a plan, all of it."""
+    """A copy of a layer, divided between the ranks by a plan. Without a plan, the whole layer."""
     layer = copy.deepcopy(layer)
     return layer if plan is None else parallelize_module(layer, ranks.mesh, plan, src_data_rank=None)
 
 
 def inference(layers: list[nn.Module], x: Tensor, in_graph: bool) -> Call:
-    """A call that runs all layers; in a graph, the call replays it."""
+    """A function that runs all layers, or with `in_graph` replays them as a CUDA graph."""
 
     @torch.no_grad()
     def run(i: int) -> Tensor:
@@ -189,7 +189,7 @@ def inference(layers: list[nn.Module], x: Tensor, in_graph: bool) -> Call:
 
 
 def training(x: Tensor, layer: nn.Module) -> Call:
-    """A call that drops the gradients and then runs a layer forward and backward."""
+    """A function that drops earlier gradients, and runs a layer forward and backward."""
     x = x.clone().requires_grad_()
     leaves = [x, *layer.parameters()]
 
@@ -205,12 +205,12 @@ def training(x: Tensor, layer: nn.Module) -> Call:
 
 
 def finished(tensor: Tensor) -> Tensor:
-    """Wait for the collective that writes the tensor, if there is one, and return the tensor."""
+    """The tensor, after waiting for the collective that writes it, if there is one."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def bench(problem: Problem, ranks: Ranks, rounds: int, seconds: float) -> list[Row]:
-    """Measure a problem on all ranks together, and return one row for a single rank and one for each division."""
+    """Measure a problem on all ranks. Returns a row for a single rank, and a row for each division."""
     whole, x = layer_of(problem, ranks), inputs_of(problem, ranks)
     exact = copy.deepcopy(whole).double()
     errors, counts, calls = {}, {}, {}
@@ -229,24 +229,24 @@ def bench(problem: Problem, ranks: Ranks, rounds: int, seconds: float) -> list[R
         layers = [layer, *(divided(whole, plan, ranks) for _ in range(count - 1))]
         calls[name], counts[name] = inference(layers, own, on_gpu and not exchanges), count
     del exact
-    # A time is the slowest rank's, the same on all ranks, so that they make the same calls in the same order.
+    # All ranks get the time of the slowest one, so they make the same calls in the same order.
     times = under_load(calls, ranks.clock, rounds, seconds, most_seconds=math.inf)
     size, budget = (problem.tokens, problem.shape, problem.n_masks), ERROR_BUDGET[torch.bfloat16]
     rows = []
-    for name, of_call in times.items():
-        of_layer = [time / counts[name] for time in of_call]
-        rows.append(Row.of_times(problem.case, name, *size, of_layer, error=errors[name], budget=budget))
+    for name, call_times in times.items():
+        layer_times = [time / counts[name] for time in call_times]
+        rows.append(Row.of_times(problem.case, name, *size, layer_times, error=errors[name], budget=budget))
     return rows
 
 
 def mixture_of(text: str) -> Model:
-    """The sizes of a mixture of experts, written as `128x768x2048x8`."""
+    """The sizes of a mixture of experts, from a text such as `128x768x2048x8`."""
     experts, d, h, top_k = map(int, text.split("x"))
     return Model(experts, d, h, top_k)
 
 
 def problems(options: Any) -> list[Problem]:
-    """The problems of the command line, mixtures first, so that a limit of time leaves out dense layers."""
+    """The problems of the command line. Mixtures come first, so that a time limit skips dense layers."""
     found = []
     for (experts, d, h, top_k), n_masks, work in product(options.mixtures, options.n_masks, (INFERENCE, TRAIN)):
         all_tokens = options.tokens_of_experts
@@ -286,7 +286,7 @@ def main() -> None:
             write(rows, options.out, "tensor_parallel", f"{dist.get_backend()}, {ranks.mesh.size()} ranks; {PROTOCOL}")
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-    dist.barrier()  # so that gloo's threads drop their tensors before Python ends: see pytorch issue 190489
+    dist.barrier()  # lets gloo's threads drop their tensors before Python ends (pytorch issue 190489)
     dist.destroy_process_group()
     raise SystemExit(any(row.is_wrong for row in rows))
 

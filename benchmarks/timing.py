@@ -1,7 +1,8 @@
-"""The clocks of the benchmarks: GPU events or wall-clock time for calls, and CUDA graph replay for layers."""
+"""The benchmarks' clocks (GPU events, wall-clock time and graph replay), and the memory that a call takes."""
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import statistics
@@ -17,32 +18,32 @@ ROUNDS = 25
 MIN_ROUNDS = 9
 MIN_SETTLED_ROUNDS = 5
 MAX_SECONDS_OF_ROUNDS = 1.5
-"""The most time for all rounds together; it limits the number of rounds, but not below `MIN_ROUNDS`."""
+"""All rounds together take at most about this time, unless `MIN_ROUNDS` rounds take longer."""
 SETTLE_SECONDS = 0.05
-"""How long a graph is replayed before its clock starts, and how long it is then timed, where the power limit lowers the
-clocks. A library GEMM loses 10% of its rate after about 50 ms (benchmarks/README.md, "Bursts and clocks")."""
+"""If the power limit lowers the clocks, a graph is replayed for this time before its clock starts, and then timed
+for this time. A library GEMM loses 10% of its rate after about 50 ms (benchmarks/README.md, "Bursts and clocks")."""
 
 LOAD_SECONDS = 0.06
-"""How long a call that is not a graph is repeated before its clock starts, and how long it is then timed."""
+"""A call that is not a graph is repeated for this time before its clock starts, and then timed for this time."""
 SETTLED_ROUNDS = 9
 MAX_SECONDS_OF_SETTLED_ROUNDS = 10.0
 
 
 class Clock(Protocol):
-    """Measures the time of a call in microseconds, averaged over `calls` of them."""
+    """Measures the time of a call in microseconds, averaged over `calls` calls."""
 
     def __call__(self, call: Callable[[], object], calls: int = 1) -> float: ...
 
 
 class Summary(NamedTuple):
-    """The median of some times and their interquartile range."""
+    """The median of several times, and their interquartile range."""
 
     median: float
     spread: float
 
 
 def summarise(times: Sequence[float]) -> Summary:
-    """The median and the interquartile range, which is 0 for a single time."""
+    """The median and the interquartile range. The range of a single time is 0."""
     if len(times) == 1:
         return Summary(times[0], 0.0)
     low, middle, high = statistics.quantiles(times, n=4)
@@ -50,7 +51,7 @@ def summarise(times: Sequence[float]) -> Summary:
 
 
 def wall_microseconds(call: Callable[[], object], calls: int = 1) -> float:
-    """Wall-clock time of a call, averaged over `calls` of them."""
+    """Wall-clock time of a call in microseconds, averaged over `calls` calls."""
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -58,7 +59,7 @@ def wall_microseconds(call: Callable[[], object], calls: int = 1) -> float:
 
 
 def gpu_microseconds(call: Callable[[], object], calls: int = 1) -> float:
-    """Time of a call between two events on the current CUDA stream, averaged over `calls` of them.
+    """Time of a call in microseconds between two events on the current CUDA stream, averaged over `calls` calls.
 
     If the host is slower than the GPU, this is the host's time.
     """
@@ -72,12 +73,12 @@ def gpu_microseconds(call: Callable[[], object], calls: int = 1) -> float:
 
 
 def clock_of(device: str) -> Clock:
-    """The clock for a kind of device: events on a GPU, else the wall clock."""
+    """The clock for a device type: events on a GPU, and otherwise the wall clock."""
     return gpu_microseconds if device == "cuda" else wall_microseconds
 
 
 def first_call(name: str, call: Callable[[], object]) -> None:
-    """Make the first call of something that then compiles, and say how long it took if it is more than a second."""
+    """Make the first call of a function that compiles, and print its time if it is more than a second."""
     start = time.perf_counter()
     call()
     if (elapsed := time.perf_counter() - start) > 1:
@@ -85,8 +86,8 @@ def first_call(name: str, call: Callable[[], object]) -> None:
 
 
 def _calls_in(seconds: float, call: Callable[[], object], clock: Clock) -> int:
-    """The number of consecutive calls that take the given time; at least 1."""
-    call()  # allocates again what `memory.release` may have freed
+    """The number of consecutive calls, at least 1, that together take a time of `seconds`."""
+    call()  # allocates memory again that `memory.release` may have freed
     few = max(1, math.ceil(seconds / 4 * 1e6 / clock(call)))
     return max(1, math.ceil(seconds * 1e6 / clock(call, few)))
 
@@ -98,15 +99,15 @@ def under_load(
     seconds: float = LOAD_SECONDS,
     most_seconds: float = MAX_SECONDS_OF_SETTLED_ROUNDS,
 ) -> dict[str, list[float]]:
-    """Times of every call under sustained load, taken in turns whose order changes from round to round.
+    """Time every call under sustained load. Calls take turns, in an order that changes from round to round.
 
     Args:
-        calls: what to time, by name; each has run before, so that nothing is compiled here.
-        clock: measures a number of calls. It must start at once, since the load just before is part of the method; a
-            barrier between ranks is short enough.
-        rounds: largest number of times for each call.
-        seconds: how long a call is repeated before its clock starts, and how long it is then timed; at least one call.
-        most_seconds: time after which no further round begins, once there are `MIN_SETTLED_ROUNDS`.
+        calls: name -> function to time. Each function must have run before, so that nothing is compiled here.
+        clock: measures a number of calls. It must start at once, because the load just before is part of the method. A
+            barrier between ranks is short enough to come first.
+        rounds: the largest number of rounds.
+        seconds: a call is repeated for this time before its clock starts, and then timed for this time.
+        most_seconds: no further round begins after this time, once there are `MIN_SETTLED_ROUNDS`.
     """
     counts = {name: _calls_in(seconds, call, clock) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -116,7 +117,7 @@ def under_load(
     for done in range(rounds):
         if done >= MIN_SETTLED_ROUNDS and time.perf_counter() - start > most_seconds:
             break
-        shuffle(order)  # a call heats the GPU, and the next call must not always be the same one
+        shuffle(order)  # a call heats the GPU, so the next call must not always be the same one
         for name in order:
             for _ in range(counts[name]):
                 calls[name]()
@@ -125,9 +126,9 @@ def under_load(
 
 
 class GraphTimer:
-    """A CUDA graph that runs `layers` layers, and the times of its rounds so far, in microseconds per layer.
+    """A CUDA graph that runs `layers` layers, and the times of its rounds so far in microseconds per layer.
 
-    In each round, `warmup_replays` run before the clock starts.
+    In each round, the graph is replayed `warmup_replays` times before the clock starts.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, layers: int) -> None:
@@ -141,9 +142,9 @@ class GraphTimer:
 
 
 def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_seconds: float = 0.0) -> None:
-    """Replay graphs in turn and add their times; at most `rounds` rounds, fewer if a round is long.
+    """Replay graphs in turn and add their times, in at most `rounds` rounds, or fewer if a round is long.
 
-    `settle_seconds` is how long each graph is replayed before its clock starts, and how long it is then timed.
+    A graph is replayed for `settle_seconds` before its clock starts, and then timed for `settle_seconds`.
     """
     for timer, times in zip(timers, replay(timers, 2), strict=True):
         timer.warmup_replays = max(1, round(settle_seconds * 1e6 / (times[-1] * timer.layers)))
@@ -153,3 +154,26 @@ def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_secon
     fewest = MIN_SETTLED_ROUNDS if settle_seconds else MIN_ROUNDS
     for timer, times in zip(timers, replay(timers, min(rounds, max(fewest, affordable))), strict=True):
         timer.times += times
+
+
+def allocated(device: str) -> float:
+    """The megabytes that tensors hold now."""
+    return torch.cuda.memory_allocated() / 1e6 if device == "cuda" else float("nan")
+
+
+def peak(call: Callable[[], object], device: str) -> float:
+    """The peak of megabytes that all tensors hold during a call, including tensors from before the call."""
+    if device != "cuda":
+        return float("nan")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 1e6
+
+
+def release(device: str) -> None:
+    """Release cached memory to the device, so that a problem does not fragment memory for the next one."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

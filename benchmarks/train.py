@@ -1,8 +1,8 @@
-"""Times a training step of one layer in every form: forward and backward with straight-through masks.
+"""Times a training step of one layer in every form: forward and backward passes with straight-through masks.
 
 python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--n-masks 1 4] [--resume]
 
-Without `--shapes`, `--tokens` and `--n-masks`, all problems are measured. `--resume` measures only those that
+Without `--shapes`, `--tokens` and `--n-masks`, all problems are measured. `--resume` measures only problems that
 `DIR/train.csv` lacks.
 """
 
@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.memory import release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, first_call, under_load
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, first_call, release, under_load
 from benchmarks.train_layers import (
     CASE,
     CHECKED_TOKENS,
@@ -59,12 +58,12 @@ class Problem:
 def problems(
     shapes: Sequence[tuple[int, int]] = SHAPES, tokens: Sequence[int] = TOKENS, masks: Sequence[int] = MASKS
 ) -> list[Problem]:
-    """Every shape with every number of tokens and of masks."""
+    """All combinations of shapes, numbers of tokens and numbers of masks."""
     return [Problem(shape, count, n_masks) for shape, count, n_masks in product(shapes, tokens, masks)]
 
 
 def candidates(training: Training) -> dict[str, Step]:
-    """A step of each variant."""
+    """Name of a variant -> its step."""
     found = steps(training)
     if training.naive.n_masks == 1:  # SwiGLU has no masks, so one measurement per shape and number of tokens is enough
         found[SWIGLU] = swiglu_step(training)
@@ -74,9 +73,9 @@ def candidates(training: Training) -> dict[str, Step]:
 def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
-    """Measure one problem in at most `rounds` rounds and return a row for each variant.
+    """Measure one problem in at most `rounds` rounds, and return a row for each variant.
 
-    A CPU does not measure memory. `load` is the argument `seconds` of `timing.under_load`.
+    On a CPU, memory is not measured. `load` is the argument `seconds` of `timing.under_load`.
     """
     release(device)
     torch._dynamo.reset()
@@ -97,7 +96,7 @@ def run(
     load: float = LOAD_SECONDS,
     resume: bool = False,
 ) -> list[Row]:
-    """Measure problems into `train.csv` of a folder."""
+    """Measure problems, and write `train.csv` into a folder."""
     torch.manual_seed(0)
     return measure(problems, lambda one: bench(one, device, rounds, load), out, "train", PROTOCOL, resume)
 

@@ -1,8 +1,8 @@
-"""Times a training step of experts in every form: forward and backward with straight-through masks.
+"""Times a training step of experts in every form: forward and backward passes with straight-through masks.
 
 python -m benchmarks.train_experts --out DIR [--models Mixtral-8x7B] [--loads balanced] [--n-masks 1 4] [--resume]
 
-Rows are sorted by expert. Without options, all problems are measured. `--resume` measures only those that
+Rows are sorted by expert. Without options, all problems are measured. `--resume` measures only problems that
 `DIR/train_experts.csv` lacks.
 """
 
@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import relative_error
-from benchmarks.memory import release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, under_load
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, release, under_load
 from benchmarks.train_layers import (
     NAIVE,
     OPERATOR,
@@ -41,7 +40,7 @@ TOKENS = 8192
 MASKS = (1, 4)
 LOADS = ("balanced", "zipf")
 CHECKED_ROWS = 256
-"""Rows of the first and of the last expert that has rows whose results are compared with float64."""
+"""The results of this number of rows of an expert are compared with float64, for the first and the last with rows."""
 PROTOCOL = (
     "calls between two events, variants in turns whose order changes; a turn repeats its call for 60 ms and is then "
     "timed for 60 ms or one call; median over 5 to 9 rounds, us per forward and backward; gradients dropped before "
@@ -68,10 +67,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Experts of a model, the loads of the experts, and a number of tokens, each with `top_k` rows.
+    """A model's experts, their loads, and a number of tokens, each with `top_k` rows.
 
-    With `balanced` loads, experts are drawn with equal probability; with `zipf`, in proportion to 1, 1/2, 1/3 and so
-    on.
+    With `balanced` loads, all experts have the same probability. With `zipf`, probabilities are in proportion to 1,
+    1/2, 1/3 and so on.
     """
 
     model: str
@@ -90,7 +89,7 @@ class Problem:
 def problems(
     models: Sequence[str] = tuple(MODELS), loads: Sequence[str] = LOADS, masks: Sequence[int] = MASKS
 ) -> list[Problem]:
-    """Every model with every distribution of loads and number of masks."""
+    """All combinations of models, distributions of loads and numbers of masks."""
     return [Problem(*one) for one in product(models, loads, masks)]
 
 
@@ -111,7 +110,7 @@ class NaiveExperts(nn.Module):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=self.offs)
 
     def masks(self) -> list[Tensor]:
-        """Each mask: 0 or 1 in the forward pass, the identity of its logits in the backward pass."""
+        """All masks: 0 or 1 in the forward pass. In the backward pass, their gradient goes to the logits unchanged."""
         logits = self.mask_logits.unbind(1)
         return [((soft > 0).to(soft.dtype) - soft).detach() + soft for soft in logits]
 
@@ -121,7 +120,7 @@ class NaiveExperts(nn.Module):
 
 
 class ExpertsByComplement(NaiveExperts):
-    """The same with n_masks + 1 products: the value is the product with the whole weight minus the gate."""
+    """Experts with n_masks + 1 products: the value is the product with the whole weight minus the gate."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = self.product(x, self.weight)
@@ -146,8 +145,8 @@ class Training:
 
     Attributes:
         naive: the naive layer, which owns the parameters.
-        x: leaf `[tokens * top_k, in_features]`, sorted by expert.
-        grad_output: `[tokens * top_k, out_features]`.
+        x: leaf `[tokens * top_k, in_features]` with rows sorted by expert.
+        grad_output: upstream gradient `[tokens * top_k, out_features]`.
     """
 
     def __init__(self, problem: Problem, device: str) -> None:
@@ -171,12 +170,12 @@ class Training:
 
 
 def operator(naive: NaiveExperts) -> Layer:
-    """The fused operator on the parameters of a naive layer."""
+    """The fused operator with the parameters of a naive layer."""
     return lambda x: torch.ops.mglu.grouped_forward_ste(x, naive.weight, naive.mask_logits, naive.offs)[0]
 
 
 def steps(training: Training) -> dict[str, Step]:
-    """A step of every variant on the same parameters; compiled variants compile at their first call."""
+    """Name of a variant -> its step. All steps share parameters. Compiled variants compile at their first call."""
     naive = training.naive
     trick = ExpertsByComplement(naive.weight, naive.mask_logits, naive.offs)
     layers: dict[str, Layer] = {NAIVE: compiled(naive), TRICK: compiled(trick), OPERATOR: operator(naive)}
@@ -190,7 +189,7 @@ def steps(training: Training) -> dict[str, Step]:
 class Oracle:
     """The results and gradients of the experts in float64, for some rows of two experts.
 
-    The upstream gradient of all other rows is 0, so that the gradients of all other rows and experts must be 0.
+    The upstream gradient of all other rows is 0, so the gradients of all other rows and experts must be 0.
 
     Attributes:
         grad_output: upstream gradient `[rows, out_features]`.
@@ -210,13 +209,13 @@ class Oracle:
             self.grad_output[rows] = training.grad_output[rows]
 
     def errors(self, results: Results) -> dict[str, float]:
-        """The largest relative error of the result and of each gradient over the checked experts."""
+        """The relative errors of the result and of each gradient. Each is the largest error of the checked experts."""
         worst = dict.fromkeys(Results._fields, 0.0)
         for expert, rows in self.checked.items():
-            found = results.y[rows], results.dx[rows], results.dweight[expert], results.dlogits[expert]
+            found = results.y[rows], results.grad_x[rows], results.grad_weight[expert], results.grad_logits[expert]
             for name, ours, exact in zip(worst, found, self._exact(expert, rows), strict=True):
                 worst[name] = max(worst[name], relative_error(ours, exact))
-        for name in ("dweight", "dlogits"):
+        for name in ("grad_weight", "grad_logits"):
             others = (g for expert, g in enumerate(getattr(results, name)) if expert not in self.checked)
             if any(bool(gradient.count_nonzero()) for gradient in others):
                 worst[name] = float("inf")
@@ -233,7 +232,7 @@ class Oracle:
 def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
-    """Measure one problem in at most `rounds` rounds and return a row for each variant."""
+    """Measure one problem in at most `rounds` rounds, and return a row for each variant."""
     release(device)
     torch._dynamo.reset()
     training, model = Training(problem, device), MODELS[problem.model]
@@ -241,8 +240,8 @@ def bench(
     release(device)
     times = under_load(ready, clock_of(device), rounds, load)
     size = problem.tokens, (model.out_features, model.in_features), problem.n_masks
-    of_model = {"experts": model.experts, "top_k": model.top_k}
-    return rows_of(problem.case, size, times, {name: extra | of_model for name, extra in columns.items()})
+    model_columns = {"experts": model.experts, "top_k": model.top_k}
+    return rows_of(problem.case, size, times, {name: extra | model_columns for name, extra in columns.items()})
 
 
 def run(
@@ -253,7 +252,7 @@ def run(
     load: float = LOAD_SECONDS,
     resume: bool = False,
 ) -> list[Row]:
-    """Measure problems into `train_experts.csv` of a folder."""
+    """Measure problems, and write `train_experts.csv` into a folder."""
     torch.manual_seed(0)
     return measure(problems, lambda one: bench(one, device, rounds, load), out, "train_experts", PROTOCOL, resume)
 

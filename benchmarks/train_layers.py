@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from benchmarks.baselines import ComplementTrick
 from benchmarks.harness import relative_error
-from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row
-from benchmarks.timing import first_call
+from benchmarks.timing import allocated, first_call, peak, release
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
@@ -24,7 +23,7 @@ from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 Layer = Callable[[Tensor], Tensor]
 
 CASE = "training step"
-"""The case of the rows."""
+"""The rows' value of the column `case`."""
 NAIVE = "naive compiled"
 TRICK = "complement trick compiled"
 FUSED = "fused"
@@ -34,16 +33,16 @@ RECOMPUTING = "mglu_ops.nn.MGLU, save_activations=False"
 SWIGLU = "SwiGLU compiled"
 GEMMS = "three stacked GEMMs"
 CHECKED_TOKENS = 512
-"""Rows of x whose results are compared with float64."""
+"""The results of this number of rows of x are compared with float64."""
 
 
 class Results(NamedTuple):
     """The result of a layer and the gradients of x, weight and mask_logits."""
 
     y: Tensor
-    dx: Tensor
-    dweight: Tensor
-    dlogits: Tensor
+    grad_x: Tensor
+    grad_weight: Tensor
+    grad_logits: Tensor
 
 
 class Training:
@@ -52,7 +51,7 @@ class Training:
     Attributes:
         naive: the naive layer, which owns weight `[out_features, in_features]` and mask_logits.
         x: leaf `[tokens, in_features]`.
-        grad_output: `[tokens, out_features]`.
+        grad_output: upstream gradient `[tokens, out_features]`.
     """
 
     def __init__(self, shape: tuple[int, int], tokens: int, n_masks: int, device: str) -> None:
@@ -73,14 +72,14 @@ class Training:
 
 
 class Inputs(Protocol):
-    """What a layer is trained on: the leaf x, and the gradient of its result."""
+    """The inputs of a training step: the leaf x, and the gradient of the result."""
 
     x: Tensor
     grad_output: Tensor
 
 
 class Step:
-    """Forward and backward of a layer, after the gradients are dropped, as in a training loop."""
+    """Forward and backward passes of a layer. As in a training loop, earlier gradients are dropped first."""
 
     def __init__(self, training: Inputs, layer: Layer, parameters: Iterable[Tensor]) -> None:
         self.layer, self.x, self.grad_output = layer, training.x, training.grad_output
@@ -96,7 +95,7 @@ class Step:
 
 
 def steps(training: Training) -> dict[str, Step]:
-    """A step of every variant of a layer, on the same parameters; compiled variants compile at their first call."""
+    """Name of a variant -> its step. All steps share parameters. Compiled variants compile at their first call."""
     naive = training.naive
 
     def form(kind: Callable[..., Any], **arguments: Any) -> Any:
@@ -123,16 +122,16 @@ def compiled(layer: nn.Module, **options: Any) -> Layer:
 
 
 def swiglu_step(training: Training) -> Step:
-    """A step of a compiled SwiGLU projection of the same shape, on the same x and upstream gradient."""
+    """A step of a compiled SwiGLU projection with the same shape, x and upstream gradient."""
     d, h = training.naive.weight.shape
     glu = GLU(h, d, device=training.x.device, dtype=training.x.dtype)
     return Step(training, compiled(glu), glu.parameters())
 
 
 def gemms_step(training: Training) -> Callable[[], None]:
-    """The three products that no step can avoid, with stacked weights `[(n_masks + 1) d, h]`, and nothing else.
+    """Only the three GEMMs that no step can avoid, with stacked weights `[(n_masks + 1) d, h]`.
 
-    The result of the n_masks + 1 projections stands in for their gradients, which have the same size.
+    The gradient of the n_masks + 1 projections has the size of their result, so the result takes its place.
     """
     x = training.x.detach()
     n_masks, d, h = training.naive.n_masks, *training.naive.weight.shape
@@ -149,8 +148,8 @@ def gemms_step(training: Training) -> Callable[[], None]:
 class Oracle:
     """The results and gradients of a layer for some tokens, in float64.
 
-    The upstream gradient of all other tokens is 0. The gradients of these tokens must then be 0, and the gradients of
-    the parameters are sums over the checked tokens only. So the very call that is timed is checked, at low cost.
+    The upstream gradient of all other tokens is 0. Their gradients must then be 0, and gradients of parameters are sums
+    over the checked tokens only. In this way, the timed call itself is checked at low cost.
 
     Attributes:
         grad_output: upstream gradient `[tokens, out_features]`.
@@ -165,29 +164,29 @@ class Oracle:
         self.exact = self._exact()
 
     def _exact(self) -> Results:
-        """Compute mask by mask, which needs the memory of one mask only."""
+        """The exact results, computed mask by mask to save memory."""
         x, weight, mask_logits = (leaf.detach() for leaf in self.training.leaves())
         x, weight = (leaf.double().requires_grad_() for leaf in (x[self.checked], weight))
         grad = self.grad_output[self.checked].double()
-        of_logits = torch.zeros_like(mask_logits, dtype=torch.float64)
-        exact = Results(torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(weight), of_logits)
+        grad_logits = torch.zeros_like(mask_logits, dtype=torch.float64)
+        exact = Results(torch.zeros_like(grad), torch.zeros_like(x), torch.zeros_like(weight), grad_logits)
         for i, logits in enumerate(mask_logits):
             mask = (logits > 0).double().requires_grad_()
             y = F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * (1 - mask))
             terms = y.detach(), *torch.autograd.grad(y, (x, weight, mask), grad)
-            for total, term in zip((*exact[:3], exact.dlogits[i]), terms, strict=True):
+            for total, term in zip((*exact[:3], exact.grad_logits[i]), terms, strict=True):
                 total.add_(term)
         return exact
 
     def errors(self, results: Results) -> dict[str, float]:
         """The relative error of the result and of each gradient."""
-        of_checked = results._replace(y=results.y[self.checked], dx=results.dx[self.checked])
+        checked_results = results._replace(y=results.y[self.checked], grad_x=results.grad_x[self.checked])
         errors = {
             name: relative_error(ours, exact)
-            for name, ours, exact in zip(Results._fields, of_checked, self.exact, strict=True)
+            for name, ours, exact in zip(Results._fields, checked_results, self.exact, strict=True)
         }
-        if bool(results.dx[self.others].count_nonzero()):
-            errors["dx"] = float("inf")
+        if bool(results.grad_x[self.others].count_nonzero()):
+            errors["grad_x"] = float("inf")
         return errors
 
 
@@ -204,11 +203,11 @@ class Exact(Protocol):
 
 
 Columns = dict[str, dict[str, object]]
-"""The extra columns of each variant, by its name."""
+"""Name of a variant -> its extra columns."""
 
 
 def checked(step: Step, oracle: Exact) -> dict[str, object]:
-    """The errors of a variant, and whether two steps with the same, full upstream gradient give the same bits."""
+    """The errors of a variant, and `bits_repeat`: True if two steps with the full upstream gradient give equal bits."""
     training = oracle.training
     errors = oracle.errors(training.results(step.layer, oracle.grad_output))
     twice = [training.results(step.layer, training.grad_output) for _ in range(2)]
@@ -217,14 +216,14 @@ def checked(step: Step, oracle: Exact) -> dict[str, object]:
 
 
 def prepared(steps: Mapping[str, Step], oracle: Exact, device: str) -> tuple[dict[str, Callable[[], None]], Columns]:
-    """The steps of the variants that fit into memory, and the extra columns of all variants, both by name."""
+    """The steps of variants that fit into memory, and the extra columns of all variants, by name."""
     columns: Columns = {}
     ready: dict[str, Callable[[], None]] = {}
     for name, step in steps.items():
         try:
             first_call(name, step)
             step.drop_gradients()
-            before = allocated(device)  # the inputs, the parameters and the upstream gradient
+            before = allocated(device)  # inputs, parameters and upstream gradient
             columns[name] = {"peak_mb": round(peak(step, device) - before, 1)}
             step.drop_gradients()
             if name != SWIGLU:
@@ -240,7 +239,7 @@ def prepared(steps: Mapping[str, Step], oracle: Exact, device: str) -> tuple[dic
 def rows_of(
     case: str, size: tuple[int, tuple[int, int], int], times: Mapping[str, Sequence[float]], columns: Columns
 ) -> list[Row]:
-    """A row for each variant; `size` is the number of tokens, `(out_features, in_features)` and the number of masks."""
+    """A row for each variant. `size` is `(tokens, (out_features, in_features), n_masks)`."""
     rows = []
     for name, extra in columns.items():
         errors = extra.get("errors")

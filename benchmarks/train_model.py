@@ -1,10 +1,10 @@
-"""Times a whole training step of language models with SwiGLU, with naive SwiMGLU and with fused SwiMGLU.
+"""Times a training step of whole language models with SwiGLU, with naive SwiMGLU and with fused SwiMGLU.
 
 python -m benchmarks.train_model --out DIR [--resume]
 
 A step is forward, backward and AdamW (fused) on random tokens. As in the paper, SwiMGLU replaces SwiGLU and nothing
-else changes, so all models have the same widths. With one mask, a model has as many parameters as with SwiGLU, mask
-logits included. The blocks and the loss are compiled. `--resume` works as in benchmarks/train.py.
+else changes, so all models have the same widths. With one mask, a model has as many parameters as with SwiGLU,
+including mask logits. Blocks and loss are compiled. `--resume` works as in benchmarks/train.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from torch import Tensor
 
 from benchmarks.decoder import Projection, Sizes, creating
 from benchmarks.language_model import LanguageModel, count, share_tensors
-from benchmarks.memory import allocated, peak, release
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, clock_of, under_load
+from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, allocated, clock_of, peak, release, under_load
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
 Precision = Literal["autocast", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-"""`autocast`: bfloat16 autocast of float32 parameters; `bfloat16`: parameters in bfloat16."""
+"""`autocast` is bfloat16 autocast with float32 parameters, and `bfloat16` has parameters in bfloat16."""
 LENGTH = 2048
 PROTOCOL = (
     "forward, backward and AdamW(fused=True); blocks and loss compiled; random tokens, sequences of 2048; between two "
@@ -37,13 +36,13 @@ PROTOCOL = (
     "the distance of all gradients to the naive model's, before the first step"
 )
 MAX_DISTANCE = 0.1
-"""Largest distance between the gradients of the fused and the naive model, relative to the norm of the naive model's.
-Both round to bfloat16 in every layer; a wrong mask or gradient gives a distance of about 1."""
+"""Allowed distance between the gradients of the fused and the naive model, relative to the norm of the naive model's.
+Both models round to bfloat16 in every layer. Wrong masks or gradients give a distance of about 1."""
 LEARNING_RATE = 1e-5
 
 
 class Model(NamedTuple):
-    """A model to train: its sizes and the number of sequences in a step."""
+    """A model to train: its sizes, and the number of sequences per step."""
 
     sizes: Sizes
     batch: int
@@ -57,7 +56,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A model and its name, its precision and the number of masks of SwiMGLU."""
+    """A model, its name and precision, and the number of SwiMGLU's masks."""
 
     name: str
     model: Model
@@ -81,9 +80,9 @@ PROBLEMS = [
 
 
 class Training:
-    """A compiled model and its optimiser, with the tokens `[batch, length + 1]` of every step.
+    """A compiled model and its optimizer, with the tokens `[batch, length + 1]` of every step.
 
-    `autocast` says whether forward runs under bfloat16 autocast.
+    With `autocast`, the forward pass runs under bfloat16 autocast.
     """
 
     def __init__(self, model: LanguageModel, optimizer: torch.optim.Optimizer, tokens: Tensor, autocast: bool) -> None:
@@ -102,7 +101,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Compute the gradients of all parameters, and drop them from the parameters."""
+        """Compute the gradients of all parameters, and remove them from the parameters."""
         self.backward()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         self.optimizer.zero_grad(set_to_none=True)
@@ -110,22 +109,22 @@ class Training:
 
 
 def build(sizes: Sizes, projection: Projection, device: str, precision: Precision) -> LanguageModel:
-    """Build a model with random parameters in float32 for autocast, else in bfloat16."""
+    """Build a model with random parameters, in float32 for autocast and otherwise in bfloat16."""
     with creating(device, torch.bfloat16 if precision == "bfloat16" else torch.float32):
         return LanguageModel(sizes, projection)
 
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The norm of the difference between two lists of gradients, relative to the norm of theirs."""
+    """The norm of the difference of two lists of gradients, relative to the norm of `theirs`."""
     pairs = zip(ours, theirs, strict=True)
     difference, norm = zip(*(((a - b).double().norm(), b.double().norm()) for a, b in pairs), strict=True)
     return float(torch.stack(difference).norm() / torch.stack(norm).norm())
 
 
 def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[str, dict[str, object]], float]:
-    """The models of a problem and the extra columns of their rows, by name, and the error of the fused model.
+    """The models of a problem by name, the extra columns of their rows by name, and the error of the fused model.
 
-    The naive and the fused model share their parameters and the optimiser, to save memory.
+    The naive and the fused model share their parameters and the optimizer, to save memory.
     """
     torch._dynamo.reset()
     (sizes, batch), n_masks = problem.model, problem.n_masks
@@ -140,7 +139,7 @@ def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[
         return torch.optim.AdamW(of.parameters(), lr=LEARNING_RATE, fused=True)
 
     def add(name: str, training: Training, held: float) -> None:
-        """Run the first steps of a model; `held` is the memory of other models."""
+        """Run the first steps of a model. `held` is the memory of other models."""
         for _ in range(2):
             training.step()
         found[name] = training
@@ -170,7 +169,7 @@ def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[
 def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
-    """Measure one problem and return a row for each model; `train.bench` describes the arguments."""
+    """Measure one problem, and return a row for each model. `train.bench` describes the arguments."""
     release(device)
     found, columns, distance = trainings(problem, device)
     release(device)
@@ -190,7 +189,7 @@ def bench(
 
 
 def run(problems: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, resume: bool = False) -> list[Row]:
-    """Measure problems into `train_model.csv` of a folder."""
+    """Measure problems, and write `train_model.csv` into a folder."""
     torch.manual_seed(0)
     return measure(problems, lambda one: bench(one, rounds=rounds), out, "train_model", PROTOCOL, resume)
 

@@ -23,14 +23,14 @@ def mglu(
 
     Args:
         gm: the graph.
-        example_inputs: its inputs.
+        example_inputs: the inputs of the graph.
         mode: a mode of the Inductor backend ("reduce-overhead", "max-autotune", ...).
-        options: settings of Inductor, and options of `mglu_ops.enable_fusion`. Fusion options that are missing here
-            come from the enclosing `mglu_ops.fusion()` block, or without one from `enable_fusion`.
+        options: settings of Inductor, and options of `mglu_ops.enable_fusion`. Missing fusion options come from the
+            enclosing `mglu_ops.fusion()` block, or outside of blocks from `enable_fusion`.
 
     Returns:
-        The compiled graph. Its layers are added to the report of the enclosing `mglu_ops.fusion()` block, or without
-        one to `mglu_ops.fusion_report()`.
+        The compiled graph. The pass adds the graph's layers to the report of the enclosing `mglu_ops.fusion()` block,
+        or outside of blocks to `mglu_ops.fusion_report()`.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx

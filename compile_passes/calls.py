@@ -1,9 +1,10 @@
 """The side effects of a call: the arguments it writes to, the arguments its results alias, and its random numbers.
 
-This module has no list of functions. It runs each call once on fake tensors. The schemas and tags of the operators that
-the call dispatches to tell what it writes and if it draws random numbers. The storages of its results tell which
-arguments they share memory with. If a call cannot be run, the schemas of its overloads decide. A call without schemas
-is unknown: it is assumed to write to all of its arguments, to return them, and to draw random numbers.
+This module has no list of functions. It runs each call once on fake tensors. The call dispatches to operators, and
+their schemas and tags tell which arguments the call writes to, and if it draws random numbers. The storages of the
+results tell which arguments share memory with the results. If a call cannot be run, the schemas of its overloads
+decide. A call without schemas is unknown: the pass assumes that the call writes to all of its arguments, returns them,
+and draws random numbers.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _GUARDS_OF_EXPORT = "_guards_fn"  # the module with which `ExportedProgram.modul
 class Effect:
     """The side effects of a call. Arguments are given by their positions in `node.all_input_nodes`."""
 
-    writes: frozenset[int] = frozenset()  # the arguments that it writes to
-    shares: frozenset[int] = frozenset()  # the arguments whose memory its results may share
-    draws: bool = False  # equal calls may differ: the results have random numbers or uninitialised memory
-    changes_metadata: bool = False  # it changes the shape of its first argument, as `t_` does, or `requires_grad`
-    returns_target: bool = False  # it returns its first argument and changes only the values in it
-    multiplies: bool = False  # it multiplies matrices
+    writes: frozenset[int] = frozenset()  # the arguments that the call writes to
+    shares: frozenset[int] = frozenset()  # the arguments that may share memory with the results
+    draws: bool = False  # True if results of equal calls may differ: random numbers, or uninitialised memory
+    changes_metadata: bool = False  # True if the call changes the shape or `requires_grad` of argument 0, as `t_` does
+    returns_target: bool = False  # True if the call returns argument 0 and changes only the values in it
+    multiplies: bool = False  # True if the call multiplies matrices
     is_known: bool = True  # False for a call that may do anything
 
 
@@ -72,7 +73,7 @@ class Watcher:
         if node.op in ("placeholder", "get_attr", "output"):
             return NONE
         if isinstance(target, torch._ops.HigherOrderOperator):
-            # An operator whose results nothing reads is called for its side effects, like `register_hook`.
+            # If nothing reads the results, the operator is called for its side effects, as `register_hook` is.
             return _effect_of_bodies(node, bodies_of(node)) if node.users else _unknown(node)
         if node.op == "call_module":
             body = submodule(node.graph, node)
@@ -80,10 +81,10 @@ class Watcher:
                 return NONE if target == _GUARDS_OF_EXPORT else _effect_of_bodies(node, [body])
         elif not _is_of_torch(node):
             return _unknown(node)
-        elif "functorch" in _module(target):  # wraps or unwraps tensors for `vmap` and `grad`
+        elif "functorch" in _module(target):  # the call wraps or unwraps tensors for `vmap` and `grad`
             return Effect(shares=frozenset(range(len(node.all_input_nodes))))
         elif not node.all_input_nodes and not isinstance(example(node), Tensor):
-            return NONE  # it switches a mode, such as the grad mode
+            return NONE  # the call switches a mode, such as the grad mode
         indexes = target in (operator.getitem, operator.setitem) and isinstance(example(node.args[0]), Tensor)
         key = (call_key(node, any_number=indexes), *(_kind(example(item)) for item in node.all_input_nodes))
         if key not in self._known:
@@ -95,9 +96,9 @@ def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
     """The effect of a call, found by running it on fake tensors; None if that fails."""
     inputs, watch = node.all_input_nodes, _Watch()
     given = [example(item) for item in inputs]
-    if any(value is None for value in given):  # an unknown example value is not the argument None
+    if any(value is None for value in given):  # here None is an unknown example value, not an argument
         return None
-    # An operator may skip its work on an empty tensor.
+    # On an empty tensor an operator may skip its work, and then the run would not show its side effects.
     if any(type(n) is int and n == 0 for value in tensors_in(given) for n in value.shape):
         return None
     try:
@@ -174,7 +175,7 @@ class _Watch(TorchDispatchMode):
         if known.may_write:
             given = {**dict(zip(known.names, args, strict=False)), **kwargs}
             written = [given.get(name) for name in known.written]
-            # The schemas of most normalisation layers do not declare that they write running statistics.
+            # Most normalisation layers write running statistics, but their schemas do not declare it.
             if given.get("training", given.get("train")) is True:
                 written += [given.get("running_mean"), given.get("running_var")]
             self.written.update(storage_of(tensor) for tensor in tensors_in(written))
@@ -240,7 +241,7 @@ def _name(node: Node) -> str:
 def call_key(node: Node, *, any_number: bool = False) -> Hashable:
     """A key that is equal for calls of one function with equal arguments. Input nodes count by their positions.
 
-    With `any_number` all integers are equal: the side effects of `x[i] = y` do not depend on i.
+    With `any_number` all integers count as equal, because the side effects of `x[i] = y` do not depend on i.
     """
     positions = {item: position for position, item in enumerate(node.all_input_nodes)}
 

@@ -1,10 +1,10 @@
 """Turns the pass on and off for `torch.compile`: in the whole process, or in a block of one thread.
 
 Inductor has one slot for passes on the graph before autograd: the setting `pre_grad_custom_pass`. Since torch 2.13
-settings belong to a thread. Another library can replace them at any time, for its thread or for one compilation (vLLM
-passes its own in `config_patches`). A pass that is simply put into the slot would silently be absent from some
-compilations. This module instead wraps the function of Inductor that each compilation calls once its settings are
-final. For that call, the wrapper appends the fusion pass to the passes in the slot.
+settings belong to a thread. Another library can replace the settings at any time, for one thread or for one compilation
+(vLLM sets its own pass in `config_patches`). So a pass in the slot would silently be missing from some compilations.
+Therefore this module wraps a function of Inductor that each compilation calls once its settings are final. During that
+call, the wrapper appends the fusion pass to the passes in the slot.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
     Returns:
         The report of `fusion_report()`, which grows with each compilation of any thread.
 
-    Compiled code is dropped in all threads and compiled again at its next call. Otherwise Dynamo, which looks code up
-    by class and shapes, would silently run a new model on the unfused code of an older one. Other threads may be
-    running that code meanwhile. If another thread is compiling, this function waits for it. A call that does not change
-    the options neither drops code nor waits.
+    This function drops compiled code in all threads, even while a thread runs it, and the next call of a model compiles
+    again. Otherwise Dynamo, which looks up code by class and shapes, would silently run a new model on the unfused code
+    of an older model. If another thread is compiling, this function waits for it. A call that does not change the
+    options neither drops code nor waits.
 
     The options belong to the process. Any thread may call this function or `disable_fusion`, and the last call holds
     for every compilation that begins after it. In its thread, a `fusion()` block overrides these options. A forked
@@ -99,16 +99,17 @@ def disable_fusion() -> None:
 def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[FusionReport]:
     """Fuse MGLU layers in the compilations inside a `with` block, with the same options as `enable_fusion`.
 
-    The block has its own report. `torch.compile` compiles at the first call of the model, so call it inside the block:
+    The block has its own report. `torch.compile` compiles at the first call of the model, so call the model inside the
+    block:
 
         with mglu_ops.fusion(strict=True) as report:
             torch.compile(model)(x)
         print(report)
 
-    Dynamo may reuse the code of another model of the same class and shapes, and then compiles nothing in the block. A
-    warning says so. Call `torch._dynamo.reset()` before the block to prevent it.
+    If Dynamo reuses the code of another model of the same class and shapes, it compiles nothing in the block, and a
+    warning says so. To prevent the reuse, call `torch._dynamo.reset()` before the block.
 
-    A block holds for the thread that enters it, and (as a `contextvars.Context`) for the asyncio tasks created in it.
+    A block holds for the thread that enters it and for asyncio tasks created in the block, as context variables do.
     Blocks of several threads do not mix their options or reports. Other threads follow `enable_fusion`. If fusion is
     not enabled and another thread compiles during the block, a warning at the end of the block says so.
 
@@ -224,7 +225,10 @@ def adding_the_pass(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pass_to_add() -> FusionPass | None:
-    """The current pass, preceded by the passes in the slot; None without one, or if the slot has a pass of mglu_ops."""
+    """The current pass, which first runs the passes in the slot.
+
+    None if there is no current pass, or if the slot already has a pass of mglu_ops.
+    """
     global _unfused_compilations
     slot: Any = getattr(inductor_config, _SLOT)  # a callable or None, and since torch 2.13 also a list
     others = [other for other in (slot if isinstance(slot, (list, tuple)) else [slot]) if other is not None]

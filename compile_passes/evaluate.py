@@ -5,10 +5,10 @@ module of `rules`, or only an entry in the table of `symbols`. A node that no ru
 
 A graph is read in three steps. Each visits every node once, so the time is linear in the length of the graph:
 
-1. *Roles*: which float and integer tensors are used as masks, and which weights they mask. Only its use tells a float
-   mask from a weight, because `W * m` has two factors of the same kind.
-2. *Masks and weights* (`rules.WEIGHT_RULES`). A float tensor with the role of a mask has a second value, a mask, which
-   counts only where it multiplies its weights (`factor`).
+1. *Roles*: which float and integer tensors are used as masks, and which weights they mask. Only the use of a float
+   tensor tells if it is a mask or a weight, because both factors of `W * m` are float tensors.
+2. *Masks and weights* (`rules.WEIGHT_RULES`). A float tensor that is the mask of a role has a second value, a mask.
+   This value counts only where the tensor multiplies the weight of the role (`factor`).
 3. *Layers* (`rules.LAYER_RULES`): products of x and a weight, activations, terms and sums. This step is skipped if no
    weight is masked, and it reads only weights that are masked somewhere in the graph.
 """
@@ -43,10 +43,10 @@ class Evaluation(Recogniser):
     def __init__(self, view: View, constants: Callable[[Node], torch.Tensor | None] = lambda _: None) -> None:
         """Read the graph of a view.
 
-        `constants` returns the value of a node of the original graph that has the same value at every run, else None.
+        `constants` returns the value of a node of the original graph, if the value is the same at every run; else None.
         """
         super().__init__(view)
-        self.errors: list[str] = []  # errors of rules; such a rule counts as not knowing the node
+        self.errors: list[str] = []  # errors that rules raised; then the rule counts as not knowing the node
         graph = view.graph
         self._constants = constants
         self._roles = frozenset(_roles_of_masks(graph, self))
@@ -64,7 +64,7 @@ class Evaluation(Recogniser):
                     self._values[node] = self._evaluate(node, LAYER_RULES_BY_SYMBOL, self._values.get)
 
     def _assume(self, node: Node, is_mask: bool) -> None:
-        """Give a node a second value, if it is a tensor that is used as a mask, or a function of such tensors."""
+        """Record the value that a node would have if tensors used as masks were binary, if it has another value now."""
         is_known = isinstance(self._values[node], (Scalar, Levels, Binary, Bundle))
         if is_mask and not is_known and dtype_of(node) is not torch.bool:
             self._assumed[node] = self.unproved(node)
@@ -80,7 +80,7 @@ class Evaluation(Recogniser):
     def factor(self, mask: Any, weight: Any) -> Value:
         """The value of `mask` as a factor of `weight`.
 
-        A float or integer tensor counts as a mask only as a factor of the weights that its role names.
+        A float or integer tensor counts as a mask only where it multiplies a weight with which it forms a role.
         """
         assumed = self._assumed.get(mask) if isinstance(mask, Node) else None
         first = first_of(assumed)
@@ -125,7 +125,7 @@ class Evaluation(Recogniser):
         return self.new_mask(node, "bool", rounding=0) if is_bool else None
 
     def _constant_mask(self, node: Node, bits: torch.Tensor) -> Binary:
-        """A mask whose values are known. Equal values are one mask, and so are two tensors that hold M and 1 - M."""
+        """A mask with known values. Two nodes hold the same mask if their values are equal, or are M and 1 - M."""
         first = bits.flatten()[:1]
         inverted = bool(first.any())
         digest = hashlib.sha256(bytes_of((bits ^ first).contiguous())).hexdigest()
@@ -150,19 +150,19 @@ _ARITHMETIC = frozenset(
 _LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
 """Symbols of operations on a mask, or on a mask and a number, whose result is a function of that mask.
 
-`_ARITHMETIC` and `_LOGIC` lack operations that make a mask from something else, such as `round` from a sigmoid: there
-the result is the mask.
+An operation that makes a mask from something else, such as `round` from a sigmoid, is neither in `_ARITHMETIC` nor in
+`_LOGIC`, because the result of the operation is the mask itself.
 """
 
 Role = tuple[Hashable, Hashable]
-"""The keys of a weight and of the float or integer tensor that masks it (of the stack, if that is one of a stack)."""
+"""The key of a weight, and the key of the float or integer tensor that masks it; for a slice, the key of its stack."""
 
 
 def _roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
     """The float and integer tensors that are used as masks, each with the weight that it masks.
 
-    A factor of a weight is a function of some tensor m: `1 - m`, for example. This tensor is a mask of the weight if
-    one of these holds:
+    A factor of a weight is a function of some tensor m, for example `1 - m`. The tensor m is a mask of the weight if
+    one of three conditions holds:
 
     - Two functions of m multiply the weight, and at least one of them is arithmetic. (Two comparisons, such as
       `logits > 0` and `logits > 1`, make two masks of their own.)
@@ -170,8 +170,8 @@ def _roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
     - One arithmetic function of m multiplies the weight, and the unmasked weight is an operand of another product, or
       of a difference with the masked weight.
 
-    Two slices of one stack also count as two functions of it, as in a layer with many masks. The stacked weights of
-    experts that share a mask are excluded, so that they do not become a stack of masks.
+    Two slices of one stack also count as two functions of the stack, as in a layer with many masks. If experts share a
+    mask, their stacked weights are excluded, because they would otherwise count as a stack of masks.
     """
     bare = set(_keys_of_bare_weights(graph, recogniser))
     functions: dict[Role, set[Hashable]] = {}
@@ -212,7 +212,7 @@ def _of_several_functions(functions: Mapping[Role, set[Hashable]], arithmetic: C
 
 
 def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """`(weight, factor)` for both orders of every product, and for every `where` and the like, without copies."""
+    """`(weight, factor)` for each product, in both orders, and each `where` and the like, looking through copies."""
     for node in graph.nodes:
         call = as_call(node)
         if call is None or call.symbol not in ("mul", "where", "masked_fill", "index_put", "einsum"):
@@ -232,7 +232,7 @@ def _original(weight: Any) -> Any:
 
 
 def _parts(factor: Node) -> list[Node]:
-    """The tensors that are stacked or concatenated to a factor; `[factor]` for any other node."""
+    """The tensors that a `stack` or `cat` joins to a factor; `[factor]` if the factor is any other node."""
     call = as_call(factor)
     if call is None or call.symbol not in ("stack", "cat") or not isinstance(call.args[0], (list, tuple)):
         return [factor]
@@ -308,7 +308,7 @@ def _weight_operand(call: Call) -> Node | None:
 
 
 def _keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
-    """The keys of weights that are masked, also by output feature after the product: `F.linear(x, W) * m`."""
+    """The keys of masked weights, and of weights whose product is masked by output feature: `F.linear(x, W) * m`."""
     for node in graph.nodes:
         value = recogniser.value(node)
         if isinstance(value, (Bundle, Weighted)):

@@ -1,8 +1,9 @@
 """The pass for exported programs: fuses the layers, and packs masks whose values are constants.
 
-An exported program contains the values of its parameters, buffers and constants. Masks that are computed from these are
-packed here once: the packed bits become a buffer, and the logits leave the program. The result is for inference.
-Gradients that tracing recorded (an export with grad mode on) would select the training operator, so they are dropped.
+An exported program contains the values of its parameters, buffers and constants. Masks that are computed from such
+tensors are packed once, by this pass: the packed bits become a buffer, and the logits leave the program. The result is
+for inference. An export with grad mode on records gradients. They would select the training operator, so the pass drops
+them.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def fuse_exported(
 ) -> ExportedProgram:
     """Make a program for inference in which `mglu::forward` with packed masks replaces the MGLU layers of `program`.
 
-    Masks that are functions of parameters, buffers and constants are packed now, and tensors that only they needed
-    (mask logits, float masks) are dropped. The values of such a float mask prove that it is binary.
+    Masks that are functions of parameters, buffers and constants are packed now, and tensors that only the packing
+    needs (mask logits, float masks) are dropped. The values of a constant float mask prove that it is binary.
     `mglu::forward_ste` of an `mglu_ops.nn` layer becomes `mglu::forward` in the same way, and `grouped_forward_ste` of
     experts becomes `grouped_forward`.
 
@@ -56,7 +57,8 @@ def fuse_exported(
             their values at run time).
 
     Returns:
-        A new program with the inputs, outputs and dynamic shapes of `program`. It shares the tensors that it keeps.
+        A new program with the inputs, outputs and dynamic shapes of `program`. Both programs share the tensors that the
+        new program keeps.
 
     Raises:
         FusionError: under `strict`.
@@ -119,11 +121,11 @@ def _stop_training(graph: Graph) -> None:
 
 
 def _lower_to_aten(graph: Graph) -> None:
-    """Replace the nodes that the pass made by ATen operators with traced values, as an exported graph must have."""
+    """Lower the nodes that the pass made to ATen operators with traced values, as an exported graph requires."""
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     for node in list(graph.nodes):
         is_arithmetic = node.target in (operator.add, operator.mul) and isinstance(node.meta.get("val"), Tensor)
-        is_result = node.op == "call_method" or is_arithmetic  # a new node that has the example of the root it replaces
+        is_result = node.op == "call_method" or is_arithmetic  # new, though it has the example value of a root
         is_new = "val" not in node.meta or is_result
         if not is_new or node.op not in ("call_function", "call_method"):
             continue
@@ -155,7 +157,7 @@ def _as_function_of(node: Node, inputs: list[Node]) -> Callable[..., Any]:
 def _fold_operands(folder: _Folder) -> list[bool]:
     """Replace constant packed masks, and weights that are a cast or transpose of a constant, by buffers.
 
-    A weight that something else reads too (a tied embedding) stays, because a second copy would cost memory.
+    A weight with other readers, such as a tied embedding, is not replaced, because the buffer would be a second copy.
 
     Returns:
         For each layer of the graph, True if its masks were packed here.
@@ -285,7 +287,7 @@ class _Folder:
 
 
 _PURE_NAMESPACES = ("aten", "prims", "mglu")
-"""Namespaces whose operators have no side effects besides those in their schemas and tags (reading a file, say)."""
+"""Namespaces of operators with no side effects (such as reading a file) but those in their schemas and tags."""
 
 
 def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
@@ -301,11 +303,11 @@ def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
 
 
 _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
-"""Symbols of the calls that read a weight. A mask also has another user: the call that computes its complement."""
+"""Symbols of the calls that read a weight. A mask also has another user, which computes its complement."""
 
 
 def _values_of_constants(folder: _Folder) -> Callable[[Node], Tensor | None]:
-    """A function that returns the value of a constant node, if it may be a mask or a number, and else None.
+    """A function that returns the value of a constant node, if the node may be a mask or a number; else None.
 
     Values are computed on demand to save memory.
     """
@@ -314,7 +316,7 @@ def _values_of_constants(folder: _Folder) -> Callable[[Node], Tensor | None]:
 
 
 def _may_tell(node: Node) -> bool:
-    """True if a constant may be a mask or a number by its users, since a weight may happen to hold only 0 and 1."""
+    """True if the users of a constant may read it as a mask or number. Values cannot tell: a weight may be 0 and 1."""
     example = tensor_example(node)
     if example is None or example.dim() not in (0, 2, 3) or example.is_complex():
         return False

@@ -5,12 +5,13 @@ A formula is a polynomial with real coefficients in *atoms*: the variable, and f
 `g / (1 + exp(-g))`, `g * sigmoid(g)` and `g * (1 / (exp(-g) + 1))` are all `g inv(1 + exp(-1 g))`, which is silu.
 
 Formulas are compared as texts, which are built from the texts of their parts. The size of a formula is limited, so
-building, comparing and sorting one takes constant time for a chain of operations of any length. A larger expression
-cannot be an activation of the operator and has no formula (None).
+building, comparing or sorting a formula takes constant time, however long the chain of operations is. A larger
+expression cannot be an activation of the operator and has no formula (None).
 
 Equal formulas are equal functions with equal derivatives: the normal form only reorders sums and products of
-differentiable functions. Functions that differ only in torch's derivative at a kink are separate atoms. At 0 it is 0
-for `relu`, 1 for `clamp(min=0)` and 1/2 for `maximum(g, 0)`; the last two equal relu only in value (`Scaled.kink`).
+differentiable functions. Functions that differ only in torch's derivative at a kink are separate atoms. The derivative
+at 0 is 0 for `relu`, 1 for `clamp(min=0)` and 1/2 for `maximum(g, 0)`; the last two functions equal relu only in value
+(`Scaled.kink`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from functools import lru_cache
 
 from mglu_ops.activations import ACTIVATIONS
 
-_DIGITS = 12  # significant digits of coefficients in a formula's text; fewer than 16, so that rounding is invisible
+_DIGITS = 12  # significant digits of coefficients in a formula's text; fewer than 16, to hide rounding errors
 
 DIGITS = 6
 """Significant digits in which an activation's coefficients must agree, in dtypes other than float64.
 
-A float32 holds seven, and people write sqrt(2 / pi) with eight or more.
+A float32 holds 7 digits, and people write sqrt(2 / pi) with 8 or more.
 """
 
 EXACT = 11  # significant digits in which an activation's coefficients must agree in float64
@@ -97,7 +98,7 @@ def constant(value: float) -> Formula | None:
 
 
 def number(name: str) -> Formula | None:
-    """A number whose value is unknown when compiling; its name stands for it."""
+    """The formula of a number that is unknown while compiling. The name stands for the number."""
     return _formula({((Atom(f"`{name}`"), 1),): 1.0})
 
 
@@ -196,12 +197,12 @@ def _half_of_one_plus(a: Formula, b: Formula | None) -> Formula | None:
 CLAMP, MAXIMUM = "clamp_min", "maximum"
 
 LIKE_RELU: Mapping[str, tuple[str, str]] = {CLAMP: ("clamp(min=0)", "1"), MAXIMUM: ("maximum(g, 0)", "1/2")}
-"""The functions that differ from relu only in their derivative at 0: how users write them, and that derivative."""
+"""For functions that differ from relu only in the derivative at 0: how users write the function, and its derivative."""
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """`scale * activation`. If it differs from relu in its derivative at 0, `kink` is `CLAMP` or `MAXIMUM`."""
+    """`scale * activation`. For a relu with another derivative at 0, `kink` is `CLAMP` or `MAXIMUM`."""
 
     activation: str
     scale: float
@@ -209,7 +210,7 @@ class Scaled:
 
 
 def activation(formula: Formula, digits: int = DIGITS) -> Scaled | None:
-    """The operator's activation of which a formula is a multiple, to `digits` digits; None if there is none."""
+    """The operator's activation that a formula equals up to a factor, compared to `digits` digits; or None."""
     unit, factor = unscaled(formula)
     name, known = _by_digits(digits).get(_rounded(unit, digits), (None, 1.0))
     if name is None:

@@ -58,9 +58,9 @@ def fuse_graph(
         strict: raise an error if a layer is not fused, or if the pass fails.
         assume_binary: also fuse float and integer masks that nothing proves to be binary, trusting them (packing checks
             their values at run time).
-        constants: returns the value of a node that has the same value at every run of the graph, else None. Such a
+        constants: returns the value of a node if the value is the same at every run of the graph, else None. Such a
             value can prove that a float mask is binary.
-        surroundings: the graphs around this one, if it may be the body of a higher-order operator.
+        surroundings: the graphs around `graph`, if `graph` may be the body of a higher-order operator.
 
     Raises:
         FusionError: under `strict`, if a layer is not fused (the other layers are), or if the pass itself fails.
@@ -140,7 +140,7 @@ def _fuse(
 def _replacements(
     recogniser: Evaluation, graph: Graph, assume_binary: bool, surroundings: Surroundings | None
 ) -> tuple[list[Replacement], list[SiteReport]]:
-    """Insert the nodes that replace the layers of a graph; no node reads them yet. Returns them and the misses."""
+    """Insert nodes that replace the layers of a graph, without readers yet. Returns the replacements and the misses."""
     view = recogniser.view
     sites = find_sites(view.graph, recogniser)
     spellings = [interior(recogniser, site) for site in sites]
@@ -164,7 +164,7 @@ def _replacements(
 def _fuse_site(
     recogniser: Recogniser, site: Site, assume_binary: bool, replaced: dict[Node, Replacement]
 ) -> tuple[bool, list[tuple[Site, str]]]:
-    """Add the replacement of a site to `replaced`, keyed by its root. If the site is refused, try its parts.
+    """Add the replacement of a site to `replaced`, keyed by the site's root. If the site is refused, try its parts.
 
     Returns:
         `(is_fused, refused)`: True if anything is replaced, and the refused parts with their reasons. If no part is
@@ -183,7 +183,7 @@ def _fuse_site(
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """A note for each layer: that several operators read its weight, or why it reads a decoded weight; else empty."""
+    """A note for each layer: that several operators read its weight, or why it reads a decoded weight. Else empty."""
     keys = [recogniser.key(layer.weight) for layer in layers]
     notes = []
     for key, layer in zip(keys, layers, strict=True):
@@ -208,7 +208,7 @@ def _cause(error: Exception) -> str:
 
 
 def _no_new_guards(graph: Graph) -> AbstractContextManager[None]:
-    """Make it an error to add a guard on a symbolic size inside the block. Reading a graph must not specialise it."""
+    """Raise an error if the block adds a guard on a symbolic size, because reading a graph must not specialise it."""
     modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
     env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
     if env is None:
@@ -244,8 +244,8 @@ def fuse(
 ) -> GraphModule:
     """Copy a graph module, with its MGLU layers fused. The copy shares the parameters and buffers.
 
-    The pass follows the current grad mode: call this function under `torch.no_grad()` for inference, and outside of it
-    for training.
+    The pass follows the current grad mode: call this function under `torch.no_grad()` for inference, and with grad mode
+    on for training.
 
     Args:
         gm: a graph module of `torch.export` (`ep.module()`), Dynamo or `torch.fx.symbolic_trace`.

@@ -44,7 +44,7 @@ def check_interference(
         trains: True if gradients of the layer are recorded.
 
     Raises:
-        Refusal: they may not.
+        Refusal: a check fails.
     """
     inputs, new = dict.fromkeys(item for node in made for item in node.all_input_nodes), set(made)
     reads = [item for item in inputs if item not in new]
@@ -69,7 +69,8 @@ def _check_users(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -
 def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
     """Refuse a layer that is computed under two grad modes or autocasts, or inside of a functorch transform.
 
-    Its masks may be computed under another mode, such as `no_grad`. Their example values tell if they have gradients.
+    The masks of the layer may be computed under another mode, such as `no_grad`. The masks' example values tell if they
+    have gradients.
     """
     view = recogniser.view
     wanted = view.modes(root)
@@ -103,10 +104,10 @@ def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collec
 
 
 def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
-    """Refuse a layer if a later node writes to what backward reads: operands of the operator or of the program.
+    """Refuse a layer if a later node writes to a tensor that backward reads, with the operator or without it.
 
-    A call with unknown effects counts as a write. So does a gradient hook, because it would see another gradient.
-    Writes to the root's memory do not count: backward does not read the operator's result.
+    A call with unknown effects counts as a write. So does a gradient hook, because with the operator the hook would see
+    another gradient. Writes to the root's memory do not count: backward does not read the operator's result.
     """
     inside = view.originals(interior)
     inputs = {item for node in interior for item in node.all_input_nodes}
@@ -141,7 +142,8 @@ def with_strides_of(view: View, root: Node, nodes: Sequence[Node]) -> Node:
     """Try new nodes before `root`, and give their result the strides of `root`.
 
     Returns:
-        The last of `nodes`. If its strides are not those of `root`, a new node that holds a copy with these strides.
+        The last of `nodes`; or if its strides differ from those of `root`, a new node that copies it to the strides of
+        `root`.
 
     Raises:
         Refusal: the nodes cannot run there, or their result has another shape, dtype or `requires_grad`.
@@ -172,8 +174,8 @@ class _Trial:
     def __init__(self, view: View, root: Node) -> None:
         self._modes, self._root = view.modes(root), root
         self._fake_mode = FakeTensorMode()
-        # AOTAutograd traces functional tensors, and only with these is it an error to view a tensor from outside of
-        # inference mode.
+        # In inference mode, a view of a tensor from outside is an error for functional tensors only, and AOTAutograd
+        # traces functional tensors.
         self._functional_mode = FunctionalTensorMode() if self._modes.in_inference_mode else None
         self._values: dict[Node, Any] = {}
 

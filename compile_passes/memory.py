@@ -1,12 +1,13 @@
 """Tracks which nodes share memory, which nodes write to it, and under which modes each node runs.
 
 In a graph that was just traced, the example values of a tensor and of its views share a storage. In a program that was
-saved and loaded they do not, because each was stored separately. There the calls tell which memory they share
-(`calls.py`).
+saved and loaded they do not, because each example value was stored separately. There the side effects of calls tell
+which nodes share memory (`calls.py`).
 
-Storages may be *joined*: the result of a call with unknown effects may be a view of any argument. From the position of
-that call on, a write to one joined storage counts as a write to all. Joined storages form trees (union-find by size)
-whose edges carry the position of the join. So a query takes logarithmic time for any number of unknown calls.
+The result of a call with unknown effects may be a view of any argument. So the storages of the arguments are *joined*:
+from the position of the call on, a write to one joined storage counts as a write to all. Joined storages form trees
+(union-find by size). Each edge has the position of its join, so a query takes logarithmic time for any number of
+unknown calls.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ class Memory:
         self.modes = dict(_modes(graph))
         self.storages: dict[Node, frozenset[Hashable]] = {}
         self.misdescribed: set[int] = set()
-        """The ids of example values whose shape or gradient a later call changes, so that they are wrong before it."""
+        """The ids of example values that are wrong before some call, which changes their shape or gradient."""
         self.is_differentiated_around = False
-        """True if a graph around this one computes gradients that can be differentiated again."""
+        """True if a surrounding graph computes gradients that can be differentiated again."""
         self.differentiating: list[Node] = []  # calls of autograd whose gradients can be differentiated again
         self.writes_inputs = False  # True if some node writes to an input or constant of the graph
         self._parents: dict[Hashable, tuple[Hashable, int]] = {}
         """The union-find tree: for a joined storage, its parent and the position of the join."""
         self._sizes: dict[Hashable, int] = {}
         self._given: dict[Hashable, int] = {}
-        """For the storages of inputs, parameters and constants, and those joined to one: the position of that."""
+        """The position of the input, parameter or constant of each storage; for a joined storage, that of the join."""
         self._writes: dict[Hashable, tuple[list[int], list[Node]]] = {}
         self._returned = graph.output_node().all_input_nodes
         for node in graph.nodes:
@@ -90,7 +91,7 @@ class Memory:
         held = {storage for i in effect.shares for storage in self.storages[inputs[i]]}
         own = set(_traced(node))
         if held and effect.is_known and own and own <= held:
-            held = own  # the example value is more precise, for one of several results for example
+            held = own  # the example value is more precise, for example if the call has several results
         held = held | own
         if not effect.is_known and not own and not node.users:
             held = set()  # the call returns nothing
@@ -177,7 +178,7 @@ class Memory:
     def _written(
         self, storage: Hashable, after: int, before: float
     ) -> Iterator[tuple[list[int], list[Node], int, int]]:
-        """The writes between two positions to a storage and to those joined to it.
+        """The writes between two positions to a storage and to all storages joined to it.
 
         Yields `(positions, writers, start, end)`; the writes are the entries from `start` to `end` of both lists.
         """
@@ -214,8 +215,9 @@ class Surroundings:
     def tell(self, memory: Memory, body: GraphModule | None) -> None:
         """Record in the memory of a body what the graphs around it do.
 
-        This covers writes after the call of the body, and gradients that can be differentiated again. The input of a
-        body has the example value of the operand, so both have the same storage.
+        The graphs around a body may write to its operands after the call, and may make gradients that can be
+        differentiated again. An input of the body has the example value of the operand, so input and operand have the
+        same storage.
         """
         for call in self._calls.get(body, ()) if body is not None else ():
             around = self._memories.get(call.graph)

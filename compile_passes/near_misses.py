@@ -1,11 +1,12 @@
 """Finds near misses: one input x is multiplied by two masked forms of one weight, but no layer was found.
 
-A site needs a gated product that the rules know, so without this module the report would not mention such a program. A
-near miss names the nodes that read a masked weight, or a result of it, in a way that no rule knows.
+A site needs a gated product that the rules know. If a program has none, only this module makes the report mention the
+program. A near miss names the nodes that read a masked weight, or a value computed from one, in a way that no rule
+knows.
 
 A *form* of a weight is the weight itself or a masked version of it. One pass over the graph follows each form for at
-most `_FARTHEST` nodes, so the time is linear in the length of the graph. A tensor that multiplies x only after more
-nodes is an activation, not a weight.
+most `_FARTHEST` nodes, so the time is linear in the length of the graph. A tensor that multiplies x after more nodes
+than that counts as an activation, not as a weight.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _Form = tuple[Hashable, Hashable]  # the key of a weight, and the key of one of 
 
 _ITSELF = "itself"  # the key of the form that is the weight itself
 
-_Path = tuple[Node, ...]  # the nodes that follow a form; the form's own node comes first if no rule knows it
+_Path = tuple[Node, ...]  # the nodes that follow a form; the form's own node comes first if no rule knows that node
 
 
 @dataclass
@@ -178,9 +179,11 @@ def _multiplied(recogniser: Recogniser, node: Node, weight: Node) -> list[Hashab
 
 
 def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> SiteReport | None:
-    """A miss at the first node that no rule knows, on the paths to the products or among their users.
+    """The near miss of a weight. `reached` has the nodes from its forms to products with x, products included.
 
-    If rules know all of these nodes, the miss is at the last product; None if nothing uses the products.
+    The near miss is at the first node that no rule knows, among `reached` and the nodes computed from them. If rules
+    know all of these nodes, the near miss is at the last product. If also nothing uses the products, the result is
+    None.
     """
     pending, seen = list(reached), reached | set(recogniser.imagined)
     unknown = [node for node in reached if not _is_known(recogniser, node)]
@@ -232,7 +235,7 @@ def _has_a_body(node: Node) -> bool:
 
 def _is_known(recogniser: Recogniser, node: Node) -> bool:
     value = recogniser.value(node)
-    if node.target is overwritten:  # the report names the writing node instead
+    if node.target is overwritten:  # a tensor after a write: the report names the writing node instead
         return True
     return (value is not None and not isinstance(value, Product)) or symbol_of(node) in ("split", "unbind")
 

@@ -27,8 +27,8 @@ _NUMBER = (bool, int, float, *_SYMBOLIC)
 def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> None:
     """Record the value of each node on fake tensors, as Dynamo does.
 
-    The values that `torch.export` records have no gradients and do not show which masks are trained, so the graph is
-    run again. Nothing is run if Dynamo has recorded the whole graph for inputs like these.
+    `torch.export` records values without gradients, which do not show which masks are trained. So this function runs
+    the graph again, unless Dynamo has recorded the whole graph for inputs like `inputs`.
 
     Args:
         gm: the graph module, whose nodes receive `meta["example_value"]`.
@@ -48,7 +48,7 @@ def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Non
     if not all(map(_is_like, inputs, recorded)):
         _run(gm, inputs if any(map(is_fake, inputs)) else list(map(_as_number, inputs)), anew=True)
     elif not _is_recorded(gm.graph):
-        _run(gm, recorded, anew=not _has_current_gradients(gm.graph))  # unlike `inputs`, these have symbolic sizes
+        _run(gm, recorded, anew=not _has_current_gradients(gm.graph))  # `recorded` has symbolic sizes, unlike `inputs`
 
 
 def _is_like(given: Any, recorded: Any) -> bool:
@@ -86,7 +86,7 @@ def _has_current_gradients(graph: Graph) -> bool:
 
 
 def _recorded_results(graph: Graph) -> list[Node]:
-    """The results of a graph. If another pass added nodes without values, the nearest inputs that have values."""
+    """The results of a graph. For a result that another pass added without a value, its nearest inputs with values."""
     found: list[Node] = []
     pending, seen = [graph.output_node()], set()
     while pending:
@@ -122,7 +122,7 @@ def _run(gm: GraphModule, inputs: Sequence[Any], *, anew: bool) -> None:
 def _without_side_effects(mode: FakeTensorMode) -> Iterator[None]:
     """Run a graph in the fake mode of another tracer without adding guards or changing the grad mode."""
     allowed = mode.allow_non_fake_inputs
-    mode.allow_non_fake_inputs = True  # parameters of modules that a graph calls
+    mode.allow_non_fake_inputs = True  # such as parameters of modules that a graph calls
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
@@ -173,16 +173,16 @@ def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
 
     A program that `torch.export` traced with grad mode on has `wrap_with_set_grad_enabled(False, body, *operands)`
     where the model turned gradients off. The pass reads one graph at a time, so it would not see a mask that such a
-    body computes. The most common straight-through mask is one: a hard mask under `no_grad`, plus
+    body computes. The most common straight-through mask contains such a body: a hard mask under `no_grad`, plus
     `logits - logits.detach()`.
 
     Args:
         module: a graph module. Its graph and its registered submodules are changed in place, but not the bodies.
         trains: True if gradients of the graph's results are needed. Then an inlined body reads detached operands, so
-            that it still records no gradient. A body that turns gradients on is not inlined, because the graph does not
-            tell if they are on around it.
-            False inlines bodies of both kinds. Only a body that writes in place reads detached operands, because it may
-            write to a parameter.
+            that the body still records no gradient. A body that turns gradients on is not inlined, because the graph
+            does not tell if gradients are on around the call.
+            If False, bodies of both kinds are inlined. Only a body that writes in place reads detached operands,
+            because the body may write to a parameter.
     """
     kept: set[Node] = set()
     without_gradient: set[Node] = set()  # nodes of inlined bodies
@@ -290,7 +290,7 @@ def _detached(graph: Graph, operand: Any, without_gradient: set[Node]) -> Any:
 
 
 def _adopt(module: GraphModule, body: GraphModule, name: str) -> str:
-    """Register with the module a body that an inlined body calls, under an unused name; returns that name."""
+    """Add to the module a body that an inlined body calls, under an unused name. Returns that name."""
     numbered = (f"{name}_{number}" for number in itertools.count())
     free = next(other for other in numbered if not hasattr(module, other))
     module.add_module(free, getattr(body, name))

@@ -1,7 +1,7 @@
 """Proves that a site is an MGLU layer and may be replaced by the operator. A refusal gives the reason.
 
 README.md, "Why a fused layer is right", lists the conditions and argues for each. `interference.py` checks the
-conditions about the nodes around the layer: writes, modes and other users. The others are checked here.
+conditions about the nodes around the layer: writes, modes and other users. This module checks all other conditions.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Layer:
     scale: float  # the number that multiplies the sum
     interior: tuple[Node, ...]  # the nodes that the operator replaces, in the order of the graph
     stored: StoredWeight | None = None  # the stored weight, if the program decodes it from a format of the operator
-    why_decoded: str = ""  # why the operator reads a weight that the program decodes from 8 or 4 bits; else empty
+    why_decoded: str = ""  # why the operator reads a decoded weight (from 8 or 4 bits), not the stored one; or empty
     takes_views: bool = True  # False in inference mode, where torch.compile rejects new views of outside tensors
     offs: Node | None = None  # the ends of the experts' rows of x `[S, h]`; None without experts, and for x `[E, t, h]`
 
     @property
     def is_of_experts(self) -> bool:
-        """True if the layer has experts, and its weight is `[E, out_features, in_features]`."""
+        """True if the layer has experts: the weight is `[E, out_features, in_features]`."""
         return holds_experts(self.weight)
 
     @property
@@ -67,7 +67,8 @@ class Layer:
     def hides_nan(self) -> bool:
         """True if the program may return NaN for a mask logit that is NaN, where the operator uses a mask of 0.
 
-        A comparison with NaN gives a mask of 0 or 1. But a float mask may be NaN, and a straight-through sum is.
+        A comparison with NaN gives a mask of 0 or 1. But a float mask may be NaN, and a straight-through sum of a NaN
+        logit is NaN.
         """
         masks = [mask for mask, _ in self.masks if mask.proof not in (None, "constant")]
         return any(mask.rounding or mask.carrier or dtype_of(mask.bits) in FLOATING for mask in masks)
@@ -205,7 +206,7 @@ def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:
         alike = a.target == b.target and len(inputs[0]) == len(inputs[1])
         pairs = list(zip(*inputs, strict=True)) if alike else []
         unequal = [pair for pair in pairs if recogniser.key(pair[0]) != recogniser.key(pair[1])]
-        # Stop at slices, since the name of the sliced tensor alone would tell a reader nothing.
+        # Stop at slices: the message would name only the sliced tensor, which tells the user nothing.
         if len(unequal) != 1 or any(slice_of(node) or shapes.range_of(node) for node in unequal[0]):
             return f"`{line(a)}` and `{line(b)}`{_why_different(recogniser, a, b)}"
         a, b = unequal[0]
@@ -268,7 +269,8 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
     """True if the masks are trained.
 
     Raises:
-        Refusal: only some are, or the operator would pass another gradient to them.
+        Refusal: only some masks are trained, or the operator would pass the masks another gradient than the program
+            does.
     """
     factors = [projection.factor for projection in site.projections if projection.factor is not None]
     if any(factor.zero_gradient for factor in factors) and requires_grad(site.root):
@@ -293,7 +295,7 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
 
 
 def _trains(site: Site, term: Term) -> bool:
-    """True if a gradient reaches the mask of a term. Under `no_grad` none does, even if parameters require it."""
+    """True if a gradient reaches the mask of a term. Under `no_grad` none does, even for trained parameters."""
     slopes = [factor.slope for factor in (term.gate.factor, term.value.factor) if factor is not None]
     return requires_grad(site.root) and any(map(any, slopes))
 
@@ -344,19 +346,19 @@ def _check_kinds(site: Site, masks: Iterable[Mask]) -> None:
 
 
 def named(term: Term) -> Scaled | None:
-    """The operator's activation that a term has, with its coefficient; None if the operator lacks it."""
+    """The activation of a term, with its coefficient; None if the operator does not have this activation."""
     digits = formulas.EXACT if term.gate.dtype is torch.float64 else formulas.DIGITS
     return formulas.activation(term.formula, digits)
 
 
 def spelled(term: Term) -> str:
-    """The name of a term's activation, or its formula if the operator lacks it."""
+    """The name of a term's activation, or the formula if the operator does not have this activation."""
     found = named(term)
     return str(term.formula) if found is None else found.activation
 
 
 def _check_activation(site: Site) -> tuple[str, list[float]]:
-    """The activation, which `gates.joined` has made sure that all terms share, and the coefficient of each term."""
+    """The activation, which is the same for all terms (`gates.joined`), and the coefficient of each term."""
     found = [named(term) for term in site.terms]
     first = found[0]
     if first is None:
@@ -380,7 +382,7 @@ def _check_activation(site: Site) -> tuple[str, list[float]]:
 def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple[tuple[MaskWeight | float, ...], float]:
     """The mask weights of the terms, and the number that multiplies their sum.
 
-    A number that all terms share multiplies the sum. Numbers that differ become mask weights.
+    If all terms have the same coefficient, it multiplies the sum. Coefficients that differ become mask weights.
     """
     mask_weights = tuple(term.mask_weight for term in site.terms if term.mask_weight is not None)
     if mask_weights and len(mask_weights) != len(site.terms):

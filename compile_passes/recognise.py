@@ -57,8 +57,8 @@ class Recogniser:
     def _intern(self, node: Node) -> Hashable:
         """The key of a node, from its function, its arguments with defaults, and the modes under which it runs.
 
-        The values of a view never change, so the key of an argument identifies the value that the node reads. Different
-        functions have equal keys if the table of spellings reads both as the same `Call`.
+        The values of a view never change, so the key of an argument identifies the value that the node reads. Calls of
+        different functions have equal keys if the table of spellings reads them as the same `Call`.
         """
         if node.op == "get_attr":
             return ("node", self._interned.setdefault(("get_attr", str(node.target)), len(self._interned)))
@@ -79,7 +79,7 @@ class Recogniser:
     def _identity(self, node: Node, *structure: Hashable) -> Hashable:
         """The key of a computed value; `structure` tells how it is computed. Only this function makes such keys.
 
-        It adds the shape, dtype and device of the node, so that equal keys imply equal ones.
+        The key contains the shape, dtype and device of the node. So nodes with equal keys agree in all three.
         """
         value = tensor_example(node)
         kind = None if value is None else (value.dtype, str(value.device), *map(_size, value.shape))
@@ -102,7 +102,8 @@ class Recogniser:
         Args:
             node: the node.
             proof: why the node is binary; None if nothing proves it.
-            rounding: the machine epsilon of its rounding errors (`Mask.rounding`), including errors of its operands.
+            rounding: the machine epsilon of the mask's rounding errors (`Mask.rounding`), including errors of the
+                operands.
             same_as: the operation and the keys of its operands, if other nodes may hold the same mask. The shape, dtype
                 and device of the node become part of the key.
             trained: True if the mask has a gradient, which flows through the node.
@@ -133,11 +134,11 @@ class Recogniser:
         return Binary(replace(hard, proof=proof, carrier=carrier, rounding=rounding), slope=(1, 1))
 
     def imagine(self, node: Node, function: Callable[..., Any], *args: Any) -> Node:
-        """A new node for an operand that the program never computes, such as `W * s` when it computes `(W * M) * s`.
+        """A new node for an operand that the program never computes, such as `W * s` if it computes `(W * M) * s`.
 
         The node is inserted before `node` and has its modes. If an operator reads it, the rewrite makes a copy; the
-        imagined node itself is erased at the end. Equal calls give one node. `function` is `torch.mul` or `torch.div`
-        (with a result like the first argument), or returns a view of its first argument.
+        imagined node itself is erased at the end. Equal calls give one node. `function` returns a view of its first
+        argument, or is `torch.mul` or `torch.div` with a result of the same shape and dtype as the first argument.
         """
         key = ("imagined", function, self.key(args), self.view.modes(node))
         if key not in self._imagined:

@@ -98,7 +98,7 @@ class FusionReport:
         missed: layers that were recognised but not fused.
         present: layers that call the operator in the program itself, such as `mglu_ops.nn.MGLU`.
         graphs: the number of graphs that the pass has read.
-        errors: errors that rules of the pass have raised; each left its node unchanged.
+        errors: errors that rules of the pass have raised. The node that the rule was reading stays unchanged.
         is_split: True if DistributedDataParallel split one of the graphs into parts.
     """
 

@@ -41,12 +41,12 @@ class Replacement:
 
 
 def replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
-    """Insert the nodes that compute a layer before its root in the view; no node reads them yet.
+    """Insert nodes that compute a layer, without readers yet, before the root of the layer in the view.
 
-    If another node writes to a stored weight, so that it cannot be read there, the operator reads the decoded weight.
+    If a write by another node prevents reading a stored weight there, the operator reads the decoded weight.
 
     Raises:
-        Refusal: nodes around the layer prevent fusing. This and any other error leave the view unchanged.
+        Refusal: nodes around the layer prevent fusing. A refusal or any other error leaves the view unchanged.
     """
     try:
         return _replacement(recogniser, layer)
@@ -95,7 +95,7 @@ def rewrite(view: View, replacements: Sequence[Replacement]) -> None:
 
 
 def _erase_dead(view: View, spelling: set[Node]) -> None:
-    """Erase unused nodes of the layers, assertions about them, and nodes that only they read.
+    """Erase unused nodes of the layers, assertions about these nodes, and nodes that only erased nodes read.
 
     Calls that draw random numbers stay, because without them later calls would draw other numbers.
     """
@@ -197,7 +197,7 @@ def _column_of(mask_weight: MaskWeight | float) -> tuple[Node, int] | None:
 
 
 def _mask_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | None:
-    """The mask weights `[..., n_masks]`: the tensor that has exactly these columns, or else a concatenation."""
+    """The mask weights `[..., n_masks]`: a tensor that has exactly these columns, or else their concatenation."""
     if not layer.mask_weights:
         return None
     columns = [column for column in map(_column_of, layer.mask_weights) if column is not None]
@@ -242,15 +242,15 @@ def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 
 def _transpose(graph: Graph, layer: Layer, node: Node) -> Node:
-    """Transpose a weight `[in_features, out_features]`, or its masks; leave a weight `[out_features, in_features]`."""
+    """Transpose a weight `[in_features, out_features]` or its masks. A weight `[out_features, in_features]` stays."""
     return graph.call_method("transpose", (node, -2, -1)) if layer.transposed else node
 
 
 def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
     """A tensor `[n_masks, ...]` that is positive where the gate's masks are 1, and that receives their gradient.
 
-    These are the user's logits if the graph has them. Otherwise they are the straight-through masks minus 1/2, and
-    autograd reaches the logits through the masks as it did before.
+    The tensor holds the user's logits if the graph has them. Otherwise it holds the straight-through masks minus 1/2,
+    and autograd reaches the logits through these masks, as without the operator.
     """
     carriers = [(mask.carrier, complement) for mask, complement in layer.masks]
     logits = [(c.logits, c.index) for c, complement in carriers if c and c.logits and not complement]
@@ -266,7 +266,7 @@ def _mask_logits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 
 def _logits_of(recogniser: Recogniser, masks: Node) -> Node | None:
-    """The logits whose straight-through masks a node holds, if the graph has them."""
+    """The logits of the straight-through masks that a node holds, if the graph has the logits."""
     value = recogniser.value(masks)
     carrier = value.mask.carrier if isinstance(value, Binary) else None
     return carrier.logits if carrier is not None and carrier.node is masks else None
@@ -328,19 +328,19 @@ def _mask_bits(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node:
 
 
 def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
-    """The mask, or stack of masks, `bits` as the gate uses it; bool if it is proved to be binary.
+    """The mask or stack of masks `bits` as the gate uses it. The result is bool if `bits` is proved to be binary.
 
-    `mask` describes `bits`, or one of the stack. With `complement` the gate uses the complement.
+    `mask` describes `bits`, or one mask of the stack. With `complement`, the gate uses the complement of `mask`.
     """
     complement = complement != mask.inverted
-    if mask.proof is None:  # no comparison, which would hide values other than 0 and 1 from the check in packing
+    if mask.proof is None:  # a comparison would hide values other than 0 and 1 from the check in packing
         return graph.call_function(operator.sub, (1, bits)) if complement else bits
     if complement:
         return graph.call_function(operator.eq, (bits, 0))
     dtype = dtype_of(mask.bits)
     if dtype is torch.bool:
         return bits
-    # In a float mask, `> 0` makes a NaN 0, as `forward_ste` does with a NaN logit; `!= 0` would make it 1.
+    # `> 0` turns a NaN in a float mask into 0, as `forward_ste` does with a NaN logit. `!= 0` would turn it into 1.
     is_real = dtype is not None and dtype.is_floating_point
     return graph.call_function(operator.gt if is_real else operator.ne, (bits, 0))
 
@@ -351,7 +351,7 @@ def _dim_of_masks(layer: Layer) -> int:
 
 
 def _whole(recogniser: Recogniser, layer: Layer, slices: Sequence[Slice]) -> Node | None:
-    """The stacked tensor with exactly these slices (in this order, if there are mask weights); None without one."""
+    """The stacked tensor with exactly these slices (in this order, if there are mask weights), or None."""
     dim, ordered = _dim_of_masks(layer), bool(layer.mask_weights)
     found = [_resolved(item, dim) for item in slices]
     if any(index is None for _, index in found) or len({recogniser.key(node) for node, _ in found}) != 1:

@@ -22,7 +22,7 @@ from .symbols import as_call
 def example(node: Any) -> Any:
     """The example value of a node: the fake value that tracing recorded. Other arguments are returned unchanged.
 
-    Dynamo records it as `example_value`, and export as `val`.
+    Dynamo records the value as `example_value`, and `torch.export` as `val`.
     """
     if not isinstance(node, Node):
         return node

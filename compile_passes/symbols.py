@@ -2,9 +2,9 @@
 
 A *spelling* is a torch function, a method, a Python operator or an ATen overload. The table gives its symbol and its
 signature (`Signature`), and `as_call` binds the arguments of a node to that signature. The rules of the recogniser see
-only the result, a `Call`. So positional, keyword and default arguments look the same to them, and so do the graphs of
-Dynamo and `torch.export`. A node whose arguments do not all fit the signature is not a `Call`. So no rule can overlook
-an argument such as `rounding_mode="floor"`.
+only the result, a `Call`. So positional, keyword and default arguments look the same to the rules, and so do the graphs
+of Dynamo and `torch.export`. A node whose arguments do not all fit the signature is not a `Call`. So no rule can
+overlook an argument such as `rounding_mode="floor"`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "mul", _TWO, _elementwise("mul", *products)
     quotients = (operator.truediv, operator.itruediv, torch.true_divide, "true_divide", "__truediv__")
     yield "div", f"{_TWO}, rounding_mode==None", _elementwise("div", *quotients)
-    # Forms with a factor or a rounding mode. Only `masks.pointwise` reads them, because it runs the call in torch.
+    # Forms with a factor or a rounding mode. Only `masks.pointwise` knows these symbols, because it runs the call in
+    # torch.
     yield "scaled_add", f"{_TWO}, alpha", _elementwise("add")
     yield "scaled_sub", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
     yield "rounded_div", f"{_TWO}, rounding_mode", _elementwise("div")
@@ -290,7 +291,7 @@ OTHER_ACTIVATIONS: Mapping[str, str] = {
     "hardtanh": "min_val=-1.0, max_val=1.0, ",
     "softplus": "beta=1, threshold=20, ",
 }
-"""Activations that the operator lacks, and their options. They are listed so that the report can name them."""
+"""Activations that the operator lacks, and their options. The table has them so that the report can name them."""
 
 _TABLE: dict[Any, list[tuple[str, Signature]]] = {}  # for each spelling, the symbols to try in order
 

@@ -3,11 +3,11 @@
 A factor of a weight is a function of one binary variable, the mask M. Such a function is determined by its values at
 M = 0 and M = 1. So `1 - M`, `~M`, `M == 0`, `M < 0.5` and `-(M - 1)` are proved to be the complement in the same way:
 they are evaluated at both points, and `at == (1, 0)`. `slope` is the derivative with respect to M at both points. It
-tells if a straight-through gradient passes as the operator passes it.
+tells if the gradient of a straight-through mask is the one that the operator passes.
 
-One tensor may hold several values. Examples are the masks of a layer, stacked along a new dimension, and the products
-that are computed from such a stack; or masked weights that are concatenated along their rows. A stack of masks that are
-all computed in the same way is one `Binary`. All other tensors with several values are a `Bundle`.
+One tensor may hold several values. Examples are the stacked masks of a layer, the products that are computed from such
+a stack, and masked weights that are concatenated along their rows. A stack of masks that are all computed in the same
+way is one `Binary`. All other tensors with several values are a `Bundle`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Carrier:
 class Mask:
     """A binary tensor `[out_features, in_features]`, or a stack `[n_masks, out_features, in_features]` of them.
 
-    `rounding` is the machine epsilon of the rounding errors with which the program computes the mask, or 0 without
-    them. A straight-through sum `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
+    `rounding` is the machine epsilon of the rounding errors with which the program computes the mask, or 0 if there are
+    none. A straight-through sum `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
     """
 
     bits: Node  # the node, of any dtype, with the values of the mask, or of its complement if `inverted`
     key: Hashable  # equal for masks with equal values
     proof: str | None  # why the mask is binary; None if nothing proves it
-    carrier: Carrier | None = None  # the tensor through which its gradient flows, if it has one
+    carrier: Carrier | None = None  # the tensor through which the mask's gradient flows, if it has one
     index: int | None = None  # if not None, the mask is this slice of `bits` and of `logits`
     doubt: str = ""  # why an unproved mask may not be binary, for the report
     inverted: bool = False  # True if `bits` holds the complement
@@ -125,8 +125,8 @@ class Product:
     def weights(self) -> tuple[Node, ...]:
         """The factors that may be the weight: both, or the only factor that requires a gradient.
 
-        In the latter case the other factor is a mask, such as the buffer of `torch.nn.utils.prune`, which several
-        weights may share.
+        If only one factor requires a gradient, the other factor is a mask, such as the buffer of
+        `torch.nn.utils.prune`, which several weights may share.
         """
         trained = tuple(node for node in (self.a, self.b) if requires_grad(node))
         return trained or (self.a, self.b)
@@ -204,7 +204,7 @@ class Gated:
 
 
 MOST_ITEMS = 64
-"""The most items of a bundle. The limit is above 32 (16 masks and complements) so that the report can name excess."""
+"""The most items of a bundle. The limit exceeds 32 (16 masks and complements), so that the report can refuse more."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def opposite(mask: Mask) -> Mask:
 
 
 def merge(a: Mask, b: Mask) -> Mask | None:
-    """The mask that both `a` and `b` are; None if they differ, or if their gradients flow through different tensors."""
+    """The one mask that `a` and `b` describe; None for two masks, or if gradients flow through different tensors."""
     if a.key != b.key:
         return None
     if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:

@@ -6,12 +6,14 @@ as `w`. In the view each node holds one value, as in static single assignment fo
 A graph without writes is its own view. Otherwise the view is a copy:
 
 - A write to all of a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) becomes a
-  function of the old value, and later nodes read its result. The rules need not know that it writes.
-- After any other write, a later read of the tensor, or of one that shares its memory, becomes a new node, about which
-  nothing is known (`overwritten`).
+  function of the old value, and later nodes read the result of the function. The rules need not know that the node
+  writes.
+- After any other write, a later read of the tensor, or of a tensor that shares its memory, becomes a read of a new
+  node, about which nothing is known (`overwritten`).
 
-The view also knows where its values are. `holders` has the original node whose tensor holds a value, and `overwriter`
-finds the write that ends this. `write_back` applies the changes of the view to the original graph.
+The view also knows which original tensors hold its values. `holders` names the original node with the tensor, and
+`overwriter` finds the write after which the tensor holds another value. `write_back` applies the changes of the view to
+the original graph.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class View:
         self.origin: dict[Node, Node] = {}
         """The original of each node of the copy. New nodes and `overwritten` nodes have none."""
         self.holders: dict[Node, Node] = {}
-        """The original node whose tensor holds the value of a node, until it is overwritten. New nodes have none."""
+        """The original node whose tensor holds the value of a node, until the tensor changes. New nodes have none."""
         self._defined: dict[Node, int] = {}  # the position in the original graph at which a node's value was made
         self._copied: dict[Node, tuple[Any, Any]] = {}  # the arguments of each node before the rewrite
         # A tensor of the original graph is identified by the node that made it.
@@ -96,7 +98,7 @@ class View:
         return self._current[tensor]
 
     def _writes_a_function(self, node: Node) -> bool:
-        """True if a node overwrites all of a tensor that the graph has made by a function of its old value.
+        """True if a node writes a function of a tensor's old value to all of the tensor, and the graph made the tensor.
 
         False if autograd does not record a write to a tensor with a gradient, as under `no_grad`: the gradient would
         stay while the value changes.
@@ -115,7 +117,7 @@ class View:
         return is_fill(node) or (effect.returns_target and _is_same_kind(example(node), value))
 
     def _write(self, node: Node, copy: Node) -> None:
-        """Make later readers of the tensor to which `node` writes read the function `copy` instead."""
+        """Let later nodes read `copy`, a function with the new value, instead of the tensor that `node` changes."""
         target = node.all_input_nodes[0]
         tensor = self._tensors.get(target, target)
         _record_gradient(self._current[tensor])
@@ -168,7 +170,7 @@ class View:
         return min(found, key=self.memory.order.__getitem__, default=None)
 
     def later_writers(self, node: Node, besides: Node) -> Iterator[Node]:
-        """The original nodes that later write to the memory of `node`, unless it shares that memory with `besides`."""
+        """The original nodes that later write to memory of `node`, except to memory that it shares with `besides`."""
         storages = self.memory.storages
         for storage in storages[self.holders[node]] - storages[self.holders[besides]]:
             yield from self.memory.writes(storage, self._defined[node], math.inf)
@@ -221,7 +223,7 @@ class View:
 
 
 def _record_gradient(node: Node) -> None:
-    """Set `requires_grad` in a tensor's example value as before a write; tracing shows it as after the write."""
+    """Give a tensor's example value the `requires_grad` from before a write. Tracing recorded the later state."""
     value = example(node)
     if value is not None and value.requires_grad and node.op.startswith("call_"):
         had_gradient = any(requires_grad(item) for item in node.all_input_nodes)
@@ -229,7 +231,7 @@ def _record_gradient(node: Node) -> None:
 
 
 def _is_same_kind(value: Any, other: Tensor) -> bool:
-    """True if a value is a tensor with the dtype, rank and strides of another. In-place views change the strides."""
+    """True if a value is a tensor with the dtype, rank and strides of `other`. In-place views change the strides."""
     if not isinstance(value, Tensor):
         return False
     return (value.dtype, value.dim()) == (other.dtype, other.dim()) and str(value.stride()) == str(other.stride())

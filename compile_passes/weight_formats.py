@@ -4,9 +4,9 @@
 proved to be a stored weight q times scales in the layout of a format (`mglu_ops.formats`), the operator reads q and the
 scales instead.
 
-A program may spread its scales over the weights by views, slices, `expand`, `repeat_interleave` and so on. These calls
-are not interpreted but run on the positions 0, 1, 2, ... of the scales. The result tells which scale multiplies each
-weight, and must be what the format says.
+A program may spread its scales over the weights by views, slices, `expand`, `repeat_interleave` and so on. The pass
+does not interpret these calls, but runs them on the positions 0, 1, 2, ... of the scales. The result tells which scale
+multiplies each weight, and must agree with the format.
 
 Bytes with two weights of 4 bits must be unpacked by elementwise calls, which are run on all 256 values of a byte, and
 by one `stack` of both halves. Other ways to unpack them are not recognised.
@@ -84,7 +84,7 @@ def stored_weight(
         transposed: True if the weight is `[in_features, out_features]`.
 
     Raises:
-        Refusal: it is not proved.
+        Refusal: the proof fails.
     """
     refusals = []
     for decoding in _decodings(weight, transposed):
@@ -106,7 +106,8 @@ def stored_weight(
 class _Decoding:
     """A possible reading of a weight as the product of a stored weight and its scales.
 
-    `products`, `casts` and `scales` are paths against the data flow. Each node reshapes, casts or unpacks the next.
+    `products`, `casts` and `scales` are paths against the data flow: each node reshapes, casts or unpacks the next
+    node.
     """
 
     weight: Node
@@ -122,7 +123,7 @@ class _Decoding:
 
 
 def _decodings(weight: Node, transposed: bool) -> list[_Decoding]:
-    """The possible readings of a weight as a product. Weights with two in a byte come before weights with one."""
+    """The possible readings of a weight as a product. Readings with two weights in a byte come first."""
     products = _path(weight, _CASTS | _RESHAPES)
     call = as_call(products[-1])
     packed, found = [], []
@@ -140,11 +141,11 @@ def _decodings(weight: Node, transposed: bool) -> list[_Decoding]:
 
 
 def _path(node: Node | float, symbols: frozenset[str]) -> list[Node]:
-    """A node, the input of its call if the call has one of these symbols, and so on; empty for a number."""
+    """The path from a node to the input of its call, and on while calls have one of `symbols`; empty for a number."""
     path = [node] if isinstance(node, Node) else []
     while path and (call := as_call(path[-1])) is not None and call.symbol in symbols:
         source, others = call.args[0], path[-1].all_input_nodes[1:]
-        keeps_numbers = call.symbol == "to" or dtype_of(source) == dtype_of(path[-1])  # not `view(dtype)`
+        keeps_numbers = call.symbol == "to" or dtype_of(source) == dtype_of(path[-1])  # False for `view(dtype)`
         reads_others = others and call.symbol not in _CASTS and call.symbol != "expand_as"  # such as an index
         if tensor_example(source) is None or not keeps_numbers or reads_others:
             break
@@ -223,7 +224,7 @@ def _applied(node: Node, values: tuple[Number, ...]) -> tuple[Number, ...] | Non
 
 
 def _run(node: Node, inputs: Mapping[Node, Tensor]) -> Tensor | None:
-    """The result of a call that moves elements, for positions; None for a view that needs the real strides or dtype."""
+    """The result of a call that moves elements, on positions; None for a view that needs the real strides or dtype."""
     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)
     try:
         moved = as_function(node)(*args, **kwargs)
@@ -268,7 +269,7 @@ def _is_scale(dtype: torch.dtype | None, fmt: WeightFormat) -> bool:
 
 
 def _is_rounded(path: Sequence[Node], dtype: torch.dtype) -> bool:
-    """True if a path casts its last node to a dtype that is narrower than the node's and than the layer's."""
+    """True if a cast on a path rounds: to a dtype that is narrower than its input's and than the layer's."""
     dtypes = [dtype_of(node) for node in reversed(path)]
     return any(not _represents(b, a) and not _represents(b, dtype) for a, b in pairwise(dtypes))
 

@@ -2,10 +2,11 @@
 
     python examples/demo.py
 
-The layer shows what MGLU gains on this machine. The model shows each step on the way to inference: it is trained with
-masked layers in their naive spelling, which the pass fuses under `torch.compile`; it is frozen, writes text, and is
-exported and loaded again. In the end every form of it is compared with float64, and the program exits with 1 if one
-disagrees. It needs a C++ compiler, downloads nothing, and takes about two minutes and 3 GB of memory on 2 CPU cores.
+The layer shows what MGLU gains on this machine. The model shows each step on the way to inference. It is trained with
+naive masked layers, which the pass fuses under `torch.compile`. It is then frozen, writes text, and is exported and
+loaded again. At the end, every form of the model is compared with float64, and the program exits with 1 if a form
+disagrees. The program needs a C++ compiler, downloads nothing, and takes about two minutes and 3 GB of memory on 2 CPU
+cores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics  # the chapters of Python's manual that help() shows: mostly English
+from pydoc_data.topics import topics  # the parts of Python's manual that help() shows, mostly English
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
@@ -32,7 +33,7 @@ from mglu_ops.timer import Replay, layers_for, milliseconds
 
 PACKAGE = Path("build/examples/demo.pt2")  # git ignores build/
 BYTES_OF_COPIES, MAX_COPIES = 256 << 20, 32
-"""A layer is timed in copies of this size together, so that its weights come from memory and not from a cache."""
+"""A layer is timed in several copies, which together have this size, so that weights are not read from a cache."""
 
 HEAD_WIDTH, CONTEXT, BATCH = 32, 128, 8
 PROMPT = b"The syntax for "
@@ -48,7 +49,7 @@ def say(text: str) -> None:
 
 
 class SwiGLU(nn.Module):
-    """SwiGLU's projection in its fastest form: gate and value are one matrix product."""
+    """SwiGLU's projection in its fastest form, with one matrix product for gate and value."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ Apply = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass
 class Variant:
-    """A layer in several copies, how to call one of them, and the relative error of its result against float64."""
+    """Several copies of a layer, a function that calls one of them, and its relative error against float64."""
 
     name: str
     apply: Apply
@@ -80,7 +81,7 @@ def bytes_of(layer: nn.Module) -> int:
 
 
 def variants_of(layer: nn.Module, exact: Tensor, x: Tensor, calls: Mapping[str, Apply]) -> Iterator[Variant]:
-    """The layer called in each way; all share the same copies."""
+    """A variant for each way to call the layer. All variants share the same copies."""
     count = min(MAX_COPIES, layers_for(bytes_of(layer), BYTES_OF_COPIES))
     copies = [layer, *(deepcopy(layer) for _ in range(count - 1))]
     for name, apply in calls.items():
@@ -129,7 +130,7 @@ def time_layer(out_features: int, in_features: int, device: torch.device) -> Non
 
 
 def time_variants(variants: Sequence[Variant], x: Tensor) -> dict[str, float]:
-    """Milliseconds of each variant per layer; on a GPU, of the GPU's work alone, in a CUDA graph."""
+    """Milliseconds per layer of each variant. On a GPU, a CUDA graph is timed, so that host time does not count."""
     calls: dict[str, Callable[[], object]] = {}
     for one in variants:
         one.run(x)
@@ -145,7 +146,7 @@ def time_variants(variants: Sequence[Variant], x: Tensor) -> dict[str, float]:
 
 
 class Block(nn.Module):
-    """A pre-norm decoder block, with a masked gated linear unit where Llama has SwiGLU."""
+    """A pre-norm decoder block with a masked gated linear unit in place of Llama's SwiGLU."""
 
     def __init__(self, width: int, n_masks: int) -> None:
         super().__init__()
@@ -183,11 +184,11 @@ class LanguageModel(nn.Module):
 
 
 Forward = Callable[[Tensor], Tensor]
-"""Maps tokens to logits: a form of the model."""
+"""A form of the model: a function from tokens to logits."""
 
 
 def loss_of(logits: Tensor, following: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte."""
+    """Mean cross-entropy in nats per byte."""
     return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
@@ -218,7 +219,7 @@ def check_learning(model: Forward, text: Tensor, held_out: Tensor) -> None:
     """Print the loss on the held-out text.
 
     Raises:
-        SystemExit: it is not below the loss of a model that knows only the frequencies of bytes.
+        SystemExit: the loss is not below that of a model that knows only the frequencies of bytes.
     """
     inputs, following = windows(held_out, torch.arange(64, device=text.device) * CONTEXT)
     loss = loss_of(model(inputs), following).item()
@@ -258,22 +259,22 @@ def gradients(model: nn.Module, logits: Tensor, following: Tensor) -> dict[str, 
 
 
 def largest(errors: Iterable[float]) -> float:
-    """The largest error, or NaN if any is NaN, which `max` may pass over."""
+    """The largest error, or NaN if any error is NaN, which `max` may ignore."""
     return torch.tensor(list(errors)).max().item()
 
 
 def compare(
     model: nn.Module, fused: Forward, deployed: Mapping[str, Forward], inputs: Tensor, following: Tensor
 ) -> bool:
-    """Print how far each form of the model is from float64, and return whether all agree.
+    """Print the error of each form of the model against float64, and return True if all are small enough.
 
-    A form may be twice as far as the naive model in eager mode, which rounds too. For `deployed` forms, the error is
-    the larger one of a batch and of a single token, which other kernels compute.
+    A form's error may be twice that of the naive model in eager mode, which rounds too. A batch and a single token run
+    different kernels, so for `deployed` forms the larger of their errors counts.
     """
     exact = deepcopy(model).double()
     exact_logits = exact(inputs)
     exact_gradients = gradients(exact, exact_logits, following)
-    errors: dict[str, list[float]] = {}  # of the outputs and, for forms that are trained, of the worst gradient
+    errors: dict[str, list[float]] = {}  # errors of the outputs and, for trained forms, of the worst gradient
     for name, form in (("naive, in eager mode", model), ("compiled and fused", fused)):
         logits = form(inputs)
         found = gradients(model, logits, following)

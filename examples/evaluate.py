@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PAPER = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "winogrande")
-"""The tasks of the paper (arXiv 2506.23225), which runs them zero-shot and two-shot (`--fewshot 2`)."""
+"""The tasks of the paper (arXiv 2506.23225). The paper runs them zero-shot and two-shot (`--fewshot 2`)."""
 LOCAL = "next_line_of_python"
 TASK = """
 task: {name}
@@ -48,7 +48,7 @@ def need(name: str) -> Any:
 
 
 def write_local_task(folder: Path, questions: int) -> None:
-    """Write a task from Python's own source files: each question has three lines, and asks which of two comes next."""
+    """Write a task from Python's source files. A question shows three lines, and asks which of two lines comes next."""
     draw = random.Random(0)
     files = sorted(Path(json.__file__).parents[1].glob("*.py"))
     lines = [line for file in files for line in file.read_text(errors="ignore").splitlines(True) if line.strip()]
@@ -64,8 +64,8 @@ def write_local_task(folder: Path, questions: int) -> None:
 
 
 def evaluate(model: str, tasks: list[str], fewshot: int, limit: int | None, batch: int, device: str) -> str:
-    """Run tasks, and return the harness's table; without tasks, run the local one."""
-    for name in ("transformers", "lm_eval", "mglu_ops.transformers"):  # the last registers MGLU models
+    """Run tasks, or without tasks the local one, and return the harness's table."""
+    for name in ("transformers", "lm_eval", "mglu_ops.transformers"):  # the last one registers MGLU models
         need(name)
     harness, models = need("lm_eval"), need("lm_eval.models.huggingface")
     manager = need("lm_eval.tasks").TaskManager

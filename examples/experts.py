@@ -3,9 +3,9 @@
     python examples/experts.py --weight-format int8_row
     python examples/serve_generate.py --model build/examples/mglu-qwen3-moe
 
-A token is a byte, and uses 2 of the 8 experts of each layer. The first command writes the frozen and quantized model,
-with a tokenizer, so that `serve_generate.py` and vLLM can read it, and lets it continue a text. Takes about two minutes
-on 2 CPU cores. In a clone, `pip install ".[transformers]"` installs what this needs.
+Each token is a byte, and uses 2 of the 8 experts of a layer. The first command lets the frozen and quantized model
+continue a text, and saves the model with a tokenizer, so that `serve_generate.py` and vLLM can read it. The example
+takes about two minutes on 2 CPU cores. In a clone, `pip install ".[transformers]"` installs what this needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
         num_experts_per_tok=options.top_k,
         moe_intermediate_size=sizes["intermediate_size"] // 2,
         num_key_value_heads=sizes["num_attention_heads"],
-        output_router_logits=True,  # adds the loss that balances the load of the experts
+        output_router_logits=True,  # adds the load-balancing loss
         n_masks=options.n_masks,
         weight_init="leveled",
         **COMMON,
@@ -45,7 +45,7 @@ def main() -> None:
         max_steps=options.steps,
         per_device_train_batch_size=16,
         learning_rate=5e-3,
-        weight_decay=0.1,  # of weights only: MGLUTrainer exempts the mask logits
+        weight_decay=0.1,  # for weights only, because MGLUTrainer exempts mask logits
         lr_scheduler_type="cosine",
         warmup_steps=options.steps // 10,
         logging_steps=max(1, options.steps // 5),

@@ -2,8 +2,9 @@
 
     python examples/export_cpp.py --out build/examples/export_cpp
 
-The program is `run_package` of the C++ library, which this builds first. It compares its results with PyTorch's. The
-build needs CMake and a C++20 compiler (csrc/README.md), and takes most of the one to three minutes on 2 CPU cores.
+The program is `run_package` of the C++ library, which is built first. It compares its results with PyTorch's. The build
+needs CMake and a C++20 compiler (csrc/README.md). The example takes one to three minutes on 2 CPU cores, mostly for the
+build.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from mglu_ops.packaging.tensor_file import write_tensor
 
 
 def block(hidden: int, intermediate: int, n_masks: int) -> nn.Module:
-    """A norm and a SwiMGLU feed-forward layer with packed masks, as after training."""
+    """A norm and a frozen SwiMGLU feed-forward layer."""
     torch.manual_seed(0)
     feed_forward = mglu_ops.nn.SwiMGLU(hidden, intermediate, n_masks=n_masks)
     return mglu_ops.freeze(nn.Sequential(nn.RMSNorm(hidden), feed_forward).eval())
 
 
 def write_examples(model: nn.Module, hidden: int, folder: Path) -> list[str]:
-    """Write inputs with several numbers of tokens, and the model's results; return the file names for the program."""
+    """Write inputs of several numbers of tokens, and the model's results. Returns the file names for the program."""
     names: list[str] = []
     for tokens in (1, 7, 64):
         x: Tensor = torch.randn(tokens, hidden)

@@ -1,6 +1,6 @@
-"""Text for the examples that train language models: Python's own source files, one token a byte, without a download.
+"""Text for examples that train language models: Python's own source files, with one token per byte.
 
-`save` writes a model with a byte tokenizer, so that `evaluate.py`, vLLM and pipelines can read it.
+`save` writes a model with a byte tokenizer, so that `evaluate.py`, vLLM and pipelines can use the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-OUTPUT = "build/examples"  # the folder that the examples write into, which git ignores
+OUTPUT = "build/examples"  # the examples write into this folder, which git ignores
 LIBRARY = Path(os.__file__).parent
 MANUAL = LIBRARY / "pydoc_data" / "topics.py"  # the parts of Python's manual that help() shows, mostly English
 
@@ -22,11 +22,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1},
     "small": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
-"""Sizes of models, for their configurations. Heads have 32 features, the fewest that vLLM supports on a CPU."""
+"""Sizes for the configurations of models. Heads have 32 features, the fewest that vLLM supports on a CPU."""
 
 COMMON: dict[str, Any] = {"vocab_size": 256, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": None}
 LENGTH = 128
-"""Tokens in a training example."""
+"""The number of tokens in a training example."""
 
 
 def encode(text: str) -> Tensor:
@@ -39,8 +39,8 @@ def decode(tokens: Tensor) -> str:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with the tokens of `encode`. Token 0, a byte that occurs in no text, ends a text."""
-    # As in GPT-2's vocabulary, characters past 255 stand for bytes that cannot be printed.
+    """A tokenizer with the tokens of `encode`. Token 0 marks the end of a text, because texts have no zero bytes."""
+    # As in GPT-2's vocabulary, characters with code points above 255 stand for bytes that cannot be printed.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -61,7 +61,7 @@ def save(model: Any, folder: str) -> None:
 
 
 def read(number: int, *files: Path) -> Tensor:
-    """The first `number` tokens of some files, by default of the modules of the standard library."""
+    """The first `number` tokens of `files`, by default of the standard library's modules."""
     paths = files or sorted(LIBRARY.glob("*.py"))
     text = b""
     for path in paths:
@@ -72,6 +72,6 @@ def read(number: int, *files: Path) -> Tensor:
 
 
 def split(tokens: Tensor, length: int = LENGTH) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Cut tokens into examples for `transformers.Trainer`; every tenth is held out for evaluation."""
+    """Cut tokens into training and evaluation examples for `transformers.Trainer`. Every tenth is for evaluation."""
     rows = [{"input_ids": row, "labels": row} for row in tokens[: len(tokens) // length * length].view(-1, length)]
     return [row for i, row in enumerate(rows) if i % 10], rows[::10]

@@ -1,8 +1,8 @@
-"""Freeze a model, store its MGLU weights in 8 or 4 bits, save it, and run it in a new model that loads the file.
+"""Freeze a model, quantize its MGLU weights to 8 or 4 bits, save it, and load the file into a new model.
 
     python examples/quantize.py --weight-format fp8_row
 
-The weights here are random; yours are trained. Takes a few seconds on 2 CPU cores.
+The weights are random here. The example takes a few seconds on 2 CPU cores.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Generate text with a frozen model and a static cache; on a GPU, Transformers compiles each step into a CUDA graph.
+"""Generate text with a frozen model and a static cache. On a GPU, Transformers compiles each step into a CUDA graph.
 
     python examples/train_trainer.py
     python examples/serve_generate.py --prompt "def main("
 
-Prints the text and the tokens per second of two calls. Only the second rate counts: the first call compiles on a GPU,
-and may build the kernels on a CPU. Takes about 15 s on 2 CPU cores.
+It prints the text, and the tokens per second of two calls. Only the second rate counts, because the first call compiles
+on a GPU, and may build the kernels on a CPU. The example takes about 15 s on 2 CPU cores.
 In a clone, `pip install ".[transformers]"` installs what this needs.
 """
 
@@ -48,7 +48,7 @@ def main() -> None:
             cache_implementation="static",
             compile_config=compiled,
         )
-        rate = options.batch * options.steps / (time.perf_counter() - start)  # generate waits for its last token
+        rate = options.batch * options.steps / (time.perf_counter() - start)  # `generate` waits for the last token
         print(f"{call} call: {rate:.0f} tokens/s on {device}, {options.batch} sequences of {options.steps} new tokens")
     print(decode(text[0].cpu()))
 

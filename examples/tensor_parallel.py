@@ -1,9 +1,10 @@
-"""Train and freeze feed-forward layers that are divided over several GPUs, or over CPU processes.
+"""Train and freeze feed-forward layers that are divided between several GPUs, or between CPU processes.
 
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
 
 Each rank has some rows of W and of the masks (`ColwiseMGLU`), and the matching columns of the down projection
-(`RowwiseParallel`), which sums over the ranks. Rank 0 prints the progress. Takes about 10 s on 2 CPU cores.
+(`RowwiseParallel`). Partial results are summed over the ranks. Rank 0 prints the progress. The example takes about 10 s
+on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Block(nn.Module):
 
 
 def start() -> DeviceMesh:
-    """Join the processes that torchrun started: with NCCL if there are GPUs, else with gloo."""
+    """Join the processes that torchrun started, with NCCL if there are GPUs and otherwise with gloo."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
@@ -91,7 +92,7 @@ def main() -> None:
     error = ((frozen - learned).norm() / learned.norm()).item()
     say(f"frozen: {layer.packed_masks.to_local().nbytes} bytes of masks on each rank, results differ by {error:.1e}")
     say(f"done in {time.perf_counter() - begin:.1f} s")
-    dist.barrier()  # so that gloo's threads drop their tensors before Python ends: see pytorch issue 190489
+    dist.barrier()  # lets gloo's threads drop their tensors before Python ends (pytorch issue 190489)
     dist.destroy_process_group()
 
 

@@ -4,7 +4,7 @@
 
 Writes the trained model to `build/examples/mglu-llama` (with mask logits, to train further) and to
 `build/examples/mglu-llama-frozen` (with packed masks, for inference). Both have a tokenizer, so that evaluate.py and
-vLLM can read them. Takes about a minute on 2 CPU cores.
+vLLM can read them. The example takes about a minute on 2 CPU cores.
 In a clone, `pip install ".[transformers]"` installs what this needs.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
         max_steps=options.steps,
         per_device_train_batch_size=16,
         learning_rate=5e-3,
-        weight_decay=0.1,  # of weights only: MGLUTrainer exempts the mask logits
+        weight_decay=0.1,  # for weights only, because MGLUTrainer exempts mask logits
         lr_scheduler_type="cosine",
         warmup_steps=options.steps // 10,
         logging_steps=max(1, options.steps // 5),

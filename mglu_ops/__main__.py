@@ -19,8 +19,8 @@ from .tuning import command as tuning
 PROG = "python -m mglu_ops"
 
 COMMANDS = (passes, packaging, build, tuning, bench, params)
-"""The modules of the commands. Each has `add_parser(subparsers)`, which sets the default `run`, a function from the
-options to the exit code."""
+"""The modules of the commands. Each has `add_parser(subparsers)`. It sets the default `run`, a function that takes the
+options and returns the exit code."""
 
 OWN_PACKAGES = ("benchmarks", "compile_passes", "mglu_ops")
 DISTRIBUTIONS = {"cuda": "cuda-core"}

@@ -1,7 +1,7 @@
 """The activation functions of MGLU: their names, their codes in compiled code, and their derivatives.
 
-This table is the only list of them in Python. `csrc` has the same list with the formulas of the CPU and CUDA kernels. A
-test compares the lists, and runs each activation on every backend.
+`ACTIVATIONS` is the only list of activations in Python. `csrc` has the same list with the formulas of the CPU and CUDA
+kernels. A test compares the lists, and runs each activation on every backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Activation:
     """A pointwise function and its vector-Jacobian product."""
 
     code: int
-    """Its value in the enumerations of compiled code (`csrc/cuda/activation.cuh`, `csrc/cpu/activation.h`)."""
+    """The value of the activation in the enumerations of `csrc/cuda/activation.cuh` and `csrc/cpu/activation.h`."""
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
     """`(grad_output, x) -> grad_x`."""

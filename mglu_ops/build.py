@@ -1,4 +1,4 @@
-"""The command line of `build`, which builds kernels before calls need them. Importing it does not import torch."""
+"""The command line of `build`, which builds kernels before calls need them. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _share(folder: Path, is_new: bool) -> None:
-    """Let all users read the kernels in a folder, which may go into an image. An existing folder keeps its mode."""
+    """Let all users read the kernels in a folder, since it may become part of an image. Old folders keep their mode."""
     if is_new:
         folder.chmod(0o755)
     for path in folder.iterdir():

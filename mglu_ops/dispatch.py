@@ -39,8 +39,8 @@ class Choice:
     """The backend of a call, and why it was chosen.
 
     Attributes:
-        backend: its name.
-        reason: why it was chosen.
+        backend: the name of the backend.
+        reason: why the backend was chosen.
         is_fallback: True if `reason` prevents a faster backend or kernel from running the call.
         launch: the launch configuration, if the backend has several.
         launch_origin: the source of `launch`: a table of measured launches, or the cost model.
@@ -74,7 +74,8 @@ class Choice:
 
 
 NOTICEABLE_WEIGHTS = 1 << 18
-"""The size from which a slow backend is worth a warning. Smaller layers take at most 1 ms on any backend."""
+"""The number of weights from which a slow backend is worth a warning. Smaller layers take at most 1 ms on every
+backend."""
 
 REFUSED = (
     "mglu: set_batch_invariant_mode(True) asks for results that do not depend on the batch, "
@@ -194,7 +195,7 @@ def repeat(given: Given) -> Tensor | None:
     """
     try:
         prepared = _prepared.get(metadata_key(given))
-    except (RuntimeError, AttributeError):  # an argument is not a dense tensor, or None; the checks will refuse it
+    except (RuntimeError, AttributeError):  # the checks will refuse the argument that is None or not a dense tensor
         return None
     return None if prepared is None else prepared(given)
 
@@ -339,7 +340,7 @@ def train(key: Key | None, given: Given) -> tuple[Tensor, Tensor]:
     if given.x is x:
         return result, partials
     leading = x.shape[:-1]
-    # Not a view: autograd does not allow detaching a view in place.
+    # The result may not be a view, since autograd does not allow detaching a view in place.
     result = torch.ops.aten._unsafe_view(result, (*leading, *result.shape[1:]))
     return result, partials.view(*leading, *partials.shape[1:])
 

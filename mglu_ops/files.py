@@ -18,7 +18,7 @@ def as_path(name: str, path: Any) -> Path:
     """Return an argument as a path. Errors call it `name`.
 
     Raises:
-        TypeError: it is neither a str nor a path.
+        TypeError: the argument is neither a str nor a path.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{name}: got {type(path).__name__}, must be a path (str or os.PathLike)")

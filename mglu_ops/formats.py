@@ -1,4 +1,4 @@
-"""The formats in which the weight of a layer is stored. `csrc/cuda/weight_formats.cuh` lists the same for C++.
+"""The formats in which the weight of a layer is stored. `csrc/cuda/weight_formats.cuh` lists the same formats for C++.
 
 With d = out_features and h = in_features:
 
@@ -10,8 +10,9 @@ With d = out_features and h = in_features:
 | `int8_row` | int8 `[d, h]` | float32 `[d]` | 8 |
 | `int4_group` | uint8 `[d, h / 2]` | bfloat16 `[d, ceil(h / 128)]` | 4.125 |
 
-A weight is its stored number times the scale of its row, of its 128 x 128 block, or of its group of 128 columns. A byte
-of `int4_group` holds two neighbouring weights, each plus 8: the even column in its low four bits, the odd one above.
+A weight is its stored number times the scale of its row, of its 128 x 128 block, or of its group of 128 columns. In
+`int4_group`, a byte holds the numbers of two neighbouring columns, with 8 added to each. The number of the even column
+is in the low four bits of the byte, and the number of the odd column in the high four bits.
 
 A mask selects whole elements of W, so it is the same in every format. The kernels decode W once for all masks.
 
@@ -45,12 +46,12 @@ class WeightFormat:
 
     Attributes:
         name: the value of the operators' argument `weight_format`.
-        code: its value in `csrc/cuda/weight_formats.cuh`.
+        code: the value of the format in `csrc/cuda/weight_formats.cuh`.
         dtype: the dtype of the stored weight; None for x's dtype.
         scale_dtype: the dtype of the scales; None without scales.
         rows: the number of rows that share a scale.
         columns: the number of columns that share a scale; None for a whole row.
-        largest: the largest stored number. `quantize` maps the largest weight that shares a scale to it.
+        largest: the largest stored number. `quantize` maps the largest weight that shares a scale to this number.
         packed: the number of neighbouring weights in one element of the stored weight.
     """
 
@@ -188,7 +189,7 @@ def check_activation_format(name: str, weight_format: str) -> None:
     """Check that `name` is an activation format that weights in `weight_format` allow.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `name` is no such format.
     """
     if not isinstance(name, str) or name not in ACTIVATION_FORMATS:
         raise ValueError(f"activation_format: got {name!r}, must be one of {', '.join(ACTIVATION_FORMATS)}")
@@ -213,8 +214,8 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     if not x.shape[-1]:
         return x.to(_FP8), torch.ones((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     amax = torch.linalg.vector_norm(x, math.inf, -1, keepdim=True, dtype=torch.float32)
-    # 448 s = 1.75 * 256 s. So s is 2^e or 2^(e + 1), where amax / 256 = 2^e (1 + f): 2^(e + 1) if f > 0.75. Adding
-    # 0.25 minus one ulp to the fraction carries into the exponent exactly then.
+    # Let amax / 256 = 2^e (1 + f). As 448 s = 1.75 * 256 s, the scale s is 2^(e + 1) if f > 0.75, and 2^e otherwise.
+    # Adding 0.25 minus one ulp to the fraction f carries into the exponent exactly if f > 0.75.
     least = (amax.masked_fill(amax == 0, 256) / 256).clamp_min(torch.finfo(torch.float32).tiny)
     scale = ((least.view(torch.int32) + 0x1FFFFF) & ~0x7FFFFF).view(torch.float32)
     scale = scale.masked_fill(~(amax < math.inf), math.nan)
@@ -224,8 +225,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
 def round_activation(x: Tensor) -> Tensor:
     """Round x to `fp8_token` (`quantize_activation`), and return it in its own dtype.
 
-    The rounded values are exact in x's dtype. Only values that rounding lifts above its largest finite number are not:
-    they become that number.
+    x's dtype holds the rounded values exactly, except those above its largest finite number, which become that number.
     """
     stored, scale = quantize_activation(x)
     largest = torch.finfo(x.dtype).max

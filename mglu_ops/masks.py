@@ -113,8 +113,8 @@ def check_masks(masks: Tensor) -> None:
     """Check the dtype and the shape of an argument of `pack_masks`. Reads no values.
 
     Raises:
-        TypeError: a complex dtype, or not a dense tensor.
-        ValueError: wrong rank, or n_masks of 0 or above 16.
+        TypeError: `masks` is not a dense tensor, or has a complex dtype.
+        ValueError: `masks` has a wrong rank, or n_masks is 0 or above 16.
     """
     check_dense("masks", masks)
     if masks.dtype.is_complex:
@@ -138,8 +138,8 @@ def binary_masks(masks: Tensor) -> Tensor:
     """Convert an argument of `pack_masks` to bool `[n_masks, out_features, in_features]`. Synchronises with a GPU.
 
     Raises:
-        TypeError: a complex dtype, or not a dense tensor.
-        ValueError: wrong rank, n_masks of 0 or above 16, or a value other than 0 and 1.
+        TypeError: `masks` is not a dense tensor, or has a complex dtype.
+        ValueError: `masks` has a wrong rank or a value other than 0 and 1, or n_masks is 0 or above 16.
     """
     check_masks(masks)
     if masks.dim() == 2:
@@ -161,8 +161,8 @@ def check_layout(packed_masks: Tensor, in_features: int, out_features: int | Non
     """Check that a tensor has the dtype and the shape of packed masks for `in_features` columns. Reads no values.
 
     Raises:
-        TypeError: the dtype is not uint8, or it is not a dense tensor.
-        ValueError: wrong rank, size or number of masks, or `in_features` is negative.
+        TypeError: `packed_masks` is not a dense tensor, or its dtype is not uint8.
+        ValueError: the rank, a size or the number of masks is wrong, or `in_features` is negative.
     """
     check_dense("packed_masks", packed_masks)
     if is_negative(in_features):
@@ -198,8 +198,8 @@ def check_packed_masks(packed_masks: Tensor, in_features: int, out_features: int
         out_features: the number of rows of each mask; None for any.
 
     Raises:
-        TypeError: the dtype is not uint8, or it is not a dense tensor.
-        ValueError: wrong rank, size or number of masks, a padding bit is set, or `in_features` is negative.
+        TypeError: `packed_masks` is not a dense tensor, or its dtype is not uint8.
+        ValueError: the rank, a size or n_masks is wrong, `in_features` is negative, or a padding bit is set.
     """
     check_layout(packed_masks, in_features, out_features)
     check_padding(packed_masks, in_features)

@@ -44,8 +44,8 @@ in G = grad_output and evaluates no activation. With dt = G * P, b_i = G * Q_i a
 
 where sum_d is the sum over out_features, and the gradient of the logits is the straight-through gradient.
 
-**Rounding.** Products of 16-bit types are summed in float32, and the result is rounded once. As above, a gate or a
-value may be a difference of two sums over a whole row. Its error is then the naive layer's plus the float32 rounding of
+**Rounding.** Products of 16-bit types are summed in float32, and the result is rounded once. As above, g_i and
+v_i may be differences of two sums over a whole row. Their error is then the naive layer's plus the float32 rounding of
 `s = sum_k |x_k W_k|`: at most 2^-17 s for 1024 in_features. In 16 bits this matters if the gate or the value is smaller
 than about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU sums such small values separately.
 
@@ -53,8 +53,8 @@ than about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU sums such 
 
 - A NaN logit gives a mask bit of 0, as `NaN > 0` is False. It does not show in y.
 - If a token of x, a row of W or the mask weights of a token hold NaN, the elements of y of that token or row are NaN.
-- If they hold an infinity, these elements are NaN, infinite, or finite as in `relu(-inf) * 2 = 0`, where a mask keeps
-  the infinity out of the value. Backends may differ in this.
+- If they hold an infinity, these elements may be NaN, infinite or finite, and backends may differ. An example of finite
+  is `relu(-inf) * 2 = 0`, where a mask keeps the infinity out of the value.
 
 **Experts.** An expert is a layer, and the tensors of its layer get a leading dimension of E experts. There are T
 tokens, K experts per token and S = T K rows of the result; d = out_features and h = in_features:
@@ -78,8 +78,8 @@ replays with new ids or offs.
 have those of every floating argument; a weight must be dense.
 
 The operators are registered with `torch.library.Library`, because a call costs three times as much with `@custom_op`.
-This module names no backend and no kernel: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, FLOPs
-in `flops`.
+This module names no backend and no kernel: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, and the
+formulas for FLOPs are in `flops`.
 """
 
 from __future__ import annotations

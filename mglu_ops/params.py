@@ -93,8 +93,8 @@ _UNLIKE_EXPERTS = {
 class Count:
     """The parameters, storage and reads of a model with one kind of feed-forward layer.
 
-    `load` counts all weights once, but only top_k experts, and one row of an untied embedding. `projection_load` is the
-    paper's Table 2: `(16 + n_masks) h d` bits for an MGLU in 16 bits.
+    `load` counts every weight once, except that it counts only top_k experts, and only one row of an untied embedding.
+    `projection_load` is the paper's Table 2: `(16 + n_masks) h d` bits for an MGLU in 16 bits.
     """
 
     name: str  # the kind of feed-forward layer

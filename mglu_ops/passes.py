@@ -1,6 +1,6 @@
 """The only module of `mglu_ops` that imports `compile_passes`, which itself depends on `mglu_ops`.
 
-Its names are imported on first use, since some of them import Inductor.
+The names in this module are imported on first use, since importing some of them imports Inductor.
 """
 
 from __future__ import annotations

@@ -17,16 +17,16 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from . import notices
 from .tensors import check_dense
 
-# `libmglu_ops.so` (csrc/library) defines the same schemas for processes without Python. If it is loaded after this
-# module, it registers nothing. If it is loaded before, its schemas stay. Its kernels have the dispatch key
-# CompositeExplicitAutograd, so kernels registered here for CPU and CUDA take precedence.
+# `libmglu_ops.so` (csrc/library) defines the same schemas for processes without Python. If the library is loaded after
+# this module, it registers nothing. If it is loaded before this module, its schemas stay. The library's kernels have
+# the dispatch key CompositeExplicitAutograd, so kernels registered here for CPU and CUDA take precedence.
 _library_came_first = torch._C._dispatch_has_kernel("mglu::forward")
 _KERNEL_KEYS = (
     *(("CPU", "CUDA") if _library_came_first else ("CompositeExplicitAutograd",)),
     *("NestedTensorCPU", "NestedTensorCUDA"),  # so that the checks refuse nested tensors with a clear error
 )
 
-# Only this package registers a kernel for autograd.
+# Only this package registers kernels for autograd, so a kernel that exists already comes from an earlier import.
 if _library_came_first and torch._C._dispatch_has_kernel_for_dispatch_key("mglu::forward", "Autograd"):
     raise ImportError(
         "mglu_ops was imported before in this process and then removed from sys.modules. Its operators are still "

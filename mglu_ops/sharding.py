@@ -67,7 +67,7 @@ def _pack(masks: Any) -> list[Option]:
 
 
 def _pack_expert_logits(mask_logits: Any) -> list[Option]:
-    """Shards the experts, or the rows of each expert."""
+    """Shard the experts, or the rows of each expert."""
     return [([_replicate], [_replicate]), ([Shard(0)], [Shard(0)]), ([Shard(1)], [Shard(2)])]
 
 

@@ -13,7 +13,7 @@ def check_dense(name: str, tensor: Tensor | None) -> None:
     """Check that an argument is a dense tensor. Reads no values.
 
     Raises:
-        TypeError: it is not a tensor (torch accepts None for one), or it is a sparse, mkldnn or nested tensor.
+        TypeError: the argument is no tensor (torch lets None pass as one), or it is a sparse, mkldnn or nested tensor.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {'None' if tensor is None else type(tensor).__name__}, must be a tensor")

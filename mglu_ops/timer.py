@@ -1,6 +1,6 @@
-"""Timing: by the wall clock for the time that a user waits, by CUDA graph replay for the time that the GPU works.
+"""Measures the time that a user waits, by the wall clock, and the time that the GPU works, by CUDA graph replay.
 
-Both measure the variants in turns, so that a busy moment of the machine affects all of them.
+Both methods measure the variants in turns, so that a busy moment of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def replay(graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
     order = list(zip(graphs, events, strict=True))
     shuffle = random.Random(0).shuffle
     for i in range(rounds):
-        shuffle(order)  # a graph heats the GPU, so the graph after it must vary
+        shuffle(order)  # a graph heats the GPU, so each graph must run after different ones
         for one, pairs in order:
             start, end = pairs[i]
             for _ in range(one.warmup_replays):

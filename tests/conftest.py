@@ -1,4 +1,4 @@
-"""Settings for every test: hypothesis profiles, one thread, poisoned memory, the `gpu` marker, and the skip counts."""
+"""Settings of all tests: Hypothesis profiles, one thread, poisoned memory, the `gpu` marker, and counts of skips."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic, as the poisoning requires
-# Most of an export's time goes into compiling the C++ around the kernels, which need not be fast in a test.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for poisoned memory, which needs deterministic cuBLAS
+# An export spends most of its time compiling the C++ code around the kernels. In tests, that code need not be fast.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
-# A pool of compilers would import torch in processes of its own, while pytest already keeps the cores busy.
+# Without this, Inductor starts a pool of processes that import torch, while pytest already keeps the cores busy.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Helpers contain assertions. Without this, pytest cannot show the values in a helper's failed assertion.
+# Without this, pytest does not show the values of an assertion that fails in a helper.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
 
-# `ci` tries the same examples on every run, and `quick` (of `make test`) fewer of them. `explore` searches for new
-# ones: HYPOTHESIS_PROFILE=explore. A test that needs more or fewer examples than others uses `strategies.examples`.
+# The profile `ci` runs the same examples every time. `quick` (for `make test`) runs fewer of them, and `explore`
+# (with HYPOTHESIS_PROFILE=explore) searches for new ones. A test that needs more or fewer examples uses
+# `strategies.examples`.
 _CHECKS = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40, suppress_health_check=_CHECKS)
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=10)
@@ -31,9 +32,9 @@ settings.register_profile("explore", deadline=None, max_examples=1000, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
-# pytest adds its handlers to loggers that do not propagate. Torch would then write every graph to this one as text.
+# pytest adds handlers to loggers that do not propagate. Torch would then format every graph as text for this logger.
 logging.getLogger("torch.__trace").propagate = True
-gc.disable()  # until everything is collected; it would trace millions of objects again and again
+gc.disable()  # until all tests are collected, because the collector would trace millions of objects again and again
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,7 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print how many tests were skipped for each reason, and the markers that deselected others."""
+    """Print how many tests were skipped for each reason, and the markers that deselected tests."""
     reasons = Counter(_skip_reason(report) for report in terminalreporter.stats.get("skipped", []))
     if reasons:
         terminalreporter.section("skipped tests")
@@ -67,14 +68,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The reason that a test gave; its report holds (path, line, "Skipped: reason")."""
+    """The reason for a skip. A report holds it as (path, line, "Skipped: reason")."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return text.removeprefix("Skipped: ")
 
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Fill new floating tensors with NaN, and integers with their maximum, to expose an output that is not written."""
+    """Fill results of `torch.empty` with NaN or the largest integer, to expose elements that no kernel writes."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -84,13 +85,13 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _released_device_memory() -> Iterator[None]:
-    """Give cached memory of a GPU back after each test, since other processes run tests on it too."""
+    """Free the GPU's cached memory after each test, because other processes run tests on the GPU too."""
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over all that importing and collecting made, which lives to the end."""
+    """Exempt all present objects from garbage collection: those of imports and of collected tests live to the end."""
     gc.freeze()
     gc.enable()

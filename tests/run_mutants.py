@@ -1,14 +1,15 @@
-"""Mutation testing: how many of the small faults that cosmic-ray puts into the code make a test fail.
+"""Mutation testing: counts how many small faults, put into the code by cosmic-ray, make a test fail.
 
     pip install cosmic-ray pytest-cov
     pytest -n 2 -m "not long and not gpu" --cov=compile_passes --cov-context=test --cov-report= tests/passes
     python tests/run_mutants.py compile_passes --count 150 --seed 1 --coverage .coverage --processes 2
 
-The first command notes which test runs which line. The second draws mutants of Python files, or of all those below
-some folders, and leaves out those that no test can tell from the code: of annotations, of `strict=`, of the options of
-dataclasses, and `is` for `==` (the same for small integers, short strings and dtypes). It tries each mutant in a copy
-of the working tree, with the tests that run its line, until one fails. At the end it runs the tests that failed
-without a mutant.
+The first command records which test runs which line. The second draws mutants of the given files and folders. It skips
+mutants that no test can tell from the code: changes of annotations, of `strict=`, of options of dataclasses, and of
+`==` to `is`, which is the same for small integers, short strings and dtypes.
+
+Each mutant is tried in a copy of the working tree, with the tests that run its line, until one fails. At the end, the
+tests that failed run once more without a mutant.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file with one fault: the path, the number of the line, the line without and with it, and the file with it."""
+    """A file with one fault: path, line number, the line before and after, and the new source."""
 
     file: str
     line: int
@@ -80,7 +81,7 @@ class _WithoutWhatNoTestSees(ast.NodeTransformer):
 
 
 def _differs(changed: str, source: str) -> bool:
-    """Whether a test could tell some changed code, which may be no Python at all, from the code."""
+    """True if a test could tell the changed code from the source. The changed code may be invalid Python."""
     with suppress(SyntaxError):
         trees = [_WithoutWhatNoTestSees().visit(ast.parse(text)) for text in (changed, source)]
         return ast.dump(trees[0]) != ast.dump(trees[1])
@@ -88,7 +89,7 @@ def _differs(changed: str, source: str) -> bool:
 
 
 def mutants(names: list[str], seed: int) -> Iterator[Mutant]:
-    """All mutants in a random order."""
+    """All mutants, in random order."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
@@ -117,7 +118,7 @@ def mutants(names: list[str], seed: int) -> Iterator[Mutant]:
 
 
 class Coverage:
-    """Which tests run which lines, as pytest-cov noted it."""
+    """The tests that run each line, as recorded by pytest-cov."""
 
     def __init__(self, file: Path) -> None:
         from coverage import CoverageData
@@ -134,10 +135,10 @@ class Coverage:
         self._sizes = Counter(tests)
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """The tests that run the statement of a mutant, or any line of its file if it runs when it is imported.
+        """The tests that run the mutant's statement. If it runs at import, the tests that run any line of its file.
 
-        One of each test function comes first, then a second one of each, and so on; within that order, the test that
-        runs the fewest lines.
+        The first case of each test function comes first, then the second cases, and so on. Among equals, tests that run
+        fewer lines come first.
         """
         lines = self._lines.get(mutant.file, {})
         found = set[str]().union(*(lines.get(n, ()) for n in statement(ROOT / mutant.file, mutant.line)))
@@ -151,7 +152,7 @@ class Coverage:
 
 
 def statement(file: Path, line: int) -> range:
-    """The lines of the smallest statement around a line: of `if`, `for` and the like without their bodies."""
+    """The lines of the smallest statement around a line. Bodies of `if`, `for` and the like do not count."""
     nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.stmt)]
     around = [lines for node in nodes if line in (lines := _lines(node))]
     return min(around, key=len) if around else range(line, line + 1)
@@ -166,11 +167,11 @@ def _lines(node: ast.stmt) -> range:
 
 
 OPTIONS = ["-q", "--tb=no", "-o", "cache_dir=cache", "@names"]
-"""Options of pytest, which keeps the tests that failed in its cache, and reads from a file which tests to run."""
+"""Options of pytest, which reads names of tests from the file `names`. The folder `cache` keeps those that failed."""
 
 
 def failed(mutant: Mutant | None, names: list[str], seconds: float | None) -> list[str] | None:
-    """The first of some tests that fails with a mutant, or all that fail without one; None if the time ends before."""
+    """The first named test that fails with a mutant. Without a mutant, all tests that fail. None on a timeout."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = shutil.copytree(ROOT, Path(temporary, "tree"), ignore=NOT_COPIED)
         if mutant is not None:
@@ -187,7 +188,7 @@ def failed(mutant: Mutant | None, names: list[str], seconds: float | None) -> li
             return None
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what the tests started, too
+                os.killpg(process.pid, signal.SIGKILL)  # pytest and the processes that tests started
         kept = folder / "cache" / "v" / "cache" / "lastfailed"
         found = list(json.loads(kept.read_text())) if kept.exists() else []
         return found or ([] if code in (0, 5) else [f"exit code {code}"])

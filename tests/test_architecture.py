@@ -1,4 +1,4 @@
-"""The imports of `mglu_ops` and `compile_passes` follow the drawing in CONTRIBUTING.md."""
+"""Imports of `mglu_ops` and `compile_passes` follow the diagram in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PARTS = {
     for part, label in re.findall(r'(\w+)\["(.*)"\]', DRAWING)
     for module in re.findall(r"\b(?:mglu_ops|compile_passes)[\w.]*", label)
 }
-"""The part of the drawing that each module or package is in."""
+"""Module or package -> its node in the diagram."""
 
 
 def part_of(module: str) -> str | None:
-    """The part that a module is in, which may name the module or a package around it."""
+    """The node of the diagram that lists a module or a package that contains it."""
     while module and module not in PARTS:
         module = module.rpartition(".")[0]
     return PARTS.get(module)
@@ -30,7 +30,7 @@ def part_of(module: str) -> str | None:
 
 @cache
 def reachable() -> dict[str, set[str]]:
-    """The parts that each part may import: itself, and those that arrows lead to."""
+    """Node -> nodes that it may import: itself, and all that arrows lead to."""
     arrows = [line.split(" --> ") for line in DRAWING.splitlines() if " --> " in line]
     found = {part: {part} for part in PARTS.values()}
     for _ in found:
@@ -41,7 +41,7 @@ def reachable() -> dict[str, set[str]]:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """The modules of this project that a file imports, or from which it imports a name."""
+    """The modules of this project that a file imports, in whole or in part."""
     package = list(file.relative_to(ROOT).parent.parts)
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -59,7 +59,7 @@ FILES = sorted(
     str(path.relative_to(ROOT))
     for package in ("mglu_ops", "compile_passes")
     for path in (ROOT / package).rglob("*.py")
-    if path != ROOT / "mglu_ops" / "__init__.py"  # it imports the public names when they are first used
+    if path != ROOT / "mglu_ops" / "__init__.py"  # imports public names of all modules, on first use
 )
 
 

@@ -7,15 +7,15 @@ kind `english` is the prose in these packages, and the manual pages. Two kinds a
 `--debian`: `rfc` is the text files of doc-rfc, and `c` the C sources of linux-source-6.1. Several kinds are one corpus:
 each step reads a random mixture, and each kind has its own held-out text.
 
-A text that can be made again comes from packages of exact versions: `--text FOLDER --kind python` reads the packages in
-`FOLDER/python` instead of the installed ones, and `--digest` refuses a corpus with another hash. With `--bytes`, each
-byte is a token, so that the hash depends on nothing but the text.
+To be able to make a text again, take packages of exact versions: `--text FOLDER --kind python` reads the packages in
+`FOLDER/python` instead of the installed packages, and `--digest` refuses a corpus with another hash. With `--bytes`,
+each byte is a token, so that the hash depends on nothing but the text.
 
-Whole packages are held out: each manual page and each RFC is one, and in Linux each folder or file of the second level.
-In `FOLDER/python`, folders and files of the fourth level are: losses on hundreds of small ones differ less by seed.
-Held-out files are dropped if another package has the same file, or if training text has most of their lines. Text
-beyond 100 MB of a kind is subsampled at random, as for the committed results; `--megabytes inf` takes all of it. The
-text is not committed; the results name its hash and its sizes.
+Whole packages are held out. A manual page or an RFC is a package, and in Linux a folder or file of the second level. In
+`FOLDER/python`, a package is a folder or file of the fourth level, because losses on hundreds of small packages differ
+less by seed. Held-out files are dropped if another package has the same file, or if training text has most of their
+lines. Text beyond 100 MB of a kind is subsampled at random, as for the committed results; `--megabytes inf` takes all
+of it. The text is not committed; the results name its hash and its sizes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DEBIAN = {"rfc": "usr/share/doc/RFC", "c": "usr/src/linux-source-6.1"}
 """The folders of the kinds of text that are Debian packages."""
 ANY_SUFFIX = ("",)
 DEPTH = 4
-"""The level of the folders that are held out as a whole below the subfolder of a kind: three levels inside a wheel."""
+"""The level, below the subfolder of a kind, of the folders that are held out as a whole: three levels in a wheel."""
 
 VOCABULARY = 8192
 END = "<|end|>"
@@ -65,12 +65,12 @@ END_BYTE = 255
 LARGEST_FILE = 1 << 20
 """The largest file that is read, in bytes; larger files are mostly tables that a program wrote."""
 TOKENIZER_BYTES = 32 << 20
-"""Bytes of training text that the tokenizer is trained on, about."""
+"""About how many bytes of training text the tokenizer is trained on."""
 
 HELD_OUT = 0.02
-"""The fraction of the text that is held out, about."""
+"""About the fraction of the text that is held out."""
 MOST_HELD_OUT = 2_500_000
-"""The most held-out text of all kinds, in bytes: every run evaluates all of it several times."""
+"""The most held-out text of all kinds, in bytes. It is limited, because every run evaluates it several times."""
 LARGEST_HELD_OUT = 0.25
 """The largest package that is held out, as a fraction of all held-out text, unless all packages are larger."""
 COMMON_LINES = 0.5
@@ -100,9 +100,9 @@ class Sizes:
     """What a corpus consists of: the sizes of the training text and of the held-out text, and its packages.
 
     Attributes:
-        kind: the kinds of text, joined by "+", or the name of the folder that it was read from.
+        kind: the kinds of text, joined by "+", or the name of the folder from which the text was read.
         digest: the first 16 digits of a hash of all tokens, of how they are divided, and of the tokenizer.
-        parts: the sizes of each kind of text, if there are several: all that are numbers here, by their names.
+        parts: if there are several kinds of text, all fields of this class that are numbers, by name, for each kind.
     """
 
     kind: str
@@ -122,7 +122,7 @@ class Corpus:
     """Tokenised text.
 
     Attributes:
-        sizes: what it consists of.
+        sizes: what the text consists of.
         train: the tokens of the training text, uint16 `[train_tokens]`.
         held_out: the tokens of the held-out text, uint16 `[held_out_tokens]`.
         token_bytes: the bytes that each token stands for, int64 `[vocabulary]`.
@@ -144,8 +144,8 @@ class Corpus:
 def roots(kind: str = "python", debian: Path = Path("/")) -> list[Path]:
     """The folders of Python's modules and of all installed packages, also outside a virtual environment.
 
-    `english` adds the folders of the manual pages. `rfc` and `c` are in other folders, of Debian packages that are
-    unpacked in `debian`.
+    `english` adds the folders of the manual pages. For `rfc` and `c`, the result is folders of the Debian packages that
+    are unpacked in `debian`.
     """
     if kind in DEBIAN:
         top = debian / DEBIAN[kind]
@@ -199,7 +199,7 @@ def divide(
         documents: all documents, without duplicates.
         most: the most training text, in bytes.
         most_held_out: the most held-out text, in bytes, about.
-        share: the fraction of the text that is held out, about, if that is less.
+        share: about the fraction of the text that is held out, if that is less than `most_held_out`.
     """
     sizes: dict[str, int] = {}
     for document in documents:
@@ -345,7 +345,7 @@ def prepare(
         parts=sizes if len(sizes) > 1 else {},
     )
     content = json.dumps({"sizes": asdict(about), "token_bytes": token_bytes}, indent=1)
-    # Written last, so a folder with this file is complete.
+    # Write this file last, so that a folder with it is complete.
     write_whole(out / "corpus.json", lambda path: path.write_text(content))
     return load(out)
 

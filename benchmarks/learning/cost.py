@@ -3,8 +3,8 @@
 python -m benchmarks.learning.cost --out DIR [--only time masks] [--resume]
 
 The seconds of a run say little about its layer: several runs may share a GPU, and with models this small a GPU may wait
-for Python. The sum of the times of a step's kernels avoids both, as long as nothing else runs on the GPU. The text is
-random, since the kernels do not depend on it.
+for Python. The sum of the times of a step's kernels avoids both problems, as long as nothing else runs on the GPU. The
+text is random, since the kernels do not depend on the text.
 """
 
 from __future__ import annotations

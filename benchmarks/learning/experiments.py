@@ -31,8 +31,8 @@ SWIGLU = Recipe("glu")
 PAPER = Recipe("mglu")
 """SwiMGLU with four masks, trained as in the paper: mask logits have the learning rate of the weights."""
 ROOT = replace(PAPER, scaled_sum=True, scale=2.0)
-"""SwiMGLU with a sum over masks times `2 / sqrt(n_masks)`. If its terms were independent, the sum would start as large
-as the product in SwiGLU. All terms share W, so this holds for one mask only (see `level`)."""
+"""SwiMGLU with a sum over masks times `2 / sqrt(n_masks)`. If the terms were independent, the sum would start as large
+as the product in SwiGLU. But all terms share W, so the sum starts as large for one mask only (see `level`)."""
 LEAST_SECONDS = 30.0
 """The least time left, in seconds, to start a run: about the time to compile it and to reach its first checkpoint."""
 
@@ -59,14 +59,14 @@ def leveled(recipe: Recipe, n_masks: int) -> Recipe:
 
 
 def gained(recipe: Recipe, n_masks: int) -> Recipe:
-    """The same start by larger or smaller initial weights: the `leveled` weights of `mglu_ops.nn.MGLU`."""
+    """The same start as in `leveled`, by other initial weights: the `leveled` weights of `mglu_ops.nn.MGLU`."""
     return replace(recipe, n_masks=n_masks, weight_gain=round(math.sqrt(level(n_masks)), 4))
 
 
 SLOW = replace(PAPER, mask_lr=0.3)
 """SwiMGLU with four masks, with 0.3 times the learning rate for mask logits."""
 BEST = {n_masks: gained(SLOW, n_masks) for n_masks in (1, 2, 4, 8, 16)}
-"""Our recipe by number of masks: `leveled` weights, and the default of `parameter_groups` for them."""
+"""Our recipe by number of masks: `leveled` weights, and the default of `parameter_groups` for their masks."""
 LARGER = replace(SWIGLU, scale=round(level(1) / 2, 4))
 """SwiGLU whose product is multiplied by 1.58, so that it starts about as large as the sum of four masks."""
 SIZED = (SWIGLU, *masks(PAPER, (1, 4)), BEST[1], BEST[4], LARGER)
@@ -81,8 +81,9 @@ AGAIN = (
     ),
     Recipe("glu_shared", weight_gain=round((20 / 16) ** 0.25, 4)),
 )
-"""Routes and ablations with our recipe, so that every result starts as large as the sum of four masks. One mask on gate
-or value only starts as large as two masks on both; without masks, the result has 8 times the variance of one mask."""
+"""Routes and ablations with our recipe, so that every result starts as large as the sum of four masks. A mask on only
+the gate or only the value starts as large as two masks on both. Without masks, the result has 8 times the variance of
+one mask."""
 
 
 SAME_WEIGHTS = round(2 / 3, 4)
@@ -100,7 +101,7 @@ def same_training(n_masks: int) -> float:
 
 
 def same_fp8_load(n_masks: int) -> float:
-    """As `same_load` with weights of 8 bits, beside which masks weigh twice as much: `(16 + n_masks) / 24`."""
+    """As `same_load`, with weights of 8 bits, of which masks are twice as large a share: `(16 + n_masks) / 24`."""
     return (2 * 8 + n_masks) / (3 * 8)
 
 
@@ -128,7 +129,7 @@ GELU_GATES = tuple(best_with("gelu", n_masks) for n_masks in (1, 4))
 OTHER_GATES = (
     # GLU of equal width.
     *(leveled_glu(activation) for activation in ("relu", "relu_squared", "gelu", "silu")),
-    # As many bytes a token: LU and GLU with as many as masks, and masks with as many as SwiGLU.
+    # Equal bytes per token: LU and GLU read as many bytes as masks, and masks read as many as SwiGLU.
     *(leveled_lu("relu_squared", 1.5 * same_load(n_masks)) for n_masks in (1, 4)),
     *(leveled_glu(gate, same_load(n_masks)) for gate in ("relu", "relu_squared") for n_masks in (1, 4)),
     *(best_with(gate, n, round(1 / same_load(n), 4)) for gate in ("relu", "relu_squared") for n in (1, 4)),
@@ -136,7 +137,7 @@ OTHER_GATES = (
     *(leveled_lu(activation) for activation in ("relu", "gelu", "silu")),
 )
 EQUAL_TRAINING = (
-    # As many FLOPs as SwiGLU: 1 mask and 1.5 times as wide ReLU squared have them already.
+    # As many FLOPs as SwiGLU. Layers with 1 mask, and ReLU squared of 1.5 times the width, have as many already.
     *(best_with(gate, 4, 0.5) for gate in ("relu", "relu_squared")),
     # As many FLOPs as 4 masks.
     leveled_lu("relu_squared", 3.0),
@@ -158,11 +159,11 @@ EQUAL_TIME = (
 )
 """Layers that train as fast as SwiGLU or as four masks with 25M weights, by the measured times of other widths.
 
-The times are those in `learning_cost.csv`. SwiGLU's grow by 4.1 ms a unit of width from 8.0 ms, which all layers of
-that size have in common. With masks, times grow from there to the time at a width of 1. ReLU squared is taken to cost
-as much as GELU, and to grow by two thirds of SwiGLU's slope, since it has two matrices instead of three. Widths are
-multiples of 1/16, so that the kernels have whole tiles. Measured afterwards, the first three differ from SwiGLU by at
-most 2%, and the others take 2 to 3% longer than four masks."""
+The times are those in `learning_cost.csv`. A step of SwiGLU takes 8.0 ms, which all layers of that size have in common,
+plus 4.1 ms per unit of width. With masks, the time is assumed to grow linearly from 8.0 ms to the time at a width of 1.
+ReLU squared is assumed to cost as much as GELU, and to grow by two thirds of SwiGLU's slope, since it has two matrices
+instead of three. Widths are multiples of 1/16, so that the kernels have whole tiles. Measured afterwards, the first
+three layers differ from SwiGLU by at most 2%, and the others take 2 to 3% longer than four masks."""
 TEXT = {
     size: tuple(
         replace(one, size=size, megabytes=megabytes)
@@ -170,7 +171,7 @@ TEXT = {
     )
     for size, megabytes in {"25M": 60.0, "90M": 90.0, "300M": 120.0}.items()
 }
-"""Size to layers of equal width, and ReLU squared with as many bytes as SwiGLU; the text grows with the model."""
+"""Size -> layers of equal width, and ReLU squared with as many bytes as SwiGLU. The text grows with the model."""
 MIXTURE = tuple(
     replace(one, experts=8, active=2)
     for one in (
@@ -193,36 +194,33 @@ OTHERWISE = tuple(
     for best in (best_with(gate, 1), best_with(gate, 4))
     for one in (replace(best, continuous=0.5), replace(best, flips=0.2, mask_lr=1.0))
 )
-"""Masks that learn otherwise than by AdamW on logits with hard masks: they are continuous in the first half of the
-steps, or have a budget of flips. With our recipe, about 15% of the bits differ from the start at the end."""
+"""Masks that do not learn by AdamW on logits with hard masks: they are continuous in the first half of the steps, or
+have a budget of flips. With our recipe, about 15% of the bits at the end differ from those at the start."""
 TEXT_MASKS = (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4))
 """Layers that read three kinds of text with 25M weights only: masks with ReLU that learn otherwise, and with SiLU."""
 PAIRED_SEEDS = (0, 1, 2, 3, 4)
 PRUNED = replace(leveled_glu("silu"), structure="2:4", decay=2e-4)
-"""SwiGLU whose two matrices are each learned 2:4, with the decay of the paper that proposes SR-STE."""
-STRUCTURE = {
-    name: replace(one, vocabulary=BYTES, paired=True)
-    for name, one in {
-        "SwiGLU": SWIGLU,
-        "one free mask": BEST[1],
-        "one 2:4 mask": replace(BEST[1], structure="2:4"),
-        "2:4 SwiGLU": PRUNED,
-        "one 2:4 mask, centered gradient": replace(BEST[1], structure="2:4", centered=True),
-        "ReLU squared": RELU_SQUARED[0],
-        "leveled SwiGLU": leveled_glu("silu"),
-        "2:4 SwiGLU, decay 2e-3": replace(PRUNED, decay=2e-3),
-        "2:4 SwiGLU, decay 2e-5": replace(PRUNED, decay=2e-5),
-        "SwiGLU, rate to 0": replace(SWIGLU, last_rate=0.0),
-        "one free mask, rate to 0": replace(BEST[1], last_rate=0.0),
-    }.items()
-}
-"""Name to layer, of equal width, for the question whether a 2:4 mask is worth it. On sparse tensor cores, a layer with
-2:4 masks or matrices takes as much arithmetic as ReLU squared: one dense product, and the down projection."""
-_STRUCTURE = [*STRUCTURE.values()]
+"""SwiGLU in which gate and up matrix are learned with structure 2:4, with the decay of the paper on SR-STE."""
+STRUCTURE = tuple(
+    replace(one, vocabulary=BYTES, paired=True)
+    for one in (
+        SWIGLU,
+        BEST[1],
+        replace(BEST[1], structure="2:4"),
+        PRUNED,
+        replace(BEST[1], structure="2:4", centered=True),
+        RELU_SQUARED[0],
+        leveled_glu("silu"),
+        *(replace(PRUNED, decay=decay) for decay in (2e-3, 2e-5)),
+        *(replace(one, last_rate=0.0) for one in (SWIGLU, BEST[1])),
+    )
+)
+"""Layers of equal width, for the question whether a 2:4 mask is worth it. On sparse tensor cores, layers with 2:4 masks
+or matrices take as much arithmetic as ReLU squared: one dense product, and the down projection."""
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
-    # The learning rate at which the others are compared.
+    # A search for the learning rate at which the other experiments compare layers.
     "rates": seeds([replace(one, lr=lr) for lr in (1e-3, 3e-4, 3e-3) for one in (SWIGLU, PAPER)], SEEDS[:2]),
     # Every layer at the same width (the paper's Figure 5, Tables 3, 8 and 14).
     "layers": [
@@ -292,8 +290,8 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds((replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)), SEEDS[:2]),
     ],
     # A trained SwiGLU model is converted to SwiMGLU and trained on a tenth more text, which it learns directly or by
-    # distillation. `magnitude` derives the masks from |gate| > |value|; the others draw them at random. The converted
-    # model is compared with a SwiGLU model that has read all of the text.
+    # distillation. `magnitude` derives the masks from |gate| > |value|; the other ways draw masks at random. The
+    # converted model is compared with a SwiGLU model that has read all of the text.
     "converted": seeds(
         [
             SWIGLU,
@@ -322,7 +320,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     # Three sizes.
     "sizes": [
         *seeds([replace(one, size=size) for size in ("25M", "90M") for one in SIZED]),
-        *seeds([replace(one, size="10M") for one in SIZED], range(8)),  # their seeds differ more, and they are cheap
+        *seeds([replace(one, size="10M") for one in SIZED], range(8)),  # they differ more by seed, and are cheap
         *seeds([replace(one, size=size) for size in ("10M", "25M") for one in SIZED_EIGHT]),
         *seeds([replace(one, size="90M") for one in SIZED_EIGHT], SEEDS[:2]),
     ],
@@ -339,7 +337,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds(replace(one, size="90M") for one in GELU_GATES),
         *seeds(replace(leveled_glu(activation), size="90M") for activation in ("relu", "gelu")),
     ],
-    # Equal training FLOPs, equal bytes with weights of 8 bits, and whether it is worth it to learn the masks.
+    # Equal training FLOPs, equal bytes with weights of 8 bits, and whether learning the masks is worth its cost.
     "equal": [
         *seeds(EQUAL_TRAINING),
         *seeds(FROZEN),
@@ -362,14 +360,14 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     "text": seeds([*TEXT["25M"], *TEXT_MASKS, *TEXT["90M"], *TEXT["300M"]]),
     # What does a 2:4 mask cost? The first layers show the noise between paired seeds.
     "structure": [
-        *seeds([*_STRUCTURE[:2], *_STRUCTURE[9:]], SEEDS),
-        *seeds(_STRUCTURE[:7], PAIRED_SEEDS),
-        *seeds(_STRUCTURE[7:9], PAIRED_SEEDS[:2]),
-        *seeds((replace(one, size="90M") for one in _STRUCTURE[:4]), SEEDS),
-        *seeds((replace(one, size="90M") for one in _STRUCTURE[:6]), PAIRED_SEEDS),
+        *seeds([*STRUCTURE[:2], *STRUCTURE[9:]], SEEDS),
+        *seeds(STRUCTURE[:7], PAIRED_SEEDS),
+        *seeds(STRUCTURE[7:9], PAIRED_SEEDS[:2]),
+        *seeds((replace(one, size="90M") for one in STRUCTURE[:4]), SEEDS),
+        *seeds((replace(one, size="90M") for one in STRUCTURE[:6]), PAIRED_SEEDS),
     ],
 }
-"""Name to runs. A run in several experiments of the same text is trained once."""
+"""Name -> runs. A run in several experiments of the same text is trained once."""
 USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure")]
 """The experiments that read the corpus `python`; `text` reads `texts`, and `structure` reads `pinned`."""
 

@@ -45,7 +45,7 @@ RECIPES = tuple(replace(one, size=size) for size in ("25M", "90M") for one in (S
 def rows_of(training: Training) -> list[dict[str, Any]]:
     """The held-out loss of a trained model in each format, `dense` first.
 
-    The model is left with rounded weights. Its masks need not be frozen, since they do not depend on the weights.
+    The model keeps rounded weights at the end. Masks need not be frozen, since they do not depend on the weights.
     """
     recipe, weights = training.recipe, projection_weights(training.model)
     trained, rows = [weight.clone() for weight in weights], []
@@ -78,7 +78,7 @@ def measure(
     """Train the models whose weights are not in `runs`, and write `learning_formats.csv` into the folder `out`.
 
     Returns:
-        Whether all models were trained within `seconds`. The file has those that were.
+        Whether all models were trained within `seconds`. The file has the models that were.
 
     Raises:
         ValueError: a model in `runs` was trained on another text.

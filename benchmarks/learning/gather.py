@@ -19,9 +19,9 @@ from benchmarks.records import read_table, write_table
 
 RESULTS = Path("benchmarks/results/learning")
 SHARED = ("protocol", "corpus")
-"""Facts, or what stands before the dot in their names, that all runs of a table share."""
+"""Facts that all runs of a table share, by name or by the part of the name before the dot."""
 ONLY_IN_CURVES = ("step", "megabytes", "seconds", "gate_ratios")
-"""Columns of a point that are not in the table of runs, or that the head of the run says already."""
+"""Columns of a point that the row of a run leaves out. Some of them are in the head of the run already."""
 
 
 def is_shared(fact: str) -> bool:
@@ -68,7 +68,7 @@ def gather(folders: Iterable[Path], out: Path, corpus: str) -> None:
 
 
 def merged(old: Sequence[dict[str, str]], new: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """The rows of a table and the rows of runs that it lacks, by the name of the run, with the same columns in all."""
+    """The rows of a table, and new rows whose runs the table lacks. All rows get the same columns."""
     known = {row["run"] for row in old}
     rows = [*old, *(row for row in new if row["run"] not in known)]
     columns = dict.fromkeys(name for row in rows for name in row)
@@ -76,7 +76,7 @@ def merged(old: Sequence[dict[str, str]], new: Sequence[dict[str, str]]) -> list
 
 
 def done(paths: Iterable[Path], digest: str) -> set[str]:
-    """The names of the runs of a text in tables of runs, which are files or in folders.
+    """The names of the runs of a text in tables of runs. A path is a table, or a folder with tables.
 
     Raises:
         FileNotFoundError: a path has no table of runs.

@@ -1,4 +1,4 @@
-"""Two other ways to learn masks than AdamW on logits with a hard threshold: continuous masks, and a budget of flips."""
+"""Two alternatives to learning masks by AdamW on logits with a hard threshold: continuous masks, a budget of flips."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from mglu_ops.activations import get_activation
 from mglu_ops.nn import MGLU
 
 WIDTH = 0.05
-"""The first tau of continuous masks. Initial logits have a standard deviation of 0.01, so nearly all start inside."""
+"""The first tau of continuous masks. Initial logits have a standard deviation of 0.01, so nearly all masks start
+between 0 and 1."""
 
 
 class ContinuousMGLU(MGLU):
-    """MGLU whose forward pass uses `clamp(logit / tau + 1/2, 0, 1)` for the masks while tau > 0; then it is `MGLU`.
+    """MGLU whose forward pass uses `clamp(logit / tau + 1/2, 0, 1)` for the masks while tau > 0, and hard masks at 0.
 
     A logit has the gradient of its mask where the mask is between 0 and 1, and 0 elsewhere. This is the exact
-    gradient times tau. AdamW does not see such a factor, but it keeps the norm of all gradients, which is clipped, as
-    large as with hard masks.
+    gradient times tau. The factor does not change the steps of AdamW. It keeps the norm of all gradients, which is
+    clipped, as large as with hard masks.
 
     Plain PyTorch computes it with `n_masks + 1` products, as many as the fused operator.
     """
@@ -50,7 +51,7 @@ class ContinuousMGLU(MGLU):
 
 @torch.no_grad()
 def start_accumulators(logits: Tensor, gate_ratio: float) -> None:
-    """Draw accumulators as they are distributed after many steps of noise: random signs, and `P(|a| < z) = z^2`."""
+    """Draw accumulators with their distribution after many steps of noise: random signs, and `P(|a| < z) = z^2`."""
     signs = torch.where(torch.rand_like(logits) < gate_ratio, 1.0, -1.0)
     logits.copy_((1 - torch.rand_like(logits)).sqrt() * signs)  # never 0
 
@@ -59,11 +60,11 @@ def start_accumulators(logits: Tensor, gate_ratio: float) -> None:
 def step_accumulators(logits: Tensor, grad: Tensor, share: float) -> None:
     """Let masks learn with nothing but one accumulator for each bit, which takes the place of its logit.
 
-    The sign of an accumulator is the mask, and its size, at most 1, is what it takes to flip the mask. A step
-    subtracts the gradient, divided by a threshold that all accumulators of the tensor share. What reaches 0 flips the
-    mask and starts again, at a distance of 1 from the next flip. A random walk of steps with variance v that is held at
-    1 crosses 0 after 1 / v steps on average. So the threshold `rms(grad) / sqrt(share)` lets independent gradients flip
-    a share of `share` of the bits a step; gradients that agree from step to step flip more.
+    The sign of an accumulator is the mask. Its size, at most 1, is the distance to the next flip. A step subtracts the
+    gradient, divided by a threshold that all accumulators of the tensor share. An accumulator that reaches 0 flips its
+    mask and starts again at a distance of 1. A random walk of steps with variance v that is held at 1 crosses 0 after
+    1 / v steps on average. So with the threshold `rms(grad) / sqrt(share)`, independent gradients flip the fraction
+    `share` of the bits per step. Gradients that agree from step to step flip more bits.
 
     Args:
         logits: the accumulators, of any shape; changed in place.

@@ -33,7 +33,7 @@ class ExpertLinear(nn.Module):
 
 
 class GLUExperts(nn.Module):
-    """The first halves of experts without masks: GLU, or with one matrix the activation of a product."""
+    """The first halves of experts without masks: GLU, or one matrix and an activation."""
 
     def __init__(self, experts: int, hidden: int, intermediate: int, activation: str, gated: bool) -> None:
         super().__init__()
@@ -47,14 +47,15 @@ class GLUExperts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A mixture in which each token has `active` experts: softmax, then top-k, whose weights add to 1.
+    """A mixture in which each token has `active` experts: softmax, then top-k with weights that add up to 1.
 
-    Gradients are those of the model's loss plus, for each mixture, `BALANCE * E * sum_e load_e * probability_e`: the
-    share of the tokens' experts that e is, and its mean probability. The value of the loss does not contain this part.
+    Gradients are those of the model's loss plus, for each mixture, `BALANCE * E * sum_e load_e * probability_e`. Here
+    load_e is the fraction of pairs with expert e, and probability_e its mean probability. The value of the loss does
+    not contain this term.
 
     Args:
         experts: E.
-        active: the experts of a token.
+        active: the number of experts of a token.
         hidden: size of x and of the result.
         intermediate: size of an expert's hidden layer.
         layer: the first half of an expert, "lu", "glu" or "mglu" as in `recipe.Layer`.
@@ -94,14 +95,14 @@ class Mixture(nn.Module):
 
 
 def balance(logits: Tensor, ids: Tensor) -> Tensor:
-    """`E * sum_e load_e * probability_e`, from logits `[T, E]` and ids `[T, K]`: 1 if balanced, E at most."""
+    """`E * sum_e load_e * probability_e`, from logits `[T, E]` and ids `[T, K]`. It is 1 if balanced, E at most."""
     experts = logits.shape[-1]
     load = F.one_hot(ids, experts).float().mean((0, 1))
     return experts * (load * F.softmax(logits, dim=-1, dtype=torch.float32).mean(0)).sum()
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns x; in backward, a loss gets the gradient that it has as a summand of the whole loss."""
+    """Returns x. In the backward pass, `loss` gets the gradient that it would have as a term of the model's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

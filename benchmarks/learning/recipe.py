@@ -40,7 +40,7 @@ def _sizes(layers: int, hidden: int, heads: int) -> Sizes:
 
 
 SIZES = {"10M": _sizes(6, 256, 4), "25M": _sizes(10, 384, 6), "90M": _sizes(12, 640, 10), "300M": _sizes(18, 1024, 16)}
-"""Name to sizes. The name is the approximate number of weights with SwiGLU."""
+"""Name -> sizes. The name is the approximate number of weights with SwiGLU."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Recipe:
         size: the model, a key of SIZES.
         width: the intermediate size as a multiple of the model's own.
         experts: the number of experts; 1 for a layer that is not a mixture.
-        active: the experts of a token, which have the intermediate size together.
+        active: the number of experts of a token. Together they have the intermediate size.
         megabytes: training text, in 10^6 bytes. Text that is read twice counts twice.
         lr: the largest learning rate of the weights.
         last_rate: the learning rates at the end, as a fraction of the largest.
@@ -69,8 +69,8 @@ class Recipe:
         continuous: the fraction of the steps in which masks are continuous in the forward pass too, with a width that
             falls linearly to 0 (`masks.ContinuousMGLU`); afterwards they are hard. The learning curve has the loss
             with the masks of its step. 0 for hard masks in all steps.
-        flips: the flips of a mask bit in a run if gradients were independent, of masks that are learned by accumulators
-            (`masks.step_accumulators`) instead of AdamW; `mask_lr` and `logits_std` then have no meaning. 0 for AdamW.
+        flips: how often a mask bit would flip in a run if gradients were independent. Above 0, masks are learned by
+            accumulators (`masks.step_accumulators`) instead of AdamW, and `mask_lr` and `logits_std` have no meaning.
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
         scale: a factor of the layer's result, before the down projection.
         weight_gain: a factor of the initial weights of the layer.
@@ -81,11 +81,11 @@ class Recipe:
         skip: the text that the run skips first, in 10^6 bytes; with `start`, the teacher has read it.
         structure: `2:4` for masks of `mglu` with two ones among each four columns, or for matrices of `glu` that keep
             two of each four weights (`benchmarks.learning.structure`); `free` for neither.
-        centered: whether the mean of each four is removed from the gradient of logits with structure 2:4.
-        decay: the decay of SR-STE, of matrices with structure 2:4.
+        centered: whether the gradient of logits with structure 2:4 is made to have a mean of 0 over each four columns.
+        decay: the decay of SR-STE, for matrices with structure 2:4.
         vocabulary: the number of tokens; None for the model's own.
-        paired: whether layers are compared seed by seed. The seed is then that of the order of the text too, and
-            layers with the same seed start with the same parameters where their shapes agree, up to gains.
+        paired: whether layers are compared seed by seed. The order of the text then depends on the seed too. Layers
+            with the same seed start with the same parameters where their shapes agree, up to gains.
         seed: the seed of the initial parameters. Unless `paired`, the text and its order do not depend on it.
     """
 
@@ -175,7 +175,7 @@ class Recipe:
 
     @property
     def may_learn_otherwise(self) -> bool:
-        """Whether masks may be continuous or learn by accumulators."""
+        """True if masks may be continuous or learn by accumulators."""
         plain = self.straight_through == "identity" and self.top_k is None and self.start is None
         return self.layer == "mglu" and self.learned and plain and not self.is_mixture
 
@@ -213,8 +213,8 @@ class Recipe:
         """Arithmetic operations of training on one token: a forward pass, and twice as many backward.
 
         A matrix product takes 2 operations for each element of its matrix. MGLU takes `n_masks + 1` products; layers
-        without a fused operator take two for each mask. The half of attention that is masked out does not count. A
-        teacher that predicts costs its forward pass.
+        without a fused operator take two products for each mask. The half of attention that is masked out does not
+        count. In distillation, the teacher's forward pass is added.
         """
         sizes, masks = self.sizes, self.n_masks
         matrices = {"lu": 1, "glu": 2, "glu_shared": 1, "mglu": masks + 1}.get(self.layer, 2 * masks)
@@ -236,7 +236,7 @@ class Recipe:
         for block in model.blocks:
             assert isinstance(block, Block)
             if self.is_mixture:
-                block.down = nn.Identity()  # type: ignore[assignment] # the experts have their own
+                block.down = nn.Identity()  # type: ignore[assignment] # the experts have their own down projections
             else:
                 block.down.weight.mul_(self.down_gain)
         for weight in projection_weights(model):
@@ -295,7 +295,7 @@ def drawn_apart(make: Projection) -> Projection:
 KINDS: dict[str, type] = {
     one.name: {"top_k": int, "start": str, "vocabulary": int}.get(one.name, type(one.default)) for one in fields(Recipe)
 }
-"""Name of a field of a recipe to the type of its values besides None."""
+"""Name of a field of a recipe -> the type of its values besides None."""
 
 
 def projection_weights(model: LanguageModel) -> list[nn.Parameter]:
@@ -337,7 +337,7 @@ class Scaled(nn.Module):
 
 
 class Squashed(nn.Module):
-    """Maps logits to `[-SLOPE, SLOPE]`: signs stay, and logits far from 0 get little gradient, or none if clipped."""
+    """Maps logits to `[-SLOPE, SLOPE]` and keeps signs. Logits far from 0 get little gradient, or none if clipped."""
 
     def __init__(self, how: StraightThrough) -> None:
         super().__init__()

@@ -13,13 +13,14 @@ from benchmarks.learning.recipe import CONTEXT, SEQUENCES
 
 WARM_UP = 0.1
 EVALUATIONS = 6
-"""Points of a learning curve. Each evaluates all held-out text: with 2 MB, this takes 7% of the time of a short run."""
+"""Points of a learning curve. Each point evaluates all held-out text, which for 2 MB takes 7% of a short run's time."""
 MOST_TOKENS = 2_500_000
-"""The most held-out tokens of a kind, about, of points before the last, in batches spread evenly over longer text."""
+"""About how many held-out tokens of a kind the points before the last read. If the text is longer, their batches are
+spread evenly over it."""
 
 
 class Windows:
-    """The windows of a corpus, `[SEQUENCES, CONTEXT + 1]` a step, in the order in which all runs with a seed read them.
+    """The windows of a corpus, `[SEQUENCES, CONTEXT + 1]` per step, in the order that a seed determines for all runs.
 
     Args:
         tokens: the training text, uint16 `[tokens]`.
@@ -50,7 +51,7 @@ class Windows:
 def held_out_batches(tokens: Tensor, device: str, most: float = math.inf) -> Iterator[Tensor]:
     """Yield the windows of held-out text, `[SEQUENCES, CONTEXT + 1]`, int64: about `most` tokens, or all of them.
 
-    An incomplete last batch is dropped, so that only one shape is compiled, unless it is the only batch.
+    An incomplete last batch is dropped unless it is the only batch, so that only one shape is compiled.
     """
     tokens = tokens.to(device, torch.int32)
     offsets, windows = torch.arange(CONTEXT + 1, device=device), (len(tokens) - 1) // CONTEXT

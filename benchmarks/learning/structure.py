@@ -1,4 +1,4 @@
-"""Masks and weights of structure 2:4: exactly two of each four consecutive columns are ones, or are kept."""
+"""Structure 2:4: of each four consecutive columns, exactly two are ones in a mask, or are kept in a weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mglu_ops.nn import GLU, MGLU
 
 
 def two_of_four(scores: Tensor) -> Tensor:
-    """Choose the two largest of each four consecutive scores; of equal ones, the earlier.
+    """Choose the two largest of each four consecutive scores. Of equal scores, the earlier wins.
 
     Args:
         scores: floating `[..., columns]` without NaN, where columns are a multiple of 4.
@@ -35,8 +35,8 @@ def two_of_four(scores: Tensor) -> Tensor:
 class StructuredMGLU(MGLU):
     """MGLU whose masks have structure 2:4: the ones are at the two largest of each four logits.
 
-    The gradient is straight-through, 1 to each of the four logits. If `centered`, the mean of the four is removed from
-    it, which never moves a mask: it adds the same number to four logits.
+    The gradient is straight-through: each of the four logits gets the gradient of its mask. If `centered`, the mean of
+    the four gradients is subtracted. The mean never changes a mask, because it moves all four logits alike.
     """
 
     def __init__(self, *sizes: int, centered: bool = False, **options: Any) -> None:
@@ -60,8 +60,8 @@ class StructuredMGLU(MGLU):
 class PrunedGLU(GLU):
     """GLU whose two matrices keep the two largest of each four consecutive weights, by magnitude.
 
-    The gradient is straight-through: pruned weights have it too. SR-STE (arXiv 2102.04010, eq. 9) adds `decay` times
-    the pruned weights to it, so that choices settle.
+    The gradient is straight-through, so pruned weights get a gradient too. SR-STE (arXiv 2102.04010, eq. 9) adds
+    `decay` times the pruned weights to the gradient, so that the choice of kept weights settles.
     """
 
     def __init__(self, in_features: int, out_features: int, decay: float, activation: str = "silu") -> None:

@@ -4,8 +4,8 @@ python -m benchmarks.learning.train --corpus DIR --out DIR [--layer mglu] [--n-m
 
 The optimiser is AdamW with the paper's betas, epsilon, weight decay, clipping of gradients, warm-up over a tenth of the
 steps and cosine decay to a tenth of the rate. A run writes a checkpoint every two minutes, and when it stops after
-`--seconds`. The same command resumes from it. On a CPU, the result is then bit for bit the result without the stop; on
-a GPU it is not, because the backward pass of attention adds in no fixed order.
+`--seconds`. The same command resumes from the checkpoint. On a CPU, the result is then bit for bit the result without
+the stop. On a GPU it is not, because the backward pass of attention adds in no fixed order.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ PROTOCOL = (
     "optimiser and activations"
 )
 MOST_NAMES = 100
-"""The most packages that the head of a result names."""
+"""The head of a result names its held-out packages if there are at most this many."""
 SAVE_SECONDS = 120.0
-"""Seconds between two checkpoints of a run, which may be killed."""
+"""Seconds between two checkpoints of a run. They limit what is lost if the run is killed."""
 
 
 @keep_all_graphs  # type: ignore[untyped-decorator]
@@ -63,11 +63,11 @@ def run(
     Args:
         recipe: what to train.
         corpus: the text.
-        out: the folder. The run resumes from a checkpoint `NAME.pt` in it, and removes it at the end.
+        out: the folder. The run resumes from a checkpoint `NAME.pt` in it, and removes the checkpoint at the end.
         device: "cuda" or "cpu".
         limit: the most seconds; the run stops at the last point of its curve that it expects to reach in time.
         compiled: whether blocks and loss are compiled.
-        keeps_weights: whether the trained weights are written to `NAME.weights`, as those of GLU are in any case.
+        keeps_weights: whether the trained weights are written to `NAME.weights`. Those of GLU always are.
 
     Raises:
         TimeoutError: another process trains this run.
@@ -121,7 +121,7 @@ def _run(training: Training, out: Path, end: float, keeps_weights: bool = False)
 
 
 def head(training: Training) -> dict[str, str]:
-    """The head of a result: what it depends on, and what the run cost."""
+    """The head of a result: what the result depends on, and what the run cost."""
     logits = sum(p.numel() for n, p in training.model.named_parameters() if "mask_logits" in n)
     bits = sum(layer.weight.numel() * layer.n_masks for layer in masked_layers(training.model))
     cost = {

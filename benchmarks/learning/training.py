@@ -21,8 +21,8 @@ from benchmarks.learning.masks import WIDTH, ContinuousMGLU, step_accumulators
 from benchmarks.learning.recipe import Recipe, take_over
 from benchmarks.learning.schedule import MOST_TOKENS, Windows, held_out_batches, rate, steps_of
 from benchmarks.learning.structure import StructuredMGLU
-from benchmarks.memory import release
 from benchmarks.records import write_whole
+from benchmarks.timing import release
 from mglu_ops.nn import MGLU, MaskStatistics, NaiveMGLU, flip_ratio, parameter_groups
 from mglu_ops.nn.masked_linear import packed_logits
 
@@ -61,7 +61,7 @@ class Training:
         teacher: Mapping[str, Tensor] | None = None,
     ) -> None:
         if device == "cuda":
-            release(device)  # so that memory of the last run does not count
+            release(device)  # so that memory of the previous run does not count
         if (tokens := len(corpus.token_bytes)) > recipe.sizes.vocabulary:
             raise ValueError(f"vocabulary: got {recipe.sizes.vocabulary}, must be at least the corpus's {tokens}")
         self.recipe, self.corpus, self.device = recipe, corpus, device
@@ -132,7 +132,7 @@ class Training:
     def warm_up(self) -> None:
         """Compile what a step and an evaluation need, and restore the state before."""
         parameters = [parameter.detach().clone() for parameter in self.model.parameters()]
-        for step in (0, self.steps - 1) if self.recipe.continuous else (0,):  # masks are continuous, and hard
+        for step in (0, self.steps - 1) if self.recipe.continuous else (0,):  # masks are hard in the last step
             self.progress.step = step
             self.step()
             self.nats(next(held_out_batches(self.corpus.held_out, self.device)))
@@ -163,9 +163,9 @@ class Training:
 
     @torch.no_grad()
     def losses(self) -> dict[str, float]:
-        """The loss on held-out text, in nats a byte: on all of it, and on each kind of text if there are several.
+        """The loss on held-out text, in nats per byte: on all kinds together, and on each kind if there are several.
 
-        Before the last step, it is the loss on a part of long texts (`MOST_TOKENS`).
+        Before the last step, only a part of long texts is read (`MOST_TOKENS`).
         """
         sizes = self.corpus.token_bytes.to(self.device)
         most = math.inf if self.progress.step == self.steps else MOST_TOKENS
@@ -205,8 +205,8 @@ class Training:
     def _masks(self) -> dict[str, Any]:
         """Means over layers and masks, and the gate ratio of each layer; empty for a model without masks.
 
-        `flips` is the share of mask bits that the last step changed, `flipped` the share that differs from the start.
-        Masks of structure 2:4 have no other number than `flipped`; their gate ratio is 1/2.
+        `flips` is the fraction of mask bits that the last step changed, and `flipped` the fraction that differs from
+        the start. Masks of structure 2:4 have only `flipped`, since their gate ratio is always 1/2.
         """
         if not self.recipe.has_masks:
             return {}

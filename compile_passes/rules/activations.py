@@ -47,7 +47,7 @@ def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, optio
         return formulas.power(formula, 2)
     if symbol == "pow":
         return formulas.power(formula, numbers[0].value) if isinstance(numbers[0], Scalar) else None
-    if symbol == "threshold":  # with threshold 0 and value 0 it equals relu, also in its derivative at 0
+    if symbol == "threshold":  # with threshold 0 and value 0, `threshold` equals relu, also in its derivative at 0
         return formulas.apply("relu", formula) if numbers == [Scalar(0), Scalar(0)] else None
     if numbers[0] != Scalar(0) or any(option is not None for option in options[1:]):
         return None
@@ -87,17 +87,17 @@ def _arithmetic(symbol: str, a: Formula | None, b: Formula | None) -> Formula | 
 
 
 def _number(argument: Any, value: Value) -> Formula | None:
-    """A number as a formula. The name stands for a symbolic number, such as a float under `dynamic=True`."""
+    """A number as a formula. The formula of a symbolic number, such as a float under `dynamic=True`, is its name."""
     if isinstance(value, Scalar):
         return formulas.constant(value.value)
     return formulas.number(argument.name) if isinstance(example(argument), torch.SymFloat) else None
 
 
 def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:
-    """True if `act(p) * p` of one projection p counts as a gate times a value.
+    """True if `act(p) * p`, where p is one projection, counts as a gate times a value.
 
-    If the product is an activation, it counts as a function of p. Otherwise the user probably forgot the complement of
-    the mask, and the refusal should say so.
+    A product that is itself an activation counts as a function of p: sigmoid(p) * p is silu(p). For any other product,
+    the user probably forgot to complement the mask of the value, and the refusal should say so.
     """
     found = [formulas.activation(formula) for formula in (a, b)]
     names = {known.activation for known in found if known is not None}

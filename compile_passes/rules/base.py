@@ -17,7 +17,7 @@ from ..values import MOST_ITEMS, Bundle, Gated, Value
 RuleFunction = Callable[[Recogniser, Node, Call], Value]
 """A function that returns the value of a node, given its `Call`, or None for a node that it does not know.
 
-It reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
+A rule reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
 """
 
 
@@ -47,7 +47,7 @@ RulesBySymbol = Mapping[str, tuple[Rule, ...]]
 
 
 def by_symbol(rules: Iterable[Rule]) -> RulesBySymbol:
-    """The rules for each symbol, in the same order, so that a node is shown only to rules that may know it."""
+    """The rules for each symbol, in the order of `rules`. Only rules for the symbol of a node are shown the node."""
     table: dict[str, tuple[Rule, ...]] = {}
     for entry in rules:
         for symbol in entry.symbols:
@@ -81,7 +81,7 @@ def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
         if not isinstance(value, Bundle) or value.size is not None or value.dim != dim:
             return None
         item = value.items[index]
-        # A term that is taken out of a stack again ends its sum: the term itself is then a site.
+        # If a term is taken out of a stack again, no sum is built from the stack: the term itself is a site.
         return None if isinstance(item, Gated) and symbol_of(base) == "stack" else item
     part = range_of(node)
     if part is None:
@@ -104,14 +104,14 @@ def pairwise(
 ) -> Value:
     """Apply an elementwise function of two values to the items of two bundles, or of a bundle and a single value.
 
-    A value that is broadcast to a stack either lacks the stack's dimension, which must then be the first, or is a
-    bundle of one item. Shapes of items need no check: values of one x and one weight have the same shape, and a site
-    with several inputs or weights is refused.
+    A value may be broadcast to a stack in two ways. It lacks the dimension of the stack, and this dimension is the
+    first; or the value is a bundle of one item. Shapes of items need no check: values of one x and one weight have the
+    same shape, and a site with several inputs or weights is refused.
 
     Args:
         node: the node that computes the function.
         left: the first operand of the node, as an argument and its value.
-        right: the second operand.
+        right: the second operand, in the same form.
         function: the function of two values.
     """
     (_, a), (_, b) = left, right
@@ -127,7 +127,7 @@ def pairwise(
 
 
 def _broadcast_items(value: Value, longest: Bundle, argument: Any, node: Node) -> list[Value] | None:
-    """An operand as a list with one value per item of the longest bundle; None if it does not broadcast to it."""
+    """An operand as one value per item of the longest bundle; None if the operand does not broadcast to the bundle."""
     count = len(longest.items)
     if isinstance(value, Bundle):
         same_layout = (value.dim, value.size) == (longest.dim, longest.size) and dims(argument) == dims(node)

@@ -44,7 +44,7 @@ def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("glu")
 def gated_linear_unit(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.glu(F.linear(x, cat([V, W])))`, which multiplies the first half by the sigmoid of the second."""
+    """`F.glu(F.linear(x, cat([V, W])))`, which multiplies the first half by the sigmoid of the second half."""
     source, dim = call.args
     value, half = recogniser.value(source), dimension(dim, source)
     if not isinstance(value, Bundle) or value.dim != half or len(value.items) % 2:
@@ -73,7 +73,7 @@ def times(recogniser: Recogniser, a: Value, b: Value) -> Value:
 
 
 def _gated_times(recogniser: Recogniser, gated: Gated, other: Value) -> Gated | None:
-    """`(g * v) * sigmoid(g)`: a term times the last factor of a hand-written activation of its gate."""
+    """A term times the last factor of its gate's activation, written by hand: `(g * v) * sigmoid(g)` for silu."""
     function = function_of(other)
     if function is None or len(gated.terms) != 1 or gated.rest is not None:
         return None
@@ -135,7 +135,7 @@ def scaled(value: Value, factor: float | None) -> Value:
     if isinstance(value, Gated) and value.rest is None:
         terms = [term for term in (_scaled(term, factor) for term in value.terms) if term is not None]
         return Gated(tuple(terms)) if len(terms) == len(value.terms) else None
-    # This has a mask weight. For values without one, `function_of_two` comes first and scales the formula.
+    # Here an `Activated` has a mask weight. Without a mask weight, `function_of_two` would have scaled its formula.
     return _scaled(value, factor) if isinstance(value, Activated) else None
 
 
@@ -148,7 +148,7 @@ def _scaled(part: _Part, factor: float) -> _Part | None:
 
 
 def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
-    """A mask weight times a value of the layer: one number, one per token, or for a stack also one per mask."""
+    """A part of the layer times a mask weight: one number, or one number per token; for a stack also one per mask."""
     projection = values.projection_of(value)
     if not isinstance(weight, Node) or projection is None or not same_shape(node, part):
         return None
@@ -217,9 +217,9 @@ def sum_of_terms(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def _longer_sum(
     recogniser: Recogniser, node: Node, left: tuple[Node, Gated], right: tuple[Node | None, Gated]
 ) -> Gated | None:
-    """The sum of two sums of terms; None if one of them has other users, because it is then a layer of its own.
+    """The sum of two sums of terms; None if one sum has other users, because that sum is then a layer of its own.
 
-    Operands are pairs of a node and its value. The right one may have no node.
+    `left` and `right` hold a node and its value. The node of `right` may be None.
     """
     (_, a), (_, b) = left, right
     held = [part for part, _ in (left, right) if part is not None]

@@ -138,7 +138,7 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Operand]:
-    """The values of each input: at M = 0 and M = 1, or all of its levels. Empty if an input is unknown."""
+    """For each input, the values at M = 0 and M = 1, or all levels of `Levels`. Empty if an input is unknown."""
     operands: dict[Node, Operand] = {}
     varying = [value for value in values if not isinstance(value, Scalar)]
     several_levels = any(isinstance(value, Levels) for value in varying) and len(varying) > 1
@@ -180,7 +180,7 @@ def _function_of_a_mask(
 
 
 def of_levels(recogniser: Recogniser, node: Node, values: Sequence[Number]) -> Value:
-    """A tensor that holds only these values: a mask for 0 and 1, an unproved mask if some lie between, else levels."""
+    """A tensor of these values: a mask if all are 0 or 1, an unproved mask if some lie between 0 and 1, else levels."""
     levels = tuple(sorted(set(values)))
     if not all(0 <= level <= 1 for level in levels):
         return Levels(levels)
@@ -193,7 +193,7 @@ def of_levels(recogniser: Recogniser, node: Node, values: Sequence[Number]) -> V
 
 
 def _rounding_errors(rounding: float) -> tuple[float, ...]:
-    """The errors to try where the mask is 1, for a mask that is computed with this machine epsilon."""
+    """The errors to try where a mask is 1, if the mask has rounding errors of machine epsilon `rounding`."""
     return (2 * rounding, -2 * rounding) if rounding else ()
 
 
@@ -213,7 +213,7 @@ def _with_error(value: Number, dtype: torch.dtype, error: float) -> Number:
 
 
 def _is_close(perturbed: Sequence[float], exact: Sequence[float], rounding: float) -> bool:
-    """True if rounding errors of the mask stay small; `m == 1`, for example, turns them into jumps."""
+    """True if rounding errors of the mask stay small. A function like `m == 1` turns errors into jumps."""
     return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(perturbed, exact, strict=True))
 
 
@@ -308,7 +308,7 @@ def joined_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
         masks = [binary_at(value, i) for value in masks for i in range(value.mask.shape[0])]
     elif any(len(value.mask.shape) != 2 for value in masks):
         return None
-    # Autograd may have recorded no gradient for the joint tensor, as under `no_grad`.
+    # Under `no_grad`, for example, autograd recorded no gradient for the joint tensor.
     return bundle(masks if requires_grad(node) else [replace(mask, slope=(0, 0)) for mask in masks], 0)
 
 
@@ -319,7 +319,7 @@ def joined_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`logits > 0`, which is a mask, and `logits <= 0`, which counts as its complement.
 
-    For NaN both comparisons are False. The rule assumes that there is none: a NaN logit counts as not positive.
+    For NaN both comparisons are False. The rule ignores NaN: a NaN logit counts as not positive.
     """
     if dtype_of(node) is not torch.bool:
         return None
@@ -388,7 +388,7 @@ def rounded(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _bounds(recogniser: Recogniser, argument: Any) -> tuple[Number, Number] | None:
-    """Bounds of a sigmoid or a clamped tensor, or of a sum or product of one with a number; None if unknown."""
+    """Bounds of a sigmoid or clamped tensor, or of its sum or product with a number; None if unknown."""
     call, dtype = recogniser.through(argument), dtype_of(argument)
     if call is None or dtype is None:
         return None
@@ -413,7 +413,7 @@ def zeros_and_ones(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("gumbel_softmax")
 def one_hot_with_a_gradient(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.gumbel_softmax(logits, hard=True)`, which has rounding errors: it adds and subtracts the soft values."""
+    """`F.gumbel_softmax(logits, hard=True)`. Torch adds and subtracts the soft values, which makes rounding errors."""
     dtype = dtype_of(node)
     if dtype is None:
         return None
@@ -481,7 +481,7 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     *("getitem", "select", "slice", "narrow"),
 )
 def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`bits.reshape(d, h)` and `m.t()`: a mask, or its complement, whose elements are in another order."""
+    """`bits.reshape(d, h)` and `m.t()`: a mask, or the complement of one, with the elements in another order."""
     source, *how = call.args
     symbol, found = call.symbol, slice_of(node)
     if found is not None:  # all spellings of a slice, including `unbind`, are one symbol

@@ -109,7 +109,7 @@ def _multiplies_by_experts(node: Node, x: Node, weight: Node, offs: Node | None,
 def projection_by(
     recogniser: Recogniser, node: Node, x: Node, weight: Node, weighted: Value, *, upright: bool
 ) -> Projection | None:
-    """The product at `node` of x and `weighted`, the value of node `weight`; None for weights that are never masked."""
+    """The product of x and a weight; None if the weight is never masked. `weighted` is the value of node `weight`."""
     dtype = dtype_of(node)
     if not isinstance(weighted, Weighted) or dtype is None:
         return None
@@ -186,7 +186,7 @@ def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _viewed_back(recogniser: Recogniser, node: Node, projection: Projection) -> Projection | None:
-    """The product with x, at a node that views the product with `x.view(-1, h)` in the leading dimensions of x."""
+    """The product with x, if `node` views the product with `x.view(-1, h)` in the leading dimensions of x."""
     inner = recogniser.through(projection.x)
     if inner is None or inner.symbol not in ("reshape", "flatten") or not is_matrix(projection.weight):
         return None
@@ -266,7 +266,7 @@ def rows_scaled(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("add")
 def biased(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`F.linear(x, W * M) + b`, for which the site is refused."""
+    """`F.linear(x, W * M) + b`. A site with such a product is refused."""
     for bias, other in (call.args, tuple(reversed(call.args))):
         value = recogniser.value(other)
         is_product = isinstance(values.first_of(value), Projection) and same_shape(node, other)
@@ -276,7 +276,7 @@ def biased(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def with_problem(value: Value, problem: str) -> Value:
-    """Projections, or functions of them, with a reason why their site is refused. An earlier reason stays."""
+    """A value, with a reason in each of its projections why the site is refused. An earlier reason stays."""
 
     def mark(projection: Projection) -> Projection:
         return replace(projection, problem=projection.problem or problem)

@@ -38,7 +38,7 @@ def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _may_be_either(recogniser: Recogniser, argument: Any) -> bool:
-    """True if a factor may be a weight or a mask, because its value is unknown."""
+    """True if a factor may be either the weight or the mask: its value is unknown, and its shape and dtype fit both."""
     value = recogniser.value(argument)
     is_copy = isinstance(value, Weighted) and value.factor is None and holds_experts(argument)
     is_unknown = value is None or isinstance(value, Product) or is_copy
@@ -46,7 +46,7 @@ def _may_be_either(recogniser: Recogniser, argument: Any) -> bool:
 
 
 def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
-    """The weight in the layout that it has at its node `argument`, because its masks have this layout.
+    """The weight in the layout of the node `argument`, because the masks multiply this node and have its layout.
 
     A weight that is transposed before it is masked counts as a weight of its own.
     """
@@ -62,7 +62,7 @@ def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
     A mask `[E, d, h]` of experts' weights is one mask, not a stack.
     """
     count = mask.mask.stack
-    if holds_experts(weighted.weight) or count is None:  # None also for a symbolic number, which the proof refuses
+    if holds_experts(weighted.weight) or count is None:  # also for a symbolic count, which the proof refuses
         return _masked(weighted, mask)
     return bundle([_masked(weighted, binary_at(mask, i)) for i in range(count)], 0) if count else None
 
@@ -112,7 +112,7 @@ def _apply_masks(recogniser: Recogniser, node: Node, masks: Bundle, argument: An
 
 @rule("add", "sub")
 def difference_of_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`W - W * M`, also for all masks of a stack at once, to which W may be broadcast."""
+    """`W - W * M`. If M is a stack of masks, W may be broadcast to the stack."""
     left, right = call.args
     sign = 1 if call.symbol == "add" else -1
 
@@ -213,7 +213,7 @@ def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def rounds_once(weighted: Weighted, node: Any, dtype: torch.dtype) -> bool:
     """True if casting the masked weight at `node` to `dtype` equals casting the weight before masking it.
 
-    An earlier cast that has rounded the weight makes it False.
+    The result is False if an earlier cast has rounded the weight.
     """
     source = dtype_of(node)
     return source is not None and (source == dtype_of(weighted.weight) or shapes.holds(source, dtype))

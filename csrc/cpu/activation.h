@@ -1,9 +1,10 @@
 // The activations of the gate, one MGLU_ACTIVATION(name, code, formula, derivative) each (an X-macro).
 //
 // The includer defines MGLU_ACTIVATION; the end of this file undefines it. The formula and the derivative take a vector
-// `x`; the derivative may also use `value`, the formula's result. Derivatives agree with torch at points where the
-// function has none: relu's is 0 at 0, and 1 at NaN. Names and codes agree with mglu_ops/activations.py and
-// csrc/cuda/activation.cuh (tests/cpu/test_activation_codes.py); codes count from 0 without gaps.
+// `x`; the derivative may also use `value`, the formula's result. At points where a function has no derivative, its
+// entry gives the value that torch uses: for relu 0 at 0, and 1 at NaN. Names and codes agree with
+// mglu_ops/activations.py and csrc/cuda/activation.cuh (tests/operators/test_parameters.py); codes count from 0 without
+// gaps.
 
 MGLU_ACTIVATION(silu, 0, x / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)),
                 logistic(x) * (broadcast(1.0f) + x * (broadcast(1.0f) - logistic(x))))

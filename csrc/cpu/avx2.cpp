@@ -9,8 +9,8 @@ MGLU_BEGIN_TARGET("avx2,fma,f16c")
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 8;                    // of the 16 registers, those that hold sums
-constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
+constexpr int kSumRegisters = 8;                    // registers that hold sums, of 16
+constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row for 1 token; half as many for 2
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 6;                    // features of a register tile: 12 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 6;                 // features of a register tile with float64 sums
@@ -20,7 +20,7 @@ constexpr std::int64_t kProductsPerTask = 1 << 17;  // minimum of a task: some m
 #include "mask_table.h"
 #include "mask_table_and_shift.h"
 
-// The masks of sums over a whole row, and of sums of a few products (row_sums.h).
+// The mask classes that row_sums.h uses: RowMasks for sums over a whole row, StepMasks for sums over one step.
 template <int Masks>
 using RowMasks = MixedMasks<Masks>;
 template <int Masks>

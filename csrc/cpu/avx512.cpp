@@ -9,8 +9,8 @@ MGLU_BEGIN_AVX512("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma")
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 20;                   // of the 32 registers, those that hold sums
-constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
+constexpr int kSumRegisters = 20;                   // registers that hold sums, of 32
+constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row for 1 token; half as many for 2
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 12;                   // features of a register tile: 24 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 12;                // features of a register tile with float64 sums

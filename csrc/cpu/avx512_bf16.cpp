@@ -9,8 +9,8 @@ MGLU_BEGIN_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 20;                   // of the 32 registers, those that hold sums
-constexpr int kMasksAtOnce = 8;                     // masks in one pass over a row for one token; half as many for two
+constexpr int kSumRegisters = 20;                   // registers that hold sums, of 32
+constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row for 1 token; half as many for 2
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr std::int64_t kProductsPerTask = 1 << 18;  // minimum of a task: some microseconds, like waking a thread
 

@@ -1,4 +1,5 @@
-// AVX-512's intrinsics and target. The tests emulate both by plain loops, for machines without AVX-512.
+// The intrinsics of AVX-512, and macros that let functions use them. For machines without AVX-512, tests define
+// MGLU_EMULATE_AVX512, a header that replaces the intrinsics by plain loops.
 #if defined(MGLU_EMULATE_AVX512)
 #include MGLU_EMULATE_AVX512
 #define MGLU_BEGIN_AVX512(names)

@@ -63,7 +63,7 @@ MGLU_INLINE void store_pair(BFloat16* base, std::int64_t at, Step step, Pair a) 
     store_words(base, at, step, bit_cast<__m512i>(_mm512_cvtne2ps_pbh(a.high.v, a.low.v)));
 }
 
-// The masks of a step's weights in one row of the packed format.
+// Loads the masks of a step's weights from one row of the packed format.
 MGLU_INLINE MaskWords load_masks(const std::uint8_t* row, std::int64_t n_masks, Step step, std::int64_t columns,
                                  __m512i order) {
     const std::int64_t octet = step.column / kOctet, left = packed_octets(columns) - octet;

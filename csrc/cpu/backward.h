@@ -1,16 +1,16 @@
 // The elementwise steps of the backward pass in bfloat16, between library GEMMs (mglu_ops/backends/cpu/backward.py).
 //
 // F_i is -1 where M_i = 1 and 1 elsewhere. G is the gradient of the result. The forward pass kept the partial
-// derivatives P, Q_i and R_i (csrc/cuda/training.md). The GEMMs are the products without `*`:
+// derivatives P, Q_i and R_i (csrc/cuda/training.md). Products with `*` are elementwise, and the others are the GEMMs:
 //
 //   grad_t = G * P,   grad_f_i = G * Q_i,   D_0 = grad_t^T x,   D_i = grad_f_i^T x
 //   grad_x = grad_t W + sum_i grad_f_i (F_i * W),   grad_weight = D_0 + sum_i F_i * D_i
 //   grad_logits_i = -2 W * D_i,   grad_mask_weights_i = sum over columns of G * R_i
 //
 // Arithmetic is in float32 and rounded once; subnormal numbers may count as 0. Sizes and strides count elements. A
-// stride is the distance between two rows, whose elements are contiguous. Pointers need only the alignment of their
-// element. All functions need AVX512-BF16, and return Status::unsupported_isa without it. The rules on threads and
-// exceptions in mglu_cpu.h hold here too.
+// stride is the distance between two rows; the elements of a row are contiguous. Pointers need only the alignment of
+// their element. All functions need AVX512-BF16, and return Status::unsupported_isa without it. The rules on threads
+// and exceptions in mglu_cpu.h hold here too.
 #pragma once
 
 #include "mglu_cpu.h"

@@ -2,8 +2,9 @@
 // weights. For few tokens, 8-bit weights with one scale per row do not come here: few_tokens.h decodes them in
 // registers.
 //
-// The scale of a row multiplies the row's sums, and the stored numbers are exact in x's type. The scale of a block or
-// group multiplies weights instead. That needs float32, so x and the result are converted.
+// If each row has one scale, the stored numbers become x's type, which is exact, and the scale multiplies the row's
+// sums. If blocks or groups have scales, each weight is multiplied by its scale. Such products need float32, so x is
+// converted to float32 and the result back to x's type.
 #include <algorithm>
 
 #include "kernels.h"
@@ -31,7 +32,7 @@ struct Table {
     }
 };
 
-// The scale of a weight's block of 128 x 128 weights, or of its group of 128 columns.
+// Returns the scale of one weight, which it shares with its block of 128 x 128 weights or its group of 128 columns.
 float scale_of(const Forward& call, std::int64_t row, std::int64_t column) {
     const std::int64_t groups = ceil_div(call.in_features, kScaledTogether), group = column / kScaledTogether;
     if (call.weight_format == WeightFormat::int4_group)
@@ -101,7 +102,7 @@ Status convert(ParallelFor parallel_for, std::int64_t rows, std::int64_t columns
     });
 }
 
-// Runs a call whose type E has 16 bits with products in float32.
+// Runs a call of a 16-bit type E with products in float32.
 template <class E>
 Status forward_widened(const Forward& call, ParallelFor parallel_for, ForwardFunction run) {
     const Floats x = allocate_floats(call.tokens * call.in_features);

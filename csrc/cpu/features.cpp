@@ -1,6 +1,6 @@
-// Detects instruction sets with `cpuid`, and with `xgetbv` which registers the operating system saves. The compiler's
-// `__builtin_cpu_supports` is not used: older compilers know fewer features, and `zig c++` answers no to all of them.
-// Results are cached, because in a virtual machine the host handles each `cpuid`, which takes about 10 us.
+// Asks `cpuid` for instruction sets, and `xgetbv` for the registers that the operating system saves. The compiler's
+// `__builtin_cpu_supports` is not used: in older compilers it knows fewer features, and in `zig c++` it is always
+// false. Results are cached, because in a virtual machine the host handles each `cpuid`, which takes about 10 us.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -26,7 +26,7 @@ Registers ask(unsigned int leaf, unsigned int subleaf) {
 
 bool has_bit(unsigned int word, int bit) { return word >> bit & 1; }
 
-// True if the operating system saves all register sets whose bits are given; bits are those of XCR0.
+// True if the operating system saves all register sets in `registers`, whose bits are those of XCR0.
 bool saves(unsigned int registers) {
     if (!has_bit(ask(1, 0).c, 27)) return false;  // without OSXSAVE, there is no xgetbv
     unsigned int low = 0, high = 0;
@@ -67,7 +67,7 @@ bool has_avx512_bf16() {
     return has;
 }
 
-// Linux enables AMX tiles, 8 KB more state for each thread, only for processes that ask for them.
+// Linux enables AMX tiles only for processes that ask for them, because tiles add 8 KB to the state of each thread.
 bool has_amx() {
     static const bool has = [] {
         constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -1,13 +1,14 @@
 // Few tokens: each weight is read from memory once, and multiplied with up to two tokens while it is in a register.
 // Included inside a file's own namespace, after row_sums.h or row_sums_bf16.h, which define RowSums.
 //
-// A chunk is eight rows of W. After the main loop one vector holds the sums of a chunk, one row per lane, so that the
-// reduction over lanes and the activation are computed for eight rows at once.
+// A chunk is eight rows of W. After the main loop each row has a vector of partial sums. Eight such vectors are reduced
+// together to one vector with one row per lane, and the activation is then computed for eight rows at once.
 
 constexpr int kChunkRows = 8;
 constexpr int kGroupTokens = 2;
 
-// Masks in one pass over a row, limited by the registers for sums. Further passes read the row from L1.
+// The most masks in one pass over a row, limited by the registers for sums. Further masks take further passes, which
+// read the row from L1.
 constexpr int max_group_masks(int tokens) { return kMasksAtOnce / tokens; }
 
 constexpr std::int64_t kPrefetchBytes = 4096;  // how far ahead of use W is prefetched into L2
@@ -88,7 +89,7 @@ MGLU_INLINE Vec sums_over_lanes(Row row) {
 
 template <class E, class W>
 struct FewTokens {
-    // 8-bit weights with x in either 16-bit type run the same code.
+    // With 8-bit weights, both 16-bit types of x run the same code.
     using Sums = std::conditional_t<std::is_same_v<E, W> || std::is_same_v<E, float>, E, BFloat16>;
 
     const Forward& call;
@@ -134,8 +135,8 @@ struct FewTokens {
         int first_mask = 0;
         for (int group = 0; group < groups; ++group) {
             const int left = static_cast<int>(call.n_masks) - first_mask;
-            // All groups but the last consist of whole vectors of masks, so that the number of tokens does not change
-            // the order in which terms are summed.
+            // How masks are divided into groups depends on the number of tokens. All groups but the last fill whole
+            // vectors, so that terms are nevertheless summed in the same order.
             const int vecs = vecs_for((left + groups - group - 1) / (groups - group));
             const int masks = static_cast<int>(smaller(vecs * kMasksPerVec, left));
             for (int r = 0; r < kChunkRows; ++r) {

@@ -28,7 +28,7 @@ namespace mglu::cpu {
 
 using ForwardFunction = Status (*)(const Forward&, ParallelFor);
 
-constexpr std::int64_t kMaxFewTokens = 4;  // above this, many_tokens.h is faster than few_tokens.h
+constexpr std::int64_t kMaxFewTokens = 4;  // for more tokens, many_tokens.h is faster than few_tokens.h
 
 // True if each row of W has one scale, which can then multiply the row's sums.
 constexpr bool has_row_scales(WeightFormat format) {

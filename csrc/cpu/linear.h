@@ -2,14 +2,14 @@
 // few_tokens.h and one of the row_sums headers, which define load_weights and multiply_add.
 //
 // A few rows of W are multiplied with a few tokens while the weights are in registers. A chunk of eight rows is
-// multiplied with a block of tokens while it is in the caches.
+// multiplied with a block of tokens while the chunk is in the caches.
 
 constexpr int kLinearTokens = 4;  // tokens that share a load of a weight
-template <int Tokens>             // rows that share a load of x; one token gains nothing from more than two
+template <int Tokens>             // rows that share a load of x; one token gains nothing from more than two rows
 constexpr int kLinearRows = Tokens == 1 ? 2 : kSumRegisters / 8 * 2;
 constexpr std::int64_t kLinearBlockBytes = 512 * 1024;  // bytes of x in a block of tokens, which stay in L2
 
-// X is the element type of x as it is kept for the kernel, W the type of the weights.
+// X is the element type in which x is kept for the kernel, and W is the type of the weights.
 template <class X, class W>
 struct Linear {
     const Forward& call;
@@ -74,7 +74,7 @@ struct Linear {
             unrolled<kRows * Tokens>([&](auto i) MGLU_STEP { sums[i / Tokens][i % Tokens] = broadcast(0.0f); });
             const W* const* weights = chunk.weights + row;
             for (std::int64_t k = 0; k < whole; k += kLinearStep) {
-                if (prefetches) {  // the next rows, which are too many streams for the hardware's prefetcher
+                if (prefetches) {  // prefetch the next rows: too many streams for the hardware's prefetcher
                     unrolled<kRows>([&](auto r) MGLU_STEP {
                         __builtin_prefetch(weights[r] + kRows * call.weight_stride + k, 0, 2);
                     });

@@ -6,18 +6,19 @@
 // `write_masked_weights` writes the weights and their masked copies as float32 into L1 and L2. `multiply` adds their
 // products with each panel to sums in L2. After the last k-block, `write_outputs` computes gates, values and results.
 //
-// Let t be the product of the whole row and s_i the product under mask i. The gate is s_i and the value t - s_i. In
-// 16-bit types small_values.h makes this difference as exact as a separate product.
+// Let t be the product of a whole row of W with x, and s_i the product of the weights that mask i keeps. The gate is
+// s_i, and the value is t - s_i. In 16-bit types small_values.h makes this difference as exact as a separate product.
 //
 // In float32 an error of t would enter the gates or values of all masks. With three or more masks, t is therefore
-// summed in float64, which costs as much as two products. s_i is then the sum over the smaller side, the gate's or the
-// value's weights, so that its error is small compared with both. With one or two masks this saves nothing: gates and
-// values are separate products.
+// summed in float64, which costs as much as two products. s_i then sums the side with fewer weights, the gate's or the
+// value's, so that the error of s_i is small compared with both sides. With one or two masks a float64 sum would save
+// nothing, so gates and values are separate products.
 
 #include "work_queue.h"
 
-// The columns of a k-block, chosen so that a panel of x takes half of L1. For one vector of tokens, libraries sum
-// float32 in several lanes along k, which is more exact than one long chain; short k-blocks are as exact as that.
+// The columns of a k-block, chosen so that a panel of x takes half of L1. One vector of tokens in float32 gets fewer
+// columns, for shorter chains of sums: libraries sum such a call in several lanes along k, which is more exact than one
+// long chain.
 template <class E>
 constexpr std::int64_t k_block_depth(std::int64_t vecs) {
     return !std::is_same_v<E, float> ? 256 : vecs == 1 ? 32 : 128;
@@ -46,7 +47,7 @@ void multiply(const float* weights, std::int64_t depth, const float* x, float* s
     });
 }
 
-// The same with float64 sums, for one vector of tokens. Rows of x are `stride` floats apart.
+// Like multiply(), but with float64 sums and for one vector of tokens. Rows of x are `stride` floats apart.
 template <int Features>
 void multiply_wide(const double* weights, std::int64_t depth, const float* x, std::int64_t stride, double* sums,
                    std::int64_t sums_stride, bool first) {
@@ -79,14 +80,15 @@ struct ManyTokens {
     std::int64_t panels() const { return ceil_div(tokens, panel_width()); }
     bool has_value_products() const { return std::is_same_v<E, float> && call.n_masks <= 2; }
     bool has_float64_total() const { return std::is_same_v<E, float> && call.n_masks > 2; }
-    // The number of float32 products. They are gates and values in turn, or else t (unless it is in float64) and s_i.
+    // The number of float32 products. The products are either gates and values in turn, or t (unless it is in float64)
+    // and then each s_i.
     std::int64_t products() const {
         return has_value_products() ? 2 * call.n_masks : call.n_masks + (has_float64_total() ? 0 : 1);
     }
     std::int64_t first_part() const { return has_float64_total() ? 0 : 1; }
 
-    // Transposes a panel of x, with zeros past the last token and the last column. It reads 16 columns at a time, a
-    // whole cache line of float32, since lines of rows that are a power of two apart evict each other from L1.
+    // Transposes a panel of x, with zeros past the last token and the last column. Of float32, it reads all 16 columns
+    // of a cache line at once: if rows are a power of two apart, reading the next row may evict the line from L1.
     void pack_x(std::int64_t panel) const {
         const std::int64_t width = panel_width();
         float* to = x + panel * depth * width;
@@ -184,8 +186,8 @@ struct ManyTokens {
         }
     }
 
-    // Sets `flips` to 255 for each row and mask with more ones than zeros, so that s_i sums the zeros. It counts 64
-    // bytes spread over the row; a wrong guess, near one half, costs no accuracy.
+    // Sets `flips` to 255 for each row and mask with more ones than zeros, so that s_i sums the zeros. It guesses from
+    // 64 bytes spread over the row. A guess is wrong only near one half of ones, where it costs no accuracy.
     void choose_complements(std::int64_t first_feature, std::int64_t features,
                             std::uint8_t (*flips)[kMaxMasks + 1]) const {
         const std::int64_t octets = packed_octets(call.in_features), step = ceil_div(octets, 64);
@@ -249,8 +251,8 @@ struct ManyTokens {
         Vec gate, value;
     };
 
-    // Returns the gates and values of one vector of tokens. `at` is their offset in the sums, `first` the first lane's
-    // token, row and mask.
+    // Returns the gates and values of one vector of tokens. `at` is their offset in the sums, and `first` holds the
+    // token, row and mask of the first lane.
     GateAndValue gate_and_value(const Block& block, std::int64_t panel, std::int64_t at, const MaskedSum& first) const {
         const std::int64_t i = first.mask;
         if (has_value_products()) {

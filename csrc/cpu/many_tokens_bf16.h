@@ -1,7 +1,7 @@
 // Many tokens in bfloat16: like many_tokens.h, but tiles are multiplied by instructions that take pairs of columns.
 // Included inside a file's own namespace, after terms.h and either multiply_amx.h or multiply_dot.h.
 //
-// Masked tiles of W exist only in L2, for one k-block at a time; sums stay there for all k-blocks. The order of
+// Masked tiles of W exist only in L2, for one k-block at a time; sums stay in L2 for all k-blocks. The order of
 // summation depends only on in_features. Subnormal numbers count as 0.
 
 #include "work_queue.h"
@@ -182,8 +182,8 @@ struct TileProducts {
         Vec gate, value;
     };
 
-    // Returns the gates and values of 16 tokens. `at` is their offset in the sums, `first` the first lane's token, row
-    // and mask.
+    // Returns the gates and values of 16 tokens. `at` is their offset in the sums, and `first` holds the token, row and
+    // mask of the first lane.
     GateAndValue gate_and_value(const Block& block, std::int64_t group, std::int64_t panel, std::int64_t at,
                                 const MaskedSum& first) const {
         Vec gate = load(sums_at(block, 1 + first.mask, group, panel) + at);

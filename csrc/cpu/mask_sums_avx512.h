@@ -1,10 +1,10 @@
-// Accumulators of one row for a few tokens: for each mask the products that it keeps (`parts`), and the others
-// (`rests`). Included inside a file's own namespace, after vec_avx512.h.
+// Sums of one row for a few tokens. `parts` has a sum for each mask, of the products that the mask keeps; `rests` has
+// the sums from which values are computed. Included inside a file's own namespace, after vec_avx512.h.
 
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
-// With `SumsValues`, each mask has a `rests` sum of the products that it drops. Without it, the only `rests` sum is the
-// sum of all products, and a value is the difference.
+// With `SumsValues`, each mask has a `rests` sum of the products that it drops. Without it, the only sum in `rests` is
+// that of all products, and a value is this sum minus the gate.
 template <bool SumsValues, int Tokens, int Masks>
 struct MaskSums {
     static constexpr int kVecs = vecs_for(Masks), kRests = SumsValues ? Masks : 1;
@@ -23,7 +23,7 @@ struct MaskSums {
         });
     }
 
-    // The sum over chains of token T and mask I; the last mask's if I is too large.
+    // The sum of all chains for token T and mask I, or for the last mask if I is too large.
     template <int T, int I, int Sums>
     MGLU_INLINE static Vec sum(const Vec (&chains)[kChains][Tokens][Sums]) {
         constexpr int i = I < Sums ? I : Sums - 1;

@@ -28,7 +28,7 @@ MGLU_INLINE Vec apply_mask(Vec a, Mask mask) { return a * mask; }
 MGLU_INLINE Vec broadcast_each(const float* numbers) { return broadcast(*numbers); }
 // Stores the first `count` groups of eight lanes at p, p + stride, ...
 MGLU_INLINE void store_octets(float* p, std::int64_t, int, Vec a) { store(p, a); }
-// Adds a vector's masks; the sums are in the first eight lanes.
+// Sums a vector over its masks; the results are in the first eight lanes.
 MGLU_INLINE Vec sum_over_masks(Vec a) { return a; }
 
 // The masks of eight weights.

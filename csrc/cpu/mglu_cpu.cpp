@@ -6,7 +6,8 @@
 namespace mglu::cpu {
 namespace {
 
-// Returns the kernel of an instruction set, or null if this build or machine lacks it, or if it cannot take the dtype.
+// Returns the kernel of an instruction set, or null if this build or machine lacks the set, or if the kernel cannot
+// take the dtype.
 ForwardFunction find_forward(Isa isa, DType dtype) {
     switch (isa) {
         case Isa::portable: return forward_portable;
@@ -23,12 +24,13 @@ ForwardFunction find_forward(Isa isa, DType dtype) {
 }
 
 // Limits in bfloat16, measured on a Xeon with AMX and on Zen 4 (README.md). AMX is fastest from kMinTokensForAmx tokens
-// on. Without AMX, `vdpbf16ps` is fastest for more tokens than that. For fewer tokens it is fastest with few masks.
+// on. Without AMX, `vdpbf16ps` (avx512_bf16) is fastest for more than kMinTokensForAmx tokens, and with few masks also
+// for fewer tokens.
 constexpr std::int64_t kMinTokensForAmx = 4;
 constexpr std::int64_t kMaxMasksForDots = 2;
 
-// Above this many tokens, 8-bit weights are decoded once in memory. few_tokens.h decodes them again for every two
-// tokens.
+// For more tokens than this, 8-bit weights are decoded once, in memory, since few_tokens.h decodes weights again for
+// every two tokens.
 constexpr std::int64_t kMaxTokensInRegisters = 8;
 
 // True if decoding in registers is faster than forward_decoded, which decodes in memory.

@@ -6,13 +6,13 @@
 // Without masks (n_masks 0), out = x W^T in float32, which the down projections of experts need.
 //
 // Build all .cpp files of this folder with the same flags (-O2 -std=c++17 -fPIC -ffp-contract=off, g++ or clang++),
-// without -ffast-math and -march. A file that needs an instruction set enables it for itself, and `forward` picks one
-// at run time from what the CPU and the operating system support.
+// without -ffast-math and -march. A file that needs an instruction set enables it for itself. `forward` picks a set at
+// run time, among those that the CPU and the operating system support.
 //
-// The caller provides the threads. All work goes through a `ParallelFor`. Its type is the type of torch's stable
-// `torch_parallel_for` (torch >= 2.10), so that torch's pool and torch.set_num_threads apply. The number of threads
-// does not change a bit of the result. No function throws, keeps state between calls or writes to its inputs, and all
-// functions may be called from several threads at the same time.
+// The caller provides the threads. All work goes through a `ParallelFor`. torch's stable `torch_parallel_for` (torch >=
+// 2.10) has this type; with it, torch's pool and torch.set_num_threads apply. The number of threads does not change a
+// bit of the result. No function throws, keeps state between calls or writes to its inputs, and all functions may be
+// called from several threads at the same time.
 #pragma once
 
 #include <cstdint>
@@ -82,7 +82,8 @@ constexpr std::int64_t partials_of(const Forward& call) { return 1 + (call.mask_
 
 // Runs the layer. Training needs in_features > 0. Products are summed in float32; a value that is small compared with
 // its gate is summed again alone (small_values.h). The result is NaN wherever the naive layer, which multiplies by the
-// masks, has NaN because of NaN or infinity in x or weight. A gate that overflows float32 does not change its value.
+// masks, has NaN because of NaN or infinity in x or weight. A gate that overflows float32 does not change the value of
+// the same mask.
 Status forward(const Forward& call, ParallelFor parallel_for);
 
 // How masks are given: as bytes, where nonzero counts as 1, or as logits, whose masks are `logit > 0`.

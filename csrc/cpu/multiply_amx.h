@@ -8,7 +8,7 @@
 class Tiles {
   public:
     Tiles() {
-        alignas(64) std::uint8_t config[64] = {1};  // palette 1; from byte 16 on bytes per row, from byte 48 on rows
+        alignas(64) std::uint8_t config[64] = {1};  // byte 0: palette 1; from 16: bytes per row; from 48: rows
         for (int tile = 0; tile < 8; ++tile) config[16 + 2 * tile] = 64, config[48 + tile] = 16;
         _tile_loadconfig(config);
     }

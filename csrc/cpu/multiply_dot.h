@@ -1,13 +1,13 @@
 // Multiplies tiles with `vdpbf16ps`; the interface is that of multiply_amx.h. Included inside a file's own namespace,
 // after terms.h.
 //
-// One instruction multiplies a pair of weights with the same two columns of 16 tokens, and adds the products to the
-// sums of one feature and 16 tokens. The sums of kRows features stay in registers for a whole k-block.
+// One instruction multiplies two neighbouring weights with the same two columns of x, for 16 tokens, and adds the
+// products to the sums of one feature and 16 tokens. The sums of kRows features stay in registers for a whole k-block.
 #include "tiles.h"
 
 struct Tiles {};  // nothing to configure
 
-constexpr int kRows = 8;  // features: 16 sums for 32 tokens hide the latency of the additions
+constexpr int kRows = 8;  // features; their 16 sums for 32 tokens hide the latency of the additions
 
 // sums [32 features][16 * Vecs tokens] += weights [steps][2 tiles] * x [steps][Vecs tiles]. With `first`, sums are
 // overwritten.

@@ -24,7 +24,7 @@ std::uint8_t bits_of_bytes(std::uint64_t bytes) {
     return static_cast<std::uint8_t>((top >> 7) * 0x0102040810204080 >> 56);
 }
 
-// The inverse: bit k of a byte becomes byte k, which is 0 or 1.
+// The inverse of bits_of_bytes(): bit k of a byte becomes byte k, which is 0 or 1.
 std::uint64_t bytes_of_bits(std::uint8_t bits) {
     constexpr std::uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
     const std::uint64_t alone = bits * std::uint64_t{0x0101010101010101} & 0x8040201008040201;

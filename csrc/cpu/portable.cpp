@@ -5,7 +5,7 @@ namespace mglu::cpu {
 namespace {
 
 constexpr int kSumRegisters = 8;                    // sums held in registers; a Vec takes two registers
-constexpr int kMasksAtOnce = 4;                     // masks in one pass over a row for one token; half as many for two
+constexpr int kMasksAtOnce = 4;                     // most masks in a pass over a row for 1 token; half as many for 2
 constexpr bool kReadsBytes = false;                 // decoding 8-bit weights in memory is faster here
 constexpr int kTileFeatures = 3;                    // features of a register tile: 6 sums take 12 of 16 registers
 constexpr int kFloat64Features = 2;                 // features of a register tile with float64 sums
@@ -14,7 +14,7 @@ constexpr std::int64_t kProductsPerTask = 1 << 16;  // minimum of a task: some m
 #include "vec_portable.h"
 #include "mask_table.h"
 
-// The masks of sums over a whole row, and of sums of a few products (row_sums.h).
+// The mask classes that row_sums.h uses: RowMasks for sums over a whole row, StepMasks for sums over one step.
 template <int Masks>
 using RowMasks = TableMasks<Masks>;
 template <int Masks>

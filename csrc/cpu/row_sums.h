@@ -5,9 +5,9 @@
 // products under the mask in the same way. The gate is `part` and the value is `total - part`.
 //
 // In 16-bit types this difference is exact enough, because small_values.h sums small values again. In float32 the error
-// of `total` would enter the values of all masks. There the difference is taken every 16 columns, and gates and values
-// have separate sums. That takes 4.5 instead of 3 instructions for each mask and 8 columns, and is as exact as the
-// naive layer's separate products unless x or W has outliers.
+// of `total` would enter the values of all masks. So in float32 the kernel subtracts after every 16 columns, and adds
+// the differences to sums of their own, the values. This takes 4.5 instead of 3 instructions for each mask and 8
+// columns, and values are as exact as the naive layer's separate products unless x or W has outliers.
 #include "operands.h"
 
 template <class W>
@@ -17,9 +17,9 @@ MGLU_INLINE Vec load_weights(const W* p) {
 
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
-// The number of independent chains of sums, which take turns every 8 columns to hide the latency of an addition. It is
-// limited by the registers. Rows could take turns instead and share x, but the hardware's prefetcher follows one stream
-// better than four.
+// The number of independent chains of sums, which take turns every 8 columns to hide the latency of an addition. The
+// registers limit this number. Rows could take turns instead of chains and share x, but the hardware's prefetcher
+// follows one stream better than four.
 template <class E>
 constexpr int chains_for(int masks, int tokens) {
     const int sums = tokens * (1 + vecs_for(masks));
@@ -36,8 +36,8 @@ struct RowSums {
     const std::uint8_t* bits;
     const float* x[Tokens];
     std::int64_t n_masks;
-    Vec gates[kChains][Tokens][kVecs];     // `part` of each mask
-    Vec values[kChains][Tokens][kValues];  // in 16-bit types `total`, in float32 the value of each mask
+    Vec gates[kChains][Tokens][kVecs];     // the gate of each mask: `part`
+    Vec values[kChains][Tokens][kValues];  // the value of each mask in float32; `total` in 16-bit types
 
     MGLU_INLINE void clear() {
         for (int c = 0; c < kChains; ++c) {

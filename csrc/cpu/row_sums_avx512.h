@@ -2,7 +2,8 @@
 // after vec_avx512.h.
 //
 // A vector of products is added once to the total, and once for each mask with the mask in a k-register. In float32 the
-// error of a total would enter the values of all masks, so the products that a mask drops have their own sum instead.
+// error of a total would enter the values of all masks, so instead of a total there is a sum for each mask of the
+// products that it drops.
 #include "operands.h"
 #include "mask_sums_avx512.h"
 
@@ -40,7 +41,8 @@ struct RowSums : MaskSums<kSumsValues<E>, Tokens, Masks> {
                 const Vec x_octets = load(x[t] + 8 * octet), product = w * x_octets;
                 if constexpr (!kSumsValues<E>) this->rests[c][t][0] = this->rests[c][t][0] + product;
                 unrolled<Masks>([&](auto i) MGLU_STEP {
-                    // Products of 16-bit types are exact, so FMA gives the same bits.
+                    // Products of 16-bit types are exact, so FMA gives the same bits as a multiplication and an
+                    // addition.
                     if constexpr (kSumsValues<E> || i % 2 == 0) {
                         this->parts[c][t][i] = {
                             _mm512_mask3_fmadd_ps(w.v, x_octets.v, this->parts[c][t][i].v, masks[i])};

@@ -1,10 +1,10 @@
 // Recomputes differences that have lost significant digits. Included inside a file's own namespace, after Vec and Mask.
 //
-// The kernels compute t, the sum over a whole row, and for each mask s, the sum of the products that it keeps. The sum
-// of the others is the rest, t - s, which has the rounding error of t. The rounding of a 16-bit result hides this error
-// unless the rest is much smaller than s. A rest that is too small, or not finite, is summed again from its own
-// products alone, which s can then neither swamp nor overflow. With ordinary data, one rest in 800 is summed again, and
-// one in 6000 in bfloat16.
+// The kernels compute the sum t over a whole row, and for each mask the sum s of the products that the mask keeps. The
+// sum of the other products, the rest, is t - s and has the rounding error of t. The rounding of a 16-bit result hides
+// this error unless the rest is much smaller than s. A rest that is too small, or not finite, is summed again from its
+// own products alone, which s can then neither swamp nor overflow. With ordinary data, one rest in 800 is summed again;
+// in bfloat16, one rest in 6000.
 
 // A rest is kept if it is at least this fraction of s. The fraction is smaller in bfloat16, whose results have three
 // bits fewer than float16's. In float32 it bounds the relative error of a rest by 2^-15.
@@ -18,8 +18,8 @@ struct MaskedSum {
 };
 
 // Computes a sum from its own products. It multiplies by the mask bits, so that infinity and NaN have the same effect
-// as in the naive layer. If x and W are finite, `skips_zeros` may skip octets whose mask bits are all 0; these are most
-// octets when the rest of a mask of nearly all ones is summed.
+// as in the naive layer. With `skips_zeros`, which is valid if x and W are finite, it skips octets without a product to
+// sum. If a mask is nearly all ones, these are most octets of its rest.
 template <class E, class W>
 float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
     const E* x = static_cast<const E*>(call.x) + sum.token * call.x_stride;

@@ -40,15 +40,15 @@ inline float row_scale(const Forward& call, std::int64_t row) {
     return call.weight_scale && row < call.out_features ? static_cast<const float*>(call.weight_scale)[row] : 1.0f;
 }
 
-// The start of a token's row of a result.
+// The address of result number `result` of a token.
 template <class E>
 E* result_row(const Forward& call, std::int64_t result, std::int64_t token) {
     if (result == 0) return static_cast<E*>(call.out) + token * call.out_stride;
     return static_cast<E*>(call.partials) + (token * partials_of(call) + result - 1) * call.out_features;
 }
 
-// A sum and the rounding errors of its additions (Knuth's two-sum). It has no constructor, which GCC would compile
-// without the instruction set.
+// A sum and the rounding errors of its additions (Knuth's two-sum). The struct has no constructor, since GCC would
+// compile one without the instruction set.
 struct CompensatedSum {
     Vec sum, errors;
 

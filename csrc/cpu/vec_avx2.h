@@ -16,7 +16,7 @@ MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-// Return a NaN in the second argument, as max_ps and min_ps do.
+// max and min return b if b is NaN, as max_ps and min_ps do.
 MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 MGLU_INLINE Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
@@ -27,7 +27,7 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
-// A bit for each lane in which a >= b does not hold, which includes NaN.
+// Sets the bit of each lane in which a >= b is false, as it is with NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
     return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_NGE_UQ)));
 }

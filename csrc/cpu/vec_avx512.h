@@ -21,7 +21,7 @@ MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// Return a NaN in the second argument, as max_ps and min_ps do.
+// max and min return b if b is NaN, as max_ps and min_ps do.
 MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 MGLU_INLINE Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
@@ -32,7 +32,7 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
-// A bit for each lane in which a >= b does not hold, which includes NaN.
+// Sets the bit of each lane in which a >= b is false, as it is with NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NGE_UQ); }
 MGLU_INLINE Vec round_even(Vec a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 // a * 2^n for a whole number n.
@@ -185,5 +185,5 @@ MGLU_INLINE void store_octets(float* p, std::int64_t stride, int count, Vec a) {
     _mm256_storeu_ps(p, _mm512_castps512_ps256(a.v));
     if (count == 2) _mm256_storeu_ps(p + stride, _mm512_extractf32x8_ps(a.v, 1));
 }
-// Adds a vector's masks; the sums are in the first eight lanes.
+// Sums a vector over its masks; the results are in the first eight lanes.
 MGLU_INLINE Vec sum_over_masks(Vec a) { return pair_sums(a, a); }

@@ -27,7 +27,7 @@ MGLU_INLINE Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 MGLU_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 MGLU_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
-// Return a NaN in the second argument, as x86's instructions do.
+// max and min return b if b is NaN, as x86's instructions do.
 MGLU_INLINE Vec max(Vec a, Vec b) { return choose(a.v > b.v, a, b); }
 MGLU_INLINE Vec min(Vec a, Vec b) { return choose(a.v < b.v, a, b); }
 MGLU_INLINE Vec abs(Vec a) { return {bit_cast<Vec::Floats8>(bits_of(a) & 0x7fffffff)}; }
@@ -36,7 +36,7 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
     return {bit_cast<Vec::Floats8>(magnitude_bits | (bits_of(sign) & ~0x7fffffff))};
 }
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) { return choose(a.v < b.v, yes, no); }
-// A bit for each lane in which a >= b does not hold, which includes NaN.
+// Sets the bit of each lane in which a >= b is false, as it is with NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
     std::uint32_t lanes = 0;
     for (int i = 0; i < 8; ++i) lanes |= static_cast<std::uint32_t>(!(a.v[i] >= b.v[i])) << i;

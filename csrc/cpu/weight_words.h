@@ -1,8 +1,8 @@
 // 64 weights as bfloat16, in two registers. Included inside a file's own namespace, after vec_avx512.h.
 //
-// `vdpbf16ps` counts subnormal numbers as 0, so fp8 cannot become bfloat16 by shifting its bits. 8-bit weights are
-// looked up instead: the low and the high byte of the bfloat16 have a table each, with an entry for each of the 128
-// magnitudes. Two registers hold a table, which VBMI permutes.
+// `vdpbf16ps` counts subnormal numbers as 0, so fp8 cannot become bfloat16 by shifting its bits. Instead, 8-bit weights
+// are looked up in two tables, one of the low and one of the high bytes of the bfloat16 numbers, with an entry for each
+// of the 128 magnitudes. A table fills two registers, in which VBMI looks up 64 bytes at once.
 
 struct WeightWords {
     __m512i low, high;  // columns 0 to 31, and 32 to 63
@@ -47,7 +47,7 @@ MGLU_INLINE __m512i look_up(const std::uint8_t* table, __m512i index) {
 
 template <class W>
 MGLU_INLINE WeightWords load_words(const W* p) {  // Int8 or Fp8
-    // unpacklo takes the first eight bytes of each 128-bit lane, so columns 0 to 31 have to be in those.
+    // unpacklo takes the first eight bytes of each 128-bit lane, so columns 0 to 31 have to be in those bytes.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(p));
     const __m512i magnitude = std::is_same_v<W, Int8> ? _mm512_abs_epi8(bytes) : bytes;  // bit 7 is ignored

@@ -1,7 +1,7 @@
 // Dynamic scheduling: a thread that has finished a task takes the next. Included inside a file's own namespace.
 
-// Tasks 0 to end - 1, each taken by one thread. With equal static shares all threads would wait for one whose CPU is
-// slowed down by other work, which costs 10 to 15% of the time (medians, README.md).
+// Tasks 0 to end - 1, each taken by one thread. With equal static shares all threads would wait for the thread whose
+// CPU other work slows down. This would cost 10 to 15% of the time (medians, README.md).
 struct WorkQueue {
     std::int64_t end;
     std::int64_t next = 0;

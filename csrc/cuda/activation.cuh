@@ -1,5 +1,5 @@
 // The activations of the gate, in float32. Names and codes agree with mglu_ops/activations.py and csrc/cpu/activation.h
-// (tests/cpu/test_activation_codes.py).
+// (tests/operators/test_parameters.py).
 //
 // With kFast, exponentials and divisions are the hardware's approximations: a relative error of 1e-6 to 1e-5 for a
 // third of the instructions. Kernels set kFast if they round the result to 16 bits, since the rounding error is at
@@ -84,8 +84,8 @@ struct ValueAndDerivative {
     float value, derivative;
 };
 
-// activate() and its derivative. Derivatives agree with torch (mglu_ops/activations.py) at points where the function
-// has none: relu's is 0 at 0, and 1 at NaN.
+// activate() and its derivative. At points where an activation has no derivative, this one agrees with torch
+// (mglu_ops/activations.py): for relu it is 0 at 0, and 1 at NaN.
 template <Activation kActivation, bool kFast>
 __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gate) {
     if constexpr (kActivation == Activation::silu) {

@@ -2,18 +2,18 @@
 // Q_1, Q_2, ... (training.md). The A operand, the elementwise product G * S_i, is computed in registers and never
 // stored.
 //
-//     MGLU_INPUT_GRADIENT = 1:  grad_x[token, h] = sum over i, d of (G * S_i)[token, d] (F_i * W)[d, h]
-//     MGLU_INPUT_GRADIENT = 0:  D_i[d, h]        = sum over tokens of (G * S_i)[token, d] x[token, h]
+//     MGLU_GRAD_X = 1:  grad_x[token, h] = sum over i, d of (G * S_i)[token, d] (F_i * W)[d, h]
+//     MGLU_GRAD_X = 0:  D_i[d, h]        = sum over tokens of (G * S_i)[token, d] x[token, h]
 //
 // Here i starts at 0 and F_0 = 1. The sign-flipped weights F_i * W are matrices in memory. A block computes tiles of
-// 128 rows by 256 columns of the result. Its producer is one thread in a warpgroup of its own. It loads stages of
-// kDepth columns of A and kDepth rows of B by TMA into a ring in shared memory. Two consumer warpgroups of 64 rows each
-// read G and S_i as wgmma fragments, multiply them in registers, and multiply the products with B. The rows of B lie
-// along k, which wgmma takes as a transposed operand.
+// 128 rows by 256 columns of the result. The producer, one thread in a warpgroup of its own, loads stages of kDepth
+// columns of A and kDepth rows of B by TMA into a ring in shared memory. Two consumer warpgroups of 64 rows each read G
+// and S_i as wgmma fragments, multiply them in registers, and multiply the products with B. The rows of B lie along k,
+// which wgmma takes as a transposed operand.
 //
-// For grad_x, the stages of one chunk of d go through all i, so that G is loaded once for all of them. For D_i, the two
-// warpgroups of a block take the same rows of W and neighbouring i if possible, so that they share G. The blocks of a
-// cluster compute the same columns and load B for each other.
+// For grad_x, the stages of one chunk of d go through all i, so that the chunk of G is loaded once for all i. For D_i,
+// the two warpgroups of a block take the same rows of W and neighbouring i if possible, so that they share G. The
+// blocks of a cluster compute the same columns and load B for each other.
 //
 // Every accumulator sums k in ascending steps of 16 for any grid, so results have the same bits in every run.
 //
@@ -25,23 +25,23 @@ namespace mglu {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kProducts = MGLU_PRODUCTS;  // number of values of i
-constexpr bool kInputGradient = MGLU_INPUT_GRADIENT != 0;
+constexpr bool kInputGradient = MGLU_GRAD_X != 0;
 constexpr int kCluster = MGLU_CLUSTER;  // 1 or 2
 constexpr int kStages = MGLU_STAGES;
 constexpr int kDepth = MGLU_DEPTH;      // columns of A in a stage: 32 or 64
 constexpr bool kWide = MGLU_WIDE != 0;  // computes only D_0, in float32
 
-constexpr int kRows = 128;          // of a tile
-constexpr int kColumns = 256;       // of a tile
+constexpr int kRows = 128;          // rows of a tile
+constexpr int kColumns = 256;       // columns of a tile
 constexpr int kBox = kDepth * 128;  // bytes of a box of B: kDepth rows of 128 bytes
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kConsumerRegisters = 240;
 constexpr int kProducerRegisters = 24;
 
-// A stage of the ring holds G and S_i, then four boxes of 64 columns of B. For grad_x, G and S_i are a box of 128
-// tokens by kDepth of d each; for D_i, two boxes of kDepth tokens by 64 of d each. Rows are swizzled: the 16-byte
-// vector v of row r lies at v ^ (r % 8) in rows of 128 bytes, and at v ^ (r / 2 % 4) in rows of 64 bytes.
+// A stage of the ring holds G and S_i, then four boxes of 64 columns of B. For grad_x, each of G and S_i is one box of
+// 128 tokens by kDepth columns of d. For D_i, each is two boxes of kDepth tokens by 64 columns of d. Rows are swizzled:
+// the 16-byte vector v of row r lies at v ^ (r % 8) in rows of 128 bytes, and at v ^ (r / 2 % 4) in rows of 64 bytes.
 constexpr int kOperandBytes = kRows * kDepth * 2;
 constexpr int kBBytes = kDepth * kColumns * 2;
 constexpr int kStageBytes = 2 * kOperandBytes + kBBytes;
@@ -56,10 +56,10 @@ struct Params {
     int tokens;
     int out_features;
     int in_features;
-    TensorMap gradient;  // G [tokens][out_features]
-    TensorMap partials;  // S [tokens][kProducts or more][out_features]
-    TensorMap b;         // W [out_features][in_features], or x [tokens][in_features]
-    TensorMap flipped;   // F_i * W [kProducts - 1][out_features][in_features]; zeros for D_i
+    TensorMap grad_output;  // G [tokens][out_features]
+    TensorMap partials;     // S [tokens][kProducts or more][out_features]
+    TensorMap b;            // W [out_features][in_features], or x [tokens][in_features]
+    TensorMap flipped;      // F_i * W [kProducts - 1][out_features][in_features]; zeros for D_i
 };
 
 // --- the order of work ---
@@ -117,7 +117,7 @@ struct RingPosition {
 // --- the producer ---
 
 __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32 empty, int rank) {
-    tma_prefetch_descriptor(p.gradient);
+    tma_prefetch_descriptor(p.grad_output);
     tma_prefetch_descriptor(p.partials);
     tma_prefetch_descriptor(p.b);
     if constexpr (kInputGradient) tma_prefetch_descriptor(p.flipped);
@@ -143,7 +143,7 @@ __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32
             barrier_wait(empty + 8 * position.slot, position.parity ^ 1);
             if constexpr (kInputGradient) {
                 barrier_arrive_expect_bytes(barrier, kStageBytes - (product > 0 ? kOperandBytes : 0));
-                if (product == 0) tma_load_box<1>(slot, p.gradient, k, first.row, barrier, policy);
+                if (product == 0) tma_load_box<1>(slot, p.grad_output, k, first.row, barrier, policy);
                 tma_load_box_3d<1>(partials, p.partials, k, product, first.row, barrier, policy);
 #pragma unroll
                 for (int box = 0; box < kBoxes; ++box) {
@@ -155,8 +155,8 @@ __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32
                 if (++product == kProducts) product = 0, ++chunk;
             } else {
                 barrier_arrive_expect_bytes(barrier, kStageBytes - (shares_gradient ? kBox : 0));
-                tma_load_box<1>(slot, p.gradient, first.row, k, barrier, policy);
-                if (!shares_gradient) tma_load_box<1>(slot + kBox, p.gradient, second.row, k, barrier, policy);
+                tma_load_box<1>(slot, p.grad_output, first.row, k, barrier, policy);
+                if (!shares_gradient) tma_load_box<1>(slot + kBox, p.grad_output, second.row, k, barrier, policy);
                 tma_load_box_3d<1>(partials, p.partials, first.row, first.product, k, barrier, policy);
                 tma_load_box_3d<1>(partials + kBox, p.partials, second.row, second.product, k, barrier, policy);
 #pragma unroll
@@ -182,7 +182,7 @@ __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
     return product;
 }
 
-// A thread's sums of 64 rows and 256 columns, and its operands in registers.
+// A thread's share of a warpgroup's sums, which have 64 rows and 256 columns, and its operands in registers.
 struct Accumulators {
     float sums[kColumns / 2];
     u32 a[2][kDepth / 16][4];      // G * S_i of a stage, in two sets, one of which the tensor cores may still read
@@ -193,14 +193,14 @@ struct Accumulators {
         for (int c = 0; c < kColumns / 2; ++c) sums[c] = 0.0f;
     }
 
-    // Reads 64 rows and 16 columns of k of G or S_i as a fragment of wgmma's A operand.
+    // Reads a fragment of wgmma's A operand from G or S_i: 64 rows, and 16 columns along k.
     __device__ __forceinline__ static void load(u32 (&to)[4], u32 from, int step) {
         // For D_i the rows in shared memory are tokens, which are A's columns, so these fragments are transposed.
         if constexpr (kInputGradient) load_matrices(to, from ^ step * 32);
         else load_transposed_matrices(to, from + step * (16 * 128));
     }
 
-    // Computes G * S_i of a stage. The addresses are the lane's, of S_i and G in the stage.
+    // Computes G * S_i of a stage. The lane reads S_i from `partials_at` and G from `gradient_at`.
     template <bool kWithGradient>
     __device__ __forceinline__ void load_operand(u32 (&to)[kDepth / 16][4], u32 partials_at, u32 gradient_at) {
 #pragma unroll
@@ -226,8 +226,8 @@ struct Accumulators {
     }
 };
 
-// The offset in a stage from which a lane reads G or S_i. For grad_x it is row lane % 16 of the warp, vector lane / 16.
-// For D_i it is token lane % 8 + 8 (lane / 16), vector lane / 8 % 2 of the warp's 16 rows.
+// The offset in a stage from which a lane reads G or S_i. For grad_x, the lane reads vector lane / 16 of the warp's row
+// lane % 16. For D_i, it reads token lane % 8 + 8 (lane / 16), and of the warp's 16 rows vector lane / 8 % 2.
 __device__ __forceinline__ u32 operand_offset(int warp, int lane) {
     if constexpr (kInputGradient) {
         const int row = warp * 16 + lane % 16;
@@ -302,7 +302,8 @@ __device__ __forceinline__ void store(const Params& p, const float (&sums)[kColu
     }
 }
 
-// Releases a stage by arriving at `empty`, its empty barrier. In a cluster, lane n passes the address in block n.
+// Releases a stage by arriving at `empty`, its empty barrier. In a cluster, lane n passes the address of block n's
+// barrier.
 __device__ __forceinline__ void release_stage(u32 empty, int lane) {
     __syncwarp();
     if constexpr (kCluster > 1) {
@@ -322,7 +323,7 @@ __device__ __forceinline__ void consume(const Params& p, u32 ring, u32 full, u32
     RingPosition position;
     Accumulators accumulators;
     for (int index = blockIdx.x / kCluster; index < tiles; index += gridDim.x / kCluster) {
-        // Each warpgroup reads 64 rows of S_i's boxes. Both may read the same rows of G.
+        // Each warpgroup reads 64 rows of S_i's boxes. The two warpgroups may read the same rows of G.
         const u32 partials = operand + kOperandBytes + warpgroup * (kOperandBytes / 2);
         const u32 gradient = operand + (share_gradient(p, index, rank) ? 0 : warpgroup * (kOperandBytes / 2));
         accumulators.clear();

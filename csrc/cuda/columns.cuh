@@ -11,7 +11,7 @@
 
 namespace mglu {
 
-constexpr int kThreads = 256;  // of a block
+constexpr int kThreads = 256;  // threads of a block
 constexpr bool kVector = MGLU_VECTOR;
 // Masks that a thread loads before it uses the first. More would take more registers, so fewer warps would fit on an
 // SM.
@@ -21,8 +21,8 @@ constexpr int kMasksAtOnce = kVector ? 2 : 1;
 template <int kColumns>
 struct Position {
     i64 row;
-    int column;  // its first column
-    int count;   // its number of columns; 0 for a thread past the end
+    int column;  // first column of the group
+    int count;   // number of columns of the group; 0 for a thread past the end
 
     __device__ __forceinline__ Position(i64 rows, int columns) {
         const u32 warps_per_row = (static_cast<u32>(columns) + 32 * kColumns - 1) / (32 * kColumns);

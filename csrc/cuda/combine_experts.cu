@@ -16,7 +16,7 @@ constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
 constexpr int kProductType = MGLU_PRODUCTS;  // an ElementType: kFloat32, or kType
 constexpr int kTopK = MGLU_TOP_K;
 constexpr int kVector = MGLU_VECTOR;   // columns of a thread: 4 if out_features is a multiple of 4, else 1
-constexpr int kParts = MGLU_PARTS;     // experts_down's maximum of split-K parts, which are separate arrays
+constexpr int kParts = MGLU_PARTS;     // most split-K parts of experts_down, each an array of its own
 constexpr int kRows = MGLU_PART_ROWS;  // columns of a tile of experts_down, which have the same number of parts
 constexpr int kThreads = 128;
 

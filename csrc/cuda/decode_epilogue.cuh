@@ -12,7 +12,8 @@ namespace mglu {
 
 // The shapes of a block. It has kTiles tiles of kRows rows of W. kParts neighbouring warps share a tile, each with a
 // part of k. Each warp has left its sums in shared memory, kWarpBytes apart, as float [1 + kMasks][kRows][kColumns], or
-// with kRowsFirst [1 + kMasks][kColumns][kRows]. The first are t = x W^T, the others s_i = x (M_i * W)^T of each mask.
+// with kRowsFirst [1 + kMasks][kColumns][kRows]. The first of these matrices is t = x W^T, and the others are the s_i =
+// x (M_i * W)^T of each mask.
 template <int kType_, WeightFormat kFormat_, int kMasks_, Activation kActivation_, int kMaskWeightType_, int kTiles_,
           int kParts_, int kRows_, int kColumns_, int kWarpBytes_, bool kRowsFirst_>
 struct EpilogueShape {
@@ -31,7 +32,8 @@ struct EpilogueShape {
     // With kRowsFirst, neighbouring threads compute neighbouring rows, so that their stores are coalesced.
     static constexpr bool kRowsFirst = kRowsFirst_;
 
-    // The index of a sum among the sums of its product. The threads of a warp write and read different banks.
+    // The index of a sum among the sums of one product (t or an s_i). The threads of a warp write and read different
+    // banks.
     static __device__ __forceinline__ int index_of_sum(int token, int row) {
         const int index = kRowsFirst ? token * kRows + row : row * kColumns + token;
         return kRowsFirst ? index ^ index / 32 % 4 * 8 : index;
@@ -50,9 +52,9 @@ __device__ __forceinline__ float sum_of_parts(const u8* parts, int offset) {
 
 // Computes and stores the block's outputs. The terms of an output's masks are summed in a fixed order: each of
 // kPartialSums partial sums adds every kPartialSums-th mask, and then the partial sums are added pairwise. If a block
-// has more threads than outputs, kMaskLanes neighbouring lanes share an output, which shortens the kernel's tail. A
-// tile that would run past the last row starts at an earlier row (decode_mma.cu), here as well. `rows` maps tokens to
-// rows of the result. `scales` are the scales of the block's rows of W, if the format has them.
+// has more threads than outputs, kMaskLanes neighbouring lanes share an output, which shortens the kernel's tail. As in
+// decode_mma.cu, a tile that would run past the last row starts at an earlier row. `rows` maps tokens to rows of the
+// result. `scales` are the scales of the block's rows of W, if the format has them.
 template <typename Shape, typename Rows>
 __device__ __forceinline__ void decode_epilogue(const Params& p, const Rows& rows, const float* scales, const u8* sums,
                                                 int first_row) {

@@ -1,11 +1,11 @@
 // MGLU for 1 to 16 tokens on sparse tensor cores, which apply the mask bits themselves. The page of this kernel is
 // decode_mma.md.
 //
-// A sparse MMA takes two values of A for every four rows of B. Two metadata bits per value select the row that it is
-// multiplied with. Here A holds W, which need not be sparse, and the four rows of B are (x_k, 0, x_l, 0), so that the
-// metadata multiplies each weight with its x or with zero. s_i = x (M_i * W)^T then costs no instruction per weight:
-// one LOP3 turns 16 mask bits into the metadata of 16 weights. For t = x W^T the metadata selects x for all weights.
-// The gate is s_i, and the value is t - s_i.
+// A sparse MMA takes two values of A for every four rows of B. For each value of A, two metadata bits select the row
+// with which the value is multiplied. Here A holds W, which need not be sparse, and the four rows of B are (x_k, 0,
+// x_l, 0), so that the metadata multiplies each weight with its x or with zero. s_i = x (M_i * W)^T then costs no
+// instruction per weight: one LOP3 turns 16 mask bits into the metadata of 16 weights. For t = x W^T the metadata
+// selects x for all weights. The gate is s_i, and the value is t - s_i.
 //
 // A warp owns 16 rows of W and every kSplitK-th stage of k. Its own lanes copy W and mask bytes with cp.async into a
 // ring of kStages stages in shared memory. So loads need no registers and never wait for arithmetic, and no warp waits
@@ -48,15 +48,15 @@ constexpr int kStageChunks = MGLU_SUB;              // chunks of 64 columns in a
 constexpr int kTokenTiles = MGLU_TOKEN_TILES;       // tiles of 8 tokens, the columns of an MMA
 constexpr int kBlockTokens = MGLU_BLOCK_TOKENS;     // tokens of a block, at most 8 * kTokenTiles
 constexpr int kTokenColumns = MGLU_TOKEN_COLUMNS;  // columns whose sums are kept: 1 for one token, else 8 * kTokenTiles
-constexpr int kMaskVector = MGLU_MASK_VECTOR;      // bytes that one cp.async copies of the masks
+constexpr int kMaskVector = MGLU_MASK_VECTOR;      // bytes of masks that one cp.async copies
 constexpr int kMaskGroup = MGLU_MASK_GROUP;        // masks whose bits are in registers at once; divides kMasks
 constexpr int kBlocksPerSm = MGLU_BLOCKS_PER_SM;
 constexpr bool kReadOnce = MGLU_READ_ONCE;  // a block has all tokens, so that W is read once
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
-// True if x and 8-bit W are read from shared memory with ldmatrix. In fp8_block, whose groups of columns have their own
-// sums, registers allow this only with few masks.
+// True if x and 8-bit W are read from shared memory with ldmatrix. In fp8_block each group of columns has sums of its
+// own, so that registers allow ldmatrix only with few masks.
 constexpr bool kMatrices = kScalesRows<kFormat> || (kFormat == WeightFormat::fp8_block && kMasks <= 4);
 constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // groups with a scale in a stage
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
@@ -75,8 +75,8 @@ constexpr int kStageBytes = Stage::kBytes;
 constexpr bool kSwizzleMasks = Stage::kSwizzleMasks;
 constexpr int kPartialFloats = (kMasks + 1) * kRows * kTokenColumns;
 constexpr int kRingBytes = kStages * kStageBytes;
-// A warp's sums overwrite its ring if they fit. Otherwise all warps' sums overwrite all rings and x, but not x's
-// barriers.
+// After its last stage, each warp stores its sums in its own ring if they fit there. Otherwise the sums of all warps
+// lie one after another. The sums then overwrite the rings and the x behind the rings, but not the barriers of x.
 constexpr bool kSumsInRing = 4 * kPartialFloats <= kRingBytes;
 constexpr int kSumBytes = kSumsInRing ? kRingBytes : (4 * kPartialFloats + 127) / 128 * 128;
 constexpr int kScaleBytes = kScalesRows<kFormat> ? (4 * kTiles * kRows + 127) / 128 * 128 : 0;  // lie before the rings
@@ -89,7 +89,7 @@ using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightT
 constexpr bool kExpandedX = kTokenColumns == 1 && Weight::kBits == 4;
 constexpr int kChunkOfX = kExpandedX ? 256 : 128;  // bytes
 
-// Loads and stores the expanded x. An item is columns 2q and 2q + 1 of four octets.
+// Loads and stores the expanded x. In this struct, an item is columns 2q and 2q + 1 of four octets.
 struct ExpandedX {
     static constexpr int kHeld = 3;  // items of a thread that stay in registers while W is requested
     u32 held[kHeld][4];
@@ -138,7 +138,7 @@ struct ExpandedX {
 
 // x in shared memory: a row for each token, in vectors of 8 columns. Rows are padded by 16 bytes, so that ldmatrix
 // reads 8 tokens from different banks. x arrives in kXSegments segments along k, each with a barrier, so that
-// arithmetic starts when the first has arrived.
+// arithmetic starts when the first segment has arrived.
 constexpr int kXSegments = 4;
 
 struct SharedX {
@@ -232,11 +232,11 @@ struct GroupScales {
     }
 };
 
-// The base addresses of a lane's reads; every other address is one of these plus a constant.
+// The base addresses of a lane's reads; every other address is a base address plus a constant.
 struct LaneAddresses {
-    u32 weights;         // offset in a slot of 4 weights of row g, or of ldmatrix's row; XOR applies `source` (0 to 3)
-    u32 masks[2];        // offset in a slot of row g, columns 16q to 16q + 15 of a chunk
-    u32 x[kTokenTiles];  // of a token, 4 of its first 16 bytes, or for ldmatrix 16 of its first 64 bytes
+    u32 weights;         // in a slot: offset of 4 weights of row g, or of ldmatrix's row; XOR applies `source` (0 to 3)
+    u32 masks[2];        // in a slot: offset of the masks of row g, columns 16q to 16q + 15 of a chunk
+    u32 x[kTokenTiles];  // address of 4 of a token's first 16 bytes, or for ldmatrix of 16 of its first 64 bytes
 
     __device__ __forceinline__ LaneAddresses(int lane, int g, int q, const SharedX& rows, int tokens) {
         if constexpr (kMatrices)  // matrices of rows 0 to 7 and 8 to 15, then of the same rows 16 columns further
@@ -288,8 +288,8 @@ __device__ __forceinline__ MaskWords<kMaskGroup> load_mask_group(u32 slot, const
 // holds x in columns 2q and 2q + 1.
 struct ChunkFragments {
     SparseWeights weights[2];  // the even weights and the odd weights
-    // [token tile][half][odd][8 columns of the half]. The upper 16 bits are 0. With kMatrices the lower ones are, which
-    // takes fewer instructions of the pipe that also decodes W.
+    // [token tile][half][odd][8 columns of the half]. The upper 16 bits of each word are 0. With kMatrices the lower 16
+    // bits are 0 instead, which takes fewer instructions of the pipe that also decodes W.
     u32 x[kTokenTiles][2][2][4];
 
     __device__ __forceinline__ ChunkFragments(u32 rows, const LaneAddresses& lane, int x_offset) {
@@ -343,7 +343,7 @@ struct ChunkFragments {
                                                               x[n][kSelector][kOdd], metadata);
     }
 
-    // Adds to t, with metadata that selects all weights.
+    // Adds the products of all weights to t, with metadata that selects all.
     __device__ __forceinline__ void multiply_unmasked(Accumulators& acc, const Metadata& constants) const {
         mma<0, 0>(acc.sum[0], constants.select_all);
         mma<0, 1>(acc.sum[0], constants.select_all);
@@ -351,7 +351,7 @@ struct ChunkFragments {
         mma<1, 1>(acc.sum[0], constants.select_all);
     }
 
-    // Adds to s_i, for each mask of a group. Consecutive MMAs have different accumulators.
+    // Adds the products under each mask of a group to the mask's s_i. Consecutive MMAs have different accumulators.
     __device__ __forceinline__ void multiply_masked(Accumulators& acc, int group,
                                                     const SparseMetadata<kMaskGroup>& even,
                                                     const SparseMetadata<kMaskGroup>& odd) const {
@@ -367,7 +367,7 @@ struct ChunkFragments {
     }
 };
 
-// Stores a warp's sums in the layout of the epilogue, where its ring was.
+// Stores a warp's sums in shared memory, in the layout that the epilogue reads.
 __device__ __forceinline__ void store_partial(float* partial, const Accumulators& acc, int g, int q) {
 #pragma unroll
     for (int i = 0; i <= kMasks; ++i) {
@@ -469,10 +469,10 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     if constexpr (kItems == Items::none) {
         let_next_kernel_start();
         if constexpr (kHasDependentLaunch) {
-            // Prefetch part of the first stage into L2 before the wait. Earlier kernels may still write to W, but the
-            // copies after the wait see what they wrote. Prefetching one lane's share gains as much as a whole stage
-            // within 1%, and does not delay the other kernels of a model (decode_mma.md). The prefetch has its own
-            // loader, since the registers of a shared one would stay alive, and with 15 masks there are none to spare.
+            // Prefetch one lane's share of the first stage into L2 before the wait. Earlier kernels may still write to
+            // W, but the copies after the wait see what they wrote. Prefetching the whole stage would gain less than
+            // 1% more, and delay the other kernels of a model (decode_mma.md). The prefetch has a loader of its own,
+            // because a shared one would occupy registers across the wait, and 15 masks leave none to spare.
             StageLoader<Stage, kSplitK> early(p, kReadOnce);
             early.start(p, tile_row, part);
             if (lane == 0) early.template load_next<true>(0);
@@ -557,8 +557,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
         x_offset += kSplitK * (kStageChunks * kChunkOfX);
     }
     if constexpr (kCluster > 1) {
-        // The other block of the cluster copies x to this block even if it has no rows left to compute. This block must
-        // not exit, which would free its shared memory, before those copies have arrived.
+        // The other block of the cluster copies x to this block even if this block has no rows left to compute. This
+        // block must not exit, which would free its shared memory, before those copies have arrived.
         for (; x_next < x.ready + 8 * kXSegments; x_next += 8) barrier_wait(x_next, 0);
     }
 

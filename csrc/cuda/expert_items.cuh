@@ -12,8 +12,8 @@ __device__ __forceinline__ float load_expert_weight(const void* expert_weights, 
     return to_float<kExpertWeightType>(static_cast<const Bits*>(expert_weights)[pair]);
 }
 
-// An item: up to kTokens pairs of one expert. They are the `count` sorted pairs from `first` on; if kTokens == 1, the
-// item is the pair `first`.
+// An item: up to kTokens pairs of one expert. The item's pairs are the `count` sorted pairs from `first` on; if kTokens
+// == 1, the item is the pair `first`.
 struct PairRange {
     int expert;
     u16 first;
@@ -27,7 +27,7 @@ class ExpertItems {
     static constexpr int kSortingWarps = kWarps < 4 ? kWarps : 4;
 
     int* count_;
-    int* next_;         // [kSortingWarps][experts]: pairs of an expert in a warp's share, later the next one's position
+    int* next_;         // [kSortingWarps][experts]: number of a warp's pairs of an expert, then the next one's position
     PairRange* items_;  // [min(pairs, pairs / kTokens + experts)]
     u16* sorted_;       // [pairs], the pairs sorted by expert
 
@@ -90,8 +90,8 @@ class ExpertItems {
     }
 
   private:
-    // Divides the pairs of each expert into items. Each lane takes a range of experts. One prefix sum counts items in
-    // the upper and pairs in the lower half of a word.
+    // Divides the pairs of each expert into items. Each lane takes a range of experts. One prefix sum counts both items
+    // and pairs: the upper half of a word is a number of items, and the lower half is a number of pairs.
     __device__ __forceinline__ void divide(int experts, int lane) {
         const int share = (experts + 31) / 32;
         const int begin = min(lane * share, experts), end = min(begin + share, experts);

@@ -52,9 +52,9 @@ constexpr int kBits = Weight::kBits;
 constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // bytes of a stored element
 constexpr int kScaleElementBytes = kFormat == WeightFormat::int4_group ? 2 : 4;
 
-// A stage holds 128 columns of kRows rows of W, then of each token of y, then the rows' scales for these columns. A
-// warp multiplies steps of 32 columns, 8 neighbouring columns in each lane. The steps of a row are permuted, so that
-// the rows that a warp reads at once lie in different banks.
+// A stage holds 128 columns: first those of kRows rows of W, then those of each token of y, and then the rows' scales
+// for these columns. A warp multiplies steps of 32 columns, 8 neighbouring columns in each lane. The steps of a row are
+// permuted, so that the rows that a warp reads at once lie in different banks.
 constexpr int kColumns = 128;
 constexpr int kRowBytes = kColumns * kBits / 8;
 constexpr int kStepBytes = kRowBytes / 4;
@@ -65,12 +65,13 @@ constexpr int kTokensAt = kRows * kRowBytes;
 constexpr int kScalesAt = kTokensAt + kTokens * kTokenBytes;
 constexpr int kStageBytes = (kScalesAt + (kHasScales ? 4 * kRows : 0) + 255) / 256 * 256;
 constexpr int kRingBytes = kStages * kStageBytes;
-constexpr int kSumBytes = kOneToken ? 4 * kTeams * kRows : 0;  // lie after the rings, and before the items
+constexpr int kSumBytes = kOneToken ? 4 * kTeams * kRows : 0;  // bytes of sums, after the rings and before the items
 static_assert(kColumns == kScaledTogether, "a stage has one group of columns");
 
 __device__ __forceinline__ constexpr int permuted_step(int row) { return kBits == 4 ? row / 2 % 4 : row % 4; }
 
-// The address of a row's scale in the first stage. If groups of columns have scales, the next stage's scale follows.
+// The address of a row's scale in the first stage. If groups of columns have scales, the scale of the next stage
+// follows in memory.
 __device__ __forceinline__ const u8* first_scale(const DownParams& p, int expert, int row) {
     const int groups = (p.in_features + kColumns - 1) / kColumns;
     const i64 index = kScalesRows<kFormat>                 ? row
@@ -90,10 +91,10 @@ __device__ __forceinline__ void wait_for_team(int team) {
 struct Jobs {
     int items;  // items of all experts
     int count;
-    int stages;  // stages of a work tile and item
+    int stages;  // stages of one item of a work tile
     int whole;   // jobs that are whole work tiles
     int rest;    // work tiles of the last wave, which are divided
-    int parts;   // split-K of these
+    int parts;   // split-K parts of each divided work tile
 
     __device__ __forceinline__ Jobs(const DownParams& p, int items)
         : items(items), stages((p.in_features + kColumns - 1) / kColumns) {
@@ -338,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
             Accumulators acc = {};
             for (; stage < end; stage += kTeams) {
                 copy_async_wait<kStages - 2>();  // this thread's copies of the oldest stage have arrived
-                wait_for_team(team);             // all threads' have, and the team has read the stage before it
+                wait_for_team(team);             // so have the team's copies, and the stage before has been read
                 loader.load_next(free_slot);
                 scales.load(slot + kScalesAt + 4 * warp_row, stage);
                 if constexpr (kScalesColumns<kFormat>) {

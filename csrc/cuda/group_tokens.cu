@@ -2,11 +2,12 @@
 //
 // With expert ids, this is a stable counting sort. Each warp counts the experts of a range of rows. Prefix sums of the
 // counts, over warps and then over experts, give the sorted position of the first row of each warp and expert. With
-// offs (MGLU_SORTED) the rows are sorted already. Rows without an expert form the last group.
+// MGLU_SORTED the kernel gets offs instead, and the rows are sorted already. Rows without an expert form the last
+// group.
 //
-// With MGLU_ORDER the kernel writes the order of rows instead of items, for library GEMMs of sorted rows. These are the
-// rows in sorted order and the sorted position of each row, int64 [rows] each, then the end of each expert's rows,
-// int32 [experts].
+// With MGLU_ORDER the kernel writes the order of rows instead of items, for library GEMMs of sorted rows: first the
+// rows in sorted order, then the sorted position of each row, both int64 [rows], and then the end of each expert's
+// rows, int32 [experts].
 #include "items.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
@@ -41,14 +42,14 @@ __device__ __forceinline__ void scan(int* values, int count, Operation operation
         for (int i = first; i < end; ++i) values[i] = operation(before, values[i]);
 }
 
-// The lanes that hold the same number, of up to 11 bits. It takes one ballot per bit; match.any would take one step for
-// each distinct number.
+// Returns the lanes that hold the same number as this lane. Numbers have up to 11 bits. This takes one ballot per bit,
+// while match.any would take one step for each distinct number.
 __device__ __forceinline__ u32 lanes_with(int number) {
     u32 same = ~0u;
 #pragma unroll
     for (int bit = 0; bit < 11; ++bit) {
         const u32 own = number >> bit & 1;
-        same &= ~(__ballot_sync(~0u, own) ^ -own);  // the lanes that have this bit, or those that do not
+        same &= ~(__ballot_sync(~0u, own) ^ -own);  // keep the lanes that agree with this one in the bit
     }
     return same;
 }

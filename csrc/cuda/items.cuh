@@ -6,7 +6,7 @@ namespace mglu {
 
 // An entry of the table: `count` rows of one expert, which are consecutive in the order sorted by expert.
 struct alignas(16) ItemEntry {
-    int expert;      // -1 if these rows belong to no expert; their result is zeros
+    int expert;      // -1 if the rows belong to no expert; the result of such rows is zeros
     int first;       // sorted position of the first row
     int count;       // number of rows; 0 in entries after the last item
     u32 neighbours;  // lower half: number of entries of this expert; upper half: how many of them come before this one

@@ -5,15 +5,16 @@
 
 namespace mglu {
 
-// Powers of two in constant memory, whose values the compiler does not see. Otherwise it would turn the multiplications
-// below into shifts, which run on the same pipe as the LOP3 that follows; multiplications run on another pipe.
+// Powers of two in constant memory, where the compiler does not see their values. Otherwise the compiler would turn the
+// multiplications below into shifts. Shifts run on the same pipe as the LOP3 that follows; multiplications run on
+// another pipe.
 __constant__ u32 powers_of_two[16] = {1u << 0, 1u << 1, 1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
                                       1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
 
 // Sign flips for x in its natural order. The input is mask bytes of a row of W, one for every 8 columns. Thread q of
 // four needs bits 2q and 2q + 1 of each byte. flips(byte) returns them at bits 15 and 31; the other bits are noise,
-// which flip_signs() ignores. Two bytes share a word, so two weights and a mask cost half a PRMT and one LOP3, and on
-// another pipe one and a half multiplications.
+// which flip_signs() ignores. Two bytes share a word, so two weights and a mask cost half a PRMT, one LOP3 and, on
+// another pipe, one and a half multiplications.
 template <int kBytes>
 struct SignFlips {
     static constexpr int kWords = (kBytes + 3) / 4;
@@ -70,8 +71,8 @@ struct MetadataConstants {
     }
 };
 
-// The metadata that one lane supplies, a word for each mask. The words come from the mask bits of columns 16q to 16q +
-// 15 of rows g (top) and g + 8 (bottom): of the even columns with odd = 0, of the odd columns with odd = 1.
+// The metadata that one lane supplies, a word for each mask. The words come from the mask bits of rows g (top) and g +
+// 8 (bottom) in columns 16q to 16q + 15: the even columns with odd = 0, and the odd columns with odd = 1.
 template <int kMasks>
 struct SparseMetadata {
     u32 word[kMasks];

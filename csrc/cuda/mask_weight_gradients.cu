@@ -8,10 +8,10 @@
 namespace mglu {
 
 struct Params {
-    const void* gradient;  // [tokens, columns] with contiguous columns
-    const void* terms;     // R [tokens, kMasks, columns] with contiguous columns
-    void* out;             // [tokens, kMasks], contiguous
-    i64 gradient_row_stride;
+    const void* grad_output;  // [tokens, columns] with contiguous columns
+    const void* terms;        // R [tokens, kMasks, columns] with contiguous columns
+    void* out;                // [tokens, kMasks], contiguous
+    i64 grad_output_row_stride;
     i64 terms_row_stride;
     i64 terms_mask_stride;
     i64 tokens;
@@ -31,14 +31,14 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
     const i64 token = warp / kMasks;
     const int mask = static_cast<int>(warp % kMasks);
     if (token >= p.tokens) return;
-    const i64 gradient_row = token * p.gradient_row_stride;
+    const i64 gradient_row = token * p.grad_output_row_stride;
     const i64 terms_row = token * p.terms_row_stride + mask * p.terms_mask_stride;
     const int lane = threadIdx.x % 32;
     float sum = 0.0f;
 #pragma unroll 4
     for (i64 column = lane * kOctet; column < p.columns; column += 32 * kOctet) {
         const int count = static_cast<int>(p.columns - column);
-        const auto gradient = load_group<kType, kOctet>(p.gradient, gradient_row + column, count);
+        const auto gradient = load_group<kType, kOctet>(p.grad_output, gradient_row + column, count);
         const auto term = load_group<kType, kOctet>(p.terms, terms_row + column, count);
 #pragma unroll
         for (int k = 0; k < kOctet; ++k) sum = fmaf(gradient[k], term[k], sum);

@@ -28,8 +28,8 @@ MGLU_HOST_DEVICE constexpr Int mask_bytes(Int columns, Int n_masks) {
     return columns / kOctet * n_masks;
 }
 
-// The first function reads the bit of column j of an octet from a mask's byte. The second returns a byte with only that
-// bit set, to `bit`.
+// mask_bit() reads the bit of column j of an octet from a mask's byte. as_mask_bit() returns a byte with `bit` as the
+// bit of column j and zeros elsewhere.
 template <class Byte>
 MGLU_HOST_DEVICE constexpr bool mask_bit(Byte byte, int j) {
     return byte >> j & 1;

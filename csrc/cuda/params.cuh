@@ -80,8 +80,8 @@ struct DownParams {
 
 // The parameters of combine_experts.
 struct CombineParams {
-    const void* products;        // DownParams::out, or with `places` [rows, out_features] in another order
-    const i64* places;           // the row of each pair in `products`, or null if pair i has row i
+    const void* products;        // DownParams::out; with `places`, the rows that it names, [rows, out_features]
+    const i64* places;           // row of each pair in `products`, or null if pair i has row i
     const void* expert_ids;      // [tokens, top_k]
     const void* expert_weights;  // [tokens, top_k]
     void* out;                   // [tokens, out_features]

@@ -5,9 +5,9 @@
 //   P = sum_i r_i (act'(g_i) v_i + act(g_i)) / 2,   Q_i = r_i (act(g_i) - act'(g_i) v_i) / 2,   R_i = act(g_i) v_i
 //
 // A token has several entries, each a row of `columns` elements. The products are t, then f_1, f_2, ... The partials
-// are P, then the Q_i, then with mask weights the R_i. Partials may overwrite products of the same dtype: a thread
-// reads an element before it writes it, and no other thread reads it. Arithmetic is in float32, and every element is
-// read and written once.
+// are P, then the Q_i, then with mask weights the R_i. Partials may overwrite products of the same dtype: only one
+// thread uses an element, and the thread reads the element before writing it. Arithmetic is in float32, and every
+// element is read and written once.
 //
 // Grouped GEMMs of a library round products to 16 bits, and an error of t would enter every gate and value. So for
 // experts t may be a separate float32 tensor (MGLU_TOTAL), or the products are g_1, v_1, g_2, v_2, ... (MGLU_PARTS).

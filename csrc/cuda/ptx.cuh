@@ -155,19 +155,20 @@ __device__ __forceinline__ u32 rank_in_cluster() {
     return rank;
 }
 
-// Maps this block's shared `address` to block `rank` of the cluster. The second function arrives at a barrier there.
+// For an address in this block's shared memory, the address of the same place in block `rank` of the cluster.
 __device__ __forceinline__ u32 address_in_cluster(u32 address, u32 rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
+// Arrives at a barrier of any block of the cluster. `barrier` is a result of address_in_cluster.
 __device__ __forceinline__ void barrier_arrive_in_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The barrier of a cluster in two halves: after the wait, every thread of every block has arrived. After the wait,
-// blocks may signal mbarriers that other blocks initialised before they arrived. No other memory is ordered, since that
-// would take a fence for the whole GPU.
+// A barrier of all blocks of a cluster, in two halves. When the wait ends, every thread of every block has arrived, and
+// blocks may signal mbarriers that other blocks initialised before they arrived. Other memory accesses are not ordered,
+// since that would take a fence for the whole GPU.
 __device__ __forceinline__ void arrive_in_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tbarrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -213,7 +214,8 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
                  : "memory");
 }
 
-// The same, with each matrix transposed: the lane receives elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+// Like load_matrices(), but each matrix is transposed: the lane receives elements (2 (l % 4), l / 4) and (2 (l % 4) +
+// 1, l / 4).
 __device__ __forceinline__ void load_transposed_matrices(u32 (&to)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -269,7 +271,7 @@ __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high) {
     return __byte_perm(low, high, kSelector);
 }
 
-// Flips the sign of each of two packed 16-bit floats if bit 15 (or 31) of `bits` is set. One LOP3.
+// Flips the sign of each of two packed 16-bit floats if bit 15 (or 31) of `bits` is set, in one LOP3.
 __device__ __forceinline__ u32 flip_signs(u32 value, u32 bits) { return value ^ (bits & 0x80008000u); }
 
 // Sparse MMA: D (16x8, float32) += A (16x32) B (32x8, column major) in float16 or bfloat16. A has two values in every
@@ -280,9 +282,10 @@ __device__ __forceinline__ u32 flip_signs(u32 value, u32 bits) { return value ^ 
 // - B: b_n = rows 8n + 2q and 8n + 2q + 1 of column g;
 // - D: (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
 //
-// Of every four threads, q = 2 kSelector supplies the metadata of columns 0 to 15, and q = 2 kSelector + 1 of columns
-// 16 to 31. The lower half of the word is row g and the upper half row g + 8. Every four columns have four bits: two
-// bits are the column of the first value, and two the column of the second.
+// Of every four threads, thread q = 2 kSelector supplies the metadata of columns 0 to 15, and thread q = 2 kSelector +
+// 1 supplies that of columns 16 to 31. The lower half of the word belongs to row g, and the upper half belongs to row g
+// + 8. Every four columns have four bits: two bits are the column of the first value, and two bits are that of the
+// second.
 template <bool kBfloat16, int kSelector>
 __device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
 #define MGLU_MMA(type)                                                                                      \
@@ -321,7 +324,7 @@ __device__ __forceinline__ u32 transpose(u32 fragment) {
     return result;
 }
 
-// Returns the value of lane 4 n + lane % 4. With a constant n this needs no register for the source lane.
+// Returns the value of lane 4 n + lane % 4. With a constant n the shuffle needs no register for the source lane.
 __device__ __forceinline__ float shuffle_from_quad(float value, int n) {
     constexpr int kOwnLowBits = 3 << 8 | 31;  // bits 0 and 1 of the source lane are those of this lane
     float result;
@@ -332,8 +335,8 @@ __device__ __forceinline__ float shuffle_from_quad(float value, int n) {
 }
 
 // Programmatic dependent launch (sm_90 and later): after wait_for_earlier_kernels(), a kernel sees what earlier kernels
-// of the stream wrote. Without the launch attribute both functions do nothing.
-constexpr bool kHasDependentLaunch = kHasTma;  // both came with sm_90
+// of the stream wrote. Without the launch attribute, wait_for_earlier_kernels() and let_next_kernel_start() do nothing.
+constexpr bool kHasDependentLaunch = kHasTma;  // TMA and dependent launch both came with sm_90
 
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

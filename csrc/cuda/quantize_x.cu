@@ -1,8 +1,8 @@
 // Rounds x to float8_e4m3fn, each token with its own scale.
 //
-// The scale of a token is the smallest power of two from 2^-126 on that brings its largest magnitude to at most 448,
-// the largest number of the type. It is 1 if x is all zeros, and NaN if x is not finite (mglu_ops/formats.py). A block
-// takes one token, and a thread 8 columns at a time.
+// The numbers of a token are divided by its scale, the smallest power of two from 2^-126 on that brings the largest
+// magnitude to at most 448, the largest number of the type. The scale is 1 if the token is all zeros, and NaN if it is
+// not finite (mglu_ops/formats.py). A block takes one token, and a thread 8 columns at a time.
 //
 // With kTokens > 0 the copy is for tile_wgmma.cu (tile_fp8.cuh): [tile of kTokens tokens][chunk of 128 columns][token]
 // [128], with zeros past the last token and the end of k, followed by the scales of the tokens in float32. Two
@@ -63,7 +63,8 @@ __device__ __forceinline__ u32 in_fp8(const float* x, float factor) {
 }
 
 // Rounds x, of magnitude up to 448, to the nearest number of fp8. Adding a number that is 1.5 * 2^23 times the value of
-// fp8's last digit makes float32 round at that digit. Below 2^-6, where fp8 is subnormal, the digit is constant.
+// fp8's last digit makes float32 round at that digit. Below 2^-6, where fp8 is subnormal, the value of that digit is
+// constant.
 __device__ __forceinline__ float rounded_to_fp8(float x) {
     const u32 exponent = max(__float_as_uint(x) & 0x7f800000u, 121u << 23);  // 2^-6
     const float large = 1.5f * __uint_as_float(exponent + (20u << 23));
@@ -110,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int w = 0; w < kThreads / 32; ++w) greatest = max(greatest, greatest_of[w]);
 
-    // The smallest power of two that brings the magnitude to at most 448 = 1.75 * 2^8: fractions above 1.75 need one
-    // more.
+    // The smallest power of two that brings the magnitude to at most 448 = 1.75 * 2^8: fractions above 1.75 need the
+    // next power of two.
     const int exponent = static_cast<int>(greatest >> 23) - 8 + ((greatest & 0x7fffffu) > 0x600000u);
     const bool finite = greatest < 0x7f800000u;
     const u32 power = greatest == 0 ? 127u << 23 : static_cast<u32>(max(exponent, 1)) << 23;

@@ -8,10 +8,10 @@
 namespace mglu {
 
 struct Params {
-    const void* gradient;  // [tokens, columns] with contiguous columns
-    const void* partials;  // [tokens, kEntries, columns] with contiguous columns
-    void* out;             // [tokens, kEntries, columns], contiguous
-    i64 gradient_row_stride;
+    const void* grad_output;  // [tokens, columns] with contiguous columns
+    const void* partials;     // [tokens, kEntries, columns] with contiguous columns
+    void* out;                // [tokens, kEntries, columns], contiguous
+    i64 grad_output_row_stride;
     i64 partials_row_stride;
     i64 partials_entry_stride;
     i64 tokens;
@@ -29,7 +29,8 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads) mglu_scale(const __
     if (at.count == 0) return;
     const i64 from = at.row * p.partials_row_stride + at.column;
     const i64 to = at.row * kEntries * p.columns + at.column;
-    const auto gradient = load_group<kType, kOctet>(p.gradient, at.row * p.gradient_row_stride + at.column, at.count);
+    const auto gradient =
+        load_group<kType, kOctet>(p.grad_output, at.row * p.grad_output_row_stride + at.column, at.count);
 #pragma unroll
     for (int first = 0; first < kEntries; first += kMasksAtOnce) {
         Group<kType, kOctet> partial[kMasksAtOnce];

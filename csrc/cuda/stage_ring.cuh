@@ -16,14 +16,14 @@ struct StageShape {
     static constexpr int kBits = kBits_;                       // bits of a weight: 16, 8 or 4
     static constexpr int kElementBytes = kBits == 16 ? 2 : 1;  // bytes of a stored element, the unit of strides
     static constexpr int kMasks = kMasks_;
-    static constexpr int kMaskVector = kMaskVector_;  // bytes that one cp.async copies of the masks
+    static constexpr int kMaskVector = kMaskVector_;  // bytes of masks that one cp.async copies
     static constexpr int kWeightBytes = kRows * kOctets * kBits;
     static constexpr int kBlockRowBytes = 8 * kBits;  // bytes of 64 columns of a row
     static constexpr int kMaskRowBytes = mask_bytes(kOctets * kOctet, kMasks);
     static constexpr int kBytes = kWeightBytes + kRows * kMaskRowBytes;
-    // Swizzles that spread the rows over the banks. A warp reads one quarter of all rows of a block at once, so the
-    // n-th quarter of row r lies at n ^ swizzle_of(r). Reads of masks touch two rows, which conflict only if a row is a
-    // multiple of 128 bytes; then odd rows swap neighbouring 16-byte vectors.
+    // Swizzles that spread the rows over the banks. A warp reads the same quarter of every row of a block at once, so
+    // the n-th quarter of row r lies at n ^ swizzle_of(r). Reads of masks touch two rows. They conflict only if the
+    // length of a row is a multiple of 128 bytes; then odd rows swap neighbouring 16-byte vectors.
     static constexpr int kQuarterBytes = kBlockRowBytes / 4;
     static __device__ __forceinline__ int swizzle_of(int row) {
         return kBits == 16 ? row % 4 : kBits == 8 ? row / 2 % 4 : row / 4 % 2 * 2;
@@ -32,7 +32,7 @@ struct StageShape {
 };
 
 // Copies one warp's 16 rows from global memory into its ring, stage by stage. A lane keeps one pointer into W and one
-// into the masks. It finds its other copies by row offsets that are the same for all lanes.
+// into the masks. Its other copies lie at row offsets from these pointers, which are the same for all lanes.
 template <typename Shape, int kStep>  // a warp takes every kStep-th stage of k
 class StageLoader {
     static constexpr int kRows = Shape::kRows;
@@ -120,7 +120,7 @@ class StageLoader {
     __device__ __forceinline__ void load_next(u32 slot) {
         const int lane = lane_;
         // Weights past the end of the row become zeros. Mask bits past the end may be anything, since they select among
-        // zeros, but must not be read from memory.
+        // zeros, but they must not be read from memory.
         const u8* weight = weight_;
 #pragma unroll
         for (int c = 0; c < kWeightCopies; ++c) {

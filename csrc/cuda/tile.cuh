@@ -59,9 +59,9 @@ static_assert(!kFp8 || (kPermutedX && !kSparse && kPasses == 1 && kStageChunks =
 static_assert(!kTrain || kFormat == WeightFormat::dense, "in training W has the type of x");
 static_assert(!kTrain || kTokens % kBoxTokens == 0, "whole boxes");
 
-// Registers per thread, in multiples of 8. A launch gives each thread 168, 128 or 96; some move from the producer
-// warpgroup to the consumers. The producer keeps more if its warps expand x (kSparse), and most if the consumers have
-// few sums.
+// Registers per thread, in multiples of 8. A launch gives each thread 168, 128 or 96 registers, and some of these move
+// from the producer warpgroup to the consumers. The producer keeps more if its warps expand x (kSparse), and most if
+// the consumers also have few sums.
 constexpr bool kFewSpareRegisters = (kPassMasks / kMaskGroups + 1) * kTokens / 2 > 112;
 constexpr int kDenseProducerRegisters = !kExperts ? 24 : kCluster > 1 || !kCopiedX ? 40 : 32;
 constexpr int kProducerRegisters = !kSparse ? kDenseProducerRegisters : kFewSpareRegisters ? 40 : 72;
@@ -73,9 +73,8 @@ constexpr int kConsumerRegisters =
 //
 // - x [kStageChunks][kTokens][64], with the 16-byte vector v of row r at v ^ (r % 8);
 // - W [kStageChunks][kBlockRows][64], swizzled in the same way (weight_offset());
-// - masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. kMaskSpan makes these a multiple of
-//   16
-//   bytes, the unit of TMA.
+// - masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. kMaskSpan makes the number of mask
+//   bytes a multiple of 16, the unit of TMA.
 //
 // For sparse products x is [kStageChunks][2][kTokens][64]. Each half of a chunk has 32 columns, first the even ones,
 // then the odd ones, each element followed by a zero.
@@ -85,7 +84,7 @@ constexpr bool kSwizzleMasks = kMasks == 16 && !kFp8;  // rows of 128 bytes, swi
 constexpr int kXChunkBytes = kTokens * (kSparse ? 256 : 128);
 constexpr int kXBytes = kStageChunks * kXChunkBytes;
 constexpr int kWeightRowBytes = kChunkColumns / 8 * Weight::kBits;                  // bytes of a chunk of a row
-constexpr int kWeightBoxColumns = kWeightRowBytes / (Weight::kBits == 16 ? 2 : 1);  // stored elements of it
+constexpr int kWeightBoxColumns = kWeightRowBytes / (Weight::kBits == 16 ? 2 : 1);  // stored elements of that chunk
 constexpr int kWeightChunkBytes = kBlockRows * kWeightRowBytes;
 constexpr int kWeightBytes = kStageChunks * kWeightChunkBytes;
 constexpr int kMaskBytes = kBulkMasks ? kStageChunks / kMaskSpan * kBlockRows * kMaskRowBytes : 0;
@@ -93,8 +92,8 @@ constexpr int kStageBytes = (kXBytes + kWeightBytes + kMaskBytes + 1023) / 1024 
 static_assert(!kBulkMasks || kStageChunks % kMaskSpan == 0,
               "an odd number of masks is loaded for two chunks at a time");
 
-// The offset at which TMA puts byte `byte` of a row of a chunk of W. Its swizzle permutes the 16-byte vectors of rows
-// of 128, 64 or 32 bytes. `row` is the row modulo 8.
+// The offset at which TMA puts byte `byte` of a row in a chunk of W. TMA's swizzle permutes the 16-byte vectors of a
+// row, which has 128, 64 or 32 bytes. `row` is the row modulo 8.
 __device__ __forceinline__ u32 weight_offset(int row, int byte) {
     const int swizzle = kWeightRowBytes == 128 ? row : kWeightRowBytes == 64 ? row / 2 % 4 : row / 4 % 2;
     return (byte / 16 ^ swizzle) * 16 + byte % 16;
@@ -119,8 +118,8 @@ constexpr int kBoxBytes = kBoxTokens * 128;
 constexpr int kBoxes = boxes_of_masks((kPassMasks + kMaskGroups - 1) / kMaskGroups) + 2;
 constexpr int kStagingBytes = kTrain ? kConsumers * 2 * kBoxes * kBoxBytes : 0;
 
-// Next in shared memory is the exchange, and after it the barriers. Through the exchange a warpgroup passes t and the
-// sum of its terms to the second warpgroup of its rows and to the next pass; in training also the sum of P's terms. In
+// The exchange follows in shared memory, and then the barriers. Through the exchange a warpgroup passes t and the sum
+// of its terms, and in training the sum of P's terms, to the second warpgroup of its rows and to the next pass. In
 // training without a second warpgroup, t stays in registers from pass to pass.
 constexpr bool kKeepTotal = kTrain && kMaskGroups == 1 && kPasses > 1;
 constexpr int kExchanged = kTrain && !kKeepTotal ? 3 : 2;  // arrays of the exchange, with one float for each sum

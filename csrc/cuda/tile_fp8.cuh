@@ -2,8 +2,8 @@
 //
 // quantize_x.cu has rounded x to float8_e4m3fn and permuted its columns. W is stored in the same type. Masks flip the
 // signs of its bytes. A chunk has 128 columns, which share a scale in `fp8_block`. A lane holds columns 32q to 32q + 31
-// of two rows. Register j holds columns j, 8 + j, 16 + j and 24 + j of these, so that one shift moves their mask bits
-// to the sign bits of the four bytes.
+// of two rows. Register j holds columns j, 8 + j, 16 + j and 24 + j of these 32, so that one shift moves their mask
+// bits to the sign bits of the four bytes.
 //
 // wgmma keeps only about 14 bits when it adds fp8 products. So each chunk has its own sums, which are added in float32.
 // t and the masks' products are computed one after the other, in one set of registers (tile_wgmma.md).
@@ -50,7 +50,8 @@ __device__ __forceinline__ void load_octet_masks(u32 (&bits)[kCount], u32 addres
     }
 }
 
-// The same from global memory, for masks whose rows are not aligned for TMA. Bytes past the end of a row are not read.
+// Reads the same words from global memory, for masks whose rows are not aligned for TMA. Bytes past the end of a row
+// are not read.
 template <int kFirst, int kCount>
 __device__ __forceinline__ void read_octet_masks(u32 (&bits)[kCount], const u8* row, int octet, int octets) {
 #pragma unroll
@@ -80,7 +81,7 @@ __device__ __forceinline__ void add_products(float (&sums)[kColumns], const Fp8F
     wgmma_wait<0>();
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-        asm volatile("" : "+f"(partial[c]));  // keeps the compiler from reading it before the wait
+        asm volatile("" : "+f"(partial[c]));  // keeps the compiler from reading the sum before the wait
         sums[c] = kScalesColumns<kFormat> ? fmaf(partial[c], scale[c % 4 / 2], sums[c]) : sums[c] + partial[c];
     }
 }
@@ -120,7 +121,7 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
         if constexpr (kTotal) add_products(sums.t, fragments, b, scale);
 #pragma unroll
         for (int m = 0; m < kCount; ++m) {
-            // The fragments have the signs of mask m - 1. Flip those at which masks m - 1 and m differ.
+            // The fragments have the signs of mask m - 1. Flip the signs at which masks m - 1 and m differ.
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const u32 flips = m == 0 ? bits[half][0] : bits[half][m] ^ bits[half][m - 1];
@@ -135,7 +136,7 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
     }
     // The scales of tokens follow the copy of x.
     const int copied = kTiledX ? (p.tokens + kTokens - 1) / kTokens : p.tokens;  // tiles or tokens of the copy
-    constexpr int kBytes = kTiledX ? kXBytes : kChunkColumns;                    // bytes of one of these in a stage
+    constexpr int kBytes = kTiledX ? kXBytes : kChunkColumns;                    // bytes of a tile or token in a stage
     const void* copy_end = static_cast<const u8*>(p.x) + static_cast<i64>(copied) * stages * kBytes;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {

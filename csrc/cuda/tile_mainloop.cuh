@@ -11,7 +11,7 @@
 namespace mglu {
 
 // Loads a lane's mask words from the ring, for masks kFirst to kFirst + kCount - 1 of a pass and columns 16q to 16q +
-// 15 of a chunk. `row` is the address of the row's masks of the chunk, `swizzle` the row modulo 8.
+// 15 of a chunk. `row` is the address of the row's masks of the chunk, and `swizzle` is the row modulo 8.
 //
 // Wide loads read all masks of the pass, even those that the lane does not need, so that eight lanes read neighbouring
 // bytes. Narrow loads from rows 64 or 128 bytes apart would conflict in one bank (30 million conflicts with 8 masks).
@@ -62,8 +62,8 @@ __device__ __forceinline__ MaskWords<kCount> read_pass_words(const u8* row, int 
     return masks;
 }
 
-// Loads from the ring the bytes of a pass's masks for 8 kOctets columns of a row of W. `row` is the address of the
-// row's masks of the chunk, `swizzle` the row modulo 8.
+// Loads the mask bytes of a pass from the ring, for 8 kOctets columns of a row of W. `row` is the address of the row's
+// masks of the chunk, and `swizzle` is the row modulo 8.
 template <int kOctets>
 __device__ __forceinline__ void load_pass_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], u32 row, int octet,
                                                 int swizzle, int pass) {
@@ -109,7 +109,8 @@ __device__ __forceinline__ u32 wait_for_stage(u32 ring, u32 full, const RingPosi
     return slot;
 }
 
-// Releases a stage by arriving at `empty`, its empty barrier. In a cluster, lane n passes the address in block n.
+// Releases a stage by arriving at `empty`, its empty barrier. In a cluster, lane n passes the address of block n's
+// barrier.
 __device__ __forceinline__ void release_stage(u32 empty, int lane) {
     __syncwarp();
     if constexpr (kCluster > 1) {
@@ -124,9 +125,9 @@ __device__ __forceinline__ void release_stage(u32 empty, int lane) {
 // or 128 bytes per row.
 __device__ __forceinline__ int sparse_row(int g) { return g % 2 * 4 | (g & 2) | (g / 4 ^ g % 2); }
 
-// The scales of the current stage for a lane's two rows of W, 8 rows apart, if groups of 128 columns have scales. They
-// are loaded a stage ahead, so that nothing waits for them. They multiply the weights, and the products are rounded to
-// x's type, as decode_weight does.
+// The scales of the current stage for a lane's two rows of W, 8 rows apart, if groups of 128 columns have scales. The
+// scales are loaded a stage ahead, so that nothing waits for them. A weight times its scale is rounded to x's type, as
+// in decode_weight.
 struct StageScales {
     float now[2], next[2];
 
@@ -169,8 +170,8 @@ struct Accumulators {
     static_assert(kCount > 0, "each warpgroup has a mask");
 
     // How many groups may still run when this group's fragments are written. It is one, since fragments alternate
-    // between two sets of registers, or none if the previous group used the same set (an odd number of masks in a
-    // chunk, and no t between them).
+    // between two sets of registers. It is none if the previous group used the same set: without t, the last group of a
+    // chunk and the first of the next one do so if a chunk has an odd number of groups.
     __device__ __forceinline__ static constexpr int pending(int group) {
         return group == 0 && !kTotal && kBatches * kCount % 2 == 1 ? 0 : 1;
     }
@@ -207,8 +208,8 @@ struct Accumulators {
     }
 
     // A lane's fragments of W (rows g and g + 8 of the warp) and of their masks, one batch of a chunk at a time. For
-    // each step, `weight` is wgmma's A operand, and flips(mask, batch, step, r) the sign flips of its register r.
-    // Fragments are loaded either before or after the wait for earlier products.
+    // each step, `weight` is wgmma's A operand, and flips(mask, batch, step, r) returns the sign flips of the operand's
+    // register r. Fragments are loaded either before or after the wait for earlier products.
     struct Fragments {
         const Params& p;
         const int g = threadIdx.x % 32 / 4;
@@ -222,12 +223,13 @@ struct Accumulators {
         __device__ __forceinline__ Fragments(const Params& p, int tile_row, int warp_row, int pass)
             : p(p), pass(pass), row(warp_row + g), mask_rows(p.packed_masks + (tile_row + row) * p.mask_row_stride) {}
 
-        // The offset in a stage of a chunk's weights of the row (half = 0), or of the row 8 further (half = 1).
+        // The offset in a stage at which a chunk's weights begin for the row (half = 0), or for the row 8 further (half
+        // = 1).
         __device__ __forceinline__ u32 weight_row(int chunk, int half) const {
             return kXBytes + chunk * kWeightChunkBytes + (row + 8 * half) * kWeightRowBytes;
         }
 
-        // The offset in a stage of the row's masks of a chunk.
+        // The offset in a stage at which a chunk's masks begin for the row.
         __device__ __forceinline__ u32 mask_offset(int chunk) const {
             return kXBytes + kWeightBytes + (chunk / kMaskSpan * kBlockRows + row) * kMaskRowBytes +
                    chunk % kMaskSpan * mask_bytes(64, kMasks);
@@ -350,7 +352,7 @@ struct Accumulators {
         FragmentsOfW fragments(p, tile.stored_row(p), warpgroup_row + threadIdx.x / 32 % 4 * 16, pass);
         const int row = tile.scaled_row(p) + fragments.row;
         fragments.scales.load_next(p, row, 0);
-        u32 unreleased = 0;  // empty barrier of the previous stage, until that is released
+        u32 unreleased = 0;  // empty barrier of the previous stage, until that stage is released
         for (int stage = 0; stage < stages; ++stage) {
             fragments.scales.advance(p, row, stage);
             const u32 slot = wait_for_stage(ring, full, position);
@@ -365,7 +367,7 @@ struct Accumulators {
                     if (group % kProducts == 0) fragments.before_wait(slot, chunk, chunk_of_row, batch);
                     if (pending(group) == 0) wgmma_wait<0>();
                     else wgmma_wait<1>();
-                    // Only the latest group still runs, which belongs to this stage, so release the previous one.
+                    // Only the latest group still runs. It belongs to this stage, so release the previous stage.
                     if (chunk * kWgmmaGroups + group == 1 && unreleased) release_stage(unreleased, lane);
                     if (group % kProducts == 0) fragments.after_wait(slot, chunk, chunk_of_row, batch);
                     if (mask < 0) {
@@ -389,8 +391,8 @@ struct Accumulators {
     }
 
     // Accumulates sparse products, whose fragments serve t and all masks. The wgmmas of a chunk's even weights are one
-    // commit group, and those of its odd weights another. While one group runs, the fragments of the other are
-    // computed.
+    // commit group, and the wgmmas of its odd weights are another. While one group runs, the fragments of the other
+    // group are computed.
     __device__ __forceinline__ void accumulate_sparse(const Params& p, u32 ring, u32 full, u32 empty,
                                                       const LaunchTile& tile, int warpgroup_row, int pass,
                                                       RingPosition& position) {
@@ -436,8 +438,9 @@ struct Accumulators {
                     wgmma_wait<1>();
                     if (chunk == 0 && odd == 1 && unreleased) release_stage(unreleased, lane);
                     if (!kLoadEarly && odd == 0) load();
-                    // Write a fragment only now. The wgmmas that last read its registers have ended, while wgmmas of
-                    // the other fragment may still run. So each fragment is decoded separately.
+                    // After this wait, the wgmmas that last read this fragment's registers have ended, so that the
+                    // fragment can be written. The wgmmas that read the other fragment may still run. So each fragment
+                    // is decoded separately, after its own wait.
                     SparseWeights weight;
 #pragma unroll
                     for (int i = 0; i < 8; ++i) {

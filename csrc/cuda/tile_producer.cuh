@@ -25,10 +25,10 @@ __device__ __forceinline__ void load_weights_and_masks(const TileParams& tp, u32
                                (stage * (kStageChunks / kMaskSpan) + span) * kMaskRowBytes, row, barrier, policy);
 }
 
-// Prefetches the beginning of the first stage into L2 while earlier kernels still run. They may write to W, but the
-// loads after the wait see what they wrote. Up to 64 rows a block prefetches all boxes, which saves 1 to 4% of the
-// time. With more rows it prefetches one box, since all boxes would not arrive before the wait ends (2% more time at
-// 112 rows).
+// Prefetches the beginning of the first stage into L2 while earlier kernels still run. These kernels may write to W,
+// but the loads after the wait see what they wrote. A block of up to 64 rows prefetches all boxes, which saves 1 to 4%
+// of the time. A block of more rows prefetches one box, since all boxes would not arrive before the wait ends (2% more
+// time at 112 rows).
 __device__ __forceinline__ void prefetch_first_stage(const TileParams& tp, const Tiles& tiles) {
     constexpr int kRows = kBlockRows / kCluster;
     constexpr bool kAll = kRows <= 64;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles
     // tokens, since loading rows past the last token would cost time.
     const u32 x_bytes = kTiledX ? kXBytes : kStageChunks * min(kTokens, p.tokens) * 128;
     // If x is copied, W and masks fill the ring before the wait. The kernel that copies x has waited for all earlier
-    // kernels, so only x may not be written yet.
+    // kernels, so only the copy of x may be incomplete.
     const int prefilled = kCopiedX && (!kExperts || tiles.first() < count) ? min(kStages, stages) : 0;
     if constexpr (kCopiedX)
         for (int stage = 0; stage < prefilled; ++stage)
@@ -84,7 +84,8 @@ __device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles
                 if constexpr (kTiledX) {
                     bulk_copy(slot, permuted_x, kXBytes, barrier);
                 } else {
-                    // For sparse products x arrives in the second half of the chunk, where the expansion reads it.
+                    // For sparse products x arrives in the second half of the chunk's memory, where the expansion reads
+                    // it.
 #pragma unroll
                     for (int chunk = 0; chunk < kStageChunks; ++chunk)
                         tma_load_box<1>(slot + (chunk + 1) * kXChunkBytes - kTokens * 128, tp.x_map,
@@ -113,7 +114,8 @@ constexpr int kGroupsAtOnce =
 __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
     const u32 half = lane % 8 / 4;  // the half of the chunk that contains the lane's columns
     const u32 from = kTokens * 128 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
-    // Of eight lanes, four write their even columns first and four their odd columns, so that banks do not conflict.
+    // Of eight lanes, four write their even columns first and the other four write their odd columns first, so that
+    // banks do not conflict.
     const u32 to = half * (kTokens * 128) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
     const u32 first = half ? 0x4432 : 0x4410;
     const u32 second = half ? 0x4410 : 0x4432;

@@ -1,5 +1,5 @@
 // The epilogue of tile_wgmma.cu in training. It writes y and the partial derivatives of y, so that the backward pass
-// needs neither t and f_i nor the activation:
+// needs neither the products t and f_i nor the activation:
 //
 //     P   = dy/dt   = sum_i r_i (act(g_i) + act'(g_i) v_i) / 2
 //     Q_i = dy/df_i = r_i (act(g_i) - act'(g_i) v_i) / 2
@@ -17,8 +17,8 @@ namespace mglu {
 // of 128 bytes for each token in the 128-byte swizzle. There are two sets of boxes: the warpgroup fills one while the
 // TMA unit reads the other.
 //
-// TMA clips a box at the last token. The tokens after an item belong to the next expert, so its last box is stored
-// token by token; the swizzle follows from the address in shared memory.
+// TMA clips a box at the last token. The tokens after an item belong to the next expert, so the item's last box is
+// stored token by token; the swizzle of a token's row follows from the row's address in shared memory.
 class StoredBoxes {
     struct Maps {
         const TensorMap& of_boxes;
@@ -30,7 +30,7 @@ class StoredBoxes {
     const int lane_ = threadIdx.x % 32;
     const int barrier_ = 8 + threadIdx.x / 128;  // named barrier of the warpgroup
     const u32 boxes_;                            // address of the warpgroup's two sets
-    u32 column_;                                 // address in a box of this lane's column of the warp's fragments
+    u32 column_;                                 // where this lane stores in the first box (store_matrices_transposed)
     u32 filling_ = 0;                            // offset of the set that is being filled: 0 or kSetBytes
 
     static constexpr u32 kSetBytes = kBoxes * kBoxBytes;

@@ -1,8 +1,8 @@
 // MGLU for 9 tokens and more on Hopper: one read of W, masks and x serves all n_masks + 1 products. The page of this
 // kernel is tile_wgmma.md.
 //
-// With t = x W^T and f_i = x (F_i * W)^T, where F_i is -1 where M_i = 1 and 1 elsewhere, gate_i = (t - f_i) / 2 and
-// value_i = (t + f_i) / 2. A block computes tiles of kBlockRows rows of W by kTokens tokens.
+// F_i is -1 where M_i = 1 and 1 elsewhere. With t = x W^T and f_i = x (F_i * W)^T, gate_i = (t - f_i) / 2 and value_i =
+// (t + f_i) / 2. A block computes tiles of kBlockRows rows of W by kTokens tokens.
 //
 // The producer is one thread in a warpgroup of its own. It loads stages by TMA into a ring in shared memory:
 // kStageChunks chunks of 64 columns of W, masks and x (tile_producer.cuh).
@@ -22,8 +22,8 @@
 // limit, so sparse products serve few tokens.
 //
 // Blocks with the same rows and neighbouring tokens may form a cluster, in which they load W and masks for each other.
-// That halves the reads from L2 and their power. A slot of the ring is refilled when all warps of all blocks have
-// released it.
+// This halves the reads from L2 and the power that the reads take. A slot of the ring is refilled when all warps of all
+// blocks have released it.
 //
 // W in 8 or 4 bits is decoded to 16 bits in registers, once for all products of a pass. Scales of rows multiply the
 // sums, and scales of groups of 128 columns multiply the weights.
@@ -76,12 +76,13 @@ __device__ __forceinline__ void store(const Params& p, const LaunchTile& tile, c
     }
 }
 
-// Shared memory through which a warpgroup passes t and the sum of its terms to the warpgroup with the same rows and to
-// the next pass. Each thread exchanges with the same thread of the other warpgroup, or with itself in the next pass.
+// Shared memory for t and for the sum of terms so far. A warpgroup passes both on to the other warpgroup with the same
+// rows, and from one pass to the next. Each thread exchanges with the same thread of the other warpgroup, or with
+// itself in the next pass.
 struct Exchange {
     float4* totals;   // t, unless a thread keeps it (kKeepTotal)
     float4* terms;    // the sum of terms so far
-    float4* twice_p;  // in training the sum of 2 P's terms so far
+    float4* twice_p;  // in training, the sum so far of the terms of 2 P
     int written;      // named barrier: the first warpgroup has written all arrays
     int read;         // named barrier: the second has read all arrays, and may have written `terms` for the next pass
 };
@@ -96,7 +97,7 @@ struct NoBoxes {};
 // that share 64 rows, and kWithTotal tells if the pass computes t. The last warpgroup writes the result in the last
 // pass.
 //
-// - not_first: an earlier pass, of this tile or an earlier one, has used the exchange
+// - not_first: an earlier pass, of this tile or of an earlier tile, has used the exchange
 // - more: another pass follows
 // - kept_total: t, if kKeepTotal
 template <int kGroup, bool kWithTotal, typename Boxes>
@@ -204,7 +205,8 @@ __device__ __forceinline__ void consume(const Params& p, const Tiles& tiles, u32
     if constexpr (kTrain) boxes.finish();
 }
 
-// A warpgroup's boxes, in the memory of all warpgroups. It is a template, since only training has maps of the results.
+// A warpgroup's boxes, in the memory of all warpgroups. This function is a template, since only training has maps of
+// the results.
 template <typename KernelParams>
 __device__ __forceinline__ auto boxes_of(const KernelParams& tp, u32 memory) {
     if constexpr (!kTrain) return NoBoxes();
@@ -240,7 +242,8 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, 1
     __syncthreads();
     let_next_kernel_start();
 #if MGLU_ITEMS
-    // If a kernel copies x, it has waited for group_tokens, whose table is therefore complete.
+    // If a kernel copies x, this kernel starts after the copying kernel has waited for group_tokens, so the table is
+    // complete.
     if constexpr (!kCopiedX) wait_for_earlier_kernels();
     const Tiles tiles = Tiles::create<kThreads>(items);
 #else

@@ -113,7 +113,7 @@ __device__ __forceinline__ u32 convert_pair(u32 pair, Scale scale) {
 // scales weights are exact; with them they are rounded. Scale is float if groups of columns have scales, else Unscaled.
 //
 // - load: loads four neighbouring stored weights of a row from shared memory
-// - divide: splits these four into the pairs of columns (0, 2) and (1, 3)
+// - divide: splits four loaded weights into the pairs of columns (0, 2) and (1, 3)
 // - neighbours: returns a pair of neighbouring weights from 2 kBits bits
 // - across: returns the pairs (A_2s, B_2s) and (A_2s+1, B_2s+1) of two octets (8 neighbouring weights) A and B
 // - octet: returns the four pairs of an octet, in an order that suits the format
@@ -187,7 +187,8 @@ struct Fp8Pairs : BytePairs<Fp8Pairs<kType>> {
     static __device__ __forceinline__ void decode(u32& low, u32& high, u32 word, Scale scale) {
         word = pick_bytes<kHigh << 8 | kLow>(word, 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        // One instruction converts a pair to float16. bfloat16 is converted from that through float32, which keeps NaN.
+        // One instruction converts a pair to float16. bfloat16 is converted from float16 through float32, which keeps
+        // NaN.
         asm("{\n\t.reg .b16 first, second;\n\tmov.b32 {first, second}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, first;\n\t"
             "cvt.rn.f16x2.e4m3x2 %1, second;\n\t}"
             : "=r"(low), "=r"(high)
@@ -207,11 +208,11 @@ struct WeightPairs<WeightFormat::fp8_row, kType> : Fp8Pairs<kType> {};
 template <int kType>
 struct WeightPairs<WeightFormat::fp8_block, kType> : Fp8Pairs<kType> {};
 
-// int8: an integer is put into the last bits of a floating-point number whose last bit has the value 1. The offset is
-// then subtracted.
+// int8: an integer is put into the last bits of a floating-point number whose last bit has the value 1. What this adds
+// to the integer is then subtracted.
 template <int kType>
 struct WeightPairs<WeightFormat::int8_row, kType> : BytePairs<WeightPairs<WeightFormat::int8_row, kType>> {
-    // The selector of pick_bytes() that puts each byte of a pair below a byte of the second word.
+    // The selector with which pick_bytes() fills two halves: a byte of the first word below a byte of the second.
     static __host__ __device__ constexpr u32 below(u32 bytes) { return 0x4040 | (bytes & 15) | (bytes & 0xf0) << 4; }
 
     template <u32 kLow, u32 kHigh, typename Scale>

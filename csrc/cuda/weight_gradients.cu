@@ -3,9 +3,9 @@
 //
 //   grad_weight = D_0 + sum_i F_i * D_i,   grad_logits_i = -2 W * D_i
 //
-// If one of the two gradients is not needed, inputs that only it uses are not read. The gradients may have different
-// dtypes. A gradient may overwrite D_0 or D_i of the same dtype: a thread reads an element before it writes it, and no
-// other thread reads it. Arithmetic is in float32, and each element is read and written once.
+// If only one of the two gradients is needed, inputs that serve only the other are not read. The gradients may have
+// different dtypes. A gradient may overwrite D_0 or D_i of the same dtype: only one thread uses an element, and the
+// thread reads the element before writing it. Arithmetic is in float32, and each element is read and written once.
 //
 // W holds the rows of all experts, one expert after the other. Each expert has its own stacks of D_i and of
 // grad_logits_i. A layer without experts counts as one expert.
@@ -18,8 +18,8 @@ struct Params {
     const void* weight;      // [rows, columns] with contiguous columns; for grad_logits
     const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous; for grad_weight
     const void* products;    // D_i [rows / expert_rows, kMasks, expert_rows, columns]; each matrix is contiguous
-    void* weight_gradient;
-    void* logits_gradient;
+    void* grad_weight;
+    void* grad_logits;
     i64 weight_row_stride;
     i64 products_stride;  // from one mask to the next
     i64 logits_stride;
@@ -31,12 +31,13 @@ struct Params {
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kTotalType = MGLU_TOTAL;
 constexpr int kMasks = MGLU_N_MASKS;
-constexpr int kWeightType = MGLU_WEIGHT_GRADIENT;  // the gradients' dtypes; -1 if a gradient is not needed
-constexpr int kLogitsType = MGLU_LOGITS_GRADIENT;
+constexpr int kWeightType = MGLU_GRAD_WEIGHT;  // the gradients' dtypes; -1 if a gradient is not needed
+constexpr int kLogitsType = MGLU_GRAD_LOGITS;
 constexpr bool kWeight = kWeightType >= 0;
 constexpr bool kLogits = kLogitsType >= 0;
 
-// The offsets of a mask's 8 columns in each tensor. They advance from mask to mask by the tensor's stride.
+// The offsets of a mask's 8 columns in each tensor. From mask to mask, each offset advances by the stride of its
+// tensor.
 struct MaskOffsets {
     const u8* masks;
     i64 product, logits;
@@ -66,7 +67,7 @@ __device__ __forceinline__ void add_masks(float (&sum)[kOctet], const Group<kTyp
             float by_logit[kOctet];
 #pragma unroll
             for (int k = 0; k < kOctet; ++k) by_logit[k] = -2.0f * weight[k] * product[j][k];
-            store_group(p.logits_gradient, at.logits, rounded<kLogitsType>(by_logit), at.count);
+            store_group(p.grad_logits, at.logits, rounded<kLogitsType>(by_logit), at.count);
         }
     }
 }
@@ -96,5 +97,5 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads)
 #pragma unroll 1
     for (int mask = 0; mask + kMasksAtOnce <= kMasks; mask += kMasksAtOnce) add_masks<kMasksAtOnce>(sum, weight, p, at);
     if constexpr (kMasks % kMasksAtOnce > 0) add_masks<kMasks % kMasksAtOnce>(sum, weight, p, at);
-    if constexpr (kWeight) store_group(p.weight_gradient, element, rounded<kWeightType>(sum), index.count);
+    if constexpr (kWeight) store_group(p.grad_weight, element, rounded<kWeightType>(sum), index.count);
 }

@@ -25,7 +25,7 @@ __device__ __forceinline__ void tma_load_box(u32 destination, const TensorMap& m
         : "memory");
 }
 
-// The same for matrix number `slice` of a stack of matrices.
+// Like tma_load_box(), but for matrix number `slice` of a stack of matrices.
 template <int kBlocks>
 __device__ __forceinline__ void tma_load_box_3d(u32 destination, const TensorMap& map, int column, int row, int slice,
                                                 u32 barrier, u64 policy) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ void tma_load_box_3d(u32 destination, const TensorMap
         : "memory");
 }
 
-// Stores a box from shared memory; call fence_async_proxy() after writing it. Elements outside the matrix are not
-// stored. The stores that a thread issues before store_commit() form a group, for which it can wait.
+// Stores a box from shared memory; call fence_async_proxy() after writing the box. Elements outside the matrix are not
+// stored. The stores that a thread issues before store_commit() form a group, for which the thread can wait.
 __device__ __forceinline__ void tma_store_box(const TensorMap& map, int column, int row, u32 source, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;" ::"l"(
@@ -113,9 +113,9 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The descriptor of a B operand in shared memory with a row of 128 bytes (64 elements along k) for each column of the
-// product, in the 128-byte swizzle: 16-byte vector v of row n lies at v ^ (n % 8). Blocks of 8 rows are 1024 bytes
-// apart. Adding 2 to the descriptor advances by 16 elements along k.
+// The descriptor of a B operand in shared memory. Each column of the product has a row of 128 bytes (64 elements along
+// k) in the 128-byte swizzle: 16-byte vector v of row n lies at v ^ (n % 8). Blocks of 8 rows are 1024 bytes apart.
+// Adding 2 to the descriptor advances by 16 elements along k.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 address) {
     return static_cast<u64>(1) << 62 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(1) << 16 |
            static_cast<u64>((address & 0x3ffff) >> 4);
@@ -139,8 +139,8 @@ __device__ __forceinline__ u64 transposed_descriptor(u32 address, u32 box_bytes)
 template <int N, bool kBfloat16>
 struct Wgmma;
 
-// The same for A (64 x 32) and B (32 x N) of float8_e4m3fn. a0 is elements 4q to 4q + 3 of row g, and a2 is 16 elements
-// further. Adding 2 to the descriptor advances by 32 elements along k. Without kAdd, D is overwritten.
+// Like Wgmma, but for A (64 x 32) and B (32 x N) of float8_e4m3fn. a0 is elements 4q to 4q + 3 of row g, and a2 is 16
+// elements further. Adding 2 to the descriptor advances by 32 elements along k. Without kAdd, D is overwritten.
 template <int N>
 struct Fp8Wgmma;
 

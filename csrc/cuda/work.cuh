@@ -21,14 +21,14 @@ __device__ __forceinline__ Work<i64> work_in_grid() {
 }
 
 // The work of a block in a grid where blocks with the same rows and different tokens are neighbours, so that only the
-// first reads W from memory (decode_mma).
+// first of these blocks reads W from memory (decode_mma).
 template <int kRows, int kTokens>
 __device__ __forceinline__ Work<int> work_of_neighbours(const Params& p) {
     const int groups = (p.tokens + kTokens - 1) / kTokens;
     return {static_cast<int>(blockIdx.x / groups) * kRows, static_cast<int>(blockIdx.x % groups) * kTokens};
 }
 
-// Maps a block's tokens to rows of x and of the result if both are in order.
+// Maps a block's tokens to rows of x and of the result, if both have the order of the tokens.
 struct RowsInOrder {
     static constexpr bool kConsecutive = true;
     __device__ __forceinline__ int x_row(int token) const { return token; }
@@ -64,7 +64,7 @@ struct Item {
 };
 
 // Reads a block's item from the table. Blocks with the same rows of W and different items of one expert are neighbours,
-// so that only the first reads W from memory. Entries without rows come last.
+// so that only the first of these blocks reads W from memory. Entries without rows come last.
 __device__ __forceinline__ Item item_of_table(const ItemParams& p, int block, int row_blocks, int* rows) {
     const ItemEntry* entries = reinterpret_cast<const ItemEntry*>(p.items);
     int index = block / row_blocks;
@@ -81,8 +81,9 @@ __device__ __forceinline__ Item item_of_table(const ItemParams& p, int block, in
     return {entry.expert, entry.count, block_of_expert / count};
 }
 
-// Finds the item that begins with row `block % rows`, without a table. Every warp searches for the rows of that row's
-// expert, a lane every 32nd row. The item is empty unless a multiple of kTokens rows of the expert come earlier.
+// Finds the item that begins with row `block % rows`, without a table. Every warp searches for the rows of the same
+// expert; each of its lanes looks at every 32nd row. The item is empty unless the number of earlier rows of the expert
+// is a multiple of kTokens.
 template <int kTokens>
 __device__ __forceinline__ Item find_item(const ItemParams& p, int block, int* rows) {
     const int lane = threadIdx.x % 32, leader = block % p.rows;
@@ -147,8 +148,7 @@ __device__ __forceinline__ void store_zeros(const Params& p, const RowsOfItem& r
                 p.out)[static_cast<i64>(rows.result_row(i / kRows)) * p.out_features + first + i % kRows] = 0;
 }
 
-// --- tile_wgmma
-// --------------------------------------------------------------------------------------------------------
+// --- The tiles of tile_wgmma -----------------------------------------------------------------------------------------
 
 struct Tile {
     int row;    // first row of W; less than `owned` if the tile would run past the end
@@ -225,7 +225,7 @@ struct ItemTile {
 // expert are neighbours, so that its weights are read from memory once.
 template <int kRows, int kTokens, int kCluster, int kSwath, int kRowsOfScale>
 class ItemOrder {
-    using Order = TileOrder<kRows, 1, 1, kSwath>;  // with items in place of tokens
+    using Order = TileOrder<kRows, 1, 1, kSwath>;  // each item counts as a tile of one token
     const ItemEntry* const entries_;
     const int* const rows_;
     int items_ = 0;  // number of entries with an expert, which come first

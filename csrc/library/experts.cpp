@@ -57,7 +57,7 @@ void check_ids(const Tensor& ids, const char* argument, const Tensor& x) {
     check_device("expert_ids", ids, x, argument);
 }
 
-// Runs the checks of one layer, and adds to their errors that the shapes are one expert's.
+// Runs the checks of one layer, and adds to the messages of errors that shapes are those of one expert.
 template <typename Check>
 auto check_one_expert(Check check) {
     try {
@@ -119,7 +119,7 @@ class Matrix {
 
 // Calls `body(expert, rows)` for each expert that has rows, with its rows in ascending order. `routing` is contiguous
 // and holds the expert of each row, or if `is_sorted` the end of each expert's rows. Ends are clamped to [0, rows], and
-// to the end before them.
+// an end below the end before it counts as that one.
 template <typename Body>
 void for_each_expert(const Tensor& routing, bool is_sorted, std::int64_t experts, std::int64_t rows, Body body) {
     const auto value = [&](std::int64_t i) {
@@ -147,8 +147,8 @@ void for_each_expert(const Tensor& routing, bool is_sorted, std::int64_t experts
 
 // --- experts_down ----------------------------------------------------------------------------------------------------
 
-// With dense weights, experts with more rows use the library's product (mglu_ops/backends/cpu/experts_down.py says
-// why).
+// With dense weights, experts with more rows than this use the caller's `product`
+// (mglu_ops/backends/cpu/experts_down.py says why).
 constexpr std::size_t kMostRows = 8;
 
 float float_at(const Tensor& tensor, std::int64_t i) {

@@ -15,8 +15,8 @@ namespace mglu {
 
 // A call of mglu::experts_forward or mglu::grouped_forward.
 struct ExpertsCall {
-    // The first expert's weight, masks and scales, but the x and mask_weights of all experts. `tokens` is the number of
-    // rows of x, T or (for grouped_forward) S.
+    // The layer of the first expert: its weight, masks and scales, but the x and mask_weights of all experts. `tokens`
+    // is the number of rows of x, T or (for grouped_forward) S.
     LayerCall layer;
     Tensor routing;  // the expert ids [T, K], or offs [E] if the rows are sorted by expert
     bool is_sorted;
@@ -58,9 +58,9 @@ void forward(const ExpertsCall& call, const Tensor& out, const Executor& executo
 // Multiplies y `[rows, in_features]` with an expert's transposed weight. y and `out` are contiguous, in y's dtype.
 using Product = std::function<void(const Tensor& y, std::int64_t expert, const Tensor& out)>;
 
-// `out` is contiguous, in y's dtype, and has `call.result_sizes()`. All other tensors must be contiguous too, but on
-// a CPU only the rows of the weight have to be. On a GPU y and the weight must start at multiples of 16 bytes. On a CPU
-// `product` computes experts with more than a few rows if their weights are dense and y is not float16.
+// `out` is contiguous, in y's dtype, and has `call.result_sizes()`. All other tensors must be contiguous too, except
+// that on a CPU it is enough if the rows of the weight are. On a GPU y and the weight must start at multiples of 16
+// bytes. On a CPU `product` computes experts with more than a few rows if their weights are dense and y is not float16.
 void experts_down(const DownCall& call, const Tensor& out, const Executor& executor, const Product& product);
 
 }  // namespace mglu

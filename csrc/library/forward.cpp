@@ -17,7 +17,8 @@ namespace {
 #include "../cpu/element.h"
 
 // Rounds x, of magnitude up to 448, to the nearest number of fp8. Adding a number that is 1.5 * 2^23 times the value of
-// fp8's last digit makes float32 round at that digit. Below 2^-6, where fp8 is subnormal, the digit is constant.
+// fp8's last digit makes float32 round at that digit. Below 2^-6, where fp8 is subnormal, the value of that digit is
+// constant.
 float rounded_to_fp8(float x) {
     const std::uint32_t exponent = bit_cast<std::uint32_t>(x) & 0x7f800000u;
     const float large = 1.5f * bit_cast<float>(std::max(exponent, 121u << 23) + (20u << 23));
@@ -38,8 +39,8 @@ void round_token(const Element* x, Element* out, std::int64_t count) {
     std::uint32_t greatest = 0;
     for (std::int64_t i = 0; i < count; ++i)
         greatest = std::max(greatest, bit_cast<std::uint32_t>(to_float(x[i])) & 0x7fffffffu);
-    // The smallest power of two that brings the magnitude to at most 448 = 1.75 * 2^8: fractions above 1.75 need one
-    // more.
+    // The smallest power of two that brings the magnitude to at most 448 = 1.75 * 2^8: fractions above 1.75 need the
+    // next power of two.
     const int exponent = static_cast<int>(greatest >> 23) - 8 + ((greatest & 0x7fffffu) > 0x600000u);
     const std::uint32_t power = greatest == 0 ? 127u << 23 : static_cast<std::uint32_t>(std::max(exponent, 1)) << 23;
     const float scale = greatest < 0x7f800000u ? bit_cast<float>(power) : std::numeric_limits<float>::quiet_NaN();

@@ -58,7 +58,7 @@ std::int64_t count_rows(const Tensor& tensor) {
     return rows;
 }
 
-// The distance from one row to the next of a tensor that folds to two dimensions.
+// The distance between the rows of a tensor that is viewed as a matrix. The tensor must fold (`folds`).
 std::int64_t row_stride(const Tensor& tensor) { return tensor.dims == 2 ? tensor.strides[0] : tensor.last_size(); }
 
 // True if a tensor can be viewed as a matrix without a copy.
@@ -67,7 +67,7 @@ bool folds(const Tensor& tensor, bool any_column_stride) {
     return tensor.dims <= 2 ? dense_columns : tensor.is_contiguous();
 }
 
-// True if x can be read in aligned 16-byte vectors, or if a contiguous copy could not be either.
+// True if x can be read in aligned 16-byte vectors, or if even a contiguous copy of x could not.
 bool has_vector_rows(const LayerCall& call) {
     const bool could_have =
         call.in_features % 8 == 0 && (call.x.dtype == Scalar::float16 || call.x.dtype == Scalar::bfloat16);

@@ -1,5 +1,5 @@
-// LayerCall describes a call of mglu::forward. It is checked when it is built. The needed copies, the sizes of the
-// result, the kernel and its launch are derived from it.
+// LayerCall describes a call of mglu::forward. `describe` checks the call and builds the LayerCall. The needed copies,
+// the sizes of the result, the kernel and its launch are derived from it.
 #pragma once
 
 #include <optional>
@@ -40,7 +40,7 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
                    const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
                    std::string_view weight_format, std::string_view activation_format);
 
-// Checks that the operators over experts use too. `argument` is the name of x in messages. All throw
+// The operators over experts use these checks too. `argument` is the name of x in messages. All checks throw
 // std::invalid_argument.
 struct Format;
 const Format& find_format(std::string_view weight_format);

@@ -1,7 +1,8 @@
 // The public interface of libmglu_ops.so, in C.
 //
 // A program that links or loads the library can run packages of `mglu_ops.export`, because the library registers
-// torch.ops.mglu.* when it is loaded. It does not if Python's mglu_ops has registered them in the same process.
+// torch.ops.mglu.* when it is loaded. The library does not register them if Python's mglu_ops has done so in the same
+// process.
 #pragma once
 
 #define MGLU_OPS_VERSION "0.1.0"  // equals mglu_ops.__version__
@@ -13,8 +14,8 @@ extern "C" {
 // Checks the files of a model before torch's loader opens them. The loader compares no checksums, and a package that
 // lacks its weights crashes when it runs.
 //
-// Returns null if the files are complete and fit together, else a message that says what is wrong, which is valid until
-// the thread's next call.
+// Returns null if the files are complete and fit together, else a message that says what is wrong. The message is valid
+// until the thread's next call.
 //
 // - package: the path of a package of mglu_ops.export.
 // - weights: the path of the weights file that the program will give to the package, or null for none. Packages of

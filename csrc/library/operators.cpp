@@ -144,7 +144,8 @@ class Registration {
     Registration() {
         if (python_has_operators()) return;
         for (const char* schema : kSchemas) schemas_.def(schema);
-        // If Python imports mglu_ops later, its kernels for CPU and CUDA take precedence over this key's.
+        // These kernels have the dispatch key CompositeExplicitAutograd. If Python imports mglu_ops later, it registers
+        // kernels with the keys CPU and CUDA, which take precedence.
         kernels_.impl("pack_masks", &boxed_pack_masks)
             .impl("pack_logits", &boxed_pack_logits)
             .impl("unpack_masks", &boxed_unpack_masks)
@@ -160,8 +161,8 @@ class Registration {
     StableLibrary kernels_{StableLibrary::Kind::IMPL, "mglu", "CompositeExplicitAutograd", __FILE__, __LINE__};
 };
 
-// torch refuses to define a schema twice, for example if the library is loaded from two paths. The first registration
-// then stays.
+// torch refuses to define a schema twice, for example if the library is loaded from two paths. The registration by the
+// first copy then stays.
 std::unique_ptr<Registration> register_operators() noexcept {
     try {
         return std::make_unique<Registration>();

@@ -25,7 +25,7 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(AtenTensorHandle x,
     }
 }
 
-// Inductor calls one symbol per device. Both run the same code, which asks the tensors for their device.
+// Inductor calls one symbol per device. Both symbols run the same code, which asks the tensors for their device.
 AOTI_TORCH_EXPORT decltype(aoti_torch_cpu_mglu_forward) aoti_torch_cuda_mglu_forward
     __attribute__((alias("aoti_torch_cpu_mglu_forward")));
 

@@ -28,7 +28,7 @@ const char* name(Scalar dtype);
 bool is_floating(Scalar dtype);
 std::int64_t item_bytes(Scalar dtype);  // bytes of an element; 1 for an unknown dtype
 
-// Does not own its data, sizes and strides.
+// A Tensor does not own its data, sizes and strides.
 struct Tensor {
     void* data = nullptr;
     std::int64_t dims = 0;

@@ -12,14 +12,14 @@
 #include "layer_call.h"
 #include "masks.h"
 
-// Weak, because the library may be built with a torch without CUDA, which lacks this function.
+// This declaration is weak, because the library may be built with a torch without CUDA, which lacks the function.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(std::int32_t device, void** stream);
 
 namespace mglu {
 
 namespace {
 
-// The threads of torch's pool, and torch's current stream of the tensor's GPU.
+// Returns an Executor with the threads of torch's pool, and with torch's current stream of the tensor's GPU.
 Executor executor_for(const Tensor& tensor) {
     Executor executor{torch_parallel_for};
     if (tensor.device == Device::cuda) {
@@ -36,7 +36,8 @@ Handle result_of(const std::vector<std::int64_t>& sizes, const Tensor& x, const 
     if (x.device == Device::cuda) guard.emplace(x.device_index);
     Handle result = empty(sizes, x.dtype, x), workspace;
     Executor executor = executor_for(x);
-    // The memory may be freed while the kernels still run, since its next user launches later on the same stream.
+    // The memory may be freed while the kernels still run, since the kernels that use it next are launched later on the
+    // same stream.
     executor.allocate = [&](std::int64_t bytes) {
         workspace = empty({bytes}, Scalar::uint8, x);
         return view(workspace.get()).data;

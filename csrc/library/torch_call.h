@@ -1,4 +1,5 @@
-// The operators on torch's tensor handles. They allocate results, and copy tensors whose strides no kernel takes.
+// The operators on torch's tensor handles. They allocate results. If no kernel takes the strides of a tensor, they copy
+// the tensor.
 //
 // All throw std::invalid_argument for wrong arguments, and std::runtime_error if torch or a kernel fails.
 #pragma once
@@ -18,8 +19,8 @@ Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle pac
                AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,
                std::string_view activation_format);
 
-// The operators over experts. `routing` is expert_ids for experts_forward. With `is_sorted` it is offs, and the
-// operator is grouped_forward.
+// The operators over experts. With `is_sorted` the operator is grouped_forward, and `routing` is offs. Otherwise the
+// operator is experts_forward, and `routing` is expert_ids.
 Handle experts_forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks,
                        AtenTensorHandle routing, bool is_sorted, std::string_view activation,
                        AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,

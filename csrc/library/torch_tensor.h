@@ -42,8 +42,8 @@ inline Tensor view(AtenTensorHandle handle) {
     return tensor;
 }
 
-// The tensor of an argument. Throws std::invalid_argument unless it is strided and its storage holds all its elements;
-// FSDP, for example, resizes storages.
+// The tensor of an argument. Throws std::invalid_argument unless the tensor is strided and its storage holds all its
+// elements. A storage may be too small after FSDP, for example, has resized it.
 inline Tensor view_argument(AtenTensorHandle handle, const char* argument) {
     bool is_defined = false;
     std::int32_t layout = 0;

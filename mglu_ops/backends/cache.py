@@ -39,11 +39,11 @@ class Artifact:
     """The description of a file in the cache, which may not be built yet.
 
     Attributes:
-        name: its content and its processor, such as `cpu-x86_64`.
+        name: what the file holds and for which processor, such as `cpu-x86_64`.
         suffix: `.so` or `.cubin`.
-        inputs: the sources and options that decide its content, but not the compiler.
-        activity: the words for its build in messages, such as "compiling CUDA kernels".
-        duration: the words for the time of its build in messages.
+        inputs: the sources and options from which the file is built. The compiler is not one of them.
+        activity: how messages describe the build, such as "compiling CUDA kernels".
+        duration: how messages describe the time that the build takes.
     """
 
     name: str
@@ -69,11 +69,11 @@ def obtain(
 
     Args:
         artifact: the artifact.
-        build: returns its content. Its argument is an empty scratch folder, which is removed afterwards.
-        load: gets the path of the file and its content. If it raises an OSError, because the file cannot be loaded
-            here, the file is built again, or the next folder is used.
-        folder: the only folder to use. The default is `cache_directory()`, or a temporary folder that the processes of
-            this user share if that one cannot be used.
+        build: returns the content of the file. Its argument is an empty scratch folder, which is removed afterwards.
+        load: gets the path and the content of the file, and raises an OSError if this machine cannot load the file.
+            Then the file is built again, or the next folder is used.
+        folder: the only folder to use. The default is `cache_directory()` or, if that folder cannot be used, a
+            temporary folder that the processes of this user share.
 
     Returns:
         What `load` returned.
@@ -160,7 +160,7 @@ def _check_trust(path: Path) -> None:
 
 
 def _check_execution(folder: Path) -> None:
-    """Raise an OSError if libraries in a folder cannot be loaded or its disk is full. Call this before a build."""
+    """Raise an OSError if libraries in a folder cannot be loaded, or if its disk is full. Call this before a build."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"\0")
         file.flush()
@@ -175,7 +175,7 @@ def _files(folder: Path, artifact: Artifact) -> list[Path]:
 
 
 def _find(folder: Path, artifact: Artifact, load: Callable[[Path, bytes], T]) -> tuple[T, ...]:
-    """Return `(load(...),)` of the first undamaged and trusted file of an artifact, or `()`. Report other files."""
+    """Return `(load(...),)` of the first undamaged and trusted file of an artifact, or `()`. Report unusable files."""
     for path in _files(folder, artifact):
         try:
             _check_trust(folder)
@@ -206,7 +206,10 @@ def _lock(folder: Path, artifact: Artifact) -> AbstractContextManager[object]:
 
 
 def _store(folder: Path, artifact: Artifact, content: bytes, load: Callable[[Path, bytes], T]) -> T:
-    """Write the file of an artifact, remove its other files, and load it. Remove it again if it cannot be loaded."""
+    """Write the file of an artifact and load it. Remove older files of the artifact.
+
+    The new file is removed as well if it cannot be loaded.
+    """
     path = folder / f"{artifact.stem}-{_hash(content)}{artifact.suffix}"
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f"{artifact.stem}.")  # private, whatever the umask
     try:

@@ -1,7 +1,7 @@
 """Experts on a CPU: a loop over the experts that have rows, which runs the kernels of one layer for each.
 
-The backend passes the function that prepares one layer. An expert without rows costs nothing, except in `backward`,
-where its gradients are filled with zeros.
+The backend passes the function that prepares one layer. An expert without rows costs no time, except in `backward`,
+which fills the gradients of that expert with zeros.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 COMPILER_SECONDS = 600.0
-"""The time limit of a compiler in seconds: many times what it needs, so that no call hangs forever."""
+"""The time limit of a compiler in seconds, so that no call hangs forever. It is many times what compilers need."""
 
 
 def run(

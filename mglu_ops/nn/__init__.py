@@ -1,10 +1,11 @@
 """Modules (MGLU, feed-forward blocks, experts, naive layers, baselines), `freeze`, `quantize` and `dequantize`.
 
-For training, `parameter_groups` makes groups for the optimizer, and `MaskStatistics` numbers for the log. For ONNX,
-`decompose` writes out the fused operators.
+For training, `parameter_groups` makes groups for the optimizer, `MaskStatistics` numbers for the log, and `from_swiglu`
+a start from a trained model. For ONNX, `decompose` writes out the fused operators.
 """
 
 from .baselines import GLU, LU
+from .conversion import from_swiglu
 from .decomposing import decompose
 from .experts import ExpertsDown, MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts
 from .feed_forward import GeMGLU, MGLUFeedForward, ReMGLU, SwiMGLU
@@ -36,6 +37,7 @@ __all__ = [
     "dequantize",
     "flip_ratio",
     "freeze",
+    "from_swiglu",
     "gate_ratio",
     "mask_agreement",
     "parameter_groups",

@@ -92,7 +92,7 @@ def check_options(module: nn.Module, options: Mapping[str, object], known: type)
     Raises:
         TypeError: an argument is not in `known`.
     """
-    names = known.__optional_keys__  # type: ignore[attr-defined] # a TypedDict's
+    names = known.__optional_keys__  # type: ignore[attr-defined] # a TypedDict has it
     unknown = [name for name in options if name not in names]
     if unknown:
         constructors = [vars(cls)["__init__"] for cls in type(module).__mro__ if "__init__" in vars(cls)]
@@ -139,9 +139,9 @@ def check_x(
 
 
 def weight_of_linear(linear: nn.Module | None) -> Tensor | None:
-    """The weight of an `nn.Linear`, or None if the call may use another tensor.
+    """The weight of an `nn.Linear`, or None if a call of the module may use another tensor.
 
-    FSDP, accelerate and adapters gather, load or change the weight only when the module is called.
+    FSDP gathers the weight, accelerate loads it, and adapters change it only when the module is called.
     """
     if type(linear) is not nn.Linear or linear._forward_pre_hooks or "forward" in vars(linear):
         return None
@@ -157,7 +157,7 @@ def check_model(model: object) -> None:
 def check_weight_and_masks(weight: Tensor, masks: Tensor, leading: Sequence[str] = ()) -> None:
     """Check a weight `[out_features, in_features]`, and logits or bool masks `[n_masks, out_features, in_features]`.
 
-    Both have the leading dimensions that `leading` names. If there are none, n_masks may be missing.
+    Weight and masks begin with the dimensions that `leading` names. Without such dimensions, n_masks may be missing.
     """
     before = "".join(f"{name}, " for name in leading)
     rank = len(leading) + 2

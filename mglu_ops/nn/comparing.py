@@ -57,7 +57,7 @@ def _warn(name: str, reason: str, stacklevel: int) -> None:
 
 @torch.no_grad()
 def _results(old: nn.Module, new: nn.Module, layer: MaskedLinear) -> tuple[Tensor, Tensor]:
-    """The results of both modules for a random x with three dimensions, or with two if a module needs that."""
+    """The results of both modules for a random x with three dimensions, or with two if a module does not take three."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 4, layer.in_features, generator=generator).to(layer.weight)]
     if isinstance(new, MGLUExperts):

@@ -33,14 +33,17 @@ PROJECTIONS = (
     ("gate", "up", "down"),
     ("gate_up_proj", "down_proj"),
 )
-"""Usual names of the gate, up and down projections in a feed-forward layer; a row of two has the first two joined."""
+"""Usual names of the gate, up and down projections in a feed-forward layer.
+
+In a row of two names, the first is that of the joined gate and up projection.
+"""
 
 
 class GatedUnit(NamedTuple):
     """The three matrices of a layer that computes `down(act(gate(x)) * up(x))`, and the name of `act`.
 
-    `gate` and `up` are `[intermediate, hidden]`, and `down` is `[hidden, intermediate]`. Experts have their number in
-    front.
+    `gate` and `up` are `[intermediate, hidden]`, and `down` is `[hidden, intermediate]`. For experts, all three have a
+    first dimension more, the experts.
     """
 
     gate: Tensor
@@ -61,11 +64,12 @@ def from_swiglu(
     """Copy a model, with an `MGLUFeedForward` in place of each feed-forward layer that is a gated linear unit.
 
     **The copy is a start for training, not an equivalent model**: one matrix and masks cannot hold what two matrices
-    hold, so that it predicts badly at first. Train it further, or distil it from `model`, which is not changed and
-    shares no tensor with the copy.
+    hold, so the copy predicts badly at first. Train the copy further, or distil it from `model`. `model` is not changed
+    and shares no tensor with the copy.
 
-    A module is such a layer if it has children with the names in `projections`. It is called once with known values in
-    place of its children's results, which shows its activation, and that it computes `down(act(gate(x)) * up(x))`.
+    A module is taken for such a layer if its children have the names in `projections`. One call of the module, with
+    known values in place of its children's results, shows its activation, and that it computes
+    `down(act(gate(x)) * up(x))`.
 
     Each layer's gate and up matrices, `W_g` and `W_u`, become one weight W:
 
@@ -94,9 +98,9 @@ def from_swiglu(
         convert a model of the same sizes in the same way, and load it into the result.
 
     Raises:
-        TypeError: a layer with projections of these names is not what this function takes: a projection is not a plain
-            `nn.Linear`, as with adapters or quantized weights, or the layer computes something else, with another
-            activation, a limit, a factor, dropout or a norm; or `model` is not a module.
+        TypeError: `model` is not a module; a projection is not a plain `nn.Linear`, but has an adapter or quantized
+            weights, for example; or a layer with projections of these names computes something else, for example with
+            another activation, a limit, a factor, dropout or a norm.
         ValueError: there is no such layer; a projection has a bias; the model is compiled, on several devices or on
             meta; or another argument is out of range.
     """
@@ -135,7 +139,7 @@ def check_found(model: nn.Module, found: object, projections: Sequence[str] | No
 
 
 def replaced(model: ModelT, layers: Mapping[nn.Module, nn.Module]) -> ModelT:
-    """Copy a model, with other modules in place of some of its own, whose tensors are not copied."""
+    """Copy a model, with each key of `layers` replaced by its value, whose tensors are not copied."""
     for old, new in layers.items():
         new.train(old.training)
     return copy.deepcopy(model, {id(old): new for old, new in layers.items()})
@@ -188,12 +192,12 @@ def _linear(module: Any, where: str) -> nn.Linear:
 
 
 class _StandIn(nn.Module):
-    """Returns a given tensor in place of a projection, and keeps what it was called with."""
+    """Returns a given tensor in place of a projection, and keeps the x with which it was called."""
 
     def __init__(self, linear: nn.Linear, result: Tensor) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, None
-        self.weight = result.new_zeros(()).expand(linear.weight.shape)  # some layers ask for its dtype
+        self.weight = result.new_zeros(()).expand(linear.weight.shape)  # some layers read the weight's dtype
         self.result = result
         self.x: Tensor | None = None
 
@@ -203,10 +207,10 @@ class _StandIn(nn.Module):
 
 
 def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) -> tuple[str, bool]:
-    """Find the activation of a feed-forward layer; also True if a joined matrix has up's rows before the gate's.
+    """Return a feed-forward layer's activation, and True if a joined matrix has the rows of up before the gate's.
 
     Raises:
-        TypeError: it does not compute `down(act(gate(x)) * up(x))`.
+        TypeError: the layer does not compute `down(act(gate(x)) * up(x))`.
     """
     *_, (down_name, down) = linears.items()
     gate, up = known_values(down.in_features, down.weight.device)
@@ -217,7 +221,7 @@ def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) ->
     others = {name: child for name, child in module._modules.items() if name not in linears}
     trial = copy.copy(module)
     trial.__dict__["_modules"] = {**module._modules, **copy.deepcopy(others), **stand_ins}
-    trial.train()  # with dropout
+    trial.train()  # so that dropout would change the result
     try:
         result = trial.forward(x)
     except Exception as error:
@@ -278,7 +282,7 @@ def start(layer: MGLU, unit: GatedUnit, init: str) -> None:
 
 
 def down_of(unit: GatedUnit, layer: MGLU) -> Tensor:
-    """The weight of the down projection, which reads a sum over the masks, unless a router weighs them."""
+    """The weight of the down projection, divided by n_masks without a router, since the layer then sums over masks."""
     return unit.down.detach().clone() if layer.top_k is not None else unit.down.detach() / layer.n_masks
 
 
@@ -287,7 +291,7 @@ def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
     """Make the weight of a layer with learned masks, and for `magnitude` also its masks, from the matrices of a GLU.
 
     `from_swiglu` says what each `init` does. Only `magnitude` changes the masks. The layer's result is a sum over its
-    masks, so the caller must divide the weights that read it by their number.
+    masks, so the caller must divide the weights by which the result is multiplied by the number of masks.
 
     Args:
         layer: the layer, or the experts, whose weight is replaced.
@@ -298,7 +302,8 @@ def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
     assert layer.mask_logits is not None
     layer.weight = nn.Parameter(WEIGHTS[init](gate, up).clone())
     if init == "magnitude":
-        # The logits become |W_g| - |W_u|, scaled as logits are, plus noise of that scale in all masks but the first.
+        # The logits become |W_g| - |W_u|, scaled to the size of initial logits. In all masks but the first, noise of
+        # the same size is added.
         difference = gate.float().abs() - up.float().abs()
         size = difference.square().mean((-2, -1), keepdim=True).sqrt()
         scaled = difference * (LOGITS_STD / size.clamp(min=1e-30))

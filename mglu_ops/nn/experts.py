@@ -33,15 +33,15 @@ class OnRank:
     first_expert: int | None = None
     """The number of this rank's first expert; None unless `mglu_ops.parallel.ParallelExperts` has divided the layer."""
     ranks_of_tokens: int | None = None
-    """The number of ranks that have different tokens; None if all ranks have the same x. These ranks exchange rows as
-    plain tensors, which only `MGLUExpertsFeedForward` may pass to the layer."""
+    """The number of ranks that have different tokens; None if all ranks have the same x. Ranks with different tokens
+    exchange rows as plain tensors, which only `MGLUExpertsFeedForward` may pass to the layer."""
 
     def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
         """The local part of a DTensor if the layer is divided over ranks; otherwise the tensor, unchanged.
 
-        If all ranks hold a tensor, its gradient is the sum of the ranks' gradients. If only this rank holds it, its
-        gradient already comes from all tokens; if each rank has its own tokens, it is divided by the number of ranks,
-        because data-parallel training averages all other gradients.
+        The gradient of a replicated tensor is summed over the ranks. The gradient of a sharded one needs no sum, since
+        each rank computes its shard for all tokens. If the ranks have different tokens, as in data-parallel training,
+        gradients are also divided by the number of ranks, because that training averages all other gradients.
         """
         if self.first_expert is None or tensor is None:
             return tensor
@@ -164,7 +164,7 @@ class MGLUExperts(_Experts, MGLU):
         return y.view(*expert_ids.shape, y.shape[-1])
 
     def _sorted(self, x: Tensor, mask_weights: Tensor | None, expert_ids: Tensor) -> Tensor:
-        """Compute the result `[T K, out_features]` with rows sorted by expert, which supports all gradients."""
+        """Compute the result `[T K, out_features]` from rows sorted by expert. This way supports all gradients."""
         top_k, weight, scale = expert_ids.shape[1], self.on_rank(self.weight), self.on_rank(self.weight_scale)
         order, offs = sort_pairs(expert_ids, weight.shape[0])
         inverse = inverse_of(order)
@@ -289,7 +289,7 @@ class ExpertsFeedForwardOptions(UnroutedOptions, total=False):
 def weighted_sum(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
     """The result `[T, hidden_size]` for x `[T, hidden_size]`, expert ids `[T, K]` and expert weights `[T, K]`.
 
-    A rank that holds only some experts sums over these.
+    A rank that holds only some experts sums over those experts.
     """
     if layer.first_expert:
         expert_ids = expert_ids - layer.first_expert  # the ids of other ranks' experts are then out of range

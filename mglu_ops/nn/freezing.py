@@ -56,11 +56,12 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
     The function gets each instance of `MyGate` and returns its replacement, whose masks are then packed. A module in
     several places is replaced by one module, and parameters that the function passes on stay tied. Hooks of the
     replaced module are lost. Before anything is replaced, each module and its replacement are run on the same random x,
-    and different results are an error. Masks that are not `logits > 0` must be passed as bool masks, for example
-    `sigmoid(logits) > 0.5`, which is False where the sigmoid rounds to 0.5.
+    and different results are an error. Masks that are not `logits > 0` must be passed as bool masks. An example is
+    `sigmoid(logits) > 0.5`, which is False for tiny positive logits, because their sigmoid rounds to 0.5.
 
     Without `replace`, a warning names modules that look like MGLU layers: they hold a parameter `[n, d, h]` with n from
-    1 to 16, and they or an `nn.Linear` in them hold a parameter `[d, h]`. For experts, both have a first size E.
+    1 to 16, and they or an `nn.Linear` in them hold a parameter `[d, h]`. For experts, both parameters have a first
+    size E.
 
     On tensor-parallel modules (`mglu_ops.parallel.ColwiseMGLU`) each rank packs its own rows, so all ranks must call
     `freeze`.
@@ -150,7 +151,8 @@ def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
     if not module.learnable_masks:
         return
     if parametrize.is_parametrized(module, LOGITS):
-        # remove_parametrizations deletes a property of the class, and deep copies of a module share its class.
+        # remove_parametrizations deletes a property of the class, which deep copies of the module share. So give the
+        # module a class of its own first.
         _parametrized_class(module, type(module).__bases__)
         parametrize.remove_parametrizations(module, LOGITS, leave_parametrized=True)
     if f"{LOGITS}_orig" in module._parameters:

@@ -9,10 +9,10 @@ to the power p of its argument, on one side of 0 or on both. The second moment o
 | GLU | `act(t) * u`, where u is another product like t | `k s^(p + 1)` |
 | MGLU | the sum over n masks of `act(gate_i) * value_i` | `k (s / 2)^(p + 1) (n^2 + n) / 2` |
 
-A random mask gives each weight to the gate or to the value. These are therefore independent, each with the variance
-s / 2. The terms of two masks are correlated, since all masks share W. For a linear activation the correlation is 1/2:
-a term is `(t^2 - f_i^2) / 4`, where f_i is t with the signs of W flipped where mask i is 1. The correlation is 0.47 for
-relu and 0.44 for relu_squared. Both are taken as 1/2, which changes a factor by less than 2%.
+A random mask gives each weight to the gate or to the value. Gate and value are therefore independent, each with the
+variance s / 2. The terms of two masks are correlated, since all masks share W. For a linear activation the correlation
+is 1/2: a term is `(t^2 - f_i^2) / 4`, where f_i is t with the signs of W flipped where mask i is 1. The correlation is
+0.47 for relu and 0.44 for relu_squared. The factors assume 1/2 for them too, which changes a factor by less than 2%.
 """
 
 from __future__ import annotations

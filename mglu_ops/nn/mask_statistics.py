@@ -113,8 +113,8 @@ class MaskStatistics:
     Args:
         model: a module that has an `MGLU` or a `NaiveMGLU` anywhere inside, or is one.
         mask_logits: parameters of your own modules that are logits, `[n_masks, out_features, in_features]` or
-            `[out_features, in_features]` with `M = logits > 0`, or a stack of the former along dimension 0; see
-            `parameter_groups`.
+            `[out_features, in_features]` with `M = logits > 0`, or a stack of logits of the first shape along
+            dimension 0; see `parameter_groups`.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `mask_logits` is not as in `parameter_groups`.
@@ -156,11 +156,11 @@ class MaskStatistics:
 
 
 class _Masks(NamedTuple):
-    """The masks of a layer now."""
+    """The current masks of a layer."""
 
     packed_masks: Tensor
     in_features: int
-    nan: Tensor  # the fraction of its logits that are NaN, a scalar
+    nan: Tensor  # the fraction of the layer's logits that are NaN, a scalar
 
 
 def _layers(model: nn.Module, mask_logits: Selection) -> dict[str, Callable[[], _Masks]]:

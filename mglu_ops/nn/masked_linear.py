@@ -54,7 +54,7 @@ class MaskedLinear(StoredLinear):
     activation: str
     top_k: int | None
     weight_init: str
-    """How the weights were initialised, in this module or in the one whose state dict it has loaded."""
+    """How the weights were initialised, in this module or in the module whose state dict this one has loaded."""
     activation_format: str
     """The format to which the operator rounds x, a name in `mglu_ops.formats.ACTIVATION_FORMATS`."""
     mask_logits: nn.Parameter | None
@@ -104,7 +104,7 @@ class MaskedLinear(StoredLinear):
         self.reset_parameters()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, but keep packed masks a buffer: Transformers assigns DTensors as Parameters."""
+        """Register a parameter, but packed masks as a buffer, because Transformers assigns DTensors as Parameters."""
         if name == PACKED and param is not None:
             self.register_buffer(PACKED, param)
         else:
@@ -136,8 +136,8 @@ class MaskedLinear(StoredLinear):
     def reset_masks(self) -> None:
         """Initialise only the masks, as `reset_parameters` does."""
         if self.packed_masks is not None:
-            # A random byte is eight random bits, so no tensor with one byte per weight and mask is needed. DTensor has
-            # no sharding rule for `random_`.
+            # A random byte is eight random bits, so no tensor with one byte per weight and mask is needed. The bytes do
+            # not come from `random_`, because DTensor has no sharding rule for it.
             self.packed_masks.copy_(torch.randint_like(self.packed_masks, 256))
             clear_padding_(self.packed_masks, self.in_features)
         elif self.mask_logits is not None:
@@ -150,7 +150,7 @@ class MaskedLinear(StoredLinear):
             TypeError: x is not a tensor, or without autocast its dtype differs from a dense weight's or the router's.
             ValueError: x is not on the weight's device, its last size is not in_features, or `check_pair` fails.
         """
-        weight = self._parameters.get("weight")  # None if it is parametrized; computing it only for a check is slow
+        weight = self._parameters.get("weight")  # None if parametrized: computing it for a check is slow
         is_dense = weight is not None and weight.dtype in FLOATING and self.weight_format == "dense"
         check_x(x, weight, self.in_features, takes_dtype=is_dense)  # the operator checks other dtypes
         if self.router is not None and not is_dense:

@@ -30,13 +30,14 @@ class MGLU(MaskedLinear):
 
     The `state_dict` holds `weight`, either `mask_logits` or `packed_masks`, and `router.weight` if there is a router,
     as for `NaiveMGLU`. `load_state_dict` refuses packed masks of the wrong dtype, shape or padding, also with
-    `strict=False` or `assign=True`. After other loaders, the layer refuses them at its first use, and
-    `mglu_ops.nn.check_masks` does earlier. Other wrong bits cannot be detected (`mglu_ops.check_packed_masks`).
+    `strict=False` or `assign=True`. After other loaders, the layer refuses such masks at its first use, and
+    `mglu_ops.nn.check_masks` refuses them earlier. Other wrong bits cannot be detected
+    (`mglu_ops.check_packed_masks`).
 
     The weight of a layer with fixed masks may be stored in 8 or 4 bits. Its scales are then in `weight_scale`, also in
-    the `state_dict`. `to(dtype)`, `half()` and similar methods cast neither of them. `load_state_dict` refuses them if
-    their dtype or shape does not fit `weight_format`, or if one is missing. After other loaders, such as accelerate's,
-    the layer refuses them when it is called.
+    the `state_dict`. `to(dtype)`, `half()` and similar methods cast neither weight nor scales. `load_state_dict`
+    refuses both if a dtype or a shape does not fit `weight_format`, or if one of the two is missing. After other
+    loaders, such as accelerate's, the layer refuses such a weight or scales when it is called.
 
     Args:
         in_features: last size of x, at least 1.
@@ -47,8 +48,8 @@ class MGLU(MaskedLinear):
         top_k: number of masks that a token keeps, 1 to n_masks; None for no router.
         weight_init: `paper` draws the weight as `nn.Linear` does (Algorithm 2). `leveled` multiplies it by
             `(20 / (n_masks^2 + n_masks))^(1/4)`, so that the sum over the masks starts as large as with four masks. We
-            recommend it for any other number of masks (mglu_ops/nn/README.md). With a router, the factor is
-            `(20 / (1 + 1 / top_k))^(1/4)`. The exponent is 1/2 with `sigmoid`, and 1/6 with `relu_squared`.
+            recommend `leveled` for any number of masks but four (mglu_ops/nn/README.md). With a router, the factor is
+            `(20 / (1 + 1 / top_k))^(1/4)`. With `sigmoid` the exponent is 1/2, and with `relu_squared` it is 1/6.
         weight_format: `dense` for the dtype of x, or `fp8_row`, `fp8_block`, `int8_row` or `int4_group` for 8 or 4 bits
             (`mglu_ops.formats`), which need `learnable_masks=False`. A quantized layer takes x in float16, bfloat16 or
             float32, and computes the gradient of x but none of the weight. Use this argument to make a layer into which

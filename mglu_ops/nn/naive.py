@@ -27,12 +27,12 @@ class NaiveMGLU(MaskedLinear):
     turns it into an `MGLU`; a variant that `MGLU` lacks stays a `NaiveMGLU` with packed masks.
 
     Args:
-        in_features, out_features: as in `MGLU`. So are all arguments that are not listed here, but `weight_format` must
-            be `dense`.
+        in_features, out_features: as in `MGLU`. All arguments that are not listed here are as in `MGLU` too, but
+            `weight_format` must be `dense`.
         bias: add the biases b_g and b_v, which all masks share.
         mask_gate: mask the gates. If False, a gate is `act(x W^T)`, the paper's ablation 'no gate mask'.
         mask_value: mask the values. If False, a value is `x W^T`, the ablation 'no value mask'. A layer without masks
-            on both is `GLU(shared=True)`, and refused here.
+            on gates and values is `GLU(shared=True)`, and is refused here.
 
     Attributes:
         gate_bias, value_bias: Parameters `[out_features]`, b_g and b_v, initialised with 0; None without `bias`.

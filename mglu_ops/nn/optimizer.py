@@ -18,7 +18,7 @@ LEVELED_MASK_LR = 0.3
 """The default learning rate of masks, divided by the weights' rate, in layers with `weight_init="leveled"`."""
 
 LR_RATIO = "lr_ratio"
-"""The key of a group's learning rate divided by the weights' rate."""
+"""The key in a group under which its learning rate, divided by the weights' rate, is stored."""
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
@@ -36,18 +36,18 @@ def parameter_groups(
     | group | parameters | `lr` | `weight_decay` |
     |---|---|---|---|
     | `weights` | all other parameters | `lr` | `weight_decay` |
-    | `no_decay` | those with fewer than two dimensions, in torch's norm modules, or named `*bias*` | `lr` | 0 |
+    | `no_decay` | parameters with fewer than two dimensions, in torch's norm modules, or named `*bias*` | `lr` | 0 |
     | `mask_logits` | mask logits | `mask_lr`; by default `lr`, and `0.3 * lr` in leveled layers | 0 |
 
     The page beside this file ('The optimizer') gives the reasons, and says what pure bfloat16 training needs. A model
-    that has layers with each `weight_init` gets two groups named `mask_logits`, and a warning.
+    that has layers with `paper` and layers with `leveled` gets two groups named `mask_logits`, and a warning.
 
     The logits of `MGLU`, `NaiveMGLU` and their subclasses are found by the class of the module. Name the logits of your
     own modules in `mask_logits`; a warning names modules that look like MGLU layers and whose logits are not named.
     Named logits train at the paper's rate, unless their module has the attribute `weight_init = "leveled"`. A parameter
     that several modules share is in one group: `mask_logits` if any of its uses belongs there, else `no_decay` if any
-    does. Parameters with `requires_grad=False` are skipped, and empty groups are omitted. The order of groups and
-    parameters is deterministic.
+    use belongs there. Parameters with `requires_grad=False` are skipped, and empty groups are omitted. The order of
+    groups and parameters is deterministic.
 
     The groups work with every optimizer of torch, also with `fused=True`, and with models in `torch.compile`,
     `DistributedDataParallel` and `fully_shard`. Call this function after `fully_shard`, as an optimizer requires.
@@ -114,7 +114,7 @@ def check_mask_lr(optimizer: Any) -> None:
     """Check that a scheduler has not overwritten the masks' learning rate. Call this after creating the scheduler.
 
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=1000)
-        check_mask_lr(optimizer)  # raises an error unless masks and weights should have the same rate
+        check_mask_lr(optimizer)  # an error, unless parameter_groups gave all groups one rate
 
     Schedulers that multiply rates keep the ratio that `parameter_groups` has set. `OneCycleLR` and `CyclicLR` set one
     rate for all groups, unless they get a list with one rate for each group. Groups from elsewhere than
@@ -168,7 +168,7 @@ def _warn_of_mixture(groups: list[dict[str, Any]]) -> None:
 
 
 _RANK = ("weights", "no_decay", "mask_logits")
-"""The groups in their order. A parameter whose uses belong to several groups goes to the last of these."""
+"""The groups in their order. A parameter whose uses belong to several groups goes to the last of these groups."""
 
 
 def _kind(name: str, owner: nn.Module, parameter: nn.Parameter) -> str:

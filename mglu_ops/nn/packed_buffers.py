@@ -23,11 +23,11 @@ def check_masks(model: nn.Module) -> None:
     """Check the packed masks and quantized weights of a model, after a loader other than `load_state_dict`.
 
     Each `MGLU` and `NaiveMGLU` checks its masks when it first uses them. It cannot do so where values cannot be read:
-    while `torch.compile` or `torch.export` traces it, and while a CUDA graph is captured. Call this function before
-    that. It synchronises with a GPU once for each layer whose `in_features` is not a multiple of 8 or whose weight is
-    quantized.
+    while `torch.compile` or `torch.export` traces it, and while a CUDA graph is captured. So call this function before
+    tracing or capturing. It synchronises with a GPU once for each layer whose `in_features` is not a multiple of 8 or
+    whose weight is quantized.
 
-    The masks are checked by `mglu_ops.check_packed_masks`, which documents what it cannot find, and must have the
+    The masks are checked by `mglu_ops.check_packed_masks`, which documents what it cannot find. They must also have the
     module's n_masks. Quantized weights, also of `ExpertsDown`, must not have been replaced without their scales, and
     scales must be finite and above 0.
 
@@ -50,8 +50,8 @@ def check_masks(model: nn.Module) -> None:
                 check_scale(module.weight_scale, path + SCALE)
 
 
-# Masks that have been checked, by their identity and the in_features and n_masks that they must have. They are not
-# attributes of modules or tensors, so that copies and unpickled modules are checked again.
+# Masks that have been checked, by their identity and the in_features and n_masks that they must have. A check leaves no
+# attribute on a module or a tensor, so that copies and unpickled modules are checked again.
 _checked: WeakValueDictionary[tuple[int, int, int], Tensor] = WeakValueDictionary()
 
 

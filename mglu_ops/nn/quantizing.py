@@ -43,7 +43,7 @@ def quantize(
     torchao's `quantize_` quantizes an `MGLU` too if its `filter_fn` selects it: to `fp8_row` with
     `Float8WeightOnlyConfig`, to `int8_row` with `Int8WeightOnlyConfig`, and to `int4_group` with `IntxWeightOnlyConfig`
     of torch.int4, `PerGroup(128)` and scales in bfloat16. Other configs are refused, among them `Int4WeightOnlyConfig`,
-    whose weights have zero points:
+    because its weights have zero points. An example:
 
         quantize_(model, Float8WeightOnlyConfig(), filter_fn=lambda module, _: isinstance(module, (nn.Linear, MGLU)))
 
@@ -54,7 +54,8 @@ def quantize(
 
     Modules keep their identity, hooks, masks and router. Layers that share a weight share the quantized one. A layer
     that has this format already keeps its weight, and gets the activation format. If there is an error, no layer is
-    quantized. An optimizer created before still holds the dense weights: create a new one if training continues.
+    quantized. An optimizer created before the call still holds the dense weights: create a new one if training
+    continues.
 
     A model on the meta device gets the format without values, so that it can load the state dict of a quantized model
     with `assign=True`.
@@ -113,13 +114,14 @@ def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterabl
     the same format gives the same stored bits.
 
     Modules keep their identity, hooks, masks and router. Layers that share a weight share the dense one. Layers with a
-    dense weight do not change. If there is an error, no layer changes. An optimizer created before does not train the
-    new weights. On the meta device, weights have no values.
+    dense weight do not change. If there is an error, no layer changes. An optimizer created before the call does not
+    train the new weights. On the meta device, weights have no values.
 
     Args:
         model: any module; the root may itself be an `MGLU`.
-        dtype: the dtype of the dense weights: float16, bfloat16, float32 or float64. None for the dtype of the model's
-            first other floating-point parameter, such as an embedding, or if there is none for torch's default dtype.
+        dtype: the dtype of the dense weights: float16, bfloat16, float32 or float64. None takes the dtype of the first
+            floating-point parameter that is neither quantized nor a scale, such as an embedding. If the model has no
+            such parameter, None takes torch's default dtype.
         skip: names of modules that stay quantized, as in `quantize`.
 
     Returns:
@@ -154,7 +156,7 @@ def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterabl
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of the first floating-point parameter that is not quantized or a scale, or torch's default dtype."""
+    """The dtype of the first floating-point parameter that is neither quantized nor a scale, or torch's default."""
     stored = {
         parameter
         for module in model.modules()
@@ -224,7 +226,7 @@ def _check_own_weight(name: str, layer: StoredLinear) -> None:
 
 
 def _check_values(name: str, weight: Tensor) -> None:
-    """Check that all weights are finite in float32, since their scales must be."""
+    """Check that all weights are finite in float32, because their scales would not be finite otherwise."""
     if weight.is_meta or not is_readable(weight):
         return
     largest = float(whole(torch.linalg.vector_norm(weight, math.inf)).float())

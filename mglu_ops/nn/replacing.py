@@ -25,7 +25,7 @@ def replace_modules(model: nn.Module, replace: Replacements, stacklevel: int) ->
     for _, _, module in places:
         if module not in replaced:
             replaced[module] = _replacement(module, replace[_class_of(module)], stacklevel + 1)
-    for parent, name, module in places:  # all or none
+    for parent, name, module in places:  # after all checks, so that an error leaves the model unchanged
         if parent is not None:
             setattr(parent, name, replaced[module])
     return replaced.get(model, model)

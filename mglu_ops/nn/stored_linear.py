@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SCALE = "weight_scale"
 
 _PAIR = "_mglu_pair"
-"""An attribute of a stored weight and its scales. Both have the same text if they belong together."""
+"""An attribute of a stored weight and of its scales. Its text is the same in both if they belong together."""
 
 _NOT_CAST = "_ddp_ignored"
 """The attribute that keeps `DistributedDataParallel` from casting a tensor for mixed precision."""
@@ -128,7 +128,7 @@ class StoredLinear(nn.Module):
             super().register_parameter(name, param)
             return
         self._mark()
-        # accelerate passes a parameter's attributes to a constructor, which does not accept these two.
+        # accelerate passes a parameter's attributes to a constructor, which accepts neither _PAIR nor _NOT_CAST.
         kept = getattr(param, "__dict__", {})
         pair, _ = kept.pop(_PAIR, None), kept.pop(_NOT_CAST, None)
         super().register_parameter(name, param)
@@ -151,14 +151,13 @@ class StoredLinear(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and turn parameters that FSDP2 sets into `_Shard`s.
 
-        FSDP2 calls `__setattr__` only in classes that define it; in others it writes to `_parameters`. The caller has
-        to be recognised, because DTensors of FSDP2 and of tensor parallelism look the same, and `torch.compile` does
-        not accept `_Shard`s in the latter.
+        FSDP2 calls `__setattr__` only in classes that define it; in others it writes to `_parameters`. Only the caller
+        tells DTensors of FSDP2 from those of tensor parallelism, in which `torch.compile` does not accept `_Shard`s.
         """
         if name not in ("weight", SCALE):
             super().__setattr__(name, value)
             return
-        is_shard = _is_shard(self._parameters.get(name))  # true if a shard is replaced, by load_state_dict(assign=True)
+        is_shard = _is_shard(self._parameters.get(name))  # if load_state_dict(assign=True) replaces one
         is_shard |= sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp.")
         super().__setattr__(name, value)
         if is_shard:
@@ -186,7 +185,7 @@ class StoredLinear(nn.Module):
 
         shards = [name for name in ("weight", SCALE) if _is_shard(self._parameters.get(name))]
         super()._apply(keep_dtype, recurse)
-        self._mark()  # parameters that cannot be changed in place were replaced
+        self._mark()  # new parameters replace those that cannot change in place, and lack the mark
         for name in shards:
             self._as_shard(name)
         return self
@@ -260,8 +259,8 @@ class StoredLinear(nn.Module):
     ) -> None:
         refused = {key: problem for key, problem in self._problems(state_dict, prefix).items() if problem is not None}
         error_msgs += dict.fromkeys(refused.values())  # one message for one cause, also with strict=False
-        # Hide refused tensors from the call below, which would cast a wrong dtype silently, and report the keys as
-        # missing or unexpected in addition.
+        # Hide refused tensors from the call below. It would silently cast a wrong dtype, and would also report the keys
+        # as missing or unexpected.
         kept = {key: value for key, value in state_dict.items() if key not in refused} if refused else state_dict
         super()._load_from_state_dict(kept, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         missing_keys[:] = [key for key in missing_keys if key not in refused]
@@ -374,7 +373,7 @@ def dequantized(chosen: WeightFormat, weight: Tensor, scale: Tensor, dtype: torc
 
 
 def _quantized_columns(chosen: WeightFormat, weight: DTensor) -> tuple[Tensor, Tensor]:
-    """`quantized` for a stack sharded along its columns. All ranks gather one weight at a time."""
+    """Compute `quantized` for a stack sharded along its columns. All ranks gather one weight at a time."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     mesh, placements = weight.device_mesh, list(weight.placements)

@@ -147,7 +147,7 @@ def _describe_inputs(program: ExportedProgram) -> list[InputInfo]:
 
 
 def _written(program: ExportedProgram) -> set[str]:
-    """The names of the inputs to which a program writes. After decomposition, it returns their new values instead."""
+    """The names of the inputs to which a program writes. A decomposed program returns their new values instead."""
     schemas = [getattr(node.target, "_schema", None) for node in program.graph.nodes]
     if any(schema is not None and schema.is_mutable for schema in schemas):
         program = program.run_decompositions({})
@@ -216,7 +216,8 @@ def _conditions(program: ExportedProgram, inputs: list[InputInfo]) -> list[str]:
 def conditions_of_code(graph: Graph, program: ExportedProgram, inputs: list[InputInfo]) -> list[str]:
     """The conditions without which the code of a package would divide by 0 or read past the end of an input.
 
-    For such sizes, eager PyTorch runs another kernel or raises an error. torch makes no guards for them.
+    For sizes that do not meet a condition, eager PyTorch runs another kernel or raises an error. torch makes no guards
+    for such sizes.
 
     Args:
         graph: the graph that Inductor compiles, after its passes, which may fuse matrix products to attention.
@@ -233,7 +234,7 @@ def conditions_of_code(graph: Graph, program: ExportedProgram, inputs: list[Inpu
     symbols = {name for _, _, text in sizes for name in Expression(text).names}
     conditions: dict[str, None] = {}
     for size, minimum in _minima(graph):
-        is_known = {str(symbol) for symbol in size.free_symbols} <= symbols  # False if read from a tensor's values
+        is_known = {str(symbol) for symbol in size.free_symbols} <= symbols  # False if a size is a tensor's value
         if not is_known or bound_sympy(size, program.range_constraints).lower >= minimum:
             continue
         text = f"{PythonPrinter().doprint(size)} >= {minimum}"
@@ -264,7 +265,7 @@ def _minima(graph: Graph) -> Iterator[tuple[Any, int]]:
 
 
 def _minimal_sizes(node: Node) -> Iterator[tuple[Any, int]]:
-    """Yield (size, minimum) for an operator: tokens of attention, the elements of windows, and a selected index."""
+    """Yield (size, minimum) for an attention's heads and tokens, for pooled sizes, and for a size with an index."""
     name, given = str(node.target), arguments_of(node)
     shapes = [each.meta["val"].shape for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
     if "scaled_dot_product" in name:

@@ -132,7 +132,7 @@ def _variant(call: Call, gpu: Gpu) -> str:
 def _tuned(layer: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
     """Yield a row for each range of numbers of tokens with the same launch.
 
-    The launch that is chosen for a number of tokens also serves the numbers below it, down to the next chosen one.
+    Launches are chosen for some numbers of tokens. Other numbers take the launch of the next larger one.
     """
     launch_of = _launch if not layer.experts else _expert_launch if layer.n_masks else _down_launch
     first = 1
@@ -162,7 +162,8 @@ def _chosen_tokens(layer: LayerInfo) -> list[int]:
 def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
     """The launch-dependent fields of a `TunedLaunch`; None if the plain kernel is chosen.
 
-    They are the same for every GPU of an architecture. C++ adapts them to the number of SMs and the shared memory.
+    The fields are the same for every GPU of an architecture. C++ adapts them to the GPU's number of SMs and shared
+    memory.
     """
     call = _call(layer, tokens)
     config = choose(call, gpu).config
@@ -247,7 +248,7 @@ def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> 
 
 
 def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
-    """The same fields for `mglu::experts_down`; None if shared memory cannot hold the sorted rows.
+    """The launch-dependent fields for `mglu::experts_down`; None if shared memory cannot hold the sorted rows.
 
     For many rows per expert, Python uses `grouped_mm` instead (`experts_down.uses_library`), but C++ does not.
     """
@@ -281,7 +282,8 @@ def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> di
 def _quantize_x(call: Call, target: str, block_tokens: int, cubins: _Cubins) -> int:
     """The number of the cubin that rounds x: to tiles of `block_tokens` tokens in fp8, or with 0 to x's dtype.
 
-    It is -1 if the call does not round x.
+    The kernel writes tiles of `block_tokens` tokens in fp8. If `block_tokens` is 0, it writes rounded values in x's
+    dtype.
     """
     if call.activation_format == "dense":
         return -1

@@ -76,7 +76,7 @@ def export(
             the inputs' device.
         dynamic_shapes: the argument `dynamic_shapes` of `torch.export.export`, in place of `dynamic_tokens`.
         shim: call `libmglu_ops.so` directly (see `packaging.shim`), also in Python: `mglu_ops.load(path, library=...)`.
-            It has no C functions for experts.
+            The library has no C functions for experts.
         weights: a file for the parameters and packed masks, which are then not in the package. `mglu_ops.load` needs
             it. Packages that are made with the same file share its tensors. If the file exists, it is extended.
         multi_arch: add PTX for the kernels of Inductor and Triton, which the drivers of later GPUs compile; the kernels
@@ -289,7 +289,10 @@ def _torch_export(model: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> Exp
 
 
 def _dense(value: Tensor) -> Tensor:
-    """Make a tensor contiguous if its strides leave gaps or overlap, because torch compiles code for these strides."""
+    """Make a tensor contiguous if its strides leave gaps or overlap.
+
+    torch compiles code for the strides of the example, and `Inputs` gives tensors only strides without gaps.
+    """
     has_gaps = value.layout is torch.strided and dense_order(value.shape, value.stride()) is None
     return value.contiguous() if has_gaps else value
 
@@ -346,7 +349,7 @@ def _device(program: ExportedProgram) -> torch.device:
 
 
 def _check_masks(program: ExportedProgram) -> None:
-    """Check the packed masks that the model itself contains. The others come from `fuse_exported`."""
+    """Check the packed masks that the model itself contains. All other packed masks come from `fuse_exported`."""
     from ..passes import layers_of
 
     tensors = tensors_of(program)
@@ -456,7 +459,7 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
             given = given._replace(x=round_activation(given.x))
         in_rows = given.in_rows()
         tokens = in_rows.x.shape[0]
-        # Choose one launch for all numbers of tokens, which tiles of 16 tokens can take.
+        # Choose one launch for all numbers of tokens: tiles of 16 tokens can take any number.
         chosen = choose(given.n_masks, tokens if isinstance(tokens, int) else 16, wide=given.x.dtype is torch.float32)
         return launch(in_rows, chosen).view(*given.x.shape[:-1], given.out_features)
 

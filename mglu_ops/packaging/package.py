@@ -202,8 +202,9 @@ def read_info(path: str | Path) -> PackageInfo:
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: mglu_ops did not write the package, it is damaged or of another version, a member's name leads out
-            of the folder to which torch extracts it, or its description has other fields than `PackageInfo`.
+        PackageError: mglu_ops did not write the package, the package is damaged or of another version, the name of a
+            member leads out of the folder to which torch extracts it, or the description has other fields than
+            `PackageInfo`.
     """
     path = Path(path)
     check_seal(path, "package")

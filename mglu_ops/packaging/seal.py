@@ -1,7 +1,7 @@
 """The seal at the end of a package or a weights file, with which Python and C++ detect damage.
 
-torch's loaders compare no checksums. Both files are zip archives, and `export` writes the seal as the archive's
-comment, at the end of the file:
+torch's loaders compare no checksums. Packages and weights files are zip archives, and `export` writes the seal as the
+archive's comment, at the end of the file:
 
     mglu_ops seal 7 package torch=2.13 device=cpu weights=inside adler32=5e8fa1c0
     mglu_ops seal 7 weights adler32=5e8fa1c0

@@ -2,7 +2,7 @@
 
 Inductor derives the name of the C function from the name of the operator without its namespace. For `forward` that
 would be `aoti_torch_cpu_forward`, which other libraries may use too. So the graph calls the operator
-`mglu::mglu_forward` instead. It has the schema of `mglu::forward`, and is only compiled and never run.
+`mglu::mglu_forward` instead. That operator has the schema of `mglu::forward`. It is only compiled, and never run.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ class ColwiseMGLU(ColwiseParallel):
 
     Raises:
         TypeError: (by `parallelize_module`) the module is neither an `MGLU` nor a `NaiveMGLU`.
-        ValueError: (by `parallelize_module`) the result is local and sharded, and the number of ranks does not divide
-            out_features, so that the next module could not tell the whole size (`use_local_output=False` takes any
-            out_features); or a rank's rows would cut blocks of `fp8_block`.
+        ValueError: (by `parallelize_module`) a rank's rows would cut blocks of `fp8_block`; or the number of ranks does
+            not divide out_features, and the result is local and sharded. The next module could not tell the whole size
+            of such a result. `use_local_output=False` takes any out_features.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -66,7 +66,7 @@ def _partition(src_data_rank: int | None, name: str, module: nn.Module, mesh: De
 def place(module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Replace a parameter or a buffer by a DTensor on a one-dimensional mesh, unless it is a DTensor already or None.
 
-    All ranks get the values of `src_data_rank`. If that is None, each rank must have the values already.
+    All ranks get the values of rank `src_data_rank`. If it is None, each rank must have the values already.
     """
     tensor: Tensor | None = getattr(module, name)
     if tensor is None or isinstance(tensor, DTensor):

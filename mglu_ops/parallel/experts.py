@@ -34,15 +34,15 @@ class ParallelExperts(ParallelStyle):
     columns of its down projection. The routers of experts and of masks are on every rank.
 
     By default, all ranks have all tokens and the same routing. Each rank computes a partial sum for its experts or
-    rows, and the sums are added over the ranks. So is the gradient of x. No shape depends on the routing, and the host
-    does not wait for a GPU.
+    rows, and the partial sums are added over the ranks. The gradient of x is added over the ranks too. No shape depends
+    on the routing, and the host does not wait for a GPU.
 
     With `tokens="sharded"`, each rank has its own tokens, any number of them, as in data-parallel training. x
     `[..., hidden_size]` and the result are plain tensors. An all-to-all sends one row for each expert of a token to the
-    expert's rank, and another returns the results. All ranks must call the layer, also a rank without tokens. The
-    number of rows depends on the routing, so **the host waits for its GPU** in each call, and CUDA graphs cannot
-    capture it. The gradients of the experts are averaged over the ranks. The routers stay ordinary parameters: DDP or
-    FSDP averages their gradients, as in the rest of the model.
+    expert's rank, and a second all-to-all returns the results. All ranks must call the layer, also a rank without
+    tokens. The number of rows depends on the routing, so **the host waits for its GPU** in each call, and CUDA graphs
+    cannot capture the layer. The gradients of the experts are averaged over the ranks. The routers stay ordinary
+    parameters: DDP or FSDP averages their gradients, as in the rest of the model.
 
     Masks may be learned, fixed or frozen, and the layer may be divided before or after `mglu_ops.freeze` and
     `mglu_ops.quantize`. A rank's number of rows in `fp8_block`, and of columns of the down projections in `fp8_block`
@@ -54,7 +54,7 @@ class ParallelExperts(ParallelStyle):
             of the sequence of x `[batch, sequence, hidden_size]`, which is then gathered.
         output_layouts: placement of the result: replicated by default; `Shard(1)` scatters the sum along the sequence.
             The logits of `output_router_logits` always contain all tokens.
-        tokens: `"replicated"`, or with `divide="experts"` and without layouts `"sharded"`.
+        tokens: `"replicated"`, or `"sharded"`, which needs `divide="experts"` and takes no layouts.
 
     Raises:
         ValueError: an argument has another value; or (by `parallelize_module`) the number of ranks does not divide

@@ -20,8 +20,8 @@ NAME = "mglu_colwise"
 class TransformersColwiseMGLU(ColwiseParallel):
     """`mglu_ops.parallel.ColwiseMGLU` for the `tp_plan` of a Transformers model.
 
-    Transformers shards the parameters of the module one by one, before it loads a checkpoint, but not buffers and the
-    router's parameters. `install_forward` shards these, so that the loader finds DTensors and reads this rank's rows.
+    Transformers shards the parameters of the module one by one, before it loads a checkpoint. It shards neither buffers
+    nor the router's parameters. `install_forward` makes them DTensors, so that the loader reads this rank's rows.
     """
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
@@ -41,7 +41,9 @@ class TransformersColwiseMGLU(ColwiseParallel):
 
 
 class TransformersParallelExperts(TensorParallelLayer):
-    """`mglu_ops.parallel.ParallelExperts` for the experts of a Transformers model. Expert ids count all ranks' experts.
+    """`mglu_ops.parallel.ParallelExperts` for the experts of a Transformers model.
+
+    Expert ids run from 0 to num_experts - 1 on every rank.
 
     Args:
         way: `"rows"` or `"experts"`, as `divide` of `ParallelExperts`.
@@ -78,7 +80,7 @@ def _replicate_router(layer: MaskedLinear, mesh: DeviceMesh) -> None:
 
 
 def register() -> None:
-    """Register the styles. It may be called repeatedly."""
+    """Register the styles. Further calls are allowed."""
     ALL_PARALLEL_STYLES.register(NAME, TransformersColwiseMGLU())
     ALL_PARALLEL_STYLES.register("mglu_expert_rows", TransformersParallelExperts("rows"))
     ALL_PARALLEL_STYLES.register("mglu_experts", TransformersParallelExperts("experts"))

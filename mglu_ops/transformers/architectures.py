@@ -1,8 +1,8 @@
 """The models of this package: a table with one row each, from which their classes are made and registered.
 
-Each row is a call of `_classes` at the end of this file. Its classes have the names of those of Transformers with MGLU
-in front. To add an architecture, add a row here and one to the table in README.md; the tests take the models from here,
-and the sizes of tiny ones from `tests/support/hf_models.py`.
+Each row is a call of `_classes` at the end of this file. It makes classes with the names of Transformers' classes and
+MGLU in front. To add an architecture, add a row here and a row to the table in README.md. The tests take the models
+from this file, and the sizes of tiny models from `tests/support/hf_models.py`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _classes(name: str, decoder_name: str | None = None) -> tuple[type[Any], typ
         name: the name of the language model in Transformers without `ForCausalLM`. Its only parts must be `model`, the
             decoder, and `lm_head`.
         decoder_name: the name of the configuration and the decoder in Transformers without `Config` and `Model`, if it
-            is another one. The feed-forward layers of the decoder must be `layers.N.mlp`. The tensor-parallel plan of
-            the configuration tells whether they have experts.
+            differs from `name`. The feed-forward layers of the decoder must be `layers.N.mlp`. The tensor-parallel plan
+            of the configuration tells whether these layers have experts.
     """
     config, decoder = (getattr(hf, (decoder_name or name) + kind) for kind in ("Config", "Model"))
     language_model = getattr(hf, f"{name}ForCausalLM")
@@ -50,7 +50,7 @@ def _classes(name: str, decoder_name: str | None = None) -> tuple[type[Any], typ
     made = strict(_derived(mixins[0], config, f"with the keys of `{mixins[0].__name__}`", keys))
     layers = "with MGLU experts" if has_experts else "with MGLU feed-forward layers"
     parts: dict[str, Any] = {"config_class": made}
-    if not has_experts:  # the router of masks in each layer; in a mixture, the name stands for that of experts
+    if not has_experts:  # record the router of masks; in a mixture, router_logits are those of the experts' router
         recorder = OutputRecorder(nn.Linear, layer_name="router")
         parts["_can_record_outputs"] = {**decoder._can_record_outputs, "router_logits": recorder}
     own_decoder = _derived(mixins[1], decoder, layers, parts)

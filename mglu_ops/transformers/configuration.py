@@ -30,12 +30,12 @@ class MGLUConfigMixin:
 
     Attributes:
         n_masks: number of masks of each feed-forward layer, 1 to 16.
-        mask_top_k: number of masks that a token keeps, 1 to n_masks; None for no router. (Transformers takes a key
-            `top_k` for an option of `generate`.)
-        learnable_masks: True for masks that are learned, as logits; False for packed masks, one bit a weight.
+        mask_top_k: number of masks that a token keeps, 1 to n_masks; None for no router. (It is not called `top_k`,
+            because Transformers would take such a key for an option of `generate`.)
+        learnable_masks: True for masks that are learned, as logits; False for packed masks, with one bit per weight.
         weight_init: how new weights of MGLU layers are drawn: `paper` as Transformers draws linear layers, `leveled`
             with the factor of `mglu_ops.nn.MGLU`.
-        needs_import: the module that registers the `model_type`, for people who read the file; no code reads it.
+        needs_import: the module that registers the `model_type`, for people who read `config.json`; no code reads it.
     """
 
     n_masks: int = 1
@@ -45,7 +45,7 @@ class MGLUConfigMixin:
     needs_import: str = "mglu_ops.transformers"
 
     def validate_masks(self) -> None:
-        """Check the keys of this class, and that the others fit an MGLU; `strict` calls this after `__init__`.
+        """Check the keys of this class, and that all other keys fit an MGLU; `strict` calls this after `__init__`.
 
         Raises:
             ValueError: a value is out of range, or there is a bias, which MGLU does not have.
@@ -77,7 +77,7 @@ class MGLUBalanceConfigMixin(MGLUConfigMixin):
 
 
 def check_mask_keys(n_masks: int, mask_top_k: object, router_aux_loss_coef: object) -> None:
-    """Check the values of these keys of a configuration.
+    """Check the values of the keys `n_masks`, `mask_top_k` and `router_aux_loss_coef` of a configuration.
 
     Raises:
         ValueError: a value is out of range, or there is a load-balancing loss but no router.
@@ -91,7 +91,7 @@ def check_mask_keys(n_masks: int, mask_top_k: object, router_aux_loss_coef: obje
 
 
 def activation_key(config: Any) -> str:
-    """Return the name of the key that holds the activation of the feed-forward layers, which Gemma calls otherwise."""
+    """Return the name of the key for the activation of the feed-forward layers, which differs in Gemma."""
     return "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
 
 
@@ -99,7 +99,7 @@ def check_feed_forward(config: Any) -> None:
     """Check that the feed-forward layers of a configuration can be MGLU layers.
 
     Raises:
-        ValueError: they have biases, an activation that `mglu_ops` does not know, or differ from layer to layer.
+        ValueError: the layers have biases, or an activation that `mglu_ops` does not know, or differ from each other.
     """
     key = activation_key(config)
     if getattr(config, key) not in ACTIVATIONS:

@@ -36,7 +36,7 @@ def from_swiglu(
     """Make an MGLU model from a model of Transformers, or any other module, with gated feed-forward layers.
 
     **The result is a start for training, not an equivalent model.** `model` is not changed, and shares no tensor with
-    the result (`examples/distill_from_swiglu.py` trains one on the predictions of the other).
+    the result (`examples/distill_from_swiglu.py` trains the result on the predictions of `model`).
 
     `mglu_ops.nn.conversion.from_swiglu`, which this function extends, says how weights and masks are made from the gate
     and up matrices, and which feed-forward layers it takes. The experts of a mixture, which Transformers keeps in
@@ -46,8 +46,9 @@ def from_swiglu(
     - If this package has an MGLU class for the class of `model`, the result is of that class. Its `save_pretrained` and
       `from_pretrained` know the masks.
     - Otherwise, the result has the class of `model`, with other modules in it. It trains, freezes, quantizes and
-      generates, but `from_pretrained` of that class draws new SwiGLU layers in place of those that were saved. To load
-      one, convert a model of the same configuration in the same way, and load the saved `state_dict` into it.
+      generates, but `from_pretrained` of that class draws new SwiGLU layers in place of the saved MGLU layers. To load
+      a saved result, convert a model of the same configuration in the same way, and load the saved `state_dict` into
+      it.
 
     Args:
         model: a model or a part of one, on one device.
@@ -63,10 +64,11 @@ def from_swiglu(
         The MGLU model.
 
     Raises:
-        TypeError: a feed-forward layer computes something else than a gated linear unit of plain linear layers, or the
-            model has adapters; a layer of a class that has an MGLU class is not as Transformers makes it.
-        ValueError: there is no such layer; one has biases; the model is compiled, on several devices or has no data; or
-            another argument is out of range.
+        TypeError: a feed-forward layer computes something else than a gated linear unit of plain linear layers; the
+            model has adapters; or this package has an MGLU class for the model, but a layer is not as Transformers
+            makes it.
+        ValueError: there is no such layer; such a layer has biases; the model is compiled, on several devices or has no
+            data; or another argument is out of range.
     """
     if getattr(model, "peft_config", None):
         raise TypeError(f"model: got {type(model).__name__} with adapters of PEFT, must have none; merge them before")
@@ -92,7 +94,7 @@ def from_swiglu(
         keys = {"n_masks": n_masks, "mask_top_k": mask_top_k, "router_aux_loss_coef": router_aux_loss_coef}
         return _in_own_class(result, architecture, keys)
     if isinstance(model, PreTrainedModel):
-        result._weight_conversions = []  # save_pretrained of a mixture would give its experts the names of SwiGLU's
+        result._weight_conversions = []  # with them, save_pretrained would give a mixture's experts SwiGLU's names
         notices.warn(
             f"from_swiglu: mglu_ops.transformers has no MGLU class for {type(model).__name__}, whose from_pretrained "
             "would draw new layers; to load the result later, convert a model again, and use load_state_dict",
@@ -105,7 +107,7 @@ def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, GatedUnit]]:
     """Find the experts of Transformers in a model.
 
     Raises:
-        TypeError: they do not compute gated linear units of one gate and one up matrix each.
+        TypeError: an expert does not compute a gated linear unit of one gate matrix and one up matrix.
     """
     for name, module in model.named_modules():
         experts: Any = module
@@ -144,7 +146,7 @@ def _in_own_class(converted: Any, architecture: Architecture, keys: dict[str, An
     left_out = ("model_type", "architectures", "transformers_version")
     kept = {key: value for key, value in source.to_dict().items() if key not in left_out}
     if not issubclass(architecture.config, MGLUBalanceConfigMixin):
-        del keys["router_aux_loss_coef"]  # the factor of the experts' routers has this name, and is copied
+        del keys["router_aux_loss_coef"]  # here the key is that of the experts' routers, and is copied
     factory = AutoModelForCausalLM if type(converted) is architecture.swiglu[1] else AutoModel
     with torch.device("meta"):
         result = factory.from_config(
@@ -158,7 +160,7 @@ def _in_own_class(converted: Any, architecture: Architecture, keys: dict[str, An
             f"model: got a {type(converted).__name__} whose layers are not those of Transformers' class, must be "
             f"unchanged: it would lack {', '.join(missing[:3])}, and have {', '.join(unexpected[:3])} in addition"
         )
-    for name, buffer in converted.named_buffers():  # those that are not in the state_dict are on meta
+    for name, buffer in converted.named_buffers():  # buffers that are not in the state_dict are still on meta
         owner, _, leaf = name.rpartition(".")
         setattr(result.get_submodule(owner), leaf, buffer)
     result.tie_weights()

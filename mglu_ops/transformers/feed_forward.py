@@ -43,7 +43,7 @@ class MGLUMoeExperts(OnRank, nn.Module):
 
         Args:
             hidden_states: `[tokens, hidden_size]`.
-            top_k_index: int32 or int64 `[tokens, K]`: the experts of each token. One outside of
+            top_k_index: int32 or int64 `[tokens, K]`: the experts of each token. An id outside of
                 `0 ... num_experts - 1` contributes nothing.
             top_k_weights: floating `[tokens, K]`.
         """
@@ -55,7 +55,7 @@ class MGLUMoeExperts(OnRank, nn.Module):
 
 @contextmanager
 def narrow(config: Any) -> Iterator[None]:
-    """Set the sizes of hidden layers to 1 while a base class builds SwiGLU layers, which are replaced at once."""
+    """Set the sizes of hidden layers to 1 while a base class builds SwiGLU layers, which are then replaced."""
     names = ("intermediate_size", "moe_intermediate_size")
     sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     for name in sizes:
@@ -71,8 +71,8 @@ def feed_forward(mlp: nn.Module, name: str, config: Any, stored: MGLUQuantizatio
     """Make what replaces a feed-forward layer of Transformers.
 
     Args:
-        mlp: the layer, with SwiGLU. If it routes tokens to experts, only these are replaced, in place.
-        name: its name in the decoder.
+        mlp: the layer, with SwiGLU. If it routes tokens to experts, only its experts are replaced, in place.
+        name: the layer's name in the decoder.
         config: the configuration of the decoder.
         stored: what the configuration says of the weights.
     """
@@ -89,7 +89,7 @@ def feed_forward(mlp: nn.Module, name: str, config: Any, stored: MGLUQuantizatio
     }
     if has_experts:
         down_format, _ = stored.formats_of(f"{name}.experts.down_proj")
-        # Where a mixture has both sizes, intermediate_size is that of layers without experts.
+        # If a configuration has both sizes, intermediate_size belongs to the layers without experts.
         has_both = "moe_intermediate_size" in type(config).__dataclass_fields__
         intermediate = config.moe_intermediate_size if has_both else config.intermediate_size
         experts = MGLUMoeExperts(config.num_experts, config.hidden_size, intermediate, down_format, **options)

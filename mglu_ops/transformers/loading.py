@@ -1,4 +1,4 @@
-"""Checks of a checkpoint while Transformers loads it: masks are loaded whole and in their own form, or refused."""
+"""Checks checkpoints while Transformers loads them, and refuses missing masks or masks in the wrong form or dtype."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def check_tensors(
     load_config: Any,
     source: str,
 ) -> None:
-    """Check the tensors of a checkpoint before the loader of Transformers takes them, which would accept wrong ones.
+    """Check the tensors of a checkpoint before Transformers loads them, because its loader accepts wrong tensors.
 
-    The loader casts other dtypes. It compares no shapes if the model has a quantizer, or where `device_map` says
-    "disk"; such tensors are not in the model after loading. Names are compared as the loader renames them.
+    The loader casts other dtypes. It compares no shapes if the model has a quantizer. Nor does it for tensors that
+    `device_map` places on "disk", which are not in the model after loading. Names are compared as the loader renames
+    them.
 
     Args:
         model: the model, which may be on the meta device.
@@ -66,9 +67,9 @@ def check_tensors(
     Raises:
         TypeError: packed masks of MGLU layers are not uint8, logits are not floating, or a weight or its scales do not
             have the dtype of the layer's format.
-        ValueError: a tensor has another shape than the configuration says, if it is of an MGLU layer, or of another
-            layer whose shapes the loader does not compare; or scales are NaN, infinite, negative or 0. The shapes of
-            other layers are left to a quantizer that is not ours.
+        ValueError: a tensor of an MGLU layer, or of another layer whose shapes the loader does not compare, has another
+            shape than the configuration says; or scales are NaN, infinite, negative or 0. If the model has a quantizer
+            that is not ours, the shapes of other layers are left to it.
     """
     layers, targets = _layers(model), model.state_dict(keep_vars=True)
     renamings = [one for one in load_config.weight_mapping or () if isinstance(one, WeightRenaming)]
@@ -106,7 +107,7 @@ def check_loaded(model: PreTrainedModel, info: Any, source: str) -> None:
     """
     layers = _layers(model)
     if missing := sorted(key for key in info.missing_keys if _owner(_short(key, model)) in layers):
-        # Masks of other layers than the model's do not tell in which form its own are.
+        # Logits or packed masks of layers that the model lacks do not explain why its own masks are missing.
         unexpected = {_short(key, model) for key in info.unexpected_keys}
         telling = {key for key in unexpected if _owner(key) in layers or not key.endswith((LOGITS, PACKED))}
         masked = sum(isinstance(layer, MaskedLinear) for layer in layers.values())
@@ -133,7 +134,8 @@ def check_adapter(model: PreTrainedModel, info: Any, expected: Iterable[str], so
     """Check that a checkpoint of an adapter has all tensors of MGLU layers that the loader expects in it.
 
     Raises:
-        ValueError: weights or masks are missing. Transformers loads no `modules_to_save`, unlike PEFT.
+        ValueError: weights or masks are missing. They are if the adapter has them as `modules_to_save`, which PEFT
+            loads and Transformers does not.
     """
     layers = _layers(model)
     keys = set(expected) & set(info.missing_keys)
@@ -157,7 +159,7 @@ def warn_of_quantizer(model: PreTrainedModel, quantizer: Any) -> None:
 
 
 def _tensors(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iterator[_Stored]:
-    """The tensors of a checkpoint. The values of one in a file can be read until the next one is taken."""
+    """Yield the tensors of a checkpoint. The values of a tensor in a file can be read until the next is yielded."""
     for key, value in (state_dict or {}).items():
         if isinstance(value, Tensor):
             yield _Stored(key, str(value.dtype), list(value.shape), value)
@@ -168,12 +170,12 @@ def _tensors(state_dict: Mapping[str, Any] | None, files: Iterable[str]) -> Iter
                     header = tensors.get_slice(key)
                     yield _Stored(key, header.get_dtype(), header.get_shape(), header)
         elif file.endswith(".bin"):
-            # A file of an old version of torch cannot be mapped into memory.
+            # A file that is not a zip archive is of an old version of torch, and cannot be mapped into memory.
             yield from _tensors(torch.load(file, mmap=zipfile.is_zipfile(file), weights_only=True), ())
 
 
 def _is_of_linear_quantizer(name: str, layer: StoredLinear, stored: _Stored) -> bool:
-    """Whether a tensor is of a router that a quantizer of linear layers has replaced, and is stored in its own form."""
+    """True if a tensor belongs to a router that a quantizer of linear layers stores in its own form."""
     router = getattr(layer, "router", None)
     has_other_router = router is not None and type(router) is not nn.Linear
     return has_other_router and ".router." in name and stored.dtype not in _FLOATING
@@ -202,9 +204,9 @@ def _not_in_model(model: PreTrainedModel, unexpected: Iterable[str]) -> tuple[li
     """The unexpected keys that change what a model computes.
 
     Returns:
-        The keys of decoder layers that the model does not have, whatever these contain, and those of feed-forward
-        layers that it has. Of the latter, tensors beside the weight of a linear layer outside of MGLU layers, such as a
-        quantizer's, are left to Transformers.
+        All keys of decoder layers that the model does not have, and the keys of feed-forward layers that it has. The
+        second list lacks tensors beside the weight of a linear layer outside of MGLU layers, such as a quantizer's,
+        because they are left to Transformers.
     """
     layers = _layers(model)
     blocks, feed_forwards = ({_part(name, depth) for name in layers} - {""} for depth in (0, 1))
@@ -227,23 +229,23 @@ def _layers(model: PreTrainedModel) -> dict[str, StoredLinear]:
 
 
 def _short(name: str, model: PreTrainedModel) -> str:
-    """A name without the decoder's in a language model, which a checkpoint may have where the model has not."""
+    """A name without the prefix of the decoder (`model.`), which names in a checkpoint may have without the model's."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def _owner(key: str) -> str:
-    """The name of the layer to which a tensor, or the router that has it, belongs."""
+    """The name of the layer that has a tensor, directly or in its router."""
     return key.rpartition(".")[0].removesuffix(".router")
 
 
 def _part(name: str, depth: int) -> str:
-    """A name up to its first number, and `depth` parts more; empty if there is none."""
+    """A name up to its first number and `depth` parts after it; empty if the name has no number or too few parts."""
     found = re.match(rf"(.*?\.)?\d+(\.[^.]+){{{depth}}}(?=\.|$)", name)
     return found[0] if found else ""
 
 
 def _kind(name: str) -> str:
-    """A name with `*` for its numbers, which layers of the same kind share."""
+    """A name with `*` in place of numbers, so that layers of the same kind have the same result."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
@@ -266,7 +268,10 @@ _REASONS = {
 
 
 def _reason(unexpected: set[str], is_in_some_layers: bool) -> str:
-    """Why a checkpoint with these unexpected tensors lacks others, which it may have for some layers."""
+    """Why MGLU tensors are missing, judged by the unexpected keys.
+
+    `is_in_some_layers` is True if some layers have the missing tensors.
+    """
     found = {name for key in unexpected for name in _REASONS if key.endswith(f".{name}")}
     if is_in_some_layers and found & {LOGITS, PACKED}:
         return (

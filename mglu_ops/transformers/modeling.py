@@ -24,7 +24,6 @@ from ..nn.stored_linear import StoredLinear
 from .configuration import MGLUConfigMixin
 from .feed_forward import feed_forward, narrow
 from .loading import check_adapter, check_loaded, check_tensors, warn_of_quantizer
-from .model_card import write_model_card
 from .quantization import describe_stored_weights, stored_weights
 from .routing import load_balancing_loss
 
@@ -41,7 +40,7 @@ class MGLUPreTrainedMixin(_Model):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise weights as Transformers does in linear layers; gain and masks as `mglu_ops.nn` does."""
+        """Draw weights as Transformers does in linear layers. Gain and masks are those of `mglu_ops.nn`."""
         if not isinstance(module, StoredLinear):
             super()._init_weights(module)
             return
@@ -59,7 +58,7 @@ class MGLUPreTrainedMixin(_Model):
         """Load a checkpoint as Transformers does, and refuse it if its masks or weights do not fit (`loading`)."""
         loader = PreTrainedModel._load_pretrained_model
         source = str(load_config.pretrained_model_name_or_path or "state_dict")
-        if expected_keys is not None:  # the weights of an adapter
+        if expected_keys is not None:  # Transformers loads the weights of an adapter
             info, offload_index = loader(model, state_dict, checkpoint_files, load_config, expected_keys)
             check_adapter(model, info, expected_keys, source)
             return info, offload_index
@@ -71,10 +70,10 @@ class MGLUPreTrainedMixin(_Model):
         for module in model.modules():
             if not isinstance(module, StoredLinear):
                 continue
-            # Every tensor of the layer is in the checkpoint, so nothing is drawn, although a weight on the disk stays
-            # on the meta device and looks to Transformers as if it had not been loaded.
+            # Keep Transformers from initialising the layer. The checkpoint has all its tensors, but a weight that is
+            # offloaded to the disk stays on the meta device, as if it had not been loaded.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010 (nn.Module's annotations allow tensors only)
-            if module.weight_scale is not None:  # the loader lets the gradient of each floating tensor be computed
+            if module.weight_scale is not None:  # the loader sets requires_grad of every floating tensor
                 module.weight.requires_grad_(False)
                 module.weight_scale.requires_grad_(False)
         return info, offload_index
@@ -92,11 +91,11 @@ class MGLUPreTrainedMixin(_Model):
         update_config(self)
         super().save_pretrained(save_directory, *args, **kwargs)
         if (args[0] if args else kwargs.get("is_main_process", True)) and Path(save_directory).is_dir():
-            write_model_card(self, Path(save_directory))
+            _write_model_card(self, Path(save_directory))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT sets it when it has put its adapters into the model
+        if name == "peft_config":  # PEFT sets this attribute when it has put its adapters into the model
             self._warn_of_untrained_weights()
 
     def _warn_of_untrained_weights(self) -> None:
@@ -215,7 +214,7 @@ class MGLUForCausalLMMixin(MGLULanguageModelMixin):
     ) -> Any:
         """Run the model as its base class does.
 
-        The cache is among `kwargs`, since its name depends on the version of Transformers.
+        The cache is among `kwargs`, because the name of its argument depends on the version of Transformers.
 
         In training, with `labels` and `router_aux_loss_coef > 0`, the result is a `MoeCausalLMOutputWithPast`:
         `aux_loss` is the load-balancing loss, and `loss` the language model's loss plus
@@ -240,8 +239,8 @@ class MGLUForCausalLMMixin(MGLULanguageModelMixin):
             logits = torch.tanh(logits / limit) * limit
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
         balance = load_balancing_loss(outputs.router_logits, config.n_masks, config.mask_top_k, attention_mask)
-        # Trainer divides the loss by the number of tokens in all batches that it accumulates, so this loss is scaled in
-        # the same way.
+        # Trainer divides the language model's loss by the number of tokens in all batches that it accumulates. Scale
+        # the balance loss in the same way.
         in_all = kwargs.get("num_items_in_batch")
         share = 1 if in_all is None else (labels[:, 1:] != -100).sum() / in_all
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
@@ -260,7 +259,7 @@ class MGLUMoePreTrainedMixin(_Model):
         """Return `eager`, which for Transformers means the code of the experts' class.
 
         Raises:
-            ValueError: another implementation was requested, all of which read the two matrices of SwiGLU.
+            ValueError: another implementation was requested. All others read the two matrices of SwiGLU.
         """
         if requested_experts not in (None, "eager"):
             raise ValueError(
@@ -296,3 +295,35 @@ class MGLUMoeForCausalLMMixin(MGLUMoePreTrainedMixin, MGLULanguageModelMixin):
         self.router_aux_loss_coef = config.router_aux_loss_coef
         self.num_experts = config.num_experts
         self.num_experts_per_tok = config.num_experts_per_tok
+
+
+_CARD = """\
+---
+library_name: transformers
+tags:
+- mglu
+---
+
+# {model}
+
+A model with Masked Gated Linear Units (arXiv 2506.23225) in place of SwiGLU. Transformers alone does not know its
+`model_type`, `{model_type}`, and an upgrade does not help. Install `mglu_ops` (in a clone of it,
+`pip install ".[transformers]"`), and import it first:
+
+```python
+import mglu_ops.transformers  # registers the model with AutoConfig, AutoModel and AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+```
+
+vLLM finds the model automatically where `mglu_ops` is installed too, if its plugin has the architecture.
+"""
+
+
+def _write_model_card(model: Any, folder: Path) -> None:
+    """Write README.md into the folder of a checkpoint, unless it has one."""
+    card = folder / "README.md"
+    if not card.exists():
+        names = {"model": type(model).__name__, "model_type": model.config.model_type, "folder": folder.name}
+        card.write_text(_CARD.format(**names))

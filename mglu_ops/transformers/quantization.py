@@ -19,7 +19,7 @@ METHOD = "mglu"
 """The `quant_method` of this package."""
 
 _PLACES = ("quantization_config", "mglu_quantization_config")
-"""The keys of a configuration that may hold ours: the second where a quantizer of linear layers has the first."""
+"""The keys of a configuration that may hold ours: the second one if a quantizer of linear layers has the first."""
 
 
 @register_quantization_config(METHOD)
@@ -28,20 +28,20 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
 
         "quantization_config": {"quant_method": "mglu", "weight_format": "fp8_row", "modules_to_not_convert": []}
 
-    Besides MGLU layers, it holds for the down projections of experts, without the activation format. Layers of other
-    classes are not quantized by it. If the model was loaded with another quantizer, for its linear layers, that one
-    keeps the key `quantization_config`, and this is `mglu_quantization_config`.
+    The weight format also holds for the down projections of experts, but the activation format does not. Layers of
+    other classes are not quantized by this package. If the model was loaded with another quantizer for its linear
+    layers, that quantizer keeps the key `quantization_config`, and this class is under `mglu_quantization_config`.
 
     Args:
         weight_format: a name in `mglu_ops.formats`.
-        modules_to_not_convert: names of such layers whose weight is dense, as in `model.named_modules()`. A model
-            refuses other names when it is made.
-        activation_format: what the other MGLU layers round x to, likewise. A dictionary of the configuration lacks the
-            key if it is `dense`, so that versions that do not know it can read it.
+        modules_to_not_convert: names, as in `model.named_modules()`, of MGLU layers and down projections of experts
+            whose weight is dense. A model refuses names of other modules when it is made.
+        activation_format: the format, a name in `mglu_ops.formats`, to which the quantized MGLU layers round x. If it
+            is `dense`, the key is left out of the dictionary, so that versions that do not know the key can read it.
 
     Raises:
-        ValueError: there is no such format, or the two do not go together; an argument is missing, has another type or
-            is unknown.
+        ValueError: there is no such format, or the two formats do not go together; or an argument is missing, has
+            another type or is unknown.
     """
 
     activation_format: str = "dense"
@@ -54,7 +54,7 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
         activation_format: str = "dense",
         **unknown: Any,
     ) -> None:
-        # These come from a file, so that a missing or an unknown one is not a mistake in a call.
+        # Raise a ValueError, not a TypeError as for a wrong call, because the arguments come from a configuration file.
         for name, value in unknown.items():
             raise ValueError(
                 f"quantization_config: got {name}={value!r}, must have no keys but quant_method, weight_format, "
@@ -93,7 +93,7 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
 
 
 def _in_decoder(name: str) -> str:
-    """The name in the decoder of a layer, whose name in the language model may be given."""
+    """A layer's name in the decoder, from its name in the decoder or in the language model."""
     return name.removeprefix("model.")
 
 
@@ -105,7 +105,7 @@ class MGLUQuantizer(HfQuantizer):
         ValueError: the checkpoint is not quantized.
     """
 
-    is_trainable = True  # adapters of other layers: the gradient of x is computed
+    is_trainable = True  # adapters of other layers can be trained, since the gradient of x is computed
     is_compileable = True
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
@@ -125,7 +125,7 @@ def stored_weights(config: Any) -> MGLUQuantizationConfig:
     """What a configuration says of the weights of its MGLU layers; the format is `dense` if it says nothing.
 
     Raises:
-        ValueError: it says something that is not a dictionary of `MGLUQuantizationConfig`.
+        ValueError: the value of the key is not a dictionary of `MGLUQuantizationConfig`.
     """
     for place in _PLACES:
         found = getattr(config, place, None)
@@ -143,7 +143,7 @@ def describe_stored_weights(model: nn.Module, config: Any) -> None:
     """Write the format of a model's weights into its configuration.
 
     Raises:
-        ValueError: layers with 8 or 4 bits have different formats of weights or activations.
+        ValueError: quantized layers have different weight formats or different activation formats.
     """
     layers = {
         without_wrappers(name): module for name, module in model.named_modules() if isinstance(module, StoredLinear)

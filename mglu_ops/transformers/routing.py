@@ -27,7 +27,7 @@ def load_balancing_loss(
         A scalar.
 
     Raises:
-        RuntimeError: gradients are recorded, but not for the routers, as under a reentrant checkpoint.
+        RuntimeError: gradients are recorded, but the logits have none. A reentrant checkpoint causes this.
     """
     if torch.is_grad_enabled() and not all(logits.requires_grad for logits in router_logits):
         raise RuntimeError(

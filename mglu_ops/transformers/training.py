@@ -13,7 +13,7 @@ from .. import notices
 from ..nn import check_mask_lr, parameter_groups
 
 _GROUPS_OF_THEIR_OWN = {"params", "model", "optimizer_dict"}
-"""Arguments of optimizers that choose their parameters themselves, such as GaLore and LOMO."""
+"""Arguments of optimizers, such as GaLore and LOMO, that choose their parameters themselves."""
 
 
 if TYPE_CHECKING:  # the class after the mixin in the list of bases
@@ -36,7 +36,8 @@ class MGLUTrainerMixin(_Trainer):
             configuration says `weight_init="leveled"`. Other arguments are the Trainer's.
 
     Raises:
-        ValueError: the model has a load-balancing loss, and the Trainer is to compute the loss itself, without it.
+        ValueError: the model has a load-balancing loss, but the Trainer would compute the loss itself and leave out
+            the load-balancing loss.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -46,7 +47,7 @@ class MGLUTrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         config = getattr(self.model, "config", None)
         coefficient = getattr(config, "router_aux_loss_coef", 0)
-        has_balance = coefficient and getattr(config, "output_router_logits", True)  # a mixture may leave it out
+        has_balance = coefficient and getattr(config, "output_router_logits", True)  # a mixture may omit its loss
         if has_balance and (self.label_smoother is not None or self.compute_loss_func is not None):
             raise ValueError(
                 f"router_aux_loss_coef: got {coefficient} with label_smoothing_factor or compute_loss_func, must be 0: "
@@ -75,7 +76,7 @@ class MGLUTrainerMixin(_Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the scheduler of the arguments, unless there is one, and warn if it gives masks another rate."""
+        """Create the scheduler of the arguments, unless there is one. Warn if it has overwritten the masks' rate."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         scheduled = self.optimizer if optimizer is None else optimizer
         try:

@@ -1,4 +1,4 @@
 """`python -m mglu_ops tune`: measures launches of the CUDA kernels offline, and writes the fastest ones to a table.
 
-`backends.cuda.launch_tables` reads the tables. No code of this package runs when an operator is called.
+`backends.cuda.launch_tables` reads the tables. No code of `mglu_ops.tuning` runs when an operator is called.
 """

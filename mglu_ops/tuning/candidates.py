@@ -42,8 +42,8 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
 def starts(call: Call, gpu: Gpu) -> list[LaunchConfig]:
     """The first launches: the choices for the call, and for other numbers of tokens, other layers and another GPU.
 
-    Also two launches of `tile_wgmma`, dense and sparse, with clusters of two blocks that share 128 rows and have half
-    of the tokens each.
+    They include two launches of `tile_wgmma`, one dense and one sparse, with clusters of two blocks. The blocks share
+    128 rows, and each has half of the tokens.
     """
     found = [
         without_tables(call, gpu),
@@ -56,7 +56,7 @@ def starts(call: Call, gpu: Gpu) -> list[LaunchConfig]:
     widths = _LADDERS["tile_wgmma"]["block_tokens"]
     half = next((width for width in widths if 2 * width >= call.tokens), widths[-1])
     pair = TileWgmma(rows=128, block_tokens=half, sub=2, cluster=2)
-    if (call.n_masks + 1) * pair.block_tokens <= 336:  # so a thread has at most 168 accumulators, half of this
+    if (call.n_masks + 1) * pair.block_tokens <= 336:  # so a thread has at most 336 / 2 accumulators
         found += [_with_full_ring(replace(pair, sparse=sparse), call, gpu) for sparse in (False, True)]
     return [config for config in dict.fromkeys(found) if config.violation(call, gpu) is None]
 

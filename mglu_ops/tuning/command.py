@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         )
         if kept:
             entries.append(entry)
-        write(options.out, facts, entries)  # after every call, in case a later one fails
+        write(options.out, facts, entries)  # after every call, so that a later failure loses nothing
         torch.cuda.empty_cache()
     print(f"{counted(len(entries), 'entry', 'entries')} in {options.out}")
     return 0

@@ -1,8 +1,9 @@
 """Fits the cost model of `tile_wgmma` to a GPU: measures launches, and finds the constants that explain their times.
 
 The model ranks launches, so it must be accurate for the fastest ones. Calls are drawn with a fixed seed. For each call,
-the launches are measured that are fastest by the starting constants, and a few random ones. After a first fit, the
-launches are measured that are fastest by the fitted constants. The timings can be kept in a CSV file, and fitted again.
+a fit first measures the launches that are fastest by the starting constants, and a few random launches. After a first
+fit of the constants, it measures the launches that are fastest by these. The timings can be kept in a CSV file, and
+fitted again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..words import counted
 SHAPES = ((4096, 1024), (4096, 4096), (8192, 2048), (9728, 2560), (11008, 4096), (14336, 4096))
 TOKENS = (16, 24, 32, 48, 64, 96, 128, 200, 256, 384, 512, 1024)
 MASKS = (1, 2, 3, 4, 6, 8, 12, 16)
-CALLS_OF_MASKS = 36  # pairs of a shape and a number of tokens, for each number of masks
+CALLS_OF_MASKS = 36  # combinations of a shape and a number of tokens, for each number of masks
 FASTEST_BY_START = 5
 FASTEST_BY_FIT = 2
 RANDOM_LAUNCHES = 1
@@ -172,9 +173,9 @@ START = CostModel(
 
 
 def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
-    """Minimize the error of the logarithms of the times, by a loss that limits the weight of outliers.
+    """Minimize the errors of the logarithms of times, with a loss that limits the influence of outliers.
 
-    A constant is fitted as a multiple of its value in `start`, so a constant that is 0 there stays 0.
+    A constant is fitted as a multiple of its value in `start`, so a constant that is 0 in `start` stays 0.
     """
     from scipy.optimize import least_squares
 
@@ -200,7 +201,7 @@ def error_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
 def regret_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:
     """The factor by which the model's choice is slower than the fastest launch, as a geometric mean over calls.
 
-    The model chooses among the measured launches. Calls with a single one do not count.
+    The model chooses among the measured launches. Calls with a single measured launch do not count.
     """
     calls: dict[Call, list[Timing]] = {}
     for one in timings:

@@ -50,7 +50,10 @@ class Layers:
             self.exact += F.silu(gate) * (total - gate)
 
     def set_tokens(self, tokens: int) -> None:
-        """Replace x, for another number of tokens. Afterwards `exact` is out of date, and `is_right` unusable."""
+        """Replace x, for another number of tokens.
+
+        `exact` still belongs to the old x, so `is_right` is unusable afterwards.
+        """
         self.x = torch.randn(tokens, self.x.shape[1], device="cuda").to(self.x.dtype)
 
     def replay(self, config: LaunchConfig) -> Replay:

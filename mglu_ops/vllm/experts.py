@@ -42,8 +42,8 @@ _router = cache(create_fused_moe_router)
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Choose experts with vLLM's softmax router: weights (float32) and ids (int32), both `[tokens, top_k]`.
 
-    On a GPU, the router reads from the context of each step which tokens are padding. It is a custom operator so that
-    it runs at each step, and not only while vLLM compiles the model.
+    On a GPU, the router reads from the context of each step which tokens are padding. `route` is a custom operator, so
+    that this code runs at each step, and not only while vLLM compiles the model.
 
     Args:
         logits: floating `[tokens, num_experts]`.
@@ -51,7 +51,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
         renormalize: divide the weights of a token by their sum.
     """
     router = _router(top_k=top_k, global_num_experts=logits.shape[1], renormalize=renormalize)
-    return router.select_experts(logits, logits, torch.int32)  # a softmax router reads only the sizes of the first
+    return router.select_experts(logits, logits, torch.int32)  # of its first argument, the router reads only the sizes
 
 
 @route.register_fake
@@ -92,7 +92,7 @@ class RowParallelDown(nn.Module):
 
     Attributes:
         weight: Parameter `[experts of this rank, hidden_size, columns of this rank]`.
-        weight_scale: Parameter of the scales; None if the weight is dense, in the dtype of the model.
+        weight_scale: Parameter of the scales; None if the weight is dense, which has the dtype of the model.
 
     Raises:
         ValueError: a rank's columns would cut groups that share a scale.
@@ -176,7 +176,7 @@ class ParallelExperts(nn.Module):
         check_parallelism(parallel)
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         part = Part.of_experts(settings.num_experts, rank, ranks, parallel.enable_expert_parallel)
-        is_moe_size = hasattr(config, "moe_intermediate_size")  # then intermediate_size belongs to dense layers
+        is_moe_size = hasattr(config, "moe_intermediate_size")  # if True, intermediate_size belongs to dense layers
         size = "moe_intermediate_size" if is_moe_size else "intermediate_size"
         self.first_expert = part.experts.start
         self.mglu = ColumnParallelExperts(config, quant_config, f"{prefix}.mglu", size, part)
@@ -196,10 +196,10 @@ class ParallelExperts(nn.Module):
 
 
 def check_parallelism(parallel: ParallelConfig) -> None:
-    """Check that vLLM's options spread experts over no more than the tensor-parallel group, and do not move them later.
+    """Check that vLLM's options keep the experts within the tensor-parallel group, and do not move them later.
 
     Raises:
-        ValueError: they do; the message names the option.
+        ValueError: an option spreads experts over other ranks too, or moves them; the message names it.
     """
     if parallel.enable_eplb:
         raise ValueError("enable_eplb: got True, must be False: MGLU experts are not moved between ranks")

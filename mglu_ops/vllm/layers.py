@@ -31,14 +31,14 @@ class ColumnParallelMGLU(nn.Module):
     """The MGLU projection, with `out_features` divided over the ranks. Each rank computes its columns of the result.
 
     Checkpoints hold the whole weight, its scales if it is quantized, and packed masks or logits. `load_weights` copies
-    this rank's rows of each, and packs logits.
+    this rank's rows of these tensors, and packs logits.
 
     Args:
         config: the model's config with `hidden_size`, `hidden_act`, `n_masks` and `mask_top_k`, and with the formats of
             the weight and of x if `mglu_ops.quantize` has quantized the model. The activation scheme of another
             quantizer does not affect MGLU.
         quant_config: quantization of the router of masks, which is a linear layer. It does not apply to the weight of
-            MGLU; if that is dense, a warning says so.
+            MGLU; if that weight is dense, a warning says so.
         prefix: name of the module in the model.
         size: name of the config's entry with the number of `out_features` of all ranks together.
         part: the part that this rank holds; by default this rank's rows in the tensor-parallel group.
@@ -161,7 +161,7 @@ def check_loaded(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         loaded = getattr(layer, "loaded", None)
         if isinstance(loaded, set):
-            # A quantizer may add parameters to the router that checkpoints do not have.
+            # Expect only the router's weight, because a quantizer may add parameters that checkpoints do not have.
             expected = {key for key, _ in layer.named_parameters(recurse=False)}
             expected |= {"router.weight"} & {key for key, _ in layer.named_parameters()}
             if missing := sorted(expected - loaded):

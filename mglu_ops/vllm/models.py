@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
 _STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-"""The projections that vLLM stacks in these models, which are only in attention."""
+"""The projections that vLLM stacks in all these models. All of them belong to the attention."""
 
 
 def _with_small_mlp(config: PretrainedConfig) -> PretrainedConfig:
@@ -98,8 +98,9 @@ class MGLUMistralForCausalLM(_LoadedWhole, MistralForCausalLM):
 class MGLUQwen3ForCausalLM(_LoadedWhole):
     """Qwen3 with an MGLU feed-forward layer.
 
-    vLLM's Qwen3ForCausalLM has no argument for the class of its layers, so this derives from LlamaForCausalLM, which
-    differs from it only in the inner model, and overrides the method that makes the inner model.
+    vLLM's Qwen3ForCausalLM has no argument for the class of its layers. This class therefore derives from
+    LlamaForCausalLM, which differs from Qwen3ForCausalLM only in the inner model, and overrides the method that makes
+    the inner model.
     """
 
     packed_modules_mapping = _STACKED

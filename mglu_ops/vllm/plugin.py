@@ -21,7 +21,7 @@ FUSION = "MGLU_VLLM_FUSION"
 def register() -> None:
     """Register the MGLU architectures and quantization config with vLLM, and their configs with Transformers.
 
-    It may be called repeatedly. vLLM imports the classes of models only when it loads such a model. If
+    Further calls are allowed. vLLM imports the classes of MGLU models only when it loads such a model. If
     `mglu_ops.transformers` cannot be imported, there is a warning, and other models of vLLM are unaffected. Fusion is
     enabled if `MGLU_VLLM_FUSION` is set.
 

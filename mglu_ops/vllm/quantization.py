@@ -38,10 +38,11 @@ class MGLUConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method of a layer, by which a linear layer stays dense. vLLM calls this for each layer it builds.
+        """Return the method that keeps a linear layer dense. vLLM calls this for each layer that it builds.
 
         Raises:
-            ValueError: the Transformers backend runs the model; it would cast quantized weights to the model's dtype.
+            ValueError: vLLM's Transformers backend runs the model, and would cast quantized weights to the model's
+                dtype.
         """
         from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod

@@ -1,8 +1,9 @@
 """Selects the rows of a checkpoint that one rank of a tensor-parallel group holds. It does not need vLLM.
 
-MGLU is divided over `out_features`: a rank holds consecutive rows of the weight and of every mask, and computes those
-columns of the result. The row-parallel output projection then sums over the ranks. The first dimension of packed masks
-is out_features, so a rank's rows need no repacking. The scales of a quantized weight are divided with its rows.
+MGLU is divided over `out_features`: a rank holds consecutive rows of the weight and of every mask, and computes the
+columns of the result that belong to these rows. The row-parallel output projection then sums over the ranks. The first
+dimension of packed masks is out_features, so a rank's rows need no repacking. The scales of a quantized weight are
+divided with its rows.
 
 A mixture is divided in the same way, over the rows of every expert, or else over its experts.
 """
@@ -25,7 +26,7 @@ class Part(NamedTuple):
     """The part of a layer, or of the experts of a mixture, that this rank holds.
 
     Attributes:
-        rank: index of this rank among those that divide the rows of a layer.
+        rank: index of this rank among the ranks that divide the rows of a layer.
         ranks: number of ranks that divide the rows of a layer.
         num_experts: number of experts of all ranks; None for a layer without experts.
         experts: the experts of which this rank holds rows.
@@ -38,7 +39,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of_experts(cls, num_experts: int, rank: int, ranks: int, is_expert_parallel: bool) -> Part:
-        """With expert parallelism, all rows of some experts; otherwise some rows of every expert.
+        """Make the part of a rank: with expert parallelism, all rows of some experts; otherwise some rows of each.
 
         Raises:
             ValueError: with expert parallelism, `num_experts` is not a multiple of the number of ranks.
@@ -101,7 +102,7 @@ def weight_shard(
     """A view of a rank's rows of a weight `[out_features, in_features]`. In `int4_group` a byte holds two columns.
 
     Raises:
-        TypeError: the dtype is not the format's, or for `dense` not floating, so that vLLM would cast it.
+        TypeError: the dtype is not the format's, or for `dense` not floating. vLLM would cast such a weight.
         ValueError: the weight has another shape, or `rows_of_rank` raises.
     """
     _check_weight(weight, out_features, in_features, weight_format)
@@ -170,7 +171,7 @@ def down_shard(
 def down_scale_shard(
     scale: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str
 ) -> Tensor:
-    """A view of the scales of a rank's columns of a down projection: all scales if each row has one.
+    """A view of the scales of a rank's columns of a down projection: all scales if there is one scale per row.
 
     Raises:
         TypeError, ValueError: as in `scale_shard`, for columns.

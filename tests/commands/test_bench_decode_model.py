@@ -22,7 +22,7 @@ SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabul
 
 
 def rope(heads: Tensor, base: float) -> Tensor:
-    """Rotary positions of `[tokens, heads, width]` by complex numbers; feature j is paired with j + width / 2."""
+    """Rotate `[tokens, heads, width]` by position. Features j and j + width / 2 make one complex number."""
     count, _, width = heads.shape
     angles = torch.arange(count)[:, None] * base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     pairs = torch.complex(*heads.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -110,7 +110,7 @@ def test_errors_of_a_step_are_against_float64() -> None:
     torch.manual_seed(0)
     decoding = decode_model.Decoding.start(decode_model.build(SIZES, 1, "cpu", torch.bfloat16))
     error, eager = decoding.errors(decoding.step)
-    assert error == eager  # the step is the eager model here
+    assert error == eager  # here, the step is the eager model
     assert 1e-4 < error < 3e-2
     assert int(decoding.position) == int(decoding.token) == 0
     assert decoding.errors(lambda: decoding.step() * 1.5)[0] == pytest.approx(0.5, abs=0.05)
@@ -156,4 +156,4 @@ def test_problems_that_were_measured_are_left_out(monkeypatch: pytest.MonkeyPatc
     decode_model.run(problems[:2], tmp_path)
     decode_model.run(problems, tmp_path, resume=True)
     assert measured == [(16, 1), (16, 8), (16, 32), (32, 1), (32, 8), (32, 32)]
-    assert len(read(tmp_path, "decode_model")) == 3 + 5  # every compilation of every problem
+    assert len(read(tmp_path, "decode_model")) == 3 + 5  # a row for each compilation of each problem

@@ -1,4 +1,4 @@
-"""The benchmark of `generate`: its forms are one model, and its rows say what was measured."""
+"""The benchmark of `generate`: all forms compute the same model, and rows say what was measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = {
 
 
 class Inline(Executor):
-    """Runs the tasks of a process in this one, with a model of its own."""
+    """An executor that runs its tasks in this process, and not in a new one. Each executor has its own model."""
 
     served: Callable[[], torch.Tensor]
 
@@ -45,7 +45,7 @@ class Inline(Executor):
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "process", Inline)
-    # transformers compiles generate's step on a GPU alone, so that no layer would be fused here.
+    # Transformers compiles generate's step only on a GPU, so no layer would be fused here.
     monkeypatch.setattr(generate, "MGLUS", tuple(form for form in generate.MGLUS if not form.fused))
 
 
@@ -90,7 +90,8 @@ def test_a_form_with_wrong_masks_has_no_result(monkeypatch: pytest.MonkeyPatch) 
     def wrong(module: generate.PlainMGLU) -> torch.nn.Module:
         return torch.nn.Sequential(generate.MGLU.from_parameters(module.weight, -module.logits), module.down_proj)
 
-    monkeypatch.setattr("mglu_ops.nn.replacing.check_same_results", lambda *_: None)  # freeze itself would refuse them
+    # Otherwise freeze itself would refuse the wrong masks.
+    monkeypatch.setattr("mglu_ops.nn.replacing.check_same_results", lambda *_: None)
     monkeypatch.setattr(generate, "packed", wrong)
     monkeypatch.setattr(generate, "MGLUS", (Form("naive"), Form("packed", packed=True)))
     rows = generate.bench(Problem("tiny", 1, (4,)), SIZES, "cpu", rounds=1, new_tokens=2)

@@ -37,7 +37,7 @@ def least(lines: list[dict[str, str]], prefix: str, **fields: object) -> float:
 
 
 def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
-    """The lines of a panel that have labels."""
+    """Label -> points, for all lines of a panel that have a label."""
     return {
         line.get_label(): list(zip(map(float, line.get_xdata()), map(float, line.get_ydata()), strict=True))
         for line in axes.get_lines()
@@ -46,7 +46,7 @@ def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def bars(axes: Any) -> dict[str, list[float]]:
-    """The lengths of the bars of a panel by their label in the legend, from top to bottom."""
+    """Label in the legend -> lengths of the bars of a panel, from top to bottom."""
     return {bars.get_label(): [float(bar.get_width()) for bar in bars] for bars in axes.containers}
 
 

@@ -1,4 +1,4 @@
-"""The timing and the variants of the GPU benchmarks, with a GPU of which only the clock is simulated."""
+"""The timing and the variants of the GPU benchmarks, with a fake GPU that has only a clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.timing import GraphTimer, time_graphs, under_load
 
 
 class Clock:
-    """A clock that only graphs advance; it stands for the GPU's and the host's."""
+    """The clock of both the GPU and the host. Only the fake graphs and calls below advance it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -78,13 +78,13 @@ def test_graphs_are_replayed_until_clocks_settle_and_timed_for_as_long(clock: Cl
     (timer,) = timers(clock, 0.001)
     time_graphs([timer], rounds=1, settle_seconds=0.05)
     assert timer.warmup_replays == timer.timed_replays == 50
-    before = 2 * (1 + 2)  # two short rounds, from which the time of a replay is known
+    before = 2 * (1 + 2)  # replays of the two short rounds that estimate the time of a replay
     rounds = 1 + len(timer.times)
     assert timer.graph.replays == before + rounds * 100  # type: ignore[attr-defined]
 
 
 class Calls:
-    """Calls that take some seconds on a clock each, and what was called."""
+    """Functions that each take some seconds on a clock, and the order in which they were called."""
 
     def __init__(self, clock: Clock, **seconds: float) -> None:
         self.clock, self.order = clock, ""
@@ -99,8 +99,8 @@ def test_calls_take_turns_under_their_own_load(clock: Clock) -> None:
     calls = Calls(clock, a=0.01, b=0.1)
     times = under_load(calls.calls, timing.gpu_microseconds, rounds=6, seconds=0.015)
     assert times == {"a": pytest.approx([10_000.0] * 6), "b": pytest.approx([100_000.0] * 6)}
-    turns = {"a": "aa" + "aa", "b": "b" + "b"}  # load, and then as long under the clock
-    before = "aaa" + "bbb"  # from which the number of calls in a turn is known
+    turns = {"a": "aa" + "aa", "b": "b" + "b"}  # calls as load, and then as many timed calls
+    before = "aaa" + "bbb"  # calls that estimate how many calls a turn takes
     assert calls.order.startswith(before)
     rounds = calls.order.removeprefix(before).replace(turns["a"], "A").replace(turns["b"], "B")
     assert len(rounds) == 12
@@ -131,7 +131,7 @@ def test_a_variant_whose_replay_writes_a_wrong_result_has_no_time(clock: Clock, 
 
 
 def test_a_variant_that_writes_nothing_is_wrong(clock: Clock) -> None:
-    """The outputs hold the right result before the check, which must not be taken for the replay's."""
+    """The outputs hold the right result before the check, which must not take it for a result of the replay."""
     outputs: list[Tensor | None] = [torch.ones(8)]
     variant = Variant("some", lambda i: outputs[i], 1, lambda i: torch.ones(8, dtype=torch.float64))
     captured = Captured(variant, Graph(clock, 0.001), outputs)  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_a_variant_that_writes_nothing_is_wrong(clock: Clock) -> None:
 
 
 class CpuLayers:
-    """What `decode` asks of `Layers`, on a CPU and small."""
+    """Small layers on a CPU, with all attributes of `Layers` that `decode` uses."""
 
     def __init__(self, tokens: int, n_masks: int) -> None:
         torch.manual_seed(0)

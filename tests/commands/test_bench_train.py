@@ -1,4 +1,4 @@
-"""The benchmarks of training a layer and of joining their parts: what is measured, compared and shown."""
+"""The benchmark of training a layer: what is measured, compared and shown, and how results are joined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench_rows import row
 from families import quick_only_for
 from torch import Tensor
 
-from benchmarks import memory, pages, records, train, train_layers
+from benchmarks import pages, records, timing, train, train_layers
 from benchmarks.records import Row, read, read_table
 from benchmarks.train_layers import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
 from mglu_ops.accuracy import ERROR_BUDGET
@@ -43,7 +43,7 @@ def test_every_form_is_timed_and_compared_with_float64(n_masks: int) -> None:
         assert (one.tokens, one.shape, one.n_masks, one.case) == (10, (24, 16), n_masks, "training step")
         if one.variant in ALL:
             errors: Any = one.extra["errors"]
-            assert list(errors) == ["y", "dx", "dweight", "dlogits"]
+            assert list(errors) == ["y", "grad_x", "grad_weight", "grad_logits"]
             assert 1e-4 < one.error == max(errors.values()) < ERROR_BUDGET[torch.bfloat16]
             assert one.extra["bits_repeat"] is True
         else:
@@ -57,7 +57,7 @@ def test_the_compiled_forms_compile() -> None:
 
 
 def test_oracle_is_the_naive_layer_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the checked tokens have an upstream gradient, so that the sums over all tokens are theirs."""
+    """Only the checked tokens have an upstream gradient, so a sum over all tokens is a sum over the checked ones."""
     monkeypatch.setattr(train_layers, "CHECKED_TOKENS", 4)
     torch.manual_seed(0)
     training = train_layers.Training(PROBLEM.shape, PROBLEM.tokens, PROBLEM.n_masks, "cpu")
@@ -73,9 +73,9 @@ def test_oracle_is_the_naive_layer_in_float64(monkeypatch: pytest.MonkeyPatch) -
         wrong = oracle.errors(exact._replace(**{name: 1.5 * getattr(exact, name)}))
         assert wrong.pop(name) == pytest.approx(0.5)
         assert max(wrong.values()) < 1e-12
-    stray = exact.dx.clone()
-    stray[oracle.others] += 1e-3  # a gradient of a token that has none
-    assert oracle.errors(exact._replace(dx=stray))["dx"] == math.inf
+    stray = exact.grad_x.clone()
+    stray[oracle.others] += 1e-3  # of tokens whose exact gradient is 0
+    assert oracle.errors(exact._replace(grad_x=stray))["grad_x"] == math.inf
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -96,7 +96,7 @@ def test_a_step_drops_the_gradients_of_the_one_before() -> None:
 def replace_layer(
     monkeypatch: pytest.MonkeyPatch, name: str, other: Callable[[train_layers.Layer], train_layers.Layer]
 ) -> None:
-    """Let `train` measure `other(layer)` in the place of the layer of a variant."""
+    """Let `train` measure `other(layer)` instead of the layer of variant `name`."""
     whole = train.steps
 
     def steps(training: train_layers.Training) -> dict[str, train_layers.Step]:
@@ -135,7 +135,7 @@ def test_a_wrong_gradient_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused.is_wrong
     errors: Any = fused.extra["errors"]
     assert errors["y"] < 0.01
-    assert errors["dlogits"] == pytest.approx(1.0, abs=0.01)
+    assert errors["grad_logits"] == pytest.approx(1.0, abs=0.01)
 
 
 def test_peak_is_the_most_of_a_call_with_what_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +153,10 @@ def test_peak_is_the_most_of_a_call_with_what_was_there_before(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: most)
-    assert memory.allocated("cuda") == 5.0
-    assert memory.peak(call, "cuda") == 7.0
-    assert math.isnan(memory.peak(call, "cpu"))
-    assert math.isnan(memory.allocated("cpu"))
+    assert timing.allocated("cuda") == 5.0
+    assert timing.peak(call, "cuda") == 7.0
+    assert math.isnan(timing.peak(call, "cpu"))
+    assert math.isnan(timing.allocated("cpu"))
 
 
 def step(problem: train.Problem, variant: str, milliseconds: float, **extra: object) -> Row:
@@ -192,7 +192,7 @@ def test_a_resumed_run_measures_only_what_the_result_lacks(monkeypatch, tmp_path
 
 
 def test_a_row_that_is_measured_again_replaces_the_earlier_one(tmp_path: Path) -> None:
-    """As SwiGLU's in `generate`, which is measured anew beside further numbers of masks."""
+    """For example, `generate` measures SwiGLU again when it measures further numbers of masks."""
     records.measure([PROBLEM], lambda one: [step(one, FUSED, 5.0), step(one, NAIVE, 6.0)], tmp_path, "train", "clock")
     more = replace(PROBLEM, n_masks=4)
     records.measure(

@@ -52,5 +52,5 @@ def test_gradients_of_other_experts_are_wrong() -> None:
     oracle = bench.Oracle(training)
     results = training.results(training.naive, oracle.grad_output)
     assert max(oracle.errors(results).values()) < 1e-2
-    results.dweight[next(expert for expert in range(5) if expert not in oracle.checked)] += 1
-    assert oracle.errors(results)["dweight"] == float("inf")
+    results.grad_weight[next(expert for expert in range(5) if expert not in oracle.checked)] += 1
+    assert oracle.errors(results)["grad_weight"] == float("inf")

@@ -1,4 +1,4 @@
-"""The command `build`: a folder for an image, which another user reads and for which no compiler is needed."""
+"""The command `build`, which makes a cache folder for container images. Other users need no compiler with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYER = ["--arch", "sm_90", "--shapes", "8192x2048", "--n-masks", "4", "--tokens
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were compiled, by a stand-in for NVRTC."""
+    """The kernels that a fake NVRTC has compiled."""
     kernels: list[str] = []
 
     def run_nvrtc(kernel: str, arch: str, macros: dict[str, int]) -> bytes:

@@ -1,4 +1,4 @@
-"""The command line as a whole: help and version without torch, public names, and reports. test_errors.py has errors."""
+"""The command line: help and version without torch, public names, and reports. test_errors.py tests errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make(): return mglu_ops.nn.NaiveMGLU(8, 8), (torch.randn(2, 8),)
 
 @pytest.mark.long
 def test_a_command_runs_user_code_that_uses_public_names_for_the_first_time(tmp_path: Path) -> None:
-    """`python -m mglu_ops` imports the package without torch, and completes that import before it runs user code."""
+    """`python -m mglu_ops` imports the package without torch, and completes the import before it runs user code."""
     (tmp_path / "model.py").write_text(USER_CODE)
     assert python("-m", "mglu_ops", "report", f"{tmp_path}/model.py:make").startswith("1 fused, 0 missed")
 

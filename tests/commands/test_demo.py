@@ -1,4 +1,4 @@
-"""The demo of the examples: it ends well at a small size, and fails if something disagrees."""
+"""examples/demo.py succeeds at a small size, and fails if results disagree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = ["--device", "cpu", "--layer", "128", "64", "--layers", "1", "--width", 
 
 
 def start(program: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the demo at a small size, in a folder."""
+    """Run the demo in a folder, at a small size."""
     return run([sys.executable, *program, *SMALL], folder=folder, timeout=500)
 
 

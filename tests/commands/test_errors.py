@@ -1,4 +1,4 @@
-"""Errors of the user: every command says what is wrong in one line on standard error, and exits with code 2."""
+"""User errors: every command prints one line about the problem to standard error, and exits with code 2."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layer(): return MGLU(8, 8).eval(), (torch.randn(2, 8),)
 
 @pytest.fixture(autouse=True)
 def _files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to a folder with models, packages, configurations, a folder for all, and no finished build."""
+    """Change to a folder with models, packages and configurations, and without a finished build."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("models.py").write_text(MODELS)
@@ -43,7 +43,7 @@ def _files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def error_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The line that a command prints, without its beginning. `build` may say before what it does."""
+    """The error line of a command, without its prefix. `build` may print progress lines before it."""
     assert main(arguments.split()) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -1,4 +1,4 @@
-"""Models on the command line: the forms of a factory's name, and the message for every error."""
+"""Models on the command line: how to name a factory function, and the message of every error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ not_a_function = 3
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder with `models.py`, which imports a file beside it, and a package with such a module."""
+    """A folder with `models.py` and a package with `inner.py`. Both files import another file of the folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.chdir(tmp_path)
@@ -58,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_factory_is_found_in_a_file_and_in_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "models", raising=False)  # another test may have imported one
+    monkeypatch.delitem(sys.modules, "models", raising=False)  # another test may have imported this name
     assert load_factory(f"{folder / 'models.py'}:make").__module__ == "models"
     assert load_model("models.py:make") == (8, (1, 2))
     monkeypatch.syspath_prepend(folder)
@@ -96,16 +96,16 @@ def test_every_command_reports_a_wrong_factory_in_the_same_words(name, words, ca
 
 @pytest.mark.parametrize("name", ["types", "torch", "mglu_ops", "sched", "neighbour_of_models"])
 def test_a_file_replaces_no_module_of_its_name(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules that are loaded, one of the standard library that is not, and one beside the file."""
+    """Covers loaded modules, an unloaded module of the standard library, and a module beside the file."""
     monkeypatch.syspath_prepend(folder)
     load_factory("models.py:make")
     before = dict(sys.modules)
     path = folder / "elsewhere" / f"{name}.py"
     path.parent.mkdir()
     path.write_text("class Model: ...\n\n\ndef make():\n    return Model(), ()\n")
-    for _ in range(2):  # a file that is imported again replaces itself
+    for _ in range(2):  # the second import of a file replaces the module of the first
         model, _ = load_model(f"{path}:make")
-        assert sys.modules[f"{name}_"].Model is type(model)  # where pickle looks it up
+        assert sys.modules[f"{name}_"].Model is type(model)  # so pickle finds the class
         assert {key: sys.modules[key] for key in before} == before
 
 

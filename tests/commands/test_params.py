@@ -1,4 +1,4 @@
-"""`python -m mglu_ops params` against the numbers that the paper publishes, and against models that were built."""
+"""`python -m mglu_ops params`, compared with the paper's numbers and with models that are built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mglu_ops.formats import FORMATS
 from mglu_ops.nn import GLU, LU, MGLU, MGLUExpertsFeedForward, quantize
 from mglu_ops.params import PAPER, ModelSizes, counts
 
-# Table 6 of arXiv 2506.23225: scale, model, n_masks, weights and masks in millions, MB.
+# Table 6 of arXiv 2506.23225: scale, model, n_masks, millions of weights, millions of mask bits, and size in MB.
 PUBLISHED = [
     ("small", "GELU", 0, 113, 0, 215),
     ("small", "SwiGLU", 0, 141, 0, 269),
@@ -36,7 +36,7 @@ def three_digits(number: float) -> float:
 
 @pytest.mark.parametrize(("scale", "name", "n_masks", "weights", "masks", "megabytes"), PUBLISHED)
 def test_the_paper_published_the_same_numbers(scale, name, n_masks, weights, masks, megabytes):
-    """The sizes in MB of the large models are rounded up in the paper, so they may differ by 1."""
+    """The paper rounds sizes of large models up to whole MB, so sizes may differ by 1."""
     (row,) = [row for row in counts(PAPER[scale], [1, 2, 4, 8]) if (row.name, row.n_masks) == (name, n_masks)]
     assert three_digits(row.weights / 1e6) == weights
     assert three_digits(row.mask_bits / 1e6) == masks
@@ -98,14 +98,14 @@ def test_a_config_of_transformers(tmp_path, capsys):
 )
 def test_a_format_counts_the_bytes_of_the_stored_weight_and_its_scales(weight_format, projection):
     dense = counts(PAPER["large"], [4])
-    for row, of_dense in zip(counts(PAPER["large"], [4], 16, FORMATS[weight_format]), dense, strict=True):
+    for row, dense_row in zip(counts(PAPER["large"], [4], 16, FORMATS[weight_format]), dense, strict=True):
         matrices = 2 if row.name == "SwiGLU" else 1
         assert row.projection_load == matrices * projection + 8192 * 2048 * row.n_masks // 8
         saved = 16 * matrices * (2 * 8192 * 2048 - projection)  # in 16 layers
         assert (row.weights, row.storage, row.load) == (
-            of_dense.weights,
-            of_dense.storage - saved,
-            of_dense.load - saved,
+            dense_row.weights,
+            dense_row.storage - saved,
+            dense_row.load - saved,
         )
     layer = quantize(MGLU(2048, 8192, n_masks=4, learnable_masks=False, device="meta"), weight_format)
     assert row.projection_load == sum(tensor.nbytes for tensor in layer.state_dict().values())
@@ -151,7 +151,7 @@ def test_a_mixture_is_stored_whole_and_a_token_reads_its_experts(tmp_path, capsy
     swiglu, mglu = rows[1:]
     one = 4096 * 14336
     assert swiglu["weights"] == 46702792704
-    unread = 32 * 6 * 3 * one + 31999 * 4096  # six experts of a layer, and the embedding but for one row
+    unread = 32 * 6 * 3 * one + 31999 * 4096  # six experts per layer, and all rows of the embedding but one
     assert swiglu["load"] == 2 * (46702792704 - unread)
     with torch.device("meta"):
         experts = MGLUExpertsFeedForward(8, 4096, 14336, 2, n_masks=4, learnable_masks=False, dtype=torch.bfloat16)

@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import processes
@@ -17,15 +16,11 @@ from families import quick_only_for
 from processes import ROOT, snippets
 
 from benchmarks import pages, suites
-from benchmarks.learning import tables
 
 README = (ROOT / "README.md").read_text()
 MOST_LINES = 150
 PYTHON = os.environ.get("MGLU_README_PYTHON")
 """The Python of an environment that mglu_ops is installed into, for `make dist`; None to run this checkout."""
-
-
-RUNS = cache(tables.runs)  # otherwise each table reads hundreds of files
 
 
 def name_of(page: Path) -> str:
@@ -46,7 +41,7 @@ def run(command: Sequence[str | Path], folder: Path) -> str:
     environment = {"PATH": os.pathsep.join([str(Path(PYTHON or sys.executable).parent), os.environ["PATH"]])}
     if PYTHON:
         environment["PYTHONPATH"] = ""
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # the usual one may hold older code
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # the usual folder may hold older code
     process = processes.run(command, timeout=600, folder=folder, **environment)
     assert process.returncode == 0, process.stderr
     return process.stdout
@@ -111,17 +106,13 @@ def test_commands_of_a_page_name_targets_modules_and_files_that_exist(page: Path
 
 @EVERY_PAGE
 def test_a_page_installs_from_the_clone_and_never_by_name(page: Path) -> None:
-    """The name is on no public index, where anyone could register it."""
+    """No public index has a project of this name, so anyone could register one there."""
     text = page.read_text()
     assert not re.search(r"""pip install[^\n]*["' ]mglu[-_]ops""", text)
 
 
-FAST = [page for page in pages.pages() if page.parent.name != "learning"]
-
-
-@pytest.mark.parametrize("page", quick_only_for(FAST, pages.pages()), ids=name_of)
-def test_tables_of_a_page_are_generated_from_the_results(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "runs", RUNS)
+@pytest.mark.parametrize("page", pages.pages(), ids=name_of)
+def test_tables_of_a_page_are_generated_from_the_results(page: Path) -> None:
     text = page.read_text()
     assert pages.fill(text, suites.RESULTS) == text, "python -m mglu_ops bench tables fills them"
     marks = re.findall(r"^<!-- table: ", text, flags=re.MULTILINE)

@@ -29,7 +29,8 @@ std::uint32_t bits_of(float x) {
     return bits;
 }
 
-// Numbers of few bits, which all three types hold exactly. The tests in Python compare conversions with torch's.
+// Numbers of few bits, which all three types hold exactly. Rounding is left to the tests in Python, which compare
+// conversions with those of torch.
 struct Numbers {
     DType dtype;
     std::vector<float> floats;

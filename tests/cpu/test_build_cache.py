@@ -1,7 +1,7 @@
-"""The cache of what is built where it runs: damaged files, who may write, where it is, and what is in its keys.
+"""The cache of artifacts that are built on the user's machine: damaged files, permissions, folders and keys.
 
-The compilers are stand-ins. A test with `kind` runs for the CPU library and for cubins; one without it tests what both
-share, or one of them alone.
+The compilers are fakes. Tests with the fixture `kind` run for the CPU library and for cubins. Other tests cover shared
+code, or one of the two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IS_ROOT = os.geteuid() == 0
 
 @pytest.fixture
 def read_only() -> Path:
-    """A folder of root in which nobody, root included, can make a file."""
+    """A folder in which nobody can create a file, not even root."""
     return Path("/sys")
 
 
@@ -60,7 +60,7 @@ def test_a_damaged_file_is_built_again(damaged, kind, folder, capsys):
 
 
 def test_a_file_that_cannot_be_loaded_is_replaced(folder, capsys):
-    """As one that was built on a machine with a later C library."""
+    """For example, a file that was built with a later C library cannot be loaded."""
 
     def load(path: Path, content: bytes) -> bytes:
         if content == b"later":
@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_loaded_is_replaced(folder, capsys):
 
 
 def test_a_folder_from_which_no_library_can_be_loaded_is_replaced(folder, capsys):
-    """As on a disk that is mounted noexec. The next process finds the library where it can be loaded."""
+    """For example, its disk is mounted noexec. The next process finds the library in the folder used instead."""
     builds = []
 
     def load(path: Path, content: bytes) -> Path:
@@ -90,7 +90,7 @@ def test_a_folder_from_which_no_library_can_be_loaded_is_replaced(folder, capsys
 
 
 def test_nothing_is_built_where_no_folder_runs_code(folder, monkeypatch, capsys):
-    """As on disks that are mounted noexec, where each process would build for half a minute in vain."""
+    """Otherwise each process would build for half a minute in vain, for example if all disks are mounted noexec."""
 
     def refuse(*_: object, **options: int) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -106,7 +106,7 @@ def test_nothing_is_built_where_no_folder_runs_code(folder, monkeypatch, capsys)
 
 
 def test_what_can_be_loaded_nowhere_is_not_kept(folder, tmp_path, monkeypatch):
-    """As from a compiler for other processors."""
+    """For example, a compiler for other processors makes a library that cannot be loaded."""
     kind = cpu_kind(tmp_path, monkeypatch, 0)
     with pytest.raises(OSError, match=r"no folder can keep cpu-\w+: (.*(short|ELF).*){2}"):
         build.load_library(library.Library)
@@ -137,7 +137,7 @@ def test_the_folder_and_its_files_are_private_whatever_the_umask(kind, umask, tm
 
 
 def open_to_others(path: Path, how: str) -> str:
-    """Let others change a file or folder, and return what the message says of it."""
+    """Let other users change a file or folder, and return the words of the message about it."""
     if how == "owner":
         if not IS_ROOT:
             pytest.skip("only root can give a file away")
@@ -186,7 +186,7 @@ def test_a_temporary_folder_that_somebody_else_made_is_not_used(folder, how):
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can make files of root")
 def test_a_folder_of_root_is_used_by_another_user(kind, folder, monkeypatch):
-    """As in an image."""
+    """In a container image, root may have filled the folder that another user reads."""
     kind.use()
     folder.chmod(0o755)
     only_file(folder).chmod(0o644)
@@ -254,7 +254,7 @@ def test_cubins_are_compiled_and_not_kept_where_no_folder_can_be_written(tmp_pat
 
 
 def test_a_complete_cache_needs_neither_a_compiler_nor_a_lock(kind, monkeypatch):
-    """A folder of an image may be one that nobody can write to."""
+    """In a container image, nobody may be able to write to the folder."""
     kind.use()
     kind.remove_compiler()
     monkeypatch.setattr(cache, "FileLock", lambda *_: pytest.fail("a lock was taken"))
@@ -289,7 +289,7 @@ def test_is_cached_looks_in_all_folders_and_makes_none(folder, tmp_path, monkeyp
 
 
 def test_a_command_line_becomes_one_program(tmp_path, monkeypatch):
-    """Neither torch nor CMake takes a launcher and options. Torch knows GCC by its name."""
+    """Torch and CMake take a program, without launcher and options. Torch recognises GCC by the program's name."""
     compiler = fake_compiler(tmp_path, 'echo $A "$@"')
     monkeypatch.setenv("CXX", f"env A='1 2' {compiler} -m64")
     command = build.find_compiler()
@@ -304,7 +304,7 @@ def test_a_command_line_becomes_one_program(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        # The folder may be shared with other CPUs, and no key tells which instructions such an option allows.
+        # Machines with other CPUs may share the folder, and the key does not say which instructions `native` means.
         *((f"ccache c++ -O2 -m{option}=native", f"must not have -m{option}=native") for option in ("arch", "cpu")),
         ("g++ 'unfinished", "must be a command line: No closing quotation"),
         ("no-such-compiler -O2", r"no C\+\+ compiler on the path \(CXX=no-such-compiler -O2\)"),
@@ -336,7 +336,7 @@ def test_a_compiler_that_hangs_is_stopped(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("op", ["forward", "forward_train"])
 def test_cxx_can_be_mended_while_the_process_runs(op, tmp_path, monkeypatch):
-    """Also for calls like those that were made before."""
+    """The new value of CXX also counts for calls that repeat an earlier one."""
     monkeypatch.delenv("MGLU_CACHE_DIR")
     real = build.load_library(Path)
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))

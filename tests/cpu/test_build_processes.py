@@ -1,7 +1,7 @@
 """Builds by several processes and threads, and builds that are killed or interrupted.
 
-The compilers are stand-ins. A test with `slow_kind` runs for the CPU library and for cubins; one without it tests what
-both share, or one of them alone.
+The compilers are fakes. Tests with the fixture `slow_kind` run for the CPU library and for cubins. Other tests cover
+shared code, or one of the two.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def forked(function: Callable[[], object]) -> BaseProcess:
-    """A process that runs a function and exits with 0 if it returns."""
+    """A forked process that runs a function, and exits with 0 if the function returns."""
     process = PROCESSES.Process(target=function, daemon=True)
     process.start()
     return process
@@ -74,7 +74,7 @@ def test_threads_that_start_together_build_once(slow_kind):
 
 
 def test_a_file_appears_whole(folder, monkeypatch):
-    """Others may look at any time, and see no file before it is renamed."""
+    """Other processes may look at any time. They must not see a file before it is complete and renamed."""
     replace, seen = os.replace, []
 
     def watched(source: str, target: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_process_that_is_forked_while_a_thread_builds_waits_for_it(slow_kind, 
     thread = threading.Thread(target=library.load)
     thread.start()
     wait_for(slow_kind.log.exists)
-    time.sleep(0.3)  # not while it starts the compiler, whose pipe the child would keep open
+    time.sleep(0.3)  # the compiler must start before the fork: otherwise the child keeps the compiler's pipe open
     child = forked(lambda: None if library.load() == CONTENT else pytest.fail("another content"))
     assert exit_code(child) == 0
     thread.join()
@@ -151,19 +151,19 @@ def interrupt_when(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callab
     def interrupt(condition: Callable[[], bool]) -> None:
         def work() -> None:
             wait_for(condition)
-            time.sleep(0.3)  # what is starting just then might run on
+            time.sleep(0.3)  # a process that is just starting might miss the signal
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=work).start()
 
-    # Programs that a shell starts in the background ignore SIGINT.
+    # Programs that a shell starts in the background ignore SIGINT, so set the usual handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield interrupt
     signal.signal(signal.SIGINT, before)
 
 
 def assert_ended(pids: Iterable[str]) -> None:
-    """Processes have ended, or end as soon as they are scheduled. A zombie waits only for whoever adopted it."""
+    """Assert that all processes end soon. A zombie counts as ended, because it only waits for its parent."""
 
     def has_ended(pid: str) -> bool:
         try:
@@ -175,7 +175,7 @@ def assert_ended(pids: Iterable[str]) -> None:
 
 
 def test_ctrl_c_ends_a_build_of_the_cpu_kernels_and_its_compiler(folder, interrupt_when, tmp_path, monkeypatch):
-    """The stand-in starts a process of its own, as compilers do."""
+    """The fake compiler starts a child process, as real compilers do."""
     pids = tmp_path / "pids"
     pids.touch()
     body = f"touch $TMPDIR/half; sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; wait"
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_the_wait_for_another_process(folder, interrupt_when, tmp_pa
 
 
 def test_ctrl_c_ends_the_build_of_the_library_for_programs(interrupt_when, tmp_path, monkeypatch):
-    """CMake starts processes that do the work."""
+    """CMake leaves the work to child processes, which must end too."""
     pid = tmp_path / "pid"
     cmake = tmp_path / "cmake"
     cmake.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {pid}.new; mv {pid}.new {pid}; wait\n")

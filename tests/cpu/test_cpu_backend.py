@@ -25,7 +25,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process that has not loaded the kernels, and cannot build them."""
+    """Makes this process forget the loaded kernels. It cannot build them again."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(library, "_loaded", None)
@@ -53,7 +53,7 @@ def test_without_a_compiler_composite_runs_and_says_so_once_for_large_layers(op,
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the other CPUs have one instruction set")
 def test_the_processor_is_asked_for_its_instruction_sets(tmp_path):
-    """And not the compiler's `__builtin_cpu_supports`, which always answers no where `zig c++` builds."""
+    """The code must not use `__builtin_cpu_supports`, which is always false with `zig c++`."""
     path, source = tmp_path / "features.so", build.source_directory() / "features.cpp"
     options = ["-std=c++17", "-shared", "-fPIC", "-D__builtin_cpu_supports(name)=0"]
     subprocess.run([*build.find_compiler(), *options, source, "-o", path], check=True)
@@ -79,7 +79,7 @@ def test_the_choice_and_its_override(request):
 
 
 def test_small_masks_do_not_start_a_build(monkeypatch):
-    """Training packs masks at every step. Small masks do not justify a build of half a minute."""
+    """Training packs masks at every step, and small masks do not justify a build of half a minute."""
     masks = torch.rand(2, 9, 21) < 0.5
     packed = torch.ops.mglu.pack_masks(masks)
     assert isinstance(library.load(), library.Library)

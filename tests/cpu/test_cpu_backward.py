@@ -1,4 +1,4 @@
-"""The backward pass in bfloat16 on CPUs, by native and by emulated intrinsics: its steps, and gradients of layers."""
+"""The CPU's backward pass in bfloat16, with native and emulated intrinsics: its kernels, and gradients of layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_flip_signs(kernels, n_masks):
 
 
 def test_scale(kernels):
-    """Products of two numbers are exact in float32, so results are rounded once."""
+    """The product of two bfloat16 numbers is exact in float32, so results are rounded once."""
     for tokens, entries, columns in itertools.product((1, 9), (1, 2, 17), COLUMNS):
         grad, partials = normal(tokens, columns), normal(tokens, entries, columns)
         for change in (torch.clone, rows_apart):
@@ -67,7 +67,7 @@ def test_weight_gradients(kernels, logits_dtype, total_dtype):
     for n_masks, d, h in itertools.product((1, 2, 3, 8, 16), (1, 5), COLUMNS):
         weight, products, total = normal(d, h), normal(n_masks, d, h), normal(d, h, dtype=total_dtype)
         masks, nan = torch.rand(n_masks, d, h) > 0.5, float("nan")
-        # The gradients are written to a slice of rows of a larger tensor.
+        # The kernel writes gradients into a slice of rows of a larger tensor.
         grad_logits = None if logits_dtype is None else torch.full((n_masks, d + 2, h), nan, dtype=logits_dtype)
         for needs_weight in (True, False) if logits_dtype else (True,):
             grad_weight = torch.full((d, h), nan, dtype=BF16) if needs_weight else None
@@ -115,12 +115,12 @@ def test_errors_are_close_to_the_naive_layers(n_masks, density):
 @given(st.data())
 def test_layers_of_any_size(data):
     tokens, d, n_masks = (data.draw(st.integers(1, most)) for most in (70, 70, 16))
-    h = data.draw(st.integers(2, 70))  # of one weight, gate or value is 0, and the gradients of x and weight vanish
+    h = data.draw(st.integers(2, 70))  # with one column, gate or value is 0, and gradients of x and weight vanish
     mask_weights_dtype = data.draw(st.sampled_from([None, BF16, F32]))
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)
     exact = layer.in_plain_torch(F64)
-    # Small sums have few roundings, so errors vary by chance. Hence a fixed bound, not the naive layer's error.
+    # Small sums have few roundings, so errors vary by chance. So the bound does not depend on the naive layer's error.
     for name, found in run(layer).items():
         terms = exact[name].norm() + 1
         assert (found.double() - exact[name]).norm() <= 2.0**-4 * terms, name
@@ -192,7 +192,7 @@ def test_only_bfloat16_on_cpus_with_its_instructions_runs_this_backward_pass(mon
 
 
 def test_autograd_runs_this_backward_pass(monkeypatch):
-    """The operator's gradient runs it, with several leading dimensions, and prepares it once."""
+    """The operator's gradient prepares the CPU's backward pass once. x may have several leading dimensions."""
     prepared = []
 
     class Spy(Cpu):

@@ -1,7 +1,7 @@
-"""The CPU kernels of each instruction set, in inference and in training, against float64 and the naive layer.
+"""The CPU kernels of each instruction set in inference and training, compared with float64 and the naive layer.
 
-Those for bfloat16 instructions also run by emulated intrinsics. Tests for any backend are in test_ops.py, which also
-runs these kernels. `test_sanitizers` runs all kernels in a separate program (cpu_driver.cpp).
+Kernels for bfloat16 instructions also run with emulated intrinsics. test_ops.py has tests for any backend, which run
+these kernels too. `test_sanitizers` runs all kernels in a separate program (cpu_driver.cpp).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def kernels_of(*dtypes: torch.dtype) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("n_masks", quick_only_for([1, 2, 3, 8, 16], range(1, 17)))
 def test_every_number_of_masks_and_tokens(kernel, n_masks):
-    """Kernels for few and for many tokens, whole and ragged vectors, chunks of rows, panels and blocks of tokens."""
+    """Covers kernels for few and many tokens, partial vectors, and partial chunks, panels and blocks of tokens."""
     for tokens in (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33):
         layer = make_layer(
             (tokens,), 67 + tokens, 19 + tokens, n_masks, dtype=kernel.dtype, weighted=tokens % 3 != 0, seed=tokens
@@ -59,16 +59,16 @@ def test_more_tokens_and_features_than_a_block_holds(kernel):
 
 
 def layer_of_gates(gates: torch.Tensor, activation: str) -> Layer:
-    """A layer of one weight for the gate and one for the value, which is 1: the result is act(gate)."""
+    """A layer with the results act(gate): one column of W makes the gate, and the other one makes the value 1."""
     x, masks = torch.stack((gates, torch.ones_like(gates)), 1), torch.tensor([[[True, False]]])
     return Layer(x, torch.ones_like(x[:1]), masks, torch.ops.mglu.pack_masks(masks), activation, None)
 
 
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
 def test_activations_and_their_derivatives(kernel, activation):
-    """Both are exact to a few roundings over the whole range in which they are not linear.
+    """Activations and derivatives are exact to a few roundings, in the whole range in which they are not linear.
 
-    With a value of 1, dy/dt and dy/df are half the sum and half the difference of act(gate) and act'(gate).
+    With value 1, dy/dt is (act(gate) + act'(gate)) / 2 and dy/df is (act(gate) - act'(gate)) / 2.
     """
     gates = torch.linspace(-30, 30, 4001).to(kernel.dtype)
     layer = layer_of_gates(gates, activation)
@@ -76,9 +76,11 @@ def test_activations_and_their_derivatives(kernel, activation):
     act = s.ACTIVATIONS[activation].forward(wide)
     (slope,) = torch.autograd.grad(act.sum(), wide)
     act, size = act.detach(), wide.detach().abs().clamp(max=6)
-    # gelu at -5 contains a difference from 1, which torch also takes in the dtype: exact to the rounding of 1, times x.
-    of_one = 1.5e-7 if kernel.dtype is torch.float32 else 2e-7
-    limit = max(4e-7, rounding / 2) * act.abs() + of_one * size + 1e-12 + torch.finfo(kernel.dtype).tiny * rounding
+    # Near -5, gelu is the gate times 1 minus a number. As in torch, this difference has the rounding error of 1.
+    error_of_one = 1.5e-7 if kernel.dtype is torch.float32 else 2e-7
+    limit = (
+        max(4e-7, rounding / 2) * act.abs() + error_of_one * size + 1e-12 + torch.finfo(kernel.dtype).tiny * rounding
+    )
     assert ((run(layer, kernel.isa)[:, 0].double() - act).abs() <= limit).all()
     y, partials = forward_train(layer, kernel.isa)
     limit = rounding * (act.abs() + slope.abs()) + 4e-7 * size + 1e-7
@@ -87,7 +89,7 @@ def test_activations_and_their_derivatives(kernel, activation):
 
 
 def test_derivative_of_relu_at_zero_and_nan(kernel):
-    """The derivative is 0 at 0, and 1 at a NaN, as in torch."""
+    """The derivative of relu is 0 at 0 and 1 at NaN, as in torch."""
     y, partials = forward_train(
         layer_of_gates(torch.tensor([0.0, -0.0, math.nan]).to(kernel.dtype), "relu"), kernel.isa
     )
@@ -98,8 +100,8 @@ def test_derivative_of_relu_at_zero_and_nan(kernel):
 
 @pytest.mark.parametrize("tokens", quick_only_for([5], [1, 2, 5, 20, 32]))
 def test_error_is_close_to_the_naive_layers(kernel, tokens):
-    """The hardest case for the limit is sigmoid, where an error common to the values of all masks would add up."""
-    narrow = kernel.dtype is torch.float32  # float32 sums of float32 numbers: errors come close to the limit
+    """Sigmoid is the hardest case: an error that the values of all masks have in common would add up over masks."""
+    narrow = kernel.dtype is torch.float32  # sums are no more precise than operands, so errors come close to the limit
     for n_masks in (1, 2, 4, 16):
         for in_features in (64, 256, 2048) if narrow else (256,):
             for activation, density in (("silu", 0.5), ("sigmoid", 0.9), ("relu", 0.1)):
@@ -116,7 +118,7 @@ def test_error_is_close_to_the_naive_layers(kernel, tokens):
 
 @given(st.data())
 def test_every_layout(kernel, data):
-    """Strided rows, strided columns, and tensors that are not even views of a matrix."""
+    """Covers strided rows, strided columns, and tensors that cannot be viewed as a matrix."""
     layer = data.draw(s.layers(dtype=kernel.dtype))
     total = layer.x.abs().double() @ layer.weight.abs().double().T
     term_weights = len(layer.masks) if layer.mask_weights is None else layer.mask_weights.double().sum(-1, keepdim=True)
@@ -140,7 +142,7 @@ def test_every_layout(kernel, data):
 @pytest.mark.parametrize("kernel", EMULATED, indirect=True, ids=str)
 @given(outlier_layers(torch.bfloat16, in_features=(16, 67, 256)))
 def test_outliers(kernel, layer):
-    """tests/operators/test_outliers.py tests the instruction sets of this machine."""
+    """Covers emulated instruction sets. tests/operators/test_outliers.py covers this machine's instruction sets."""
     assert_loses_no_more_than_naive(run(layer, kernel.isa), layer, what=kernel.isa)
 
 
@@ -167,14 +169,14 @@ def test_nan_and_inf_propagate_as_in_the_naive_layer(kernel, where, value):
 
 
 def plain_products(x: torch.Tensor, weight: torch.Tensor, mask_weights: torch.Tensor | None = None) -> Layer:
-    """A layer whose gates are 0, and their sigmoid a half: the result is half the value, x W^T."""
+    """A layer with the result x W^T / 2: all gates are 0, and sigmoid(0) is a half."""
     masks = torch.zeros(1, *weight.shape, dtype=torch.bool)
     return Layer(x, weight, masks, torch.ops.mglu.pack_masks(masks), "sigmoid", mask_weights)
 
 
 @kernels_of(torch.float16)
 def test_subnormal_and_extreme_float16(kernel):
-    """Convert in both directions: subnormals, the largest numbers, and results that round to infinity."""
+    """Conversions from and to float16: subnormals, the largest numbers, and results that round to infinity."""
     x = torch.tensor([[2.0**-24], [3 * 2.0**-20], [0.5], [1.0], [65504.0]], dtype=torch.float16)
     weight = torch.tensor([[1.0], [2.0**-10], [1.00098]], dtype=torch.float16)
     for rows in (x, x[:2]):
@@ -185,10 +187,9 @@ def test_subnormal_and_extreme_float16(kernel):
 
 
 def near_ties(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x `[tokens, 3]` and W `[1, 3]` whose products x W^T are at or next to the middle of two 16-bit numbers.
+    """Inputs x `[tokens, 3]` and W `[1, 3]` with products x W^T halfway between two 16-bit numbers, or next to that.
 
-    The products are exact in float32. They have both signs and all exponents of float16, and include subnormal numbers
-    of float16.
+    The products are exact in float32. They have both signs and various exponents, and include float16 subnormals.
     """
     bits = 10 if dtype is torch.float16 else 7
     rows = []
@@ -205,7 +206,7 @@ def test_results_are_rounded_to_nearest_and_ties_to_even(kernel):
     x, weight = near_ties(kernel.dtype)
     exact = x.double() @ weight.double().T
     assert torch.equal(exact.float().double(), exact)
-    for tokens in (1, 3, len(x)):  # kernels for few tokens and for many
+    for tokens in (1, 3, len(x)):  # runs the kernels for few and for many tokens
         for rows, expected in zip(x.split(tokens), exact.float().to(kernel.dtype).split(tokens), strict=True):
             result = run(plain_products(rows, weight, torch.full((len(rows), 1), 2.0)), kernel.isa)
             assert torch.equal(result, expected)
@@ -213,7 +214,7 @@ def test_results_are_rounded_to_nearest_and_ties_to_even(kernel):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_without_masks(kernel, name):
-    """Calls without masks give x W^T in float32, of all numbers of tokens and of columns past the last step."""
+    """Calls without masks give x W^T in float32, for all numbers of tokens and of columns in the last, partial step."""
     if kernel.isa == "amx" or (kernel.isa == "avx512_bf16" and FORMATS[name].columns is not None):
         pytest.skip("has no such kernel")
     for tokens, out_features, in_features in ((1, 9, 70), (2, 8, 64), (3, 1, 2), (5, 17, 200), (9, 30, 130), (4, 3, 0)):
@@ -230,7 +231,7 @@ def test_products_without_masks(kernel, name):
 
 @kernels_of(torch.float32)
 def test_masks_of_ones_give_exactly_zero(kernel):
-    """Under a mask of ones the value is exactly 0 for few tokens, since gate and total are summed in the same order."""
+    """With masks of ones and few tokens, values are exactly 0: gate and total are summed in the same order."""
     for tokens in (1, 4):
         layer = make_layer((tokens,), 333, 10, 5, density=1.0)
         assert torch.equal(run(layer, kernel.isa), torch.zeros(tokens, 10))
@@ -250,13 +251,13 @@ in_registers = pytest.mark.parametrize(
     indirect=True,
     ids=str,
 )
-"""The kernels that decode such weights in registers, for up to eight tokens."""
+"""Runs a test with the kernels that decode quantized weights in registers, for up to eight tokens."""
 
 
 @every_row_format
 @in_registers
 def test_every_stored_value_is_exact_in_every_column(kernel, name):
-    """70 columns are a whole step of every kernel, and a rest."""
+    """The 70 columns are more than a step of every kernel, so the last step is partial."""
     for column in range(69):
         given, expected = every_stored_value(name, column, kernel.dtype, h=70)
         found = run_stored(given, kernel.isa)[0]
@@ -267,9 +268,11 @@ def test_every_stored_value_is_exact_in_every_column(kernel, name):
 @in_registers
 @pytest.mark.parametrize("n_masks", quick_only_for([2, 9], [1, 2, 4, 7, 9, 16]))
 def test_stored_weights_have_the_bits_of_decoded_ones(kernel, name, n_masks):
-    """With scales that are powers of two. Dense kernels for few tokens take up to four, two at a time.
+    """With power-of-two scales, quantized and dense kernels for few tokens give the same bits.
 
-    The memory between rows, which is not read, is NaN in x, and in W if the format has NaN.
+    Dense results are computed two tokens at a time, because the dense kernels for few tokens take at most four.
+
+    The memory between rows must not be read. It is NaN in x, and also in W if the format has a NaN.
     """
     for h in (1, 64, 133, 256 + n_masks):
         stored = torch.randint(0, 256, (70, h + 5), dtype=torch.uint8)
@@ -282,13 +285,15 @@ def test_stored_weights_have_the_bits_of_decoded_ones(kernel, name, n_masks):
         base = make_layer((8,), h, 70, n_masks, dtype=kernel.dtype, weighted=True)
         wide_x = torch.full((8, h + 3), math.nan).to(kernel.dtype)
         wide_x[:, 1 : h + 1] = base.x
-        wide_x[:, 1 + h // 3] *= 2**13  # the other sums are small beside it, and summed again
+        wide_x[:, 1 + h // 3] *= 2**13  # an outlier, which makes kernels sum the small gates or values again
         for tokens in (1, 2, 3, 8):
             x, weights = wide_x[:tokens, 1 : h + 1], base.mask_weights[:tokens]
             found = run_stored(Given(x, weight, base.packed_masks, "gelu", weights, scale, name), kernel.isa)
             decoded = base.with_(weight=FORMATS[name].dequantize(weight, scale, kernel.dtype), activation="gelu")
             pairs = zip(x.split(2), weights.split(2), strict=True)
-            expected = torch.cat([run(decoded.with_(x=two, mask_weights=of), kernel.isa) for two, of in pairs])
+            expected = torch.cat(
+                [run(decoded.with_(x=two, mask_weights=two_weights), kernel.isa) for two, two_weights in pairs]
+            )
             assert expected[:, 9].isnan().all() == (name == "fp8_row")
             torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
 
@@ -303,7 +308,7 @@ def test_stored_weights_have_the_error_of_dense_ones(kernel, name):
 
 
 def with_threads(call: Callable[[], object]) -> list[object]:
-    """The results of calls with several numbers of threads."""
+    """The results of `call` with several numbers of threads."""
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5, 2):
@@ -327,7 +332,7 @@ def test_threads_and_training_do_not_change_bits(kernel):
         layer = make_layer((tokens,), 330, 300, 2, dtype=kernel.dtype)
         found = with_threads(lambda layer=layer: (run(layer, kernel.isa), *forward_train(layer, kernel.isa)))
         assert all(all(map(torch.equal, again, found[0])) for again in found)
-        if tokens == 100:  # another kernel computes few tokens in inference
+        if tokens == 100:  # for few tokens, inference has another kernel than training
             assert torch.equal(found[0][0], found[0][1])
 
 
@@ -340,7 +345,7 @@ def test_few_tokens_have_the_bits_of_single_tokens(kernel):
 
 
 def test_strided_and_unaligned_rows_are_read_in_place(kernel):
-    """The memory between rows is neither read nor written."""
+    """The memory between rows must be neither read nor written."""
     for tokens in (3, 20):
         base = make_layer((tokens,), 45, 9, 3, dtype=kernel.dtype)
         wide_x, wide_weight = (torch.full((rows, 101), math.nan).to(kernel.dtype) for rows in (tokens, 9))
@@ -365,7 +370,7 @@ def test_bfloat16_instructions_refuse_other_types(kernel, dtype):
 
 @pytest.mark.parametrize("kernel", EMULATED[-1:], indirect=True, ids=str)
 def test_explain_names_the_instruction_set_that_runs(kernel):
-    """The choice depends on dtype, tokens and masks; `explain_dispatch` names it, and results have its bits."""
+    """The instruction set depends on dtype, tokens and masks. Results have the bits of the one that is named."""
     for tokens, n_masks, isa in ((1, 2, "avx512_bf16"), (1, 3, "avx512"), (300, 2, "amx")):
         layer = make_layer((tokens,), 64, 128, n_masks, dtype=torch.bfloat16)
         assert cpu.isa(torch.bfloat16, tokens, n_masks) == isa
@@ -380,7 +385,7 @@ def test_explain_names_the_instruction_set_that_runs(kernel):
 @pytest.mark.long
 @pytest.mark.parametrize("emulated", [False, True], ids=["as built", "emulated"])
 def test_sanitizers(tmp_path, emulated):
-    """Run every ISA under the address and undefined-behaviour sanitizers; from AVX-512 on by emulated intrinsics."""
+    """Run all kernels in a program of their own: under AddressSanitizer and UBSan, or with emulated AVX-512."""
     compiler = build.find_compiler()
     flags = ["-O0", "-std=c++17", "-pthread", "-ffp-contract=off", "-Wno-psabi", f"-I{build.source_directory()}"]
     if emulated:

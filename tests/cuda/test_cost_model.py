@@ -1,4 +1,4 @@
-"""The cost model of `tile_wgmma`: its constants follow from the committed timings, and its choices are fast."""
+"""The cost model of `tile_wgmma`: its constants are fitted to the committed timings, and its choices are fast."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The device code compiles for every architecture without spills, on a machine without a GPU.
+"""The device code compiles for every architecture without spills. This needs no GPU.
 
-NVRTC compiles it, as on a user's machine; the development requirements install it on Linux.
+NVRTC compiles it, as on a user's machine. On Linux, the development requirements install NVRTC.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mglu_ops.formats import FORMATS
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_USED = ((8, 0), (9, 0))
-"""Their grids are complete. The other grids are smaller, since no branch of the sources is for the other GPUs alone."""
+"""All cases are compiled for these two. The others get fewer cases, because they have no source code of their own."""
 USUAL_MASKS = (1, 2, 4, 8, 16)
 REGISTERS_PER_SM = 65536
 
@@ -62,7 +62,7 @@ def launch_of(call: Call, gpu: Gpu) -> Any:
 
 
 def compiled(kernel: str, target: str, macros: dict[str, int]) -> tuple[int, int, str]:
-    """Compile a kernel for a target such as sm_90a, and return its registers, the bytes it spills, and the log."""
+    """Compile a kernel for a target such as sm_90a. Returns registers per thread, spilled bytes, and the log."""
     return _compiled(kernel, target, tuple(sorted(macros.items())))[:3]
 
 
@@ -94,8 +94,8 @@ def _compiled(kernel: str, target: str, macros: tuple[tuple[str, int], ...]) -> 
 def check(call: Call, gpu: Gpu, config: LaunchConfig | None) -> None:
     assert config is not None
     registers, spills, log = compiled(config.kernel, config.target(gpu), config.macros(call))
-    # 15 masks of 16 tokens in the large blocks of an A100 use all registers and spill up to four words. Two masks of
-    # 128 tokens with scales of columns spill up to five, of which the loop reads one.
+    # With 15 masks, the large blocks for an A100 use all registers and spill up to four words. With two masks, 128
+    # tokens and one scale per group of columns, blocks spill up to five words. The main loop reads one of these words.
     most = (
         16
         if gpu.arch == (8, 0) and call.n_masks == 15
@@ -109,7 +109,7 @@ def check(call: Call, gpu: Gpu, config: LaunchConfig | None) -> None:
 
 
 DECODED = {1: (1, 3, 4, 8, 16), 8: (1, 4, 7, 16), 16: (1, 3, 8, 15, 16)}
-"""The numbers of masks that are compiled for each number of tokens; for other GPUs than `MOST_USED`, every second."""
+"""Tokens -> numbers of masks to compile. Only every second number is compiled for GPUs other than `MOST_USED`."""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_decode_mma_compiles_without_spills(name: str, arch: tuple[int, int], to
 
 @pytest.mark.parametrize(("name", "tokens"), [("int4_group", 1), ("int4_group", 2), ("int8_row", 1)])
 def test_decode_mma_has_barriers_only_where_x_leaves_them_room(name: str, tokens: int) -> None:
-    """One token's x lies over the place of the barriers if W has 4 bits, and needs none."""
+    """With a 4-bit W, x of one token takes the shared memory of the barriers, and the kernel needs none."""
     call = stored_in(layer_call(torch.bfloat16, 1, tokens), name)
     config = launch_of(call, HOPPER)
     assert isinstance(config, DecodeMma)
@@ -154,7 +154,7 @@ def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int) -> None:
     check(call, HOPPER, config)
     if config.permuted:
         compiled(permute_x.NAME, "sm_90a", permute_x.macros(config.block_tokens, config.sub))
-    elif not config.sparse:  # as for an x that TMA cannot load
+    elif not config.sparse:  # also compile the launch for an x that TMA cannot load
         config = launch_of(layer_call(call.dtype, n_masks, tokens, x_alignment=8), HOPPER)
         assert config.permuted
         check(call, HOPPER, config)
@@ -162,7 +162,7 @@ def test_tile_wgmma_compiles_without_spills(n_masks: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "dense"])
 def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
-    """Where scales belong to columns, decoding W for each tile of tokens takes longer than a copy."""
+    """With scales per group of columns, decoding W for each tile of tokens takes longer than writing a decoded copy."""
     call = stored_in(layer_call(torch.bfloat16, 4, 8192), name)
     decoded = replace(launch_of(call, HOPPER), decoded=True, sub=1, stages=3)
     (_, kernel, *_) = decoded.sources(call, HOPPER)
@@ -171,20 +171,21 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
     assert registers <= 64, log
     if call.weight.format.columns is not None:
         assert launch_of(call, HOPPER).decoded
-        assert not launch_of(replace(call, batch_invariant=True), HOPPER).decoded  # it rounds W
+        assert not launch_of(replace(call, batch_invariant=True), HOPPER).decoded  # the copy rounds W
         assert not launch_of(replace(call, leading=(64,)), HOPPER).decoded
     dense = call.with_dense_weight()
     assert "decoded" in str(decoded.violation(dense, HOPPER))
 
 
-@pytest.mark.long  # test_tile_experts.py compiles one of them in the quick tests
+@pytest.mark.long  # test_tile_experts.py compiles one such kernel in the quick tests
 @pytest.mark.parametrize(
     ("name", "n_masks"), [*(("fp8_row", n) for n in range(1, 17)), *(("fp8_block", n) for n in USUAL_MASKS)]
 )
 def test_tiles_in_fp8_compile_without_spills(name: str, n_masks: int) -> None:
     call = replace(stored_in(layer_call(torch.bfloat16, n_masks, 8192), name), activation_format="fp8_token")
+    # The last launch of each kind has the most accumulators.
     widest = {(one.rows, one.mask_groups): one for one in fp8_launches(n_masks, name, HOPPER.shared_bytes_per_sm)}
-    for config in widest.values():  # the last ones have most sums
+    for config in widest.values():
         check(call, HOPPER, config)
         assert config.violation(call, HOPPER) is None
     assert "activation_format" in str(config.violation(replace(call, activation_format="dense"), HOPPER))
@@ -192,7 +193,7 @@ def test_tiles_in_fp8_compile_without_spills(name: str, n_masks: int) -> None:
 
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], KNOWN_GPUS), ids=str)
 def test_calls_whose_products_are_in_fp8(arch: tuple[int, int]) -> None:
-    """Few tokens, and calls that the kernel cannot run, get an x that is rounded and as wide as before."""
+    """Calls with few tokens, and calls that the fp8 kernel cannot run, multiply rounded values in x's dtype instead."""
     call = replace(stored_in(layer_call(torch.bfloat16, 4, 8192), "fp8_row"), activation_format="fp8_token")
     few, wide = replace(call, leading=(4,)), replace(call, dtype=torch.float32)
     in_fp8 = [choose(one, HOPPER).config.rounds_x for one in (call, few, replace(few, batch_invariant=True), wide)]
@@ -205,9 +206,9 @@ def test_calls_whose_products_are_in_fp8(arch: tuple[int, int]) -> None:
         assert compiled(*rounding)[1] == 0
 
 
-@pytest.mark.long  # test_tile_experts.py compiles one of them in the quick tests
+@pytest.mark.long  # test_tile_experts.py compiles one such kernel in the quick tests
 @pytest.mark.parametrize(
-    ("n_masks", "tokens", "x_alignment"),  # an x at multiples of 8 bytes is permuted
+    ("n_masks", "tokens", "x_alignment"),  # x that is only 8-byte aligned is permuted first
     [(1, 64, 16), (2, 8192, 16), (4, 24, 16), (4, 8192, 8), (8, 64, 8), (9, 24, 16), (16, 24, 16), (16, 8192, 16)],
 )
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "dense"])
@@ -252,7 +253,7 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None
 
 
 TRAINED = [(tokens, weighted) for tokens in (128, 2048, 8192) for weighted in (False, True)]
-"""Tokens, and whether the terms have weights. The usual numbers of masks are compiled for all, each other for two."""
+"""Tokens, and True for mask weights. All are compiled for `USUAL_MASKS`, and two for other numbers of masks."""
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype
 def _training_step_variants(
     n_masks: int, dtype: torch.dtype, activation: str, vector: bool
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """The kernels of a training step, with the macros of their largest variants."""
+    """The kernels of a training step, with the macros of their largest variants, which use the most registers."""
     steps, wide = training_steps, torch.float32
     yield "flip_signs", steps.flip_signs_macros(n_masks, True, vector)
     yield "scale", steps.scale_macros(dtype, n_masks + 1, vector)
@@ -312,8 +313,8 @@ def _training_step_variants(
         common = n_masks, activation, mask_weights_dtype, vector
         yield "partials", steps.partials_macros(dtype, wide, *common)
         if dtype is torch.bfloat16:
-            for of_experts in ((wide, False), (None, True)):
-                yield "partials", steps.partials_macros(dtype, dtype, *common, *of_experts)
+            for extra in ((wide, False), (None, True)):
+                yield "partials", steps.partials_macros(dtype, dtype, *common, *extra)
 
 
 STEPS = (
@@ -324,7 +325,7 @@ STEPS = (
     (2, torch.float16, "silu"),
     (9, torch.bfloat16, "tanh"),
 )
-"""Numbers of masks, dtypes and activations; the first three for GPUs other than `MOST_USED`."""
+"""Numbers of masks, dtypes and activations. Only the first three are compiled for GPUs other than `MOST_USED`."""
 
 
 @pytest.mark.parametrize(
@@ -342,8 +343,8 @@ STEPS = (
 def test_training_steps_compile_without_spills(arch, n_masks, dtype, activation, vector):
     for kernel, macros in _training_step_variants(n_masks, dtype, activation, vector):
         registers, spills, log = compiled(kernel, f"sm_{arch[0]}{arch[1]}", macros)
-        assert spills <= (4 if kernel == "weight_gradients" and arch >= (10, 0) else 0), log  # with 7 masks
-        blocks = 3 if vector else 2  # at least, on an SM
+        assert spills <= (4 if kernel == "weight_gradients" and arch >= (10, 0) else 0), log  # 7 masks spill a word
+        blocks = 3 if vector else 2  # at least this many blocks must fit on an SM
         assert registers * 256 * blocks <= REGISTERS_PER_SM, log
 
 
@@ -364,7 +365,7 @@ def test_gemms_of_backward_compile_without_spills(dtype: torch.dtype, is_grad_x:
 
 
 def test_no_header_is_included() -> None:
-    """NVRTC works without a CUDA toolkit only if the sources include nothing but each other."""
+    """Sources include only each other, so NVRTC works without a CUDA toolkit."""
     for path in source_directory().glob("*.cu*"):
         for name in re.findall(r'#include\s+([<"][^>"]+[>"])', path.read_text()):
             assert name.startswith('"'), f"{path.name} includes {name}"

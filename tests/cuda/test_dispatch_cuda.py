@@ -1,4 +1,4 @@
-"""The choice of kernels on a GPU and the cache of prepared calls, with stand-ins for GPU tensors: no GPU is needed."""
+"""The choice of kernels on a GPU, and the cache of prepared calls. Fake GPU tensors make a GPU unnecessary."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from mglu_ops.given import Given
 
 
 class OnGpu:
-    """A CPU tensor that says it is on a GPU. An `offset` moves its address off multiples of 16 bytes."""
+    """A CPU tensor that claims to be on a GPU, at an address `offset` bytes past a multiple of 16."""
 
     is_cuda, is_cpu = True, False
-    __class__ = torch.Tensor  # makes it pass the checks' isinstance
+    __class__ = torch.Tensor  # for isinstance in the checks
 
     def __init__(self, tensor: torch.Tensor, offset: int = 0, device: str = "cuda:0") -> None:
         self.tensor = tensor
@@ -51,7 +51,7 @@ def layer(
     n_masks: int = 4,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Any:
-    """Return the arguments of a call, whose memory is never accessed."""
+    """The arguments of a call. Their memory is never accessed."""
     tokens = (tokens,) if isinstance(tokens, int) else tokens
     shapes = ((*tokens, h), dtype), ((d, h), dtype), ((d, -(-h // 8), n_masks), torch.uint8)
     tensors: Any = (OnGpu(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes)
@@ -216,7 +216,7 @@ def test_batch_invariant_mode_refuses_calls_that_cannot_be_invariant(monkeypatch
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Record the shapes of results in the order of calls, without launches."""
+    """The result shapes of all calls, in order. Nothing is launched."""
     shapes: list[tuple[int, ...]] = []
 
     def run(call: CudaCall, given: Given) -> torch.Tensor:
@@ -238,13 +238,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_repeated_call_is_not_chosen_again(copied, launched, monkeypatch):
-    """test_repeated_calls.py changes a call in every way, so that it is chosen again. Rows may be copied before."""
+    """This also holds for calls that copy rows first. test_repeated_calls.py tests changes that need a new choice."""
     given = layer((2, 3), d=64, h=64)
     if copied:
         given = given._replace(x=OnGpu(torch.empty(3, 2, 64, dtype=torch.bfloat16).transpose(0, 1)))
     assert dispatch.repeat(given) is None
     assert dispatch.forward(given).shape == (2, 3, 64)
-    monkeypatch.setattr(dispatch, "choose", None)  # a further choice would fail
+    monkeypatch.setattr(dispatch, "choose", None)  # another choice would raise an error
     assert dispatch.repeat(given).shape == (2, 3, 64)
     assert launched == [(2, 3, 64), (2, 3, 64)]
     with mglu_ops.set_batch_invariant_mode():
@@ -264,7 +264,8 @@ def test_a_view_of_known_rows_is_known_from_its_second_call_on(launched: list[tu
 
 def test_none_as_a_tensor_reaches_the_checks() -> None:
     for name in ("x", "weight", "packed_masks"):
-        assert dispatch.repeat(layer(1, d=64, h=64)._replace(**{name: None})) is None  # torch lets None through
+        # Torch accepts None for a tensor, so `repeat` must leave None to the checks.
+        assert dispatch.repeat(layer(1, d=64, h=64)._replace(**{name: None})) is None
 
 
 def test_memory_is_bounded_and_shared_by_threads(launched, monkeypatch):
@@ -287,7 +288,7 @@ def test_memory_is_bounded_and_shared_by_threads(launched, monkeypatch):
 
 
 class Recorder:
-    """Replaces a launch, and records its arguments."""
+    """A fake launch that records its arguments."""
 
     calls: ClassVar[list[tuple[str, dict[str, int], bytes | None]]] = []
 
@@ -301,7 +302,7 @@ class Recorder:
 
 @pytest.mark.parametrize(("n_masks", "permuted"), [(1, False), (8, True)])
 def test_tensor_maps_are_encoded_once_for_each_address(n_masks, permuted, monkeypatch):
-    """The map of x, which many layers share, is separate from the maps of a layer's W and masks."""
+    """Many layers share one x, so the tensor map of x is kept apart from those of W and masks."""
     encoded: list[int] = []
 
     def encode(_: Matrix, pointer: int) -> bytes:

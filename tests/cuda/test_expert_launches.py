@@ -1,4 +1,4 @@
-"""The launches of experts: every call has one that fits, and its kernels compile without spills."""
+"""Launches of experts: every call has a launch that fits, and its kernels compile without spills."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import quick_cases, quick_only_for
 from test_cuda_compile import ARCHITECTURES, HOPPER, REGISTERS_PER_SM, compiled, stored_in
-from test_launch import Driver
+from test_launch_choice import Driver
 
 from mglu_ops.backends.cuda import Plain, driver
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK
@@ -97,8 +97,8 @@ def test_items_compile_without_spills(arch: tuple[int, int], name: str, n_masks:
             continue
         seen.add(key)
         registers, spills, log = compiled(kernel, target, macros)
-        # 15 masks use all registers, and spill a few words outside the loop, as in a layer without experts. So do some
-        # launches for other GPUs than Hopper, for which they are not tuned.
+        # With 15 masks, kernels use all registers and spill a few words outside the loop, as without experts. Some
+        # launches on GPUs other than Hopper spill too, because they are not tuned.
         most = 64 if arch != (9, 0) else 40 if n_masks == 15 else 0
         assert spills <= most, f"{launch}: {log}"
         assert registers * launch.config.resident_threads() <= REGISTERS_PER_SM, f"{launch}: {log}"
@@ -146,7 +146,7 @@ def test_launches_that_cannot_run(launch: ExpertLaunch, is_sorted: bool, reason:
 
 
 def test_what_launches_give_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding of x and grouping precede the kernel, which reads what they wrote, and the parameters of items."""
+    """Two kernels run first: one rounds x, and one groups tokens. The main kernel gets what they wrote."""
     fields = [parameters("params.cuh"), parameters("params.cuh", "GroupParams"), parameters("params.cuh")]
     second = parameters("params.cuh", "ItemParams")
     structs: list[bytes] = []

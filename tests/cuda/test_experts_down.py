@@ -1,4 +1,4 @@
-"""The launches of `experts_down`: they compile without spills for every architecture, and fit into every GPU."""
+"""Launches of `experts_down` compile without spills for every architecture, and fit into every GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 
 MODELS = {"Qwen3-30B-A3B": (128, 2048, 768, 8), "Mixtral": (8, 4096, 14336, 2), "gpt-oss": (32, 2880, 2880, 4)}
-"""Experts, out_features, in_features and experts of a token."""
+"""Experts, out_features, in_features and experts per token."""
 
 
 def down_call(
@@ -41,7 +41,7 @@ def down_call(
 )
 def test_compiles_without_spills(name: str, arch: tuple[int, int], tokens: int) -> None:
     gpu = KNOWN_GPUS[arch]
-    for dtype, model in ((torch.float16, "Qwen3-30B-A3B"), (torch.bfloat16, "Mixtral")):  # whole and divided units
+    for dtype, model in ((torch.float16, "Qwen3-30B-A3B"), (torch.bfloat16, "Mixtral")):  # without and with split-K
         call = down_call(tokens, MODELS[model], dtype, name)
         config = experts_down.choose(call, gpu)
         assert config is not None
@@ -55,7 +55,7 @@ def test_compiles_without_spills(name: str, arch: tuple[int, int], tokens: int) 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_launch_fits(name: str) -> None:
-    """Blocks of all sizes of calls fit into an SM, as many at once as the grid counts on."""
+    """For calls of all sizes, an SM holds as many blocks at once as the grid assumes."""
     shapes = (*MODELS.values(), (512, 2048, 512, 10), (4, 16, 64, 1), (3, 40, 32, 2), (256, 7168, 2048, 8))
     for gpu, shape, tokens in itertools.product(KNOWN_GPUS.values(), shapes, (1, 2, 16, 100, 900)):
         for invariant in (False, True):

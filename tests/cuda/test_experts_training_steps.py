@@ -1,4 +1,4 @@
-"""A training step of experts on a GPU without a GPU: its kernels emulated on a CPU, and torch's `grouped_mm` there."""
+"""A GPU's training step of experts, run on a CPU: its kernels are emulated, and `grouped_mm` is a loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def products_of_experts(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """The products of `grouped_mm` in float32, by a loop; NaN where it leaves rows as they were."""
+    """`grouped_mm` in float32, as a loop. Rows that `grouped_mm` does not write are NaN."""
     a, b, rows = a.float(), b.float(), list(pairwise([0, *offs.tolist()]))
     if b.dim() == 2:
         return torch.stack([a[:, start:end] @ b[start:end] for start, end in rows])
@@ -34,7 +34,7 @@ def products_of_experts(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 @pytest.fixture
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for the library's products and the Triton kernels."""
+    """Replaces the library's products and the Triton kernels by loops."""
     monkeypatch.setattr(training, "product", lambda a, b, offs: products_of_experts(a, b, offs).to(a.dtype))
     monkeypatch.setattr(
         training, "_wide_product", lambda x, weight, offs: products_of_experts(x, weight.transpose(1, 2), offs)
@@ -63,7 +63,7 @@ def backward(*arguments):
     ),
 )
 def test_errors_are_close_to_the_naive_loops(n_masks, density, sizes, mask_weights_dtype, logits_dtype, activation):
-    """Sizes that are whole vectors, rows without an expert, and sizes that are padded; relu has other products."""
+    """Covers sizes that are multiples of a vector, rows without an expert, and sizes that need padding."""
     torch.manual_seed(0)
     loads, unowned, d, h = sizes
     layer = ExpertLayer.random(

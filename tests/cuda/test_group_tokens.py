@@ -1,6 +1,6 @@
-"""The table of items of a call of experts, by the device code on a CPU, against a stable sort.
+"""The table of items of a call of experts, compared with a stable sort. The device code runs emulated on a CPU.
 
-tests/support/emulated_kernels.py says what emulation can show.
+An item is up to `item_rows` rows of one expert. tests/support/emulated_kernels.py says what emulation can show.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def table_of(call: Call, index: Tensor, item_rows: int) -> tuple[Tensor, Tensor]
 
 
 def entries_of(offs: Tensor, rows: int, item_rows: int) -> Tensor:
-    """The entries of experts whose rows end at `offs`, and of the rows after them, which have none."""
+    """The expected entries of experts whose rows end at `offs`, and of the rows after them, which have no expert."""
     found = []
     for expert, (first, end) in enumerate(pairwise((0, *offs.tolist(), rows))):
         count = -(-(end - first) // item_rows)
@@ -62,8 +62,8 @@ def test_items_are_a_stable_sort_in_pieces(rows: int, experts: int, index_dtype:
         expected = entries_of(offs, rows, item_rows)
         entries, places = table_of(call, ids, item_rows)
         assert torch.equal(places.long(), pairs)
-        of_offs, _ = table_of(is_sorted, offs, item_rows)
-        for found in (entries, of_offs):
+        from_offs, _ = table_of(is_sorted, offs, item_rows)
+        for found in (entries, from_offs):
             assert torch.equal(found[: len(expected)].long(), expected)
             assert not found[len(expected) :, 2].any()
 

@@ -1,7 +1,8 @@
-"""The launches of the CUDA backend: every call has one, and settings that cannot run are refused with the reason."""
+"""Launches of the CUDA backend: every call has one, and settings that cannot run are refused with a reason."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import re
 from dataclasses import replace
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from mglu_ops.backends.cuda import DecodeMma, TileWgmma
+from mglu_ops.backends.cuda import DecodeMma, TileWgmma, driver
 from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK
 from mglu_ops.backends.cuda.kernels import permute_x
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, partials_of, training_choice
+from mglu_ops.backends.cuda.launch import parameters
+from mglu_ops.backends.parameters import MAP_BYTES
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 
@@ -42,7 +45,7 @@ def test_choices_keep_to_the_limits_and_cover_the_result(arch: tuple[int, int]) 
         for other in (call, replace(call, batch_invariant=True), unaligned(call)):
             config = without_tables(other, gpu)
             assert config.violation(other, gpu) is None, (other, config)
-            if isinstance(config, DecodeMma):  # exactly as many blocks fit on an SM as intended
+            if isinstance(config, DecodeMma):  # exactly the intended number of blocks fits on an SM
                 requested = config.requested_shared_bytes(other, gpu)
                 assert requested >= config.shared_bytes(other)
                 blocks = gpu.shared_bytes_per_sm // (requested + RESERVED_SHARED_BYTES_PER_BLOCK)
@@ -143,7 +146,7 @@ TRAINING = training_choice(contiguous(4, 1024, 8192, 2048), HOPPER)
         (TILE, 8, {"sparse": True, "permuted": True}, "permuted: not with sparse products"),
         (TILE, 8, {"cluster": 2}, None),
         (TILE, 8, {"cluster": 4}, "cluster: got 4, must be 1 or 2$"),
-        # A stage is more than one group of wgmmas.
+        # In these cases, a stage is more than one group of wgmmas.
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 2}, None),
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "sub": 2, "steps": 4}, None),
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 4}, "steps: got 4, must be less"),
@@ -161,5 +164,41 @@ def test_settings_that_a_launch_can_and_cannot_have(config, n_masks, settings, r
 
 def test_clusters_of_tiles_are_pairs() -> None:
     tile = replace(TILE, cluster=2)
-    assert tile.grid(contiguous(8, 100, 128, 64), HOPPER) == (12, 1)  # 2 tiles of rows by 3 pairs of the 5 of tokens
+    # There are two tiles of rows, and five tiles of tokens, which clusters of two round up to six: 2 * 6 blocks.
+    assert tile.grid(contiguous(8, 100, 128, 64), HOPPER) == (12, 1)
     assert tile.grid(contiguous(8, 10_000, 128, 64), replace(HOPPER, multiprocessors=11)) == (10, 1)
+
+
+class Driver:
+    """A fake driver that loads any kernel, and keeps the bytes of the parameter struct of each launch."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.structs: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, arguments: Any, extra: None) -> int:  # noqa: N802
+        self.structs.append(ctypes.string_at(arguments[0], self.size))
+        return 0
+
+
+def test_pointers_and_maps_are_at_the_offsets_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = parameters("params.cuh", "TileParams")
+    recorder = Driver(fields.size)
+    monkeypatch.setattr(driver, "_library", lambda: recorder)
+    integers = {name: 1000 + i for i, name in enumerate(fields.longs + fields.ints)}
+    kernel = driver.Kernel(b"", "mglu_tile_wgmma", 0)
+    launch = driver.Launch(kernel, (1, 1), 128, 0, overlap=True, parameters=fields, integers=integers)
+    addresses = {name: 1 + i for i, name in enumerate(reversed(fields.pointers))}
+    two_maps = bytes([2]) * MAP_BYTES + bytes([3]) * MAP_BYTES
+    launch(0, addresses)
+    launch(0, addresses, two_maps)
+    launch(0, addresses, bytes([1]) * MAP_BYTES + two_maps)
+    for found, maps in zip(recorder.structs, (b"", two_maps, bytes([1]) * MAP_BYTES + two_maps), strict=True):
+        head = bytearray(fields.with_integers(integers))
+        fields.pointer_struct.pack_into(head, 0, *(addresses[name] for name in fields.pointers))
+        assert found == bytes(head[: fields.size - len(maps)]) + maps
+    with pytest.raises(KeyError, match="out"):
+        launch(0, {name: 0 for name in fields.pointers if name != "out"})

@@ -1,4 +1,4 @@
-"""Tables of measured launches: which files are read, which are refused with which error, and which launch wins."""
+"""Tables of measured launches: which files are read, the errors of damaged files, and which launch wins."""
 
 from __future__ import annotations
 

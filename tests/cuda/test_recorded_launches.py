@@ -1,9 +1,11 @@
-"""What the CUDA backend asks of the driver, for many calls, is what `recorded_launches.txt` says.
+"""For many calls, the CUDA backend's launches must equal those recorded in `recorded_launches.txt`.
 
-Code that describes, chooses or prepares calls may change; the launches of a call must not, unless that is meant. Then
-`MGLU_RECORD_LAUNCHES=1 python -m pytest tests/cuda/test_recorded_launches.py` writes the file again. A line of it is
-the digest of all that the driver sees for one layer on one GPU: kernels, targets, macros, grids, threads, shared
-memory, attributes, structs, tensor maps, their order, and the workspace, for each number of tokens.
+A change of the code that describes, chooses or prepares calls must not change launches by accident. If a change is
+meant, `MGLU_RECORD_LAUNCHES=1 python -m pytest tests/cuda/test_recorded_launches.py` writes the file again.
+
+Each line of the file has a digest of everything that the driver sees for one layer on one GPU: kernels, targets,
+macros, grids, threads, shared memory, attributes, structs, tensor maps, their order, and the workspace, for several
+numbers of tokens.
 """
 
 from __future__ import annotations
@@ -91,31 +93,31 @@ def mixtures() -> Iterator[tuple[str, Call, int, int | None]]:
             )
 
 
-def of_layer(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
+def layer_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """All that the driver sees for one call of `mglu::forward`."""
     sequence = quantize_x.sequence(choose(call, gpu).config, call, gpu, 0)
-    return _of_sequence(recorder, sequence)
+    return _sequence_record(recorder, sequence)
 
 
-def of_training(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
+def training_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `tile_wgmma` in `mglu::forward_train`, where it runs a call."""
     config = training_choice(call, gpu)
-    return "" if config is None else _of_sequence(recorder, config.sequence(call, gpu, 0))
+    return "" if config is None else _sequence_record(recorder, config.sequence(call, gpu, 0))
 
 
-def of_experts(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
+def experts_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `mglu::experts_forward` and `mglu::grouped_forward`."""
     launch = choose_experts(call, gpu)
-    return launch.violation(call, gpu) or _of_sequence(recorder, launch.sequence(call, gpu, 0))
+    return launch.violation(call, gpu) or _sequence_record(recorder, launch.sequence(call, gpu, 0))
 
 
-def of_experts_training(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
+def experts_training_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `mglu::grouped_forward_train`."""
     launch = training_items(call, gpu)
-    return "" if launch is None else _of_sequence(recorder, launch.sequence(call, gpu, 0))
+    return "" if launch is None else _sequence_record(recorder, launch.sequence(call, gpu, 0))
 
 
-def of_down(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
+def down_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `mglu::experts_down`."""
     if (problem := experts_down.unsupported_reason(call, gpu)) is not None:
         return problem
@@ -128,14 +130,14 @@ def of_down(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     return "\n".join(recorder.lines)
 
 
-def _of_sequence(recorder: RecordingDriver, sequence: Any) -> str:
+def _sequence_record(recorder: RecordingDriver, sequence: Any) -> str:
     recorder.begin(f"workspace {sequence.workspace_bytes}")
     sequence(0, ADDRESSES, WORKSPACE)
     return "\n".join(recorder.lines)
 
 
 def records(gpu_name: str) -> dict[str, str]:
-    """The digests of all layers on a GPU, by name."""
+    """Name -> digest, for all layers on a GPU."""
     gpu, texts = GPUS[gpu_name], {}
     with recording() as recorder:
 
@@ -144,19 +146,19 @@ def records(gpu_name: str) -> dict[str, str]:
 
         for name, layer in layers():
             calls = [replace(layer, leading=(tokens,)) for tokens in TOKENS]
-            digest(name, (of_layer(recorder, call, gpu) for call in calls))
+            digest(name, (layer_record(recorder, call, gpu) for call in calls))
             if gpu.arch == (9, 0) and layer.weight.format.is_dense and layer.dtype is not torch.float32:
-                digest(f"{name}, training", (of_training(recorder, call, gpu) for call in calls))
+                digest(f"{name}, training", (training_record(recorder, call, gpu) for call in calls))
         for name, layer, experts, top_k in mixtures():
             mixed = [layer.over_experts(experts, tokens, top_k) for tokens in TOKENS]
-            digest(name, (of_experts(recorder, call, gpu) for call in mixed))
+            digest(name, (experts_record(recorder, call, gpu) for call in mixed))
             is_dense = layer.weight.format.is_dense and layer.activation_format == "dense"
             if top_k is None and is_dense and layer.dtype is not torch.float32:
-                digest(f"{name}, training", (of_experts_training(recorder, call, gpu) for call in mixed))
+                digest(f"{name}, training", (experts_training_record(recorder, call, gpu) for call in mixed))
             elif top_k is not None and layer.activation_format == "dense":
                 down = replace(layer, n_masks=0, activation="identity", mask_weights_dtype=None)
                 downs = [down.over_experts(experts, tokens, top_k, torch.float32) for tokens in TOKENS]
-                digest(f"{name}, down", (of_down(recorder, call, gpu) for call in downs))
+                digest(f"{name}, down", (down_record(recorder, call, gpu) for call in downs))
     return texts
 
 

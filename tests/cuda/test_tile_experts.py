@@ -1,4 +1,4 @@
-"""`tile_wgmma` over the items of experts compiles without spills, and what launches are chosen and refused."""
+"""`tile_wgmma` for experts: it compiles without spills, and launches are chosen and refused as documented."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 
 QWEN, MIXTRAL, GPT_OSS = (128, 768, 2048, 8), (8, 14336, 4096, 2), (32, 2880, 2880, 4)
-"""Experts, out_features, in_features and the experts of a token."""
+"""Experts, out_features, in_features and experts per token."""
 
 
 def expert_call(n_masks: int, tokens: int, model: tuple[int, int, int, int] = QWEN, **options: Any) -> Call:
@@ -114,7 +114,10 @@ def test_compiles_for_fewer_bits_without_spills(name: str, n_masks: int) -> None
 
 
 def test_gathers_x_after_grouping() -> None:
-    """The launch before tile_wgmma gathers x: tile_wgmma reads the items before it waits for that launch."""
+    """`tile_wgmma` waits only for the launch just before it, which gathers x. It reads the items before this wait.
+
+    So the launch that groups tokens, which writes the items, must come before the launch that gathers x.
+    """
     call = expert_call(4, 256, weight_format="fp8_row")
     in_fp8 = replace(call, activation_format="fp8_token")
     for one, gather in ((call, permute_x.NAME), (in_fp8, quantize_x.NAME)):
@@ -128,7 +131,7 @@ def test_gathers_x_after_grouping() -> None:
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
-    """A tile has the mean number of rows of an expert, and more where they are few, since loads are ragged."""
+    """Tiles have about the mean number of rows per expert. If the mean is small, tiles are wider, since loads vary."""
     widths = []
     for tokens in (32, 256, 1024, 4096):
         launch = choose(expert_call(1, tokens), HOPPER)
@@ -141,16 +144,16 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
 
 
 def test_the_model_counts_items_of_random_loads() -> None:
-    """Every second expert has more rows than the mean, so that items as wide as that are too narrow."""
+    """Half of all experts have more rows than the mean, so items of the mean width do not hold them."""
     loads = torch.poisson(torch.full((100_000,), 64.0), generator=torch.Generator().manual_seed(0))
-    for of_item in (16, 32, 64, 80, 128):
-        expected = (loads / of_item).ceil().mean().item()
-        assert _items_of_random_loads(64, of_item) == pytest.approx(expected, rel=0.01)
+    for item_rows in (16, 32, 64, 80, 128):
+        expected = (loads / item_rows).ceil().mean().item()
+        assert _items_of_random_loads(64, item_rows) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
     costs = costs_of(HOPPER)
-    few, many = expert_call(1, 4), expert_call(1, 16)  # 32 experts, and all 128
+    few, many = expert_call(1, 4), expert_call(1, 16)  # `few` uses at most 32 experts, and `many` uses all 128
     config = choose(few, HOPPER).config  # type: ignore[union-attr]
     times = [costs.microseconds_of_experts(config, call, HOPPER) for call in (few, many)]
     assert 3 < times[1] / times[0] < 4
@@ -160,7 +163,7 @@ def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
 
 
 def test_which_kernel_runs_experts() -> None:
-    """decode_mma runs few rows an expert, and more where threads read the masks (360 bytes a row of gpt-oss)."""
+    """decode_mma runs few rows per expert. If threads must load masks (gpt-oss: 360 bytes per row), it runs more."""
 
     def kernel(call: Call, **changes: Any) -> str:
         return choose_experts(replace(call, **changes), HOPPER).config.kernel

@@ -1,6 +1,6 @@
-"""A training step of the CUDA backend without a GPU: its kernels, emulated on a CPU, and their host code.
+"""The CUDA backend's training step, run on a CPU: its host code, and emulated kernels.
 
-tests/support/emulated_kernels.py says what emulation can show. test_cuda_compile.py compiles the kernels.
+tests/support/emulated_kernels.py says what emulation can show. test_cuda_compile.py compiles the kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated_kernels")]
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 STEPS = Steps("cpu", [(3, 520), (5, 37), (1, 8), (2, 1), (0, 24), (4, 0)])
-"""Rows and columns: several warps per row, a ragged end, and sizes of 0."""
+"""Rows and columns: several warps per row, rows that are not whole vectors, and sizes of 0."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +89,9 @@ def test_chunks_cover_the_output_features_once(shape: tuple[int, int], n_masks: 
     assert [row for rows in chunks for row in range(d)[rows]] == list(range(d))
     assert 1 <= len(chunks) <= most
     assert all(rows.start % 128 == 0 for rows in chunks)
-    of_a_feature = (n_masks + 1) * max(tokens, h)
+    per_feature = (n_masks + 1) * max(tokens, h)
     size = len(range(d)[chunks[0]])
-    assert (size - 128) * of_a_feature < max(d * of_a_feature / most, 2**24)
+    assert (size - 128) * per_feature < max(d * per_feature / most, 2**24)
 
 
 @pytest.mark.parametrize(

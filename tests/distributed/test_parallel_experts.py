@@ -1,4 +1,4 @@
-"""Layers of experts that are divided over gloo ranks, by experts or by rows, give the same as one process."""
+"""Layers of experts that are divided between gloo ranks, by experts or by rows, match a single process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def check_and_save(rank: int, folder: str) -> None:
     expert_parallel.load(rank, *ON_CPU, folder)
 
 
-@pytest.mark.long  # layers without experts are checked on two ranks in the quick tests (test_parallel.py)
+@pytest.mark.long  # the quick tests check layers without experts on two ranks (test_parallel.py)
 def test_two_ranks_equal_one_process_which_loads_their_checkpoints(tmp_path: Path) -> None:
-    """One test for all checks, because starting two processes takes longer than the checks."""
+    """One test makes all checks, because starting two processes takes longer than the checks."""
     run_on_ranks(check_and_save, tmp_path, str(tmp_path))
     (tmp_path / "to_load").mkdir()
     expert_parallel.load_whole(*ON_CPU, str(tmp_path), str(tmp_path / "to_load"))
@@ -36,7 +36,7 @@ def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
     run_on_ranks(expert_parallel.run_checks, tmp_path, *ON_CPU, list(expert_parallel.CHECKS), ranks=4)
 
 
-@pytest.mark.long  # on two ranks, the snippets of the page run in the quick tests (test_parallel.py)
+@pytest.mark.long  # the quick tests run the snippets of the page on two ranks (test_parallel.py)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_exchange_tokens_equal_one_process(ranks: int, tmp_path: Path) -> None:
     checks = list(token_exchange.CHECKS)
@@ -45,16 +45,16 @@ def test_ranks_that_exchange_tokens_equal_one_process(ranks: int, tmp_path: Path
 
 @pytest.mark.long
 def test_two_ranks_load_the_checkpoint_of_one_process(tmp_path: Path) -> None:
-    of_one = tmp_path / "of_one"
-    of_one.mkdir()
+    saved = tmp_path / "saved"
+    saved.mkdir()
     run_on_ranks(expert_parallel.save, tmp_path, *ON_CPU, str(tmp_path))
-    expert_parallel.load_whole(*ON_CPU, str(tmp_path), str(of_one))
-    run_on_ranks(expert_parallel.load, of_one, *ON_CPU, str(of_one))
+    expert_parallel.load_whole(*ON_CPU, str(tmp_path), str(saved))
+    run_on_ranks(expert_parallel.load, saved, *ON_CPU, str(saved))
 
 
 @pytest.mark.long
 def test_layers_in_other_dtypes_equal_one_process(tmp_path: Path) -> None:
-    """These are the checks of tests/gpu, at their widths."""
+    """The checks and widths are those that tests/gpu runs on GPUs."""
     run_on_ranks(check_in_other_dtypes, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The style "mglu_colwise" of Transformers on two gloo ranks: the loader shards, and the model computes the same."""
+"""The parallel style "mglu_colwise" on two gloo ranks: Transformers' loader shards, and results stay the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
 
 def tiny_llama(config):
-    """A Llama whose feed-forward layers are MGLU, with Transformers' own classes."""
+    """A Llama of Transformers' own classes, except that its feed-forward layers are MGLU."""
     from transformers import LlamaForCausalLM
 
     class Llama(LlamaForCausalLM):
@@ -44,7 +44,7 @@ def config_of(learnable_masks: bool, top_k: int | None):
 
 
 def logits_and_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The logits of the model without gradients, its loss, and the gradients of all parameters."""
+    """The logits in inference, the loss, and the gradients of all parameters."""
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
@@ -101,7 +101,7 @@ def check_refusals() -> None:
 
     from mglu_ops.parallel import register_transformers_style
 
-    register_transformers_style()  # again
+    register_transformers_style()  # a second registration must not fail
     style, mesh = ALL_PARALLEL_STYLES["mglu_colwise"], init_device_mesh("cpu", (RANKS,))
     with pytest.raises(TypeError, match='tp_plan: got the style "mglu_colwise" for a Linear, must be for an MGLU'):
         style.install_forward(nn.Linear(4, 4), mesh)
@@ -111,7 +111,7 @@ def check_refusals() -> None:
 
 @pytest.mark.long
 def test_from_pretrained_shards_and_computes_the_same(tmp_path: Path) -> None:
-    """Learned masks with a router, and fixed masks without. tests/huggingface also freezes and saves on two ranks."""
+    """Covers learned masks with a router, and fixed masks without one. tests/huggingface also freezes and saves."""
     folders = []
     for learnable_masks, top_k in ((True, 2), (False, None)):
         config = config_of(learnable_masks, top_k)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests on a GPU."""
+"""Fixtures of the GPU tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    """Seed the random numbers, and report a fault of a kernel in the test that caused it."""
+    """Seed random numbers, and synchronize after each test so that a kernel's fault is reported in the right test."""
     torch.manual_seed(0)
     yield
     if torch.cuda.is_initialized():
@@ -19,7 +19,7 @@ def _seeded() -> Iterator[None]:
 
 @pytest.fixture
 def exact_float32() -> Iterator[None]:
-    """Run float32 GEMMs in float32 (not TF32), as the error limits assume."""
+    """Disable TF32 for float32 GEMMs, as the error limits assume."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

@@ -1,11 +1,13 @@
-"""The program that compute-sanitizer watches: it runs every kernel once or twice on small, ragged shapes.
+"""The program for compute-sanitizer: it runs every kernel once or twice on small, odd shapes.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python3 tests/gpu/sanitizer_suite.py
 
-Without the caching allocator every tensor is a separate allocation, so that the sanitizer knows where it ends. All
-inputs are copied from the host, so that it knows what was written. The oracle runs on the CPU, and so do the library's
-GEMMs of a training step. The sanitizer does not watch the library's kernels, so initcheck would take their results for
-uninitialized memory, and racecheck breaks kernels in clusters that it does not watch.
+Without the caching allocator, every tensor is a separate allocation, so the sanitizer knows where it ends. All inputs
+are copied from the host, so the sanitizer knows that they are initialized.
+
+The oracle and the library GEMMs of a training step run on the CPU, because the sanitizer is told to watch our kernels
+only. If the library's kernels ran on the GPU, initcheck would take their results for uninitialized memory. Racecheck
+breaks kernels that run in clusters, unless it watches them.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from mglu_ops.masks import pack
 Shape = tuple[int, int, int, int]
 
 CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
-    # Shapes are (tokens, out_features, in_features, n_masks). Without a launch configuration, the backend chooses one;
-    # these shapes reach every kernel, and its variants for odd sizes.
+    # Shapes are (tokens, out_features, in_features, n_masks). With None, the backend chooses the launch. These shapes
+    # reach all kernels and their variants for odd sizes.
     *((None, torch.bfloat16, (tokens, 200, 264, 4)) for tokens in (1, 3, 8, 16, 20, 70)),
     *((None, torch.float16, (tokens, 130, 1032, 16)) for tokens in (1, 5, 30, 33)),
     *((None, torch.float16, (tokens, 66, 136, 1)) for tokens in (1, 2, 17)),
     (None, torch.float16, (40, 130, 512, 2)),
     *((None, torch.float16, (tokens, 33, 41, 3)) for tokens in (1, 6)),
     *((None, torch.float32, (tokens, 33, 72, 5)) for tokens in (1, 6)),
-    # Tile sizes and splits that the backend does not choose for the shapes above.
+    # Tile sizes and split-K that the backend does not choose for the shapes above.
     (DecodeMma(tiles=2, split_k=2, stages=3, mask_group=8), torch.float16, (1, 35, 1032, 8)),
     (DecodeMma(tiles=3, sub=2, mask_group=2), torch.float16, (1, 100, 1040, 2)),
     (DecodeMma(tiles=4, mask_group=8), torch.bfloat16, (1, 100, 264, 8)),
@@ -61,12 +63,12 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
 def run(
     config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, has_mask_weights: bool, kernels: Sequence[str]
 ) -> bool:
-    """Run a call and check its result, or return False without running it if its kernel is not in `kernels`."""
+    """Run a call and check its result, but if its kernel is not in `kernels`, only return False."""
     tokens, d, h, n_masks = shape
     x = torch.randn(tokens, h).to(dtype)
     weight = (torch.randn(d, h) / h**0.5).to(dtype)
     masks = torch.rand(n_masks, d, h) < 0.5
-    used = torch.rand(n_masks) < 0.4  # no token takes the other masks
+    used = torch.rand(n_masks) < 0.4  # the other masks have weight 0 for all tokens
     mask_weights = torch.rand(tokens, n_masks) * used if has_mask_weights else None
     on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), mask_weights)]
     operands = (*on_gpu[:3], "silu", on_gpu[3])
@@ -82,7 +84,7 @@ STORED_SHAPES = ((1, 130, 288, 4), (9, 130, 288, 16), (20, 130, 288, 4), (40, 13
 
 
 def run_stored(activation_format: str, weight_format: str, shape: Shape, kernels: Sequence[str]) -> bool:
-    """Run a call with the weight and x in the formats as `run` does."""
+    """Like `run`, for a quantized weight and x in `activation_format`."""
     given, expected = stored_layer(weight_format, torch.bfloat16, *shape, "cuda", activation_format)
     launch = launch_of(*given).config
     if kernels and launch.kernel not in kernels:
@@ -92,14 +94,15 @@ def run_stored(activation_format: str, weight_format: str, shape: Shape, kernels
 
 
 EXPERTS = (
-    # Tokens, top_k, experts, in_features, out_features and n_masks: blocks find items, or read a table.
+    # Tokens, top_k, experts, in_features, out_features and n_masks. With few tokens, blocks find their items
+    # themselves. With many tokens, they read a table of items.
     *((tokens, 2, 3, 264, 130, 4) for tokens in (1, 5, 40)),
     *((tokens, 2, 3, 41, 33, 3) for tokens in (1, 5, 40)),
 )
 
 
 def run_experts(sizes: tuple[int, ...], kernels: Sequence[str]) -> bool:
-    """Run a call of experts with ids, and then with sorted rows, as `run` does."""
+    """Like `run`, for experts: with ids, and then with rows sorted by expert."""
     layer = make_experts(*sizes, routing="some out of range", dtype=torch.bfloat16)
     rows, pairs = sorted_rows(layer)
     for given, expected in ((layer.given, layer.oracle()), (rows, layer.oracle().flatten(0, 1)[pairs])):
@@ -113,7 +116,7 @@ def run_experts(sizes: tuple[int, ...], kernels: Sequence[str]) -> bool:
 
 
 def run_down(weight_format: str, tokens: int, in_features: int = 288) -> None:
-    """Run a call of `experts_down` as `run` does."""
+    """Run a call of `experts_down`, and check its result."""
     layer = make_experts(tokens, 2, 3, 130, in_features, 1, routing="some out of range", dtype=torch.bfloat16)
     given = make_down(layer, weight_format)
     on_gpu = given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
@@ -122,7 +125,7 @@ def run_down(weight_format: str, tokens: int, in_features: int = 288) -> None:
 
 
 def run_packing() -> None:
-    """Pack bool masks and logits of each dtype, aligned and unaligned."""
+    """Pack bool masks, and logits of each dtype, with aligned and unaligned rows."""
     for dtype in (torch.bool, torch.float16, torch.bfloat16, torch.float32):
         for shape in ((4, 33, 72), (3, 5, 37), (16, 3, 136)):
             masks = torch.rand(shape) < 0.5
@@ -151,7 +154,7 @@ def mm_on_host(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) ->
 
 
 def addmm_on_host(total: Tensor, a: Tensor, b: Tensor, *, beta: int, out: Tensor) -> Tensor:
-    """`torch.addmm`, computed on the CPU in float32; `total` is not read if `beta` is 0."""
+    """`torch.addmm`, computed on the CPU in float32. If `beta` is 0, `total` is not read."""
     product = on_host(a).float() @ on_host(b).float()
     return out.copy_((product + on_host(total) if beta else product).to(out.dtype))
 
@@ -161,9 +164,9 @@ def not_for_tiles(*arguments: Any, **keywords: Any) -> Tensor:
 
 
 def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
-    """Run forward and backward with all gradients, with mask weights and without.
+    """Run training steps with all gradients, with and without mask weights.
 
-    Whichever is faster, TILED_STEPS use `tile_wgmma` and `backward_gemm`, and LIBRARY_STEPS use library GEMMs.
+    TILED_STEPS are forced to use `tile_wgmma` and `backward_gemm`. LIBRARY_STEPS are forced to use library GEMMs.
     """
     tiled = cases is TILED_STEPS
     mm, addmm = (not_for_tiles, not_for_tiles) if tiled else (mm_on_host, addmm_on_host)
@@ -190,20 +193,20 @@ def run_step(dtype: torch.dtype, shape: Shape, mask_weights_dtype: torch.dtype |
 
 
 def main(kernels: Sequence[str]) -> None:
-    """Run everything, or only the calls that take one of `kernels`.
+    """Run everything, or only calls that launch one of `kernels`.
 
-    "plain" includes packing and training by library GEMMs; "backward_gemm" is training by `tile_wgmma` and it.
+    "plain" includes packing, and training with library GEMMs. "backward_gemm" includes training with `tile_wgmma`.
     """
     torch.manual_seed(0)
     calls = sum(run(*case, index % 3 == 0, kernels) for index, case in enumerate(CASES))
-    formats = ((of_x, of_weight) for of_x, all_of in ACTIVATION_FORMATS.items() for of_weight in all_of)
+    formats = ((x_format, name) for x_format, names in ACTIVATION_FORMATS.items() for name in names)
     stored = (pair for pair in formats if pair != ("dense", "dense"))
     calls += sum(run_stored(*pair, shape, kernels) for pair, shape in product(stored, STORED_SHAPES))
     calls += sum(run_experts(sizes, kernels) for sizes in EXPERTS)
     if not kernels or "experts_down" in kernels:
         for weight_format, tokens in product(FORMATS, (1, 5, 40)):
             run_down(weight_format, tokens)
-        run_down("fp8_row", 40, 4128)  # its units are divided
+        run_down("fp8_row", 40, 4128)  # uses split-K
     if not kernels or "plain" in kernels:
         run_packing()
         run_training(LIBRARY_STEPS)

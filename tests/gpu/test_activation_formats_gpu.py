@@ -1,4 +1,4 @@
-"""x rounded to fp8 with one scale a token, through every kernel that takes weights in fp8."""
+"""The activation format `fp8_token`, with every kernel that takes weights in fp8."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_gpu_rounds_as_a_cpu_does(dtype: torch.dtype, size: float) -> None:
     ],
 )
 def test_errors_equal_a_naive_layers(name: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int) -> None:
-    """As it is dispatched, which may multiply in fp8, and by each backend; and x in other layouts."""
+    """Covers the dispatched kernel, which may multiply in fp8, each backend, and x in other memory layouts."""
     given, _ = make(name, dtype, tokens, d, h, n_masks)
     found = torch.ops.mglu.forward(*given[:8])
     assert_as_good_as_naive(found, given)
@@ -112,7 +112,7 @@ LAUNCHES = (
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 def test_each_kernel_gives_the_result_of_rounded_values(name: str, dtype: torch.dtype, launch: LaunchConfig) -> None:
-    """Kernels that do not multiply in fp8 lose nothing more, and x of any layout gives the same bits."""
+    """Kernels that do not multiply in fp8 add no further error. All memory layouts of x give the same bits."""
     tokens = 13 if isinstance(launch, DecodeMma) else 70
     given, expected = make(name, dtype, tokens, 330, 2080, 4)
     found = dispatch.forward(given, backend="cuda", launch=launch)
@@ -123,7 +123,7 @@ def test_each_kernel_gives_the_result_of_rounded_values(name: str, dtype: torch.
 @each_format
 @pytest.mark.parametrize("tokens", [1, 8, 64, 700])
 def test_a_token_does_not_depend_on_the_others(name: str, tokens: int) -> None:
-    """Also for values that are not finite, and for zeros, in the other rows."""
+    """The other tokens are scaled by 0, 1000, infinity and NaN."""
     given, _ = make(name, torch.bfloat16, tokens + 2, 330, 2080, 4)
     expected = torch.ops.mglu.forward(*given[:8])
     for value in (0.0, 1000.0, math.inf, math.nan):

@@ -1,4 +1,4 @@
-"""In the batch-invariant mode a row has the same bits in every batch, with every kernel."""
+"""In batch-invariant mode, a row has the same bits in every batch, with every kernel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def invariant() -> Iterator[None]:
 
 
 def assert_rows_agree(p: Problem, x: Tensor) -> None:
-    """The first rows of x, its last rows, and a single one from the middle give the same bits as within x."""
+    """Compare bits of a whole batch with smaller batches: the first rows, the last rows, and one from the middle."""
 
     def run(rows: Tensor) -> Tensor:
         return torch.ops.mglu.forward(rows, p.weight, p.packed, p.activation)
@@ -88,7 +88,7 @@ def test_rows_of_small_and_odd_layers(dtype: torch.dtype, shape: tuple[int, int]
 
 @pytest.mark.parametrize("n_masks", [1, 4, 10, 16])
 def test_rows_on_other_gpus(n_masks: int) -> None:
-    """Run the launches of other GPUs on this one."""
+    """Runs, on this GPU, the launches that are chosen for other GPUs."""
     p = Problem(200, 528, 2048, n_masks, torch.bfloat16)
     for arch in ((8, 0), (8, 9), (12, 0)):
         everyone = None
@@ -106,7 +106,7 @@ def test_the_mode_changes_repeated_calls() -> None:
     in_mode = torch.ops.mglu.forward(p.x, p.weight, p.packed)
     with mglu_ops.set_batch_invariant_mode(False):
         outside = torch.ops.mglu.forward(p.x, p.weight, p.packed)
-    assert not torch.equal(in_mode, outside)  # another order of sums
+    assert not torch.equal(in_mode, outside)  # outside the mode, sums have another order
     assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed), in_mode)
     for result in (in_mode, outside):
         assert_matches(result, p.oracle(), torch.float16)

@@ -1,4 +1,4 @@
-"""The CUDA backend against the float64 oracle: every kernel, ragged shapes, strides, streams, graphs, guard bands."""
+"""The CUDA backend, compared with the float64 oracle: all kernels, odd shapes, strides, and repeated bits."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_real_shapes(shape: tuple[int, int], n_masks: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("n_masks", [1, 6, 8, 16])
 def test_a_row_does_not_depend_on_the_number_of_others(n_masks: int, permuted: bool) -> None:
-    """From 41 tokens on, `tile_wgmma` sums in an order that depends only on permuted x and sparse products."""
+    """From 41 tokens on, the order of `tile_wgmma`'s sums depends only on the options `permuted` and `sparse`."""
     p = Problem(700, 2048, 1024, n_masks)
     x, everyone = p.x, {}
     for tokens in (700, 200, 41, 48, 64, 65, 128, 300, 699):
@@ -111,8 +111,8 @@ TILES = (
     "config", [*TILES, *(replace(tile, permuted=True) for tile in TILES if not tile.sparse)], ids=str
 )
 def test_override_of_tiles(config: LaunchConfig) -> None:
-    # Tensor maps do not take rows of masks of 1032 bytes. With the last shape, a block computes several tiles. There is
-    # one tile of tokens, or an odd number of them, so that one block of a cluster has none.
+    # TMA cannot load masks whose rows have 1032 bytes. With the last shape, a block computes several tiles. All shapes
+    # have an odd number of tiles of tokens, so one block of a cluster has no tile.
     for tokens, d, h in ((6, 128, 64), (70, 1001, 1040), (70, 1001, 1032), (33, 20000, 528)):
         Problem(tokens, d, h, 8).check(config)
     if config.passes == 2:
@@ -122,9 +122,9 @@ def test_override_of_tiles(config: LaunchConfig) -> None:
 
 
 @pytest.mark.parametrize("n_masks", [1, 4, 8])
-@pytest.mark.parametrize("tokens", [20, 60])  # on Hopper: sparse tiles, and dense tiles
+@pytest.mark.parametrize("tokens", [20, 60])  # on Hopper, 20 run sparse tiles, and 60 run dense tiles
 def test_layouts_of_x_for_tiles(tokens: int, n_masks: int) -> None:
-    """Rows of x that overlap or are not whole vectors are permuted first; rows with gaps are read in place."""
+    """Rows of x that overlap, or that TMA cannot load, are permuted first. Rows with gaps are read in place."""
     p = Problem(tokens, 128, 256, n_masks)
     wide = torch.randn(tokens, 512, device="cuda", dtype=p.x.dtype)
     window = wide.flatten()[: tokens * 8 + 248].as_strided((tokens, 256), (8, 1))
@@ -174,7 +174,7 @@ def test_a_row_does_not_depend_on_the_masks_that_others_weigh(n_masks: int) -> N
 
 
 def top_k_mask_weights(tokens: int, n_masks: int, top_k: int) -> Tensor:
-    """Give each token weights for `top_k` random masks, and 0 for the other masks."""
+    """Random weights for `top_k` random masks of each token, and 0 for its other masks."""
     weights = torch.rand(tokens, n_masks, device="cuda") + 0.1
     order = torch.rand(tokens, n_masks, device="cuda").argsort(-1)
     return torch.where(order < top_k, weights, 0)
@@ -215,7 +215,7 @@ def test_same_bits_every_time(n_masks: int, tokens: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("n_masks", [1, 8])
 def test_a_row_does_not_depend_on_the_others(n_masks: int) -> None:
-    """Test 1 to 8 tokens, which share one launch."""
+    """Tests 1 to 8 tokens, which share one launch."""
     p = Problem(8, 256, 1024, n_masks)
     everyone = p.run()
     x = p.x
@@ -227,7 +227,7 @@ def test_a_row_does_not_depend_on_the_others(n_masks: int) -> None:
 @pytest.mark.parametrize("last", ["x", "weight", "packed"])
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
-    """Earlier kernels write all inputs just before the launch, whose early start must not read old values."""
+    """The launch starts early, while earlier kernels still write its inputs. It must not read the old values."""
     p = Problem(tokens, 4096, 4096, 4)
     expected = p.run()
     kept = {name: getattr(p, name).clone() for name in ("x", "weight", "packed")}
@@ -243,13 +243,13 @@ def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_follows_an_mglu_launch_that_writes_its_weight(tokens: int) -> None:
-    """A launch lets the next one start before it writes, and the next one prefetches what it reads first."""
+    """The second launch may start before the first one writes its result. It must not prefetch an old weight."""
     p = Problem(tokens, 1024, 2048, 4)
     producer = Problem(1024, 2048, 1024, 1)
     seen = set()
     for _ in range(50):
         producer.x.normal_()
-        p.weight = producer.run()  # reuses the memory of the round before, with its values
+        p.weight = producer.run()  # its memory held the weight of an earlier round
         seen.add(p.weight.data_ptr())
         result = p.run()
         torch.cuda.synchronize()
@@ -274,7 +274,7 @@ CONFIGS = (
 def test_override(config: LaunchConfig, n_masks: int) -> None:
     if isinstance(config, DecodeMma) and config.cluster > 1 and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters of blocks need compute capability 9.0")
-    for d, h in ((100, 1032), (16, 64), (2051, 520)):  # in the last two, a cluster has a block without rows
+    for d, h in ((100, 1032), (16, 64), (2051, 520)):  # with the last two, a cluster has a block without rows
         for tokens in (1, 6):
             Problem(tokens, d, h, n_masks).check(config)
 
@@ -311,7 +311,7 @@ def test_a_weight_in_fewer_bits(name: str, dtype: torch.dtype, tokens: int, d: i
     given, expected = stored_layer(name, dtype, tokens, d, h, n_masks, "cuda")
     found = dispatch.forward(given, backend="cuda")
     assert relative_error(found.cpu(), expected) < BUDGET[dtype]
-    by_composite = dispatch.forward(given, backend="composite")  # it decodes the weight to x's dtype
+    by_composite = dispatch.forward(given, backend="composite")  # decodes the weight to x's dtype
     assert relative_error(by_composite.cpu(), expected) < 2 * BUDGET[dtype]
     padded = torch.zeros(d, given.weight.shape[1] + 16, dtype=torch.uint8, device="cuda").view(given.weight.dtype)
     padded[:, 16:].copy_(given.weight)
@@ -329,7 +329,7 @@ def test_a_weight_in_fewer_bits(name: str, dtype: torch.dtype, tokens: int, d: i
     [
         TileWgmma(block_tokens=32, stages=4, decoded=True),
         TileWgmma(block_tokens=32, stages=4, decoded=True, permuted=True),
-        # In stages of one chunk, fragments are written while the products of the same chunk of the last stage may run.
+        # With stages of one chunk, a kernel writes fragments while products of the stage before may still run.
         TileWgmma(block_tokens=16, stages=4, sparse=True),
         TileWgmma(rows=128, block_tokens=24, stages=3, sparse=True),
         TileWgmma(block_tokens=32, stages=3, mask_groups=2, sparse=True),

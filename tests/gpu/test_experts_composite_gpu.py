@@ -1,4 +1,4 @@
-"""Experts by library products on a GPU, and packing of their logits: against a float64 loop, and without waiting."""
+"""Experts with library products on a GPU, and packing of their logits. Calls must not synchronize with the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ mglu = torch.ops.mglu
 
 
 def on_gpu(args: Any) -> Any:
-    """The same arguments with tensors on the GPU."""
+    """A copy of the arguments with all tensors on the GPU."""
     return type(args)(*(arg.cuda() if isinstance(arg, Tensor) else arg for arg in args))
 
 

@@ -1,4 +1,4 @@
-"""`experts_down` on a GPU against float64: formats, loads of experts, sentinels, memory layouts, repeats, graphs."""
+"""`experts_down` on a GPU, compared with float64: formats, loads, ids out of range, memory layouts, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_dtypes_of_the_router(weights_dtype: torch.dtype, index_dtype: torch.dty
 
 @pytest.mark.parametrize("tokens", [1, 8, 33, 250])
 def test_loads_of_experts(tokens: int) -> None:
-    """One expert has all rows, or no pair has an expert."""
+    """Covers one expert with all rows, and ids that are all out of range."""
     given = problem(tokens, 4, 64, 96, 384)._replace(y=torch.randn(tokens, 4, 384, device="cuda").bfloat16())
     for expert in (0, 63):
         one = given._replace(expert_ids=torch.full_like(given.expert_ids, expert))
@@ -129,7 +129,7 @@ def test_results_do_not_depend_on_the_launch_nor_on_other_rows() -> None:
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_divided_units(parts: int, weight_format: str) -> None:
-    """The last units are divided by columns, with rows that two tiles share and experts of several items."""
+    """Covers split-K of the last work tiles, rows that two tiles share, and experts with several items."""
     for sizes in ((20, 2, 3, 83, 4128), (90, 8, 40, 2880, 1056), (200, 2, 5, 1000, 800)):
         given = problem(*sizes, weight_format=weight_format)
         chosen = experts_down.choose(Call.of_down(given.in_rows()), gpu_of(0))
@@ -143,7 +143,7 @@ def test_divided_units(parts: int, weight_format: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 6, 70])
 def test_memory_layouts(tokens: int) -> None:
-    """Experts, rows and y that are parts of larger tensors."""
+    """Weight and y are views of larger tensors."""
     given = problem(tokens, 3, 4, 64, 256)
     weight = torch.full((4, 90, 264), float("nan"), device="cuda", dtype=torch.bfloat16)[:, :64, :256]
     shifted = torch.full((given.y.numel() + 1,), float("nan"), device="cuda", dtype=torch.bfloat16)[1:]
@@ -154,7 +154,7 @@ def test_memory_layouts(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("weight_format", [name for name in FORMATS if name != "dense"])
 def test_every_stored_value(weight_format: str, tokens: int) -> None:
-    """A row of W for each byte."""
+    """W has one row for each value of a byte."""
     given = problem(tokens, 1, 1, 256, 64, torch.float16, weight_format)
     stored = torch.full((1, 256, given.weight.shape[2]), 0x88 if weight_format == "int4_group" else 0).byte()
     stored[0, :, 5] = torch.arange(256)
@@ -180,7 +180,7 @@ def test_graph_replay_with_other_ids(tokens: int) -> None:
 @pytest.mark.parametrize("last", ["y", "weight", "expert_ids", "expert_weights"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
-    """Earlier kernels write all inputs just before the launch, whose early start must not read old values."""
+    """The launch starts early, while earlier kernels still write its inputs. It must not read the old values."""
     given = problem(tokens, 4, 16, 1024, 2048)
     expected = run(given)
     kept = {name: tensor.clone() for name, tensor in given.tensors().items()}
@@ -197,7 +197,7 @@ def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5, 44])
 def test_guard_bands(tokens: int, weight_format: str) -> None:
-    """Bands around the inputs must not be used, and bands around the products and the result must not change."""
+    """Bands of memory around inputs must not be used, and bands around products and the result must not change."""
     given = problem(tokens, 3, 5, 100, 4128, weight_format=weight_format)
     expected = run(given)
     floating = {"y": float("nan"), "expert_weights": float("nan"), "weight_scale": float("nan")}
@@ -224,7 +224,7 @@ def test_guard_bands(tokens: int, weight_format: str) -> None:
 
 
 def test_many_experts_and_rows() -> None:
-    """The ids of large calls need more shared memory, and so fewer stages."""
+    """In large calls, ids need more shared memory, which leaves room for fewer stages."""
     for tokens, top_k, experts in ((64, 8, 512), (1500, 8, 256)):
         given = problem(tokens, top_k, experts, 64, 128)
         assert_matches(run(given), oracle(given))

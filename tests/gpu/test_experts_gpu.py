@@ -1,4 +1,4 @@
-"""Experts on the CUDA backend: every kernel and launch against a float64 loop over experts, with any routing."""
+"""Experts on the CUDA backend: all kernels and launches, compared with a float64 loop over experts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ LAUNCHES = [
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 def test_override(launch: ExpertLaunch) -> None:
-    """Blocks find items in more rows than a warp has lanes; in clusters, a block may have no rows of W."""
+    """Covers more rows than a warp has lanes for finding items, and clusters in which a block has no rows of W."""
     if isinstance(launch.config, DecodeItems) and launch.config.cluster > 1 and gpu_of(0).arch != (9, 0):
         pytest.skip("clusters of blocks need compute capability 9.0")
     for routing in ("skewed", "one expert", "some out of range"):
@@ -133,7 +133,7 @@ def test_empty() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "d", "h"), [(1, 50, 520), (6, 100, 544), (60, 67, 264)])
 def test_guard_bands(tokens: int, d: int, h: int, dtype: torch.dtype) -> None:
-    """NaN around inputs, and in experts without rows, must not be used; bands around outputs must not change."""
+    """NaN around inputs, and in experts without rows, must not be used. Bands around outputs must not change."""
     layer = make_experts(tokens, 2, 6, h, d, 8, routing="some out of range", dtype=dtype, weighted=True)
     given = on_gpu(layer.given)
     expected = run(given)
@@ -186,7 +186,7 @@ def test_offs_that_do_not_ascend_lead_nowhere_else(ends: tuple[int, ...], dtype:
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("rows", "experts"), [(1, 1), (33, 8), (1000, 128), (8192, 1024), (2**20, 1024), (2**20, 1)])
 def test_table_of_items(rows: int, experts: int, index_dtype: torch.dtype) -> None:
-    """The places are a stable sort, and the entries cut it into the items of each expert."""
+    """The table has the rows in stable order by expert, and an entry for each item."""
     ids = (torch.rand(rows, 1, device="cuda") ** 3 * (experts + 2)).to(index_dtype) - 1
     layer = Call.contiguous(ids.device, torch.bfloat16, 1, 1, 16, 64)
     call = layer.over_experts(experts, rows, 1)
@@ -206,8 +206,8 @@ def test_table_of_items(rows: int, experts: int, index_dtype: torch.dtype) -> No
             expected = []
             for expert, (first, end) in enumerate(pairwise(ends)):
                 places = torch.arange(first, end, item_rows)
-                of_expert = torch.full_like(places, expert if expert < experts else -1)
-                expected.append(torch.stack((of_expert, places, (end - places).clamp(max=item_rows)), 1))
+                ids_of_expert = torch.full_like(places, expert if expert < experts else -1)
+                expected.append(torch.stack((ids_of_expert, places, (end - places).clamp(max=item_rows)), 1))
             known = torch.cat(expected)
             assert torch.equal(entries[: len(known), :3].long(), known)
             assert not entries[len(known) :, 2].any()
@@ -223,20 +223,20 @@ def test_graph_replay_with_other_ids(tokens: int) -> None:
     run(given), run(rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured, chained, of_rows = run(given), run(given), run(rows)
+        captured, chained, sorted_result = run(given), run(given), run(rows)
     for _ in range(4):
         given.expert_ids.copy_(torch.randint(-1, 9, given.expert_ids.shape))
         rows.offs.copy_(torch.randint(0, tokens, rows.offs.shape).cumsum(0).clamp(max=2 * tokens))
         graph.replay()
         assert torch.equal(captured, run(given))
         assert torch.equal(chained, captured)
-        assert torch.equal(of_rows, run(rows))
+        assert torch.equal(sorted_result, run(rows))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_same_bits_every_time(tokens: int, dtype: torch.dtype) -> None:
-    """With ids of both dtypes, and for tables and items that blocks find, as for the dense kernel's row."""
+    """The bits are the same for int32 and int64 ids, with and without grouping by expert, and in every repetition."""
     given = on_gpu(make_experts(tokens, 4, 8, 1024, 256, 4, dtype=dtype).given)
     assert given.expert_ids is not None
     narrow = given._replace(expert_ids=given.expert_ids.int())

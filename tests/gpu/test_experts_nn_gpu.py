@@ -1,4 +1,4 @@
-"""Modules of experts on a GPU: no call waits for it, graphs replay with other loads, and bits of gradients repeat."""
+"""Modules of experts on a GPU: no synchronization, CUDA graphs for any loads, and gradients that repeat bit by bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_frozen_layer_replays_in_a_graph_with_other_loads(tokens: int, weight_
     if weight_format != "dense":
         quantize(block, weight_format)
     inputs = [torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    inputs.append(inputs[0][:1].repeat(tokens, 1))  # four experts have all rows
+    inputs.append(inputs[0][:1].repeat(tokens, 1))  # the same four experts for all tokens
     expected = [block(x) for x in inputs]
     x = inputs[0].clone()
     with without_waiting():
@@ -32,8 +32,8 @@ def test_a_frozen_layer_replays_in_a_graph_with_other_loads(tokens: int, weight_
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = block(x)
-    for of_graph, want in zip(inputs, expected, strict=True):
-        x.copy_(of_graph)
+    for graph_input, want in zip(inputs, expected, strict=True):
+        x.copy_(graph_input)
         graph.replay()
         assert torch.equal(y, want)
 

@@ -1,4 +1,4 @@
-"""`tile_wgmma` over the items of experts against a float64 loop over experts, in all its forms and with any loads."""
+"""`tile_wgmma` for experts, compared with a float64 loop over experts, in all its variants and with any loads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(given: Given, launch: TileItems | None = None) -> Tensor:
 
 
 def check(layer: Experts, launch: TileItems | None = None) -> None:
-    """Check `experts_forward`, and `grouped_forward` of the sorted rows."""
+    """Check `experts_forward`, and `grouped_forward` with the same rows sorted by expert."""
     expected = layer.oracle()
     result = run(on_gpu(layer.given), launch).cpu()
     assert not result[~layer.has_expert].count_nonzero()
@@ -50,7 +50,7 @@ def check(layer: Experts, launch: TileItems | None = None) -> None:
 
 
 def random_layer(tokens: int, d: int, h: int, n_masks: int, **options: Any) -> Experts:
-    """Experts with ragged numbers of rows: 7 of which some have none, 3 for each token."""
+    """A layer of seven experts with uneven loads: some experts have no rows. Each token has three experts."""
     return make_experts(tokens, 3, 7, h, d, n_masks, **{"dtype": torch.bfloat16, "routing": "skewed"} | options)
 
 
@@ -92,7 +92,7 @@ def test_every_form(name: str) -> None:
 @pytest.mark.parametrize("activation_format", ["dense", "fp8_token"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_weight_format(name: str, activation_format: str) -> None:
-    """With out_features that the 128 rows of a block's scale do not divide."""
+    """`out_features` is not a multiple of the 128 rows that share a scale."""
     if activation_format != "dense" and not name.startswith("fp8"):
         pytest.skip("x is rounded for weights in fp8")
     for tokens, n_masks in ((5, 1), (60, 4), (90, 8)):
@@ -129,7 +129,7 @@ def test_weights_that_form_no_matrix_are_refused() -> None:
 
 @pytest.mark.parametrize(("tokens", "d", "h", "n_masks"), [(2, 70, 96, 1), (60, 100, 520, 4), (33, 131, 352, 9)])
 def test_guard_bands(tokens: int, d: int, h: int, n_masks: int) -> None:
-    """NaN around inputs, and in experts without rows, must not be used; bands around outputs must not change."""
+    """NaN around inputs, and in experts without rows, must not be used. Bands around outputs must not change."""
     layer = random_layer(tokens, d, h, n_masks, routing="some out of range", weighted=True)
     given = on_gpu(layer.given)
     expected = run(given)

@@ -1,4 +1,4 @@
-"""A training step of experts on a GPU: against float64 and the naive loop, without waiting, and in CUDA graphs."""
+"""A training step of experts on a GPU: errors, synchronization with the host, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_any_layout_and_any_need(dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_a_graph_serves_other_loads(dtype: torch.dtype) -> None:
-    """One capture of a step, replayed with the rows, weights and loads of other layers, gives what their steps give."""
+    """A captured step is replayed with the tensors and loads of other layers, and must give their gradients."""
     layers = [
         ExpertLayer.random("cuda", dtype, loads, 72, 128, 3, unowned=300 - sum(loads))
         for loads in ([100, 0, 60], [0, 0, 0], [300, 0, 0], [1, 150, 149])
@@ -143,7 +143,7 @@ def test_wide_products(dtype: torch.dtype) -> None:
         grouped_products(grad, weight, offs, back)
         products_over_rows(grad, x, offs, grad_weight)
         for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
-            rows, of_expert = slice(start, end), weight[e].double()
-            assert relative_error(forward[rows], x[rows].double() @ of_expert.t()) < 1e-5
-            assert relative_error(back[rows], grad[rows].double() @ of_expert) < 1e-5
+            rows, expert_weight = slice(start, end), weight[e].double()
+            assert relative_error(forward[rows], x[rows].double() @ expert_weight.t()) < 1e-5
+            assert relative_error(back[rows], grad[rows].double() @ expert_weight) < 1e-5
             assert relative_error(grad_weight[e], grad[rows].double().t() @ x[rows].double()) < 1e-5

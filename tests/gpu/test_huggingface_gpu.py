@@ -1,4 +1,4 @@
-"""`generate` on a GPU: Transformers compiles the static cache into CUDA graphs, and the tokens stay the same."""
+"""`generate` on a GPU: with a static cache, Transformers uses CUDA graphs, and the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generated(model: Any, **options: Any) -> list[list[int]]:
 
 
 def graphs(model: Any, expected: list[list[int]] | None = None) -> int:
-    """Count the graphs of several calls of compiled `generate`, which must give the expected tokens."""
+    """The number of graphs of several calls of compiled `generate`. All calls must give the expected tokens."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(3):  # the first calls warm up and record
@@ -41,5 +41,5 @@ def test_cuda_graphs_give_the_same_tokens_in_as_few_graphs_as_swiglu(name: str, 
     expected = generated(model)
     if form == "packed":
         assert all(mglu.packed_masks.is_cuda for mglu in mglus(frozen(model)))
-    # A sliding-window cache, as in Mistral and Gemma 3, costs every model a second graph.
+    # SwiGLU models also need a second graph if they have a sliding-window cache, as Mistral and Gemma 3 do.
     assert graphs(model, expected) <= graphs(tiny_swiglu(name, **sizes).cuda())

@@ -1,4 +1,4 @@
-"""The operators on a GPU: oracle agreement, gradients, CUDA graphs, streams, autocast and the fused compile."""
+"""The operators on a GPU: results, gradients, CUDA graphs, streams, autocast and compilation with the pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_forward_agrees_with_the_oracle(dtype, n_masks, tokens, d, h):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 4, 100])
 def test_cuda_graph_replay_is_bit_equal_to_eager(tokens: int, dtype: torch.dtype) -> None:
-    """Capture the first call of a new shape, and replay it with changed inputs, including masks."""
+    """Captures the first call of a new shape, and replays it with other inputs and masks."""
     x, weight, logits, _ = problem((tokens,), 264, 520, 4, dtype)
     packed = torch.ops.mglu.pack_masks(logits > 0)
     graph = torch.cuda.CUDAGraph()
@@ -138,7 +138,7 @@ def test_fused_compile_trains_and_infers(dtype: torch.dtype, mode: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_reduce_overhead_replays_two_layers_bit_for_bit(dtype: torch.dtype, tokens: int) -> None:
-    """Replay a compiled model's CUDA graphs with other inputs, weights and masks: results have the operator's bits."""
+    """A compiled model's CUDA graphs, replayed with other inputs, weights and masks, give the operator's bits."""
     torch._dynamo.reset()
     layers = (mglu_ops.nn.MGLU(264, 512, n_masks=4), mglu_ops.nn.MGLU(512, 200, n_masks=8, activation="gelu"))
     model = mglu_ops.freeze(torch.nn.Sequential(*layers).to("cuda", dtype)).eval()

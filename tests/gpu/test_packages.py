@@ -1,4 +1,4 @@
-"""Packages on a GPU without Python: with the library and its kernels, and with Triton's kernels and no library."""
+"""Packages on a GPU without Python: with the library and its kernels, or with Triton's kernels and no library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUNDING_TOKENS = (1, 8, 40, 300)
 
 def model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    # On Hopper, with 400 tokens the first layer permutes x, and the last reads it in place.
+    # On Hopper with 400 tokens, the first layer permutes x, and the last reads it in place.
     layers = (NaiveMGLU(2048, 1024, n_masks=8), nn.Linear(1024, 256), MGLU(256, 264, n_masks=2, top_k=2))
     return nn.Sequential(*layers).eval().cuda().to(dtype)
 
@@ -68,9 +68,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def libraries(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build the library with the kernels of the layers, and without them, so that NVRTC compiles plain kernels.
+    """Two builds of the library, each with `run_package` beside it.
 
-    `run_package` is beside each.
+    One has the kernels of the layers. The other has none, so NVRTC compiles plain kernels at run time.
     """
     major, minor = torch.cuda.get_device_capability()
     chosen: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def program_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_package(program: Path, package: Path, *options: str) -> str:
-    """Run a package with the inputs beside it, compare its results, and return what was printed as errors."""
+    """Run a package with the inputs beside it, compare the results, and return the text on standard error."""
     files = [x.with_name(name + x.name[1:]) for x in package.parent.glob("x*.tensor") for name in "xy"]
     process = run([program, package, "--tolerance", "3e-3", *options, *files])
     assert process.returncode == 0, process.stdout + process.stderr
@@ -106,7 +106,7 @@ def run_package(program: Path, package: Path, *options: str) -> str:
 @pytest.mark.parametrize("package", ["operator.pt2", "shim.pt2", "stored/operator.pt2", "rounding/operator.pt2"])
 @pytest.mark.parametrize("kernels", ["compiled", "nvrtc"])
 def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], kernels: str, package: str) -> None:
-    """The library prints a message if it has to use the plain kernels."""
+    """The library prints a message if it has to use plain kernels."""
     printed = run_package(libraries[kernels].with_name("run_package"), packages / package, "--time", "200")
     assert ("no tuned kernel" in printed) is (kernels == "nvrtc")
 
@@ -117,7 +117,7 @@ def test_triton_packages_need_no_library(packages: Path, program_alone: Path) ->
 
 
 def test_a_package_for_several_gpus(packages: Path, program_alone: Path) -> None:
-    """Below Hopper such a package runs on this GPU; from Hopper on torch cannot make it, and `export` says so."""
+    """On GPUs before Hopper, the package runs. From Hopper on, torch cannot make it, and `export` raises an error."""
     layers, example, path = model(torch.float16), (inputs(1, torch.float16),), packages / "several.pt2"
     if torch.cuda.get_device_capability() >= (9, 0):
         with pytest.raises(ValueError, match=r"compute capability 8\.x alone"):
@@ -172,7 +172,7 @@ print("fine")
 
 @pytest.mark.parametrize(("kernels", "program"), [("nvrtc", LIBRARY_ALONE), ("compiled", LAYOUTS_OF_X)])
 def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: str) -> None:
-    """The library launches on the current stream, and takes any layout of x."""
+    """The library launches on the current stream, and takes any memory layout of x."""
     process = run([sys.executable, "-c", program, libraries[kernels]])
     assert process.returncode == 0, process.stderr
     assert "fine" in process.stdout
@@ -181,7 +181,7 @@ def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: st
 # --- Experts ---------------------------------------------------------------------------------------------------------
 
 EXPERT_TOKENS = (1, 5, 40, 200)
-"""A launch that finds its items and adds down projections itself, decode_mma with a table of items, and tile_wgmma."""
+"""Numbers of tokens for which decode_mma finds its items itself, decode_mma reads a table, or tile_wgmma runs."""
 FORMS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16, "weighted": True, "weight_format": "fp8_block", "activation_format": "fp8_token"},
@@ -190,11 +190,11 @@ FORMS: tuple[dict[str, Any], ...] = (
 )
 
 Call = tuple[str, tuple[Any, ...]]
-"""The name and the arguments of a call of an operator."""
+"""The name of an operator, and the arguments of a call."""
 
 
 class Mixture(nn.Module):
-    """Experts and down projections. Nothing but their operators rounds, so Inductor changes no bits."""
+    """Experts and down projections. Only their operators round, so Inductor's code has the same bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Mixture(nn.Module):
 
 
 def expert_calls() -> tuple[list[Call], list[LayerInfo]]:
-    """Calls of the operators over experts on a GPU, some with a layout for plain kernels, and their layers."""
+    """Calls of the operators over experts on a GPU, and their layers. Only `plain` takes the layouts of some calls."""
     calls: list[Call] = []
     layers: dict[LayerInfo, None] = {}
     for form in FORMS:
@@ -246,7 +246,7 @@ torch.save([getattr(torch.ops.mglu, name)(*given).cpu() for name, given in calls
 
 
 def test_experts_give_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a package, and in a process that has the library's operators, for all forms of experts."""
+    """Compares a package, and the library's operators in a process without `mglu_ops`, with Python's bits."""
     module, package = Mixture().eval().cuda(), tmp_path / "package/experts.pt2"
     calls, layers = expert_calls()
     package.parent.mkdir()
@@ -257,7 +257,7 @@ def test_experts_give_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.Mon
         write_tensor(package.with_name(f"y{count}.tensor"), module(x))
     arch = torch.cuda.get_device_capability()
     write_small_package(tmp_path / "layers.pt2", device="cuda", backend="cuda", layers=layers, arch=list(arch))
-    sizes = {2: EXPERT_TOKENS, 0: [2 * count for count in EXPERT_TOKENS]}  # rows that are sorted are pairs
+    sizes = {2: EXPERT_TOKENS, 0: [2 * count for count in EXPERT_TOKENS]}  # sorted calls have two rows per token
     monkeypatch.setattr(device_code, "_chosen_tokens", lambda layer: sizes[layer.top_k])
     library = mglu_ops.build_runtime(
         tmp_path / "runtime",
@@ -271,7 +271,7 @@ def test_experts_give_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.Mon
     torch.save(calls, tmp_path / "calls.pt")
     process = run([sys.executable, "-c", EXPERTS_ALONE, library, tmp_path / "calls.pt", tmp_path / "results.pt"])
     assert process.returncode == 0, process.stderr
-    assert process.stderr.count("no tuned kernel") == 1  # it is said once
+    assert process.stderr.count("no tuned kernel") == 1  # the library prints this only once
     for (name, given), found in zip(calls, torch.load(tmp_path / "results.pt"), strict=True):
         expected = getattr(torch.ops.mglu, name)(*given).cpu()
         assert torch.equal(found, expected), (name, given[0].shape, given[1].dtype, given[1].stride())

@@ -1,4 +1,4 @@
-"""Packing masks and logits on a GPU gives the same bits as on the CPU, in any strides."""
+"""Packing masks and logits on a GPU gives the same bits as on the CPU, for any strides."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Layers and experts that two GPUs divide by NCCL match one process: results, training, checkpoints, compilation.
+"""Layers and experts on two GPUs with NCCL match one process: results, training, checkpoints, compilation.
 
-Ranks that share a GPU cannot run these tests with gloo, which crashes when it gathers CUDA tensors (pytorch issue
-152645).
+With gloo, ranks could share a GPU, but gloo crashes when it gathers CUDA tensors (pytorch issue 152645).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def test_tensor_parallel_layers_in_float64(tmp_path: Path) -> None:
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_layers_in_16_bits(module: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The width is one for which the 16-bit kernels run. Layers are dense, in fp8 and in other formats."""
+    """The layers are wide enough for the 16-bit kernels, and have dense, fp8 and other quantized weights."""
     arguments = "cuda", dtype, module.WITHOUT_FLOAT64, tensor_parallel.WIDE
     run_on_ranks(module.run_checks, tmp_path, *arguments, backend="nccl")
 
@@ -62,11 +61,11 @@ def test_divided_experts_in_float64(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_experts_goes_from_two_gpus_to_one_and_back(tmp_path: Path) -> None:
-    of_one = tmp_path / "of_one"
-    of_one.mkdir()
+    saved = tmp_path / "saved"
+    saved.mkdir()
     run_on_ranks(expert_parallel.save, tmp_path, *IN_BFLOAT16, str(tmp_path), backend="nccl")
-    expert_parallel.load_whole(*IN_BFLOAT16, str(tmp_path), str(of_one))
-    run_on_ranks(expert_parallel.load, of_one, *IN_BFLOAT16, str(of_one), backend="nccl")
+    expert_parallel.load_whole(*IN_BFLOAT16, str(tmp_path), str(saved))
+    run_on_ranks(expert_parallel.load, saved, *IN_BFLOAT16, str(saved), backend="nccl")
 
 
 def test_transformers_divide_rows_or_experts_of_a_mixture(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ pytestmark = pytest.mark.gpu
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 KERNELS = {"decode_mma": (6, torch.float16), "tile_wgmma": (40, torch.bfloat16), "plain": (5, torch.float32)}
-"""A number of tokens and a dtype that run each kernel."""
+"""Kernel -> tokens and dtype for which the backend chooses it."""
 if torch.cuda.is_available() and not HOPPER:
     del KERNELS["tile_wgmma"]
 
 
 def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
-    """Make a problem for which the backend chooses `kernel`."""
+    """A problem for which the backend chooses `kernel`."""
     tokens, dtype = KERNELS[kernel]
     p = Problem(tokens, d, h, n_masks, dtype)
     assert launch_of(*p.given).config.kernel == kernel
@@ -44,13 +44,13 @@ def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
 
 
 @pytest.mark.parametrize("n_masks", [1, 3, 8, 16])
-@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # 10564: 6 tiles per block
+@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # last: 6 tiles per block
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
-    [(1, torch.float16), *KERNELS.values(), (20, torch.bfloat16)],  # 20: sparse tiles on Hopper
+    [(1, torch.float16), *KERNELS.values(), (20, torch.bfloat16)],  # 20 tokens run sparse tiles on Hopper
 )
 def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_masks: int) -> None:
-    """NaN (or all-ones) bands around inputs must not be used; bands around output and workspace must not change."""
+    """Bands of NaN (for masks, of ones) around inputs must not be used. Bands around outputs must not change."""
     p = Problem(tokens, *shape, n_masks, dtype, mask_weights_dtype=torch.float32)
     assert p.mask_weights is not None
     expected = p.run()
@@ -118,7 +118,7 @@ def test_more_than_2_31_elements_of_x_and_of_the_result(tokens, d, h, config):
 
 
 def in_threads(work: Callable[[int], None], count: int) -> None:
-    """Run `work(0)` to `work(count - 1)` at once, and raise the error of any of them."""
+    """Run `work(0)` to `work(count - 1)` in parallel threads, and raise an error that any of them raises."""
     raised: list[BaseException] = []
 
     def guarded(index: int) -> None:
@@ -138,7 +138,7 @@ def in_threads(work: Callable[[int], None], count: int) -> None:
 
 @pytest.mark.parametrize("streams", ["one each", "one for all"])
 def test_streams_and_threads(streams: str) -> None:
-    """Threads call the operator with separate tensors, and then all with the same tensors."""
+    """Threads call the operator with separate tensors, and then with shared tensors."""
     problems = [problem(kernel, 128, 256, 1 + i) for i, kernel in enumerate(KERNELS)]
     expected = [p.run() for p in problems]
     torch.cuda.synchronize()
@@ -156,7 +156,7 @@ def test_streams_and_threads(streams: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_first_operation_of_a_thread(kernel: str) -> None:
-    """It is a call with a kernel that is new to the process, or with one that another thread has used."""
+    """The call's kernel is new to the process, or was used by another thread before."""
     p = problem(kernel, 144, 264, 4)
     found: list[Tensor] = []
     for _ in range(2):
@@ -190,7 +190,7 @@ sys.exit(str(failed) if failed else 0)
 
 
 def test_first_calls_of_a_process_at_once(tmp_path: Path) -> None:
-    """Each of eight threads calls a kernel that has to be compiled."""
+    """Eight threads each call a kernel that must be compiled."""
     environment = {**os.environ, "MGLU_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", FIRST_CALLS]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -205,7 +205,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 @pytest.mark.parametrize("backend", ["cuda", "triton", "composite"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tensors_on_another_gpu(kernel: str, backend: str) -> None:
-    """This includes first calls, which compile and load kernels. The current GPU does not change."""
+    """The tensors are not on the current GPU. This includes first calls, which compile and load kernels."""
     with torch.cuda.device(1):
         p = problem(kernel, 152, 264, 4)
         logits = p.masks.to(p.x.dtype) - 0.5
@@ -231,7 +231,7 @@ def test_threads_on_two_gpus_at_once() -> None:
     expected = [p.run() for p in problems]
 
     def work(index: int) -> None:
-        """Call both GPUs in turn; one of them is not the thread's current GPU."""
+        """Alternate between tensors on two GPUs. The thread's current GPU stays the same."""
         with torch.no_grad(), torch.cuda.device(index % 2):
             for i in range(200):
                 which = (index + i) % len(problems)

@@ -1,4 +1,4 @@
-"""compute-sanitizer finds no access out of bounds, no race and no read of uninitialized memory in any kernel."""
+"""All kernels are free of out-of-bounds accesses, races and uninitialized reads, as far as compute-sanitizer sees."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ pytestmark = [
     ("tool", "kernels"),
     [
         ("memcheck", ()),
-        # In training, tile_wgmma writes by the tensor memory accelerator, which initcheck does not see.
+        # In training, tile_wgmma writes with the tensor memory accelerator (TMA), which initcheck does not see.
         ("initcheck", ("plain", "decode_mma", "tile_wgmma", "experts_down")),
         ("synccheck", ()),
-        # Two parts of about the same duration. Each watches all of our kernels that it runs, because racecheck breaks
-        # kernels in clusters if it is told to ignore them.
+        # Racecheck is divided into two runs of about the same duration. Each run watches all of our kernels, because
+        # racecheck breaks kernels that run in clusters if it is told to ignore them.
         ("racecheck", ("plain", "decode_mma", "experts_down")),
         ("racecheck", ("tile_wgmma", "backward_gemm")),
     ],
 )
 def test_the_sanitizer_finds_no_error(tool: str, kernels: tuple[str, ...]) -> None:
-    """Run the calls of `sanitizer_suite.py` that launch one of `kernels`, or all of them."""
-    # By default synccheck tracks fewer barriers than clusters use, and then breaks the kernels that it watches.
+    """Runs the calls of `sanitizer_suite.py` that launch one of `kernels`, or all calls."""
+    # By default, synccheck tracks fewer barriers than clusters use, and breaks kernels that use more.
     barriers = ("--num-cuda-barriers", "65536") if tool == "synccheck" else ()
     ours = ("--kernel-name", "kns=mglu_")
     suite = Path(__file__).with_name("sanitizer_suite.py")

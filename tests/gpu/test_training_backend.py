@@ -1,4 +1,4 @@
-"""A training step on a GPU: its kernels against float64, and whole layers against float64 and the naive layer."""
+"""A training step on a GPU: its kernels and whole layers, compared with float64 and with the naive layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STEPS = Steps("cuda", [(3, 520), (257, 4096), (5, 37), (19, 1004), (1, 8), (2, 1), (0, 24), (4, 0)])
-"""Rows and columns: whole vectors, ends that are not multiples of 16 and 8, and sizes of 0."""
+"""Rows and columns: whole vectors, columns that are not multiples of 16 or 8, and sizes of 0."""
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -114,7 +114,7 @@ def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int])
 
 @pytest.mark.alone(gibibytes=24)
 def test_more_than_2_31_elements() -> None:
-    """The last rows have the same bits as when they are computed alone."""
+    """The last rows must have the bits that they have when they are computed alone."""
     tokens, entries, columns = 2**16 + 3, 4, 2**13 + 8
     partials, grad = torch.empty(tokens, entries, columns, dtype=BF16, device="cuda").normal_(), normal(tokens, columns)
     scaled = steps.scale(grad, partials)
@@ -151,7 +151,7 @@ def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def run(layer: Layer, *wanted: str) -> dict[str, Tensor]:
-    """Return the result and the wanted gradients of `forward_ste`, or of `forward` if the logits need no gradient."""
+    """The result and the wanted gradients of `forward_ste`, or of `forward` if logits need no gradient."""
     tensors = {name: getattr(layer, name) for name in NAMES}
     leaves = {k: None if t is None else t.detach().requires_grad_(k in wanted) for k, t in tensors.items()}
     x, weight, logits, mask_weights = leaves.values()
@@ -257,7 +257,7 @@ def test_each_subset_of_gradients_has_the_bits_of_all(wanted: tuple[str, ...]) -
     layer = Layer.random("cuda", BF16, (7, 9), 136, 200, 3, mask_weights_dtype=F32)
     whole, found = run(layer, *NAMES), run(layer, *wanted)
     for name, tensor in found.items():
-        # A GEMM of another size may sum in another order.
+        # GEMMs of other sizes may sum in another order.
         torch.testing.assert_close(tensor, whole[name], rtol=0.02, atol=0.02, msg=name)
 
 
@@ -307,7 +307,7 @@ def test_layouts_of_packed_masks(layout: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.usefixtures("gemms")
 def test_expanded_gradients() -> None:
-    """The gradient is one number expanded to all elements (from `sum()`), or one row (from a sum over tokens)."""
+    """The gradient may be one expanded number (after `sum()`) or one expanded row (after a sum over tokens)."""
     layer = Layer.random("cuda", BF16, (4, 33), 136, 200, 3, mask_weights_dtype=F32)
     for grad in (torch.ones((), device="cuda", dtype=BF16), normal(136), normal(33, 136), normal(4, 1, 1)):
         layer.grad_output = grad.expand(4, 33, 136)
@@ -317,7 +317,7 @@ def test_expanded_gradients() -> None:
 
 @pytest.mark.parametrize("logits_dtype", [BF16, F32])
 def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> None:
-    """It is a fifth of dt, b_i and D with library GEMMs, and the flipped weights or a chunk of D with own kernels."""
+    """Library GEMMs need scratch for a fifth of dt, b_i and D. Our kernels need flipped weights or a chunk of D."""
     tokens, d, h, n_masks = 8192, 8192, 1024, 4
     layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks, logits_dtype=logits_dtype)
     with torch.no_grad():
@@ -331,7 +331,7 @@ def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> No
     if gemms == "library GEMMs":
         assert len(training.feature_chunks(tokens, n_masks, d, h, training.BACKWARD_CHUNKS)) == 5
         scratch = 2 * (n_masks + 1) * round_up(d // 5, 128) * (tokens + h)
-    workspace = 64 * 2**20  # for the library and the allocator's rounding
+    workspace = 64 * 2**20  # allowance for the library's workspace and the allocator's rounding
     assert torch.cuda.max_memory_allocated() - before <= gradients + scratch + workspace
 
 

@@ -22,7 +22,7 @@ from mglu_ops.nn import MGLU, NaiveMGLU, SwiMGLU, flip_ratio, gate_ratio, mask_a
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 WIDE, TOKENS = 256, 512
-"""Sizes for which the 16-bit kernels run: rows of whole 16-byte vectors, and several tiles."""
+"""Sizes for which the 16-bit kernels run: rows are whole 16-byte vectors, and there are several tiles."""
 
 
 @pytest.fixture(autouse=True)

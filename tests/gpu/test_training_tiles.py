@@ -1,4 +1,4 @@
-"""`tile_wgmma` in training against float64: the result and every partial derivative, in memory that was NaN before."""
+"""`tile_wgmma` in training, compared with float64: the result and all partial derivatives."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DTYPES = (*HALVES, torch.float32)
 
 
 def outputs(p: Problem) -> tuple[Tensor, Tensor]:
-    """Allocate the result and the partial derivatives, in the middle of NaN."""
+    """Allocate the result and the partial derivatives. Both tensors and the memory around them are filled with NaN."""
     y, partials = (len(p.x), len(p.weight)), (len(p.x), partials_of(p.call), len(p.weight))
     nan = float("nan")
     return between(p.x.new_full(y, nan), nan), between(p.x.new_full(partials, nan), nan)
 
 
 def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None = None) -> None:
-    """Launch `config`, or the launch that is chosen."""
+    """Launch `config`, or by default the launch that the backend chooses."""
     call, gpu = p.call, gpu_of(0)
     launched = config or training_choice(call, gpu)
     assert launched is not None
@@ -42,7 +42,7 @@ def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None 
 
 
 def run(p: Problem, config: TrainingTile | None = None) -> tuple[Tensor, Tensor]:
-    """Return the result and the partial derivatives."""
+    """The result and the partial derivatives. The memory around them must not change."""
     found = outputs(p)
     launch(p, *found, config)
     assert all(bands_of(tensor).isnan().all() for tensor in found)
@@ -50,7 +50,7 @@ def run(p: Problem, config: TrainingTile | None = None) -> tuple[Tensor, Tensor]
 
 
 def oracle(p: Problem) -> tuple[Tensor, Tensor]:
-    """Compute both for 128 tokens at a time, since autograd keeps several copies in float64."""
+    """The float64 result and partial derivatives, for 128 tokens at a time to save memory."""
     products = products_of(p.x, p.weight, p.masks).split(128)
     mask_weights = [None] * len(products) if p.mask_weights is None else p.mask_weights.split(128)
     parts = [exact_partials(t_and_f, p.activation, r) for t_and_f, r in zip(products, mask_weights, strict=True)]
@@ -90,7 +90,7 @@ def test_ragged_tokens(tokens: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("out_features", [64, 72, 80, 120, 128, 136, 184, 200, 1000, 1032])
 def test_ragged_out_features(out_features: int) -> None:
-    """The last tiles of rows overlap the tiles before, and write some results twice."""
+    """The last tiles of rows overlap the tiles before them, and write some results twice."""
     for tokens, n_masks, mask_weight in ((40, 3, None), (260, 4, torch.bfloat16), (260, 8, None)):
         check(Problem(tokens, out_features, 352, n_masks, torch.float16, mask_weights_dtype=mask_weight))
 
@@ -110,7 +110,7 @@ def test_mask_weights(mask_weight: torch.dtype, dtype: torch.dtype) -> None:
         p.mask_weights = torch.rand(n_masks, 300, device="cuda").to(mask_weight)[:, ::2].t()  # strided
         check(p)
         order = torch.rand(150, n_masks, device="cuda").argsort(-1)
-        p.mask_weights = torch.where(order < 2, torch.rand(150, n_masks, device="cuda"), 0).to(mask_weight)  # the top 2
+        p.mask_weights = torch.where(order < 2, torch.rand(150, n_masks, device="cuda"), 0).to(mask_weight)  # top 2
         check(p)
 
 
@@ -134,8 +134,8 @@ TILES = (
 @pytest.mark.parametrize("mask_weight", [None, torch.float16])
 @pytest.mark.parametrize("config", [*TILES, *(replace(tile, permuted=True) for tile in TILES)], ids=str)
 def test_every_kind_of_launch(config: TrainingTile, mask_weight: torch.dtype | None) -> None:
-    # With the last shape, a block computes several tiles. There is one tile of tokens, or an odd number of them, so
-    # that one block of a cluster has none.
+    # With the last shape, a block computes several tiles. All shapes have an odd number of tiles of tokens, so one
+    # block of a cluster has no tile.
     config = replace(config, weighted=mask_weight is not None)
     for tokens, d, h in ((6, 128, 64), (70, 1000, 1040), (70, 1000, 1032), (33, 20000, 528)):
         check(Problem(tokens, d, h, 8, mask_weights_dtype=mask_weight), config)

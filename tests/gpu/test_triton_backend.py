@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU: oracle agreement, determinism, CUDA graphs, guard bands, the compiled graph."""
+"""The Triton backend on a GPU: results, repeated bits, CUDA graphs, guard bands, and compiled graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def problem(
     return x, weight, masks, torch.rand(tokens, n_masks, device="cuda").to(dtype)
 
 
-# Each case compiles a kernel, so shapes and routing vary together with the other parameters.
+# Each case compiles a kernel, so shapes and mask weights vary together with the other parameters.
 SHAPES = ((256, 1024), (131, 333), (70, 1032))
 CASES = [(torch.float16, n) for n in (1, 2, 3, 4, 8, 16)] + [(dtype, n) for dtype in DTYPES[1:] for n in (1, 4)]
 
@@ -92,7 +92,7 @@ def test_activations(activation: str, tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("density", [0.01, 0.5, 0.99])
 def test_error_is_near_the_naive_layers(density: float, dtype: torch.dtype) -> None:
-    """This includes nearly empty or full masks, whose gate or value is the small rest of a large sum."""
+    """With nearly empty or nearly full masks, gate or value is a small difference of large sums."""
     for tokens in (1, 8):
         x, weight, masks, _ = problem(tokens, 512, 2048, 4, dtype, density)
         oracle = reference.forward(x, weight, masks)
@@ -103,7 +103,7 @@ def test_error_is_near_the_naive_layers(density: float, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """One token only: the two products of the matmul kernel take the columns in different orders."""
+    """This holds for one token only. For more tokens, the matmul kernel sums its two products in different orders."""
     x, weight, masks, _ = problem(1, 128, 1000, 4, torch.float16)
     result = run_on("triton", x, weight, pack(torch.full_like(masks, fill)), "identity", None)
     assert torch.equal(result, torch.zeros_like(result))
@@ -120,7 +120,7 @@ def test_same_bits_always(n_masks: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_strides_offsets_and_guard_bands(tokens: int) -> None:
-    """Operands lie between NaN, and masks between ones, so that reads outside of them change the result."""
+    """Operands are surrounded by NaN, and masks by ones, so that reads outside of them change the result."""
     x, weight, masks, _ = problem(tokens, 67, 344, 4, torch.bfloat16)
     oracle = reference.forward(x, weight, masks)
 
@@ -155,7 +155,7 @@ def test_cuda_graph_replay_is_bit_equal_to_eager(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_compiled_graph_holds_the_kernel(tokens: int) -> None:
-    """Inductor decomposes a triton_op around the backend, and then launches the kernel directly."""
+    """Inductor decomposes a triton_op that calls the backend, and then launches the kernel directly."""
     from torch._inductor.utils import run_and_get_code
 
     from mglu_ops.backends.triton.launch import launch

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: LoRA on the weight of MGLU layers, merged into it and frozen."""
+"""Adapters of PEFT: LoRA on the weights of MGLU layers. Adapters are merged into the weights, and layers frozen."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_whole_layers_of_an_adapter_are_not_drawn_at_random(tmp_path: Path) -> N
     refused = ""
     try:
         through_transformers = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
-        assert torch.equal(logits(through_transformers), logits(peft_model))  # as Transformers 5.24 does
+        assert torch.equal(logits(through_transformers), logits(peft_model))  # Transformers 5.24 loads it
     except ValueError as error:
         refused = str(error)
     assert re.search(r"^$|cannot load .*mask_logits and 3 more .*peft\.PeftModel\.from_pretrained", refused)

@@ -63,7 +63,7 @@ def test_shards_and_device_maps(learnable: bool, options: dict[str, Any], tmp_pa
 
 @pytest.mark.parametrize("freeze", [mt.freeze, mglu_ops.freeze])
 def test_offloaded_logits_are_not_packed(freeze: Callable[[Any], Any], tmp_path: Path) -> None:
-    """The layer holds empty tensors, so there is nothing to pack."""
+    """An offloaded layer holds tensors without values, so there is nothing to pack."""
     model = tiny()
     result = loaded_from_disk(saved(model, tmp_path / "logits"), offload_buffers=True)
     assert mglus(result)[1].weight.is_meta
@@ -220,7 +220,7 @@ def test_a_missing_tensor_is_refused(learnable: bool, part: str, tmp_path: Path)
 @pytest.mark.parametrize("of_decoder", [False, True], ids=["language model", "decoder"])
 @FORMS
 def test_a_router_is_not_ignored(learnable: bool, of_decoder: bool, tmp_path: Path) -> None:
-    """Without its router, a model would sum all masks, which is another function."""
+    """Without its router, a model would sum over all masks, and so compute another function."""
     model = tiny(learnable_masks=learnable, mask_top_k=1)
     folder = saved(model.model if of_decoder else model, tmp_path)
     words = r"has (model\.)?layers\.0\.mlp\.mglu\.router\.weight and 1 more, which the configuration does not mention"
@@ -230,7 +230,7 @@ def test_a_router_is_not_ignored(learnable: bool, of_decoder: bool, tmp_path: Pa
 
 
 def test_logits_beside_packed_masks_are_refused(tmp_path: Path) -> None:
-    """It would not be clear which of the two are the masks of the layer."""
+    """If a checkpoint holds both, it is not clear which of them are the masks of the layer."""
     saved(tiny(), tmp_path)
     logits_key = MASKS.replace("packed_masks", "mask_logits")
     rewrite(tmp_path, lambda state: {**state, MASKS: torch.ops.mglu.pack_logits(state[logits_key])})
@@ -283,7 +283,7 @@ def test_layers_that_the_configuration_does_not_have_are_refused(learnable: bool
 
 @pytest.mark.parametrize("of_decoder", [False, True], ids=["language model", "decoder"])
 def test_layers_of_another_kind_are_refused_too(of_decoder: bool, tmp_path: Path) -> None:
-    """The layers that are left out have experts, which those that are left do not have."""
+    """The checkpoint has layers with experts, and the configuration keeps only a layer without experts."""
     model = tiny("qwen3_moe", mlp_only_layers=[0])
     saved(model.model if of_decoder else model, tmp_path)
     words = r"has (model\.)?layers\.1\.input_layernorm\.weight and \d+ more, of a layer that the configuration does not"
@@ -343,7 +343,7 @@ def test_renamed_tensors_are_checked(tmp_path: Path) -> None:
 
 
 WRITTEN = {"int64": "I64", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
-"""Dtypes of torch that no weight has, to their names in a checkpoint."""
+"""Dtype of torch that no weight has -> its name in a checkpoint."""
 
 
 @pytest.mark.parametrize(("loader", "name", "dtype"), family(LOADERS, ["weight", "mask_logits"], WRITTEN, most=1))

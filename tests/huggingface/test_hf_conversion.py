@@ -186,7 +186,7 @@ def other(name: str, **changes: Any) -> Any:
 
 
 def pairs(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """The gate and up matrices of all layers and experts of a model, which may be parts of joined ones."""
+    """The gate and up matrices of all layers and experts of a model. They may be parts of larger tensors."""
     found = []
     for module in model.modules():
         tensors = {name: getattr(one, "weight", one) for name, one in {**module._modules, **module._parameters}.items()}
@@ -201,7 +201,7 @@ def pairs(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.filterwarnings("ignore:from_swiglu. mglu_ops.transformers has no MGLU class")
 @pytest.mark.parametrize("name", [*BY_NAME, *OTHERS])
 def test_a_model_whose_matrices_share_no_element_is_converted_exactly(name: str) -> None:
-    """One mask says for each weight to which of the two matrices it belongs, so that nothing is lost."""
+    """One mask says for each element of the new weight which matrix it comes from, so nothing is lost."""
     model = tiny_swiglu(name, initializer_range=0.2) if name in BY_NAME else other(name)
     found = pairs(model)
     assert len(found) >= 2

@@ -6,11 +6,16 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hf_models import mglus
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+from hf_models import BY_NAME, MIXTURES, logits, mglus
+from processes import snippets
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Olmo2ForCausalLM, pipeline
+
+import mglu_ops.transformers as mt
+from mglu_ops.transformers.configuration import ACTIVATIONS, MGLUBalanceConfigMixin
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -117,3 +122,31 @@ def test_a_missing_model_is_named(name: str) -> None:
 )
 def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 120
+
+
+PAGE = Path(mt.__file__).with_name("README.md").read_text()
+
+
+def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    found = snippets(PAGE, "python")
+    assert len(found) == 8
+    for snippet in found:
+        exec(compile(snippet, "README.md", "exec"), names)
+    assert names["tokens"].shape == (1, 24 + 8)
+    assert all(mglu.packed_masks is not None and mglu.weight_format == "fp8_row" for mglu in mglus(names["model"]))
+    assert names["mixture"](names["text"]).logits.shape == (32, 24, 256)
+    assert type(names["student"]) is type(names["again"]) is Olmo2ForCausalLM
+    assert torch.equal(logits(names["student"]), logits(names["again"]))
+
+
+def test_tables_name_every_architecture_and_key() -> None:
+    for name, architecture in BY_NAME.items():
+        layers = "experts" if name in MIXTURES else "dense"
+        assert f"\n| `{architecture.swiglu[1].__name__}` | `mglu_{name}` | {layers}" in PAGE
+    for key in MGLUBalanceConfigMixin.__dataclass_fields__:
+        assert f"| `{key}` |" in PAGE
+    line = re.search(r"`hidden_act` is one of (.*?)\.", PAGE, flags=re.DOTALL)
+    assert line is not None
+    assert set(re.findall(r"\w+", line.group(1))) - {"and"} == set(ACTIVATIONS)

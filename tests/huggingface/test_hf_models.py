@@ -101,7 +101,7 @@ def test_the_tensor_parallel_plan_names_the_layers(name: str) -> None:
 
 @EACH
 def test_the_constructor_sets_all_that_transformers_sets(name: str) -> None:
-    """The language models do not call the constructor of their base class."""
+    """Language models do not call the constructor of Transformers' class, so attributes could be missing."""
     model, base = tiny(name), tiny_swiglu(name)
     assert vars(model).keys() == vars(base).keys()
     assert vars(model.model).keys() == vars(base.model).keys()
@@ -218,7 +218,7 @@ def generated(model: Any, **options: Any) -> list[list[int]]:
 
 @EACH
 def test_the_cache_has_the_name_that_transformers_gives_it(name: str) -> None:
-    """It was renamed in 5.24, and each call with the older name warns."""
+    """Transformers 5.24 renamed this argument, and each call with the older name warns."""
     architecture = BY_NAME[name]
     ours, base = (set(inspect.signature(c[1].forward).parameters) for c in (architecture.mglu, architecture.swiglu))
     assert ours <= base

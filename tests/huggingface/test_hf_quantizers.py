@@ -71,7 +71,7 @@ def test_a_quantized_model_comes_back(weight_format: str, name: str, tmp_path: P
 def test_a_layer_on_the_disk_is_that_of_the_checkpoint(
     weight_format: str, name: str, offload_buffers: bool, tmp_path: Path
 ) -> None:
-    """Its weight is on the meta device while Transformers draws what a checkpoint lacks, and its masks need not be."""
+    """When Transformers draws missing tensors, the layer's weight is on the meta device, but its masks may not be."""
     model = quantized(weight_format, name, mask_top_k=1)
     model.save_pretrained(tmp_path / "first")
     result = loaded_from_disk(tmp_path / "first", offload_buffers=offload_buffers)
@@ -172,7 +172,7 @@ def test_adapters_of_other_layers_train(tmp_path: Path) -> None:
     assert all("lora" in name for name in trained)
 
 
-# A change of the tensors of a checkpoint in fp8_row, the error, and its message.
+# Name -> a change of the tensors of a checkpoint in fp8_row, the error, and its message.
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor | None]], type[Exception], str]] = {
     "no scale": (
         lambda _: {f"model.{KEY}.weight_scale": None},
@@ -252,7 +252,7 @@ def test_a_configuration_of_another_format_is_refused(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-# What a configuration says in quantization_config besides its quant_method, and the error.
+# Name -> the entries of quantization_config besides quant_method, and the error.
 UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "no format": ({}, "weight_format: got None, must be one of dense, fp8_row"),
     "a list of formats": ({"weight_format": ["fp8_row"]}, r"weight_format: got \['fp8_row'\], must be one of dense"),
@@ -370,7 +370,7 @@ def test_a_quantizer_of_linear_layers_keeps_its_configuration(tmp_path: Path, re
 
 @pytest.mark.usefixtures("_nothing")
 def test_sizes_are_checked_with_a_quantizer_too(tmp_path: Path) -> None:
-    """With a quantizer, the loader of Transformers reports no tensor of another shape."""
+    """With a quantizer, the loader of Transformers does not report tensors of wrong shapes."""
     tiny().save_pretrained(tmp_path)
     words = r"mlp\.mglu\.\w+ has shape \[.*44, 36\], but the configuration says \["
     with pytest.warns(UserWarning, match="linear layers only"), pytest.raises(ValueError, match=words):
@@ -378,7 +378,7 @@ def test_sizes_are_checked_with_a_quantizer_too(tmp_path: Path) -> None:
 
 
 def test_torchao_keeps_the_linear_layers(tmp_path: Path) -> None:
-    """The same with a real quantizer, which continuous integration does not install."""
+    """Tests a real quantizer of linear layers. Continuous integration does not install torchao."""
     torchao = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 

@@ -84,7 +84,7 @@ def test_processes_that_share_a_folder_leave_out_each_others_runs(text, prepared
     common = ["experiments", "--only", "layers", "--out", str(out), "--corpus", str(prepared), "--device", "cpu"]
     monkeypatch.setattr("sys.argv", [*common, "--done"])
     out.mkdir()
-    with FileLock(out / f"{one.name}.lock", timeout=0):  # as a process that trains it
+    with FileLock(out / f"{one.name}.lock", timeout=0):  # held as by a process that trains `one`
         experiments.main()
     assert f"{one.name}: another process trains it" in capsys.readouterr().out
     assert [path.name for path in out.glob("*.csv")] == [f"{other.name}.csv"]
@@ -111,7 +111,7 @@ def test_a_conversion_waits_for_the_process_that_trains_its_teacher(text, tmp_pa
 def test_trained_models_are_evaluated_with_weights_in_each_format(text, tmp_path, monkeypatch):
     recipes = [tiny_run(text, 20, layer="glu"), tiny_run(text, 20, n_masks=2)]
     runs, out = tmp_path / "runs", tmp_path / "out"
-    assert not formats.measure(recipes, text, runs, out, "cpu", seconds=29, compiled=False)  # as above
+    assert not formats.measure(recipes, text, runs, out, "cpu", seconds=29, compiled=False)  # too short to start
     assert formats.measure(recipes, text, runs, out, "cpu", compiled=False)
     facts, rows = read_table(out / f"{formats.NAME}.csv")
     assert facts["corpus.digest"] == text.sizes.digest
@@ -123,7 +123,7 @@ def test_trained_models_are_evaluated_with_weights_in_each_format(text, tmp_path
         errors = {name: float(row["error"]) for name, row in of.items()}
         assert errors["dense"] == 0 < errors["int8_row"] < errors["fp8_row"] < errors["int4_group"] < 0.2
         assert len({row["held_out"] for row in of.values()}) > 3
-    monkeypatch.setattr(formats, "run", None)  # the models are trained
+    monkeypatch.setattr(formats, "run", None)  # trained models must not run again
     assert formats.measure(recipes, text, runs, out, "cpu", compiled=False)
     assert read_table(out / f"{formats.NAME}.csv") == (facts, rows)
     before, after = (float(row["held_out"]) for row in rows[5:7])

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from benchmarks.learning import comparisons, cost, experiments, gather, tables
 from benchmarks.learning.experiments import PAPER
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
+from mglu_ops.__main__ import main
 
 pytest_plugins = ["learning_fixtures"]
 
 
 def finished(folder: Path, one: Recipe, loss: float, name: str = "python", **last: object) -> None:
-    """Write a result as a run does, without training; `tabled` makes the tables of all runs of a name."""
+    """Write a result as a run does, without training. `tabled` then makes tables from the results."""
     facts = {f"recipe.{key}": str(value) for key, value in asdict(one).items()}
     facts |= {"commit": "0123456789", "device": "a GPU", "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
     facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
@@ -28,7 +29,7 @@ def finished(folder: Path, one: Recipe, loss: float, name: str = "python", **las
 
 
 def tabled(folder: Path, name: str = "python") -> Path:
-    """Gather the runs of a name into the tables of a corpus, and return the folder of the results."""
+    """Make tables from all runs in `folder / name`, and return the folder of the results."""
     gather.gather([folder / name], folder / "learning", name)
     return folder
 
@@ -37,22 +38,26 @@ def test_recipes_survive_their_table(tmp_path):
     every = experiments.chosen(experiments.USUAL)
     for one in every:
         finished(tmp_path, one, 0.75, gate_ratio=0.5, flipped=0.1)
-    tabled(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"texts_runs\.csv: no such table"):
-        tables.TABLES["learning_text"](tmp_path)
-    for one in experiments.EXPERIMENTS["text"]:
-        loss = {"held_out_python": 0.7 + one.seed, "held_out_c": 0.8}
-        finished(tmp_path, one, 0.75, "texts", gate_ratio=0.5, flipped=0.1, **loss)
-    tabled(tmp_path, "texts")
-    head, _, first, *_ = [line.split(" | ") for line in tables.TABLES["learning_text"](tmp_path).splitlines()]
-    losses = {name: value for name, value in zip(head, first, strict=True) if name in ("python", "c")}
-    assert losses == {"python": "1.7000", "c": "0.8000"}
-    found = tables.runs(tmp_path)
+    found = tables.runs(tabled(tmp_path))
     recipes = {replace(one, seed=seed) for one, seed in zip(found.recipe, found.seed, strict=True)}
     assert recipes == {*every}
     assert tables.recipe_of({"recipe.layer": "glu", "recipe.top_k": float("nan")}) == Recipe("glu")
-    for name in tables.TABLES:
-        assert "Not run" not in tables.TABLES[name](tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"texts_runs\.csv: no such table"):
+        comparisons.TABLES["learning_texts"](tmp_path)
+
+
+def test_layers_that_read_several_texts_are_compared_for_each(tmp_path):
+    four, swiglu = "4 masks with ReLU", "leveled SwiGLU"
+    for one in experiments.EXPERIMENTS["text"]:
+        loss = 0.75 + 0.001 * one.seed + 0.01 * (one.layer == "mglu" and one.n_masks == 4)
+        kinds = {f"held_out_{kind}": loss + more for kind, more in (("python", 0.1), ("rfc", 0.2), ("c", -one.seed))}
+        finished(tmp_path, one, loss, "texts", **kinds)
+    lines = comparisons.TABLES["learning_texts"](tabled(tmp_path, "texts")).splitlines()
+    assert lines[0].endswith("a byte: 0.0010 in the 25M model, 0.0010 in the 90M model, 0.0010 in the 300M model.")
+    head, _, first, *_ = [line.strip("| ").split(" | ") for line in lines[2:]]
+    beyond = "**+0.0100 ± 0.0016**"
+    assert head == ["layer", "compared with", "25M", "90M", "300M", "300M, python", "300M, rfc", "300M, c"]
+    assert first == [four, swiglu, *[beyond] * 5, "+0.0100 ± 1.6314"]
 
 
 def test_runs_are_gathered_once_and_are_of_one_text(tmp_path):
@@ -88,8 +93,8 @@ def test_a_row_of_a_recipe_has_means_over_its_seeds(one, tmp_path):
     of = tables.by_recipe(tables.runs(tabled(tmp_path)))
     assert [*of.index] == [one]
     row = of.loc[one]
-    assert (row.seeds, row.held_out, row.distance) == (3, pytest.approx(0.72), pytest.approx(0.04))
-    assert (row.gate_ratio, row.flipped, row.load, row.peak_mb) == (0.5, 0.1, 41, 1234.5)
+    assert (row.seeds, row.held_out, row.load, row.tflop) == (3, pytest.approx(0.72), 41, 6004)
+    assert row.peak_gb == 1.2345
 
 
 def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path):
@@ -98,55 +103,60 @@ def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path):
     assert np.isnan(tables.by_recipe(tables.runs(tabled(tmp_path))).held_out[Recipe("glu")])
 
 
+@pytest.mark.parametrize("corpus", [experiments.USUAL, ["text"], ["structure"]], ids=("python", "texts", "pinned"))
+def test_layers_of_a_corpus_have_names_of_their_own(corpus):
+    layers = {replace(one, seed=0) for one in experiments.chosen(corpus)}
+    assert len({(tables.label(one), one.size) for one in layers}) == len(layers)
+
+
 def test_labels_say_what_differs_from_our_recipe():
-    best, names = experiments.BEST, {}
-    for one in {replace(one, seed=0) for one in experiments.chosen([*experiments.USUAL, "text"])}:
-        names.setdefault(tables.label(one), []).append(one)
-    same = [of for of in names.values() if len(of) > 1]
-    assert all(not one.learned for of in same for one in of)  # their rate means nothing
-    assert [tables.label(one) for one in (best[1], best[8], PAPER, experiments.SLOW)] == [
-        "1 mask",
-        "8 masks",
-        "4 masks, the paper's recipe",
-        "4 masks",
-    ]
-    assert tables.label(replace(experiments.LARGER, width=0.75)) == "scaled SwiGLU, 0.75 times as wide"
-    assert tables.label(replace(best[2], weight_gain=1.0, mask_lr=0.1)) == "2 masks, the paper's weights, mask_lr 0.1"
-    assert tables.label(replace(experiments.AGAIN[1], size="90M")) == "Top-2 of 4 masks, 90M model"
+    best = experiments.BEST
+    names = {
+        best[1]: "1 mask",
+        replace(best[8], size="90M"): "8 masks",
+        PAPER: "4 masks, the paper's recipe",
+        experiments.SLOW: "4 masks",
+        replace(experiments.LARGER, width=0.75): "scaled SwiGLU, 0.75 times as wide",
+        replace(best[2], weight_gain=1.0, mask_lr=0.1): "2 masks, the paper's weights, mask_lr 0.1",
+        experiments.AGAIN[1]: "Top-2 of 4 masks",
+        experiments.AGAIN[3]: "1 mask, on the value only",
+        experiments.FROZEN[1]: "4 masks with ReLU, not learned",
+        experiments.OTHERWISE[1]: "1 mask with ReLU, flips 0.2",
+        experiments.STRUCTURE[4]: "1 mask, 2:4, centered",
+        Recipe("lu", activation="gelu"): "GELU, the paper's weights",
+        Recipe(n_masks=1, mask_lr=0.3, megabytes=6.0, start="up", skip=60.0): "1 mask, 6 MB, start up",
+    }
+    assert {one: tables.label(one) for one in names} == names
 
 
-def test_plots_show_the_curves(tmp_path):
+def test_plots_show_the_losses(tmp_path):
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     from benchmarks.learning import plots
 
     finished(tmp_path, Recipe("glu"), 0.73)
     finished(tmp_path, Recipe("mglu", n_masks=4), 0.74)
     finished(tmp_path, Recipe("mglu", n_masks=4, seed=1), 0.76)
-    results = tabled(tmp_path)
-    lines = {line.get_label(): line.get_xydata().tolist() for line in plots.learning_curves(results).axes[0].lines}
-    assert lines == {"SwiGLU": [[60, 0.73]], "4 masks, the paper's recipe": [[60, 0.74]]}
     for seed, loss in enumerate((0.70, 0.72)):
         finished(tmp_path, replace(experiments.BEST[1], seed=seed), loss)
-    tabled(tmp_path)
+    results = tabled(tmp_path)
     lines = {line.get_label(): line.get_xydata().tolist() for line in plots.by_masks(results).axes[0].lines}
     assert lines["the paper's recipe"] == [[4, 0.75]]
     assert lines["our recipe"] == [[1, pytest.approx(0.71)]]
     assert lines["SwiGLU"] == [[n_masks, 0.73] for n_masks in (1, 2, 4, 8, 16)]
     assert [[1, 0.70], [1, 0.72]] in lines.values()  # from the best seed to the worst
-    paths = plots.draw(tmp_path, tmp_path / "out")
-    labels = {"curves": "4 masks, the paper's recipe", "by_masks": "our recipe"}
-    labels["pareto"] = "lowest loss at no higher cost"
-    assert [path.name for path in paths] == [f"learning_{name}.svg" for name in labels]
-    for path, label in zip(paths, labels.values(), strict=True):
-        assert label in path.read_text()
+    assert main(["bench", "plots", "--out", str(tmp_path)]) == 0  # without any other result
+    for name, label in {"by_masks": "our recipe", "pareto": "lowest loss at no higher cost"}.items():
+        assert label in (tmp_path / f"learning_{name}.svg").read_text()
 
 
 def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_path):
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     from benchmarks.learning import plots
 
-    assert plots.frontier([(2, 5), (1, 7), (3, 6), (4, 5), (2, 6), (5, 1)]) == [(1, 7), (2, 5), (5, 1)]
-    assert plots.frontier([]) == []
+    points = pd.DataFrame(
+        [(2.0, 5.0), (1.0, 7.0), (3.0, 6.0), (4.0, 5.0), (2.0, 6.0), (5.0, 1.0)], columns=["cost", "loss"]
+    )
+    assert plots.frontier(points, "cost").values.tolist() == [[1, 7], [2, 5], [5, 1]]
     shown = [
         experiments.SWIGLU,
         *experiments.RELU_SQUARED,
@@ -164,32 +174,31 @@ def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_pat
         *experiments.MIXTURE,
         experiments.AGAIN[0],
     ]
-    assert [plots.is_pareto(one) for one in shown + hidden] == [True] * len(shown) + [False] * len(hidden)
+    assert {plots.family(one) for one in shown} == {*plots.FAMILIES}
+    assert {plots.family(one) for one in hidden} == {None}
     for one, losses in ((experiments.SWIGLU, (0.8, 0.82)), (experiments.BEST[1], (0.78, 0.80)), (PAPER, (0.1, 0.1))):
         for seed, loss in enumerate(losses):
             finished(tmp_path, replace(one, seed=seed), loss)
     points = plots.pareto_points(tabled(tmp_path), "25M")
-    assert points[["recipe", "loss", "megabytes", "pflop"]].values.tolist() == [
-        [experiments.SWIGLU, pytest.approx(0.81), 41, 6.004],
-        [experiments.BEST[1], pytest.approx(0.79), 41, 6.004],
+    assert points[["family", "loss", "megabytes", "pflop"]].values.tolist() == [
+        ["GLU, any gate", pytest.approx(0.81), 41, 6.004],
+        ["1 mask, any gate", pytest.approx(0.79), 41, 6.004],
     ]
-    squares = 2 * 2 * 0.01**2  # of two layers, whose seeds are 0.01 from their mean; PAPER's have none
-    assert points.noise[0] == pytest.approx(2 * (squares / 3 / 2) ** 0.5)
+    squares = 2 * 2 * 0.01**2  # two layers have losses 0.01 from their mean; PAPER's losses are equal
+    assert points.noise.iloc[0] == pytest.approx(2 * (squares / 3 / 2) ** 0.5)
 
 
-def claim(text: str) -> comparisons.Claim:
-    (found,) = [one for one in comparisons.CLAIMS if one.text == text]
-    return found
-
-
-def test_claims_and_comparisons_are_about_recipes_that_are_run():
-    every = set(experiments.chosen(experiments.EXPERIMENTS))
-    assert comparisons.compared() <= every
-    for asked in [*comparisons.COMPARISONS.values(), *comparisons.LATER.values()]:
-        assert every.issuperset(chain(*asked))
-        assert len({tuple(map(tables.label, pair)) for pair in asked}) == len(asked)
-    assert claim("SwiGLU is better than GELU").published == pytest.approx(0.0849, abs=1e-4)
-    assert claim("four masks are as good as SwiGLU, to 1%").published == pytest.approx(-0.0084, abs=1e-4)
+def test_claims_and_comparisons_are_about_layers_that_are_trained():
+    corpora = {"python": experiments.USUAL, "texts": ["text"], "pinned": ["structure"]}
+    asked = comparisons.COMPARISONS
+    assert {*asked.corpus} == {*corpora}
+    assert not asked.duplicated(["corpus", "question", "layer", "compared with"]).any()
+    for corpus, names in corpora.items():
+        layers = {tables.label(replace(one, seed=0)) for one in experiments.chosen(names)}
+        own = asked[asked.corpus == corpus]
+        assert layers.issuperset([*own["layer"], *own["compared with"]])
+        if corpus == "python":
+            assert layers.issuperset([*comparisons.CLAIMS.better, *comparisons.CLAIMS.worse])
 
 
 def test_the_tables_explain_every_experiment():
@@ -202,7 +211,7 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     for seed, (swiglu, gelu) in enumerate([(0.730, 0.732), (0.731, 0.733)]):
         finished(tmp_path, Recipe("glu", seed=seed), swiglu)
         finished(tmp_path, Recipe("lu", activation="gelu", seed=seed), gelu)
-    for seed in (0, 1):  # a learning rate of no claim, whose seeds differ more
+    for seed in (0, 1):  # no claim uses this learning rate, with which seeds differ more
         finished(tmp_path, Recipe("glu", lr=3e-3, seed=seed), 0.7 + 0.1 * seed)
     finished(tmp_path, Recipe("glu_shared"), 0.7335)
     finished(tmp_path, Recipe("mglu", n_masks=1), 0.7330)
@@ -211,9 +220,12 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     finished(tmp_path, Recipe("mglu", n_masks=4, top_k=1), float("nan"))
     study = comparisons.Study(tabled(tmp_path))
 
+    claims = comparisons.CLAIMS.set_index("claim")
+
     def of(text: str) -> tuple[float, str]:
-        found = study.difference(claim(text).worse, claim(text).better)
-        return pytest.approx(found.mean), comparisons.verdict(claim(text), found)
+        claim = claims.loc[text]
+        found = study.difference(claim.worse, claim.better)
+        return pytest.approx(found.mean), comparisons.verdict(found, claim.within)
 
     assert of("SwiGLU is better than GELU") == (0.008, "reproduced")
     assert of("SwiGLU with one shared matrix is worse than GELU") == (0.004, "undecided")
@@ -223,16 +235,43 @@ def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
     assert of("eight masks are better than SwiGLU") == (0.042, "reproduced")
     assert of("no masks are worse than one mask") == (0.002, "undecided")
     noises = {
-        text: study.difference(*(claim(text)[1:3])).noise
+        text: study.difference(claims.better[text], claims.worse[text]).noise
         for text in ("SwiGLU is better than GELU", "one mask is worse than SwiGLU", "no masks are worse than one mask")
     }
     assert [*noises.values()] == pytest.approx([4 * 2 * 0.001 / 2**0.5 * seeds**0.5 for seeds in (1, 3 / 2, 2)])
     assert study.deviations["25M"] == pytest.approx(4 * 0.001 / 2**0.5)
-    (line,) = [one for one in comparisons.claims(tmp_path).splitlines() if one.startswith("| Top-1")]
+    lines = comparisons.claims(tmp_path).splitlines()
+    assert lines[2].startswith(
+        "| SwiGLU is better than GELU | Table 3 | 23.7 against 25.8 | +0.085 | +0.0080 ± 0.0057 | "
+    )
+    (line,) = [one for one in lines if one.startswith("| Top-1")]
     assert line.endswith("not reproduced: a run diverged |")
-    assert study.difference(replace(PAPER, n_masks=2), replace(PAPER, n_masks=1)) is None
-    cells = [study.cell(*claim(text)[1:3], "25M") for text in noises]
+    assert lines[-1].startswith("| no masks are worse than one mask | Figure 13 | curve against curve |  | +0.0020")
+    assert study.difference("2 masks, the paper's recipe", "1 mask, the paper's recipe") is None
+    cells = [study.cell(claims.better[text], claims.worse[text], "25M") for text in noises]
     assert cells == ["**-0.008 ± 0.006**", "**-0.010 ± 0.007**", "-0.002 ± 0.008"]
+
+
+def test_layers_of_structure_are_compared_by_runs_with_the_same_seed(tmp_path):
+    losses = ((0.70, 0.72), (0.71, 0.74), (0.72, 0.75, 0.80))
+    for layer, of in zip(experiments.STRUCTURE[:3], losses, strict=True):
+        for seed, loss in enumerate(of):
+            finished(tmp_path, replace(layer, seed=seed), loss, "pinned")
+            finished(tmp_path, replace(layer, seed=seed + 1), loss, "pinned_earlier")
+    tabled(tmp_path, "pinned")
+    head, _, first, _, third, fourth, *_ = comparisons.structure(tabled(tmp_path, "pinned_earlier")).splitlines()
+    columns = [f"{text}, 25M, {what}" for text in ("pinned", "pinned_earlier") for what in ("held out", "last text")]
+    assert head == f"| layer | compared with | {' | '.join(columns)} |"
+    # Differences 0.01 and 0.02 have the deviation 0.00707, and an interval of 12.706 * 0.00707 / sqrt(2).
+    same = "+0.0000 ± 0.0000"  # losses on the last text are all equal
+    assert first == f"| 1 mask | SwiGLU | +0.0150 ± 0.0635 | {same} | +0.0150 ± 0.0635 | {same} |"
+    assert third.startswith("| 1 mask, 2:4 | 1 mask | **+0.0100 ± 0.0000** |")
+    assert fourth.startswith("| 1 mask, 2:4 | SwiGLU | +0.0250 ± 0.0635 |")
+    # The variances 0.0002, 0.00045 and 0.00163, weighted by their 1, 1 and 2 degrees of freedom.
+    assert comparisons.deviation_of(map(pd.Series, losses)) == pytest.approx(0.03129, rel=1e-3)
+    one, other = pd.Series([1.5]), pd.Series([1.0], [1])
+    assert comparisons.difference(one, other) is None  # no seed is in both
+    assert str(comparisons.difference(one, other.set_axis([0]))) == "+0.5000"
 
 
 @pytest.mark.gpu

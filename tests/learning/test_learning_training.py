@@ -181,7 +181,7 @@ def test_a_converted_model_starts_from_its_teacher(options, text, tmp_path):
     teacher = tiny_run(text, 40, layer="glu")
     one = tiny_run(text, 12, start="magnitude", skip=teacher.megabytes, **options)
     assert one.teacher == replace(teacher, lr=Recipe.lr)
-    assert not train.run(one, text, tmp_path, "cpu", limit=0, compiled=False)  # the teacher takes longer
+    assert not train.run(one, text, tmp_path, "cpu", limit=0, compiled=False)  # not even the teacher is trained yet
     while not train.run(one, text, tmp_path, "cpu", limit=0, compiled=False):
         pass
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {
@@ -226,7 +226,7 @@ def test_masks_stop_where_the_recipe_says(flips, text):
 def test_a_continuous_mask_is_a_clamped_line_until_it_is_hard(n_masks):
     layer = masks.ContinuousMGLU(24, 40, n_masks=n_masks, activation="relu").double()
     with torch.no_grad():
-        layer.mask_logits *= 3  # so that some are outside
+        layer.mask_logits *= 3  # some masks must be clamped to 0 or 1
     layer.set_tau(0.04)
     x, grad = torch.randn(7, 24, dtype=torch.float64), torch.randn(7, 40, dtype=torch.float64)
     given = [layer.weight, layer.mask_logits]
@@ -269,7 +269,7 @@ def test_accumulators_flip_a_share_of_the_bits_if_gradients_are_noise():
         masks.step_accumulators(accumulators, scale * torch.randn(200, 300), 1e-3)
         assert float(accumulators.abs().max()) <= 1
         flips.append(float((before != (accumulators > 0)).float().mean()))
-    # A step is 0.03, and what crosses 0 goes about half a step too far, so the share is about a tenth smaller.
+    # An accumulator that crosses 0 goes about half a step of 0.03 too far, so the share is about a tenth too small.
     for part in (flips[:100], flips[100:]):
         assert sum(part) / 100 == pytest.approx(1e-3, rel=0.2)
 
@@ -300,7 +300,7 @@ def test_accumulators_are_all_that_the_optimiser_knows_of_a_mask(text):
 
 
 def test_held_out_loss_is_in_nats_a_byte_of_the_text(text):
-    """The oracle takes each token's probability, one window at a time, and the bytes of the tokenizer's pieces."""
+    """The oracle adds up each token's loss, window by window, and the bytes of the tokenizer's pieces."""
     run = training.Training(tiny_run(text, 4), text, "cpu", compiled=False)
     windows = (len(text.held_out) - 1) // 16
     windows -= windows % 4

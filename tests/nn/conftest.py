@@ -1,4 +1,4 @@
-"""Every test of modules starts from the same seed, and compiles anew."""
+"""Tests of modules start from the same seed, with an empty compiler cache."""
 
 from __future__ import annotations
 

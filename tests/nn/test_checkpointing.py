@@ -1,4 +1,4 @@
-"""Recomputing activations: `save_activations=False`, torch's checkpoints, and their selective policies."""
+"""Recomputing activations: `save_activations=False`, `torch.utils.checkpoint`, and selective checkpointing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compiled(module: Callable[..., Any], backend: str | None) -> Any:
 def gradients(
     forward: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor, autocast: bool = False
 ) -> dict[str, Tensor]:
-    """The result, and the gradients of x and of every parameter of `module` for a linear function of the result."""
+    """The result, and the gradients of x and all parameters. The loss is a linear function of the result."""
     x = x.detach().clone().requires_grad_()
     module.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -50,7 +50,7 @@ def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by one whenever a backend runs the forward pass that saves activations."""
+    """A list that gets an entry whenever a backend runs the forward pass that saves activations."""
     found: list[str] = []
     run = dispatch.train
 
@@ -63,7 +63,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def saved_bytes(forward: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """The bytes of distinct tensors, except parameters, that a forward pass keeps for its backward pass."""
+    """The bytes that a forward pass saves for its backward pass, without parameters. Each storage counts once."""
     kept: dict[int, int] = {}
 
     def remember(tensor: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def test_recomputing_runs_forward_twice_and_gives_the_same_bits(runs, backend, o
 
 
 def test_recomputing_keeps_no_activations() -> None:
-    """Saved activations are at least n_masks + 1 results. Without them, x is kept, and what a router keeps."""
+    """Saved activations are at least n_masks + 1 results. Without them, only x and the router's tensors are saved."""
     x = torch.randn(40, 16)
     for top_k in (None, 2):
         saving, recomputing = (MGLU(16, 64, n_masks=3, top_k=top_k, save_activations=save) for save in (True, False))
@@ -161,7 +161,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("save_activations", [True, False])
 @each_kind_of_masks
 def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations: bool, options: dict[str, Any]) -> None:
-    """This includes a checkpoint around a layer that recomputes anyway."""
+    """This also holds for a checkpoint around a layer that recomputes its activations itself."""
     block = SwiMGLU(24, 40, n_masks=3, save_activations=save_activations, **options)
     x = torch.randn(2, 5, 24)
     want = gradients(compiled(block, backend), block, x)
@@ -172,7 +172,7 @@ def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @each_kind_of_masks
 def test_a_reentrant_checkpoint_gives_the_same_gradients(runs, dtype, options):
-    """Its first forward pass records no gradients, so it runs the inference kernel, which rounds differently."""
+    """Rounding may differ: the first forward pass records no gradients, so it runs the inference kernel."""
     block = SwiMGLU(24, 40, n_masks=3, dtype=dtype, **options)
     x = torch.randn(2, 5, 24, dtype=dtype)
     want = gradients(block, block, x)

@@ -1,4 +1,4 @@
-"""`from_swiglu` for modules of any class: the layers it finds, the weights and masks it makes, and what it refuses."""
+"""`from_swiglu` for modules of any class: which layers it finds, converts and refuses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FeedForward(nn.Module):
 
 
 class Joined(nn.Module):
-    """The same with one projection for both; `up_first` tells the order of its rows."""
+    """A feed-forward layer with one projection for gate and up. With `up_first`, the rows of up come first."""
 
     def __init__(self, up_first: bool = False, act: Act = F.silu) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ IDS = torch.tensor([[1, 2, 3, 4], [6, 5, 4, 0]])
 
 
 def matrices(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gate, up and down matrices of one of these layers, in float64."""
+    """The gate, up and down matrices of a `FeedForward` or `Joined` layer, in float64."""
     if isinstance(layer, Joined):
         gate, up = layer.gate_up_proj.weight.detach().double().chunk(2)
         return (
@@ -85,7 +85,7 @@ def matrices(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_disjoint(layer: Any) -> None:
-    """Set the smaller of each pair of gate and up weights to 0: one matrix and one mask then hold both."""
+    """Set each gate weight or its up weight, whichever is smaller, to 0. One matrix and one mask then hold both."""
     with torch.no_grad():
         if isinstance(layer, Joined):
             a, b = layer.gate_up_proj.weight.chunk(2)
@@ -107,7 +107,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_whose_matrices_share_no_element_is_converted_exactly(name: str) -> None:
-    """One mask says for each weight to which matrix it belongs, so that nothing is lost."""
+    """One mask says which matrix each weight belongs to, so nothing is lost."""
     layer = LAYERS[name]().double()
     make_disjoint(layer)
     x = torch.randn(5, H, dtype=torch.float64)
@@ -228,14 +228,14 @@ def test_names_can_be_given() -> None:
 
 
 def with_child(name: str, child: Callable[[Any], Any]) -> nn.Module:
-    """A model whose second layer has another child of that name."""
+    """A model in whose second layer the child `name` is replaced by `child(old)`."""
     layer = FeedForward()
     setattr(layer, name, child(getattr(layer, name)))
     return Model(FeedForward(), layer)
 
 
 class Changed(FeedForward):
-    """A layer that computes something else; `where` names the change."""
+    """A layer that computes something other than SwiGLU. `where` names the change."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -282,10 +282,10 @@ def parametrized(linear: nn.Linear) -> nn.Module:
 
 
 class OwnTensor(Tensor):
-    """Stands for a tensor subclass of torchao or FSDP."""
+    """A subclass of `Tensor`, as torchao and FSDP have."""
 
 
-def of_subclass(linear: nn.Linear) -> nn.Linear:
+def with_subclass(linear: nn.Linear) -> nn.Linear:
     linear.weight = nn.Parameter(linear.weight.detach().as_subclass(OwnTensor))
     return linear
 
@@ -294,7 +294,7 @@ def on_meta(linear: nn.Linear) -> nn.Linear:
     return linear.to("meta")
 
 
-def of_other_size(linear: nn.Linear) -> nn.Linear:
+def with_other_size(linear: nn.Linear) -> nn.Linear:
     return nn.Linear(linear.in_features, linear.out_features + 1, bias=False)
 
 
@@ -305,8 +305,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "adapter": (lambda: UP(adapted), {}, TypeError, r"^model: layers\.1\.up_proj: got Sequential, must be a torch\.nn"),
     "parametrized": (lambda: UP(parametrized), {}, TypeError, r"layers\.1\.up_proj: got ParametrizedLinear"),
     "float8": (lambda: UP(quantized), {}, TypeError, r"got Linear with a weight of Parameter in torch\.float8_e4m3fn"),
-    "subclass": (lambda: UP(of_subclass), {}, TypeError, r"got Linear with a weight of OwnTensor in torch\.float32"),
-    "shape": (lambda: UP(of_other_size), {}, ValueError, r"got gate_proj \[44, 20\], up_proj \[45, 20\], down_proj"),
+    "subclass": (lambda: UP(with_subclass), {}, TypeError, r"got Linear with a weight of OwnTensor in torch\.float32"),
+    "shape": (lambda: UP(with_other_size), {}, ValueError, r"got gate_proj \[44, 20\], up_proj \[45, 20\], down_proj"),
     "one layer": (lambda: UP(with_bias).layers[1], {}, ValueError, r"^model\.up_proj: got a bias, must have none"),
     "meta": (lambda: UP(on_meta), {}, ValueError, "^model: got parameters on cpu, meta, must be on one device"),
     "nothing": (lambda: Model(nn.Linear(H, H)), {}, ValueError, "^model: got Model, must have a module with linear"),
@@ -338,7 +338,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
 
 
 class Interleaved(Joined):
-    """Rows of gate and up in turn, as in GPT-OSS."""
+    """A feed-forward layer in which rows of gate and up alternate, as in GPT-OSS."""
 
     def forward(self, x: Tensor) -> Tensor:
         joined = self.gate_up_proj(x)

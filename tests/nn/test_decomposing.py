@@ -1,4 +1,4 @@
-"""`decompose`: it makes an exported program without operators of this package, which ONNX accepts."""
+"""`decompose` turns an exported program into one without operators of this package, which ONNX accepts."""
 
 from __future__ import annotations
 

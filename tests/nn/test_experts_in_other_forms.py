@@ -1,4 +1,4 @@
-"""Experts of a mixture in other forms: frozen, quantized, loaded, copied, sharded, counted, and of other classes."""
+"""Modules of experts that are frozen, quantized, loaded, copied, sharded, counted, or of the user's own class."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_freeze_packs_the_masks_of_each_expert_and_fuses_the_loop():
 
 @pytest.mark.parametrize("weight_format", STORED)
 def test_each_expert_is_quantized_alone(weight_format):
-    """To an MGLU of its slices; the gradient of x is that layer's, and a checkpoint loads into a new layer."""
+    """A quantized expert has the results and gradients of a quantized MGLU with the expert's slices.
+
+    A checkpoint of the quantized layer loads into a new layer.
+    """
     options = {"n_masks": 2, "top_k": 1}
     layer = freeze(MGLUExperts(3, 132, 140, **options))
     expected = [quantize(layer_of(layer, expert), weight_format) for expert in range(3)]
@@ -168,7 +171,7 @@ def test_copies_and_modules_made_on_meta(kind, learnable_masks):
     assert all(parameter.abs().max() < 2 for parameter in meta.parameters())
     for packed_masks in meta.buffers():
         check_packed_masks(packed_masks.flatten(0, 1), 19)
-        assert all((of_one != 255).any() for of_one in packed_masks)
+        assert all((expert_masks != 255).any() for expert_masks in packed_masks)
 
 
 # --- Helpers for training ---------------------------------------------------------------------------------------------
@@ -234,11 +237,11 @@ def test_what_shards_or_quantizes_one_layer_leaves_experts_alone(kind):
     layer = freeze(kind(3, 8, 8))
     with pytest.raises(TypeError, match="module: got MGLUExperts, must be an MGLU or a NaiveMGLU for ColwiseMGLU"):
         ColwiseMGLU()._apply(layer, None)
-    of_torchao = type("Int8Tensor", (Tensor,), {"__module__": "torchao.quantization"})
+    torchao_class = type("Int8Tensor", (Tensor,), {"__module__": "torchao.quantization"})
     with pytest.raises(
         ValueError, match=r"weight: got torchao's Int8Tensor of shape \[3, 8, 8\], must be \[out_features"
     ):
-        layer.weight = nn.Parameter(Tensor._make_subclass(of_torchao, layer.weight.detach()))
+        layer.weight = nn.Parameter(Tensor._make_subclass(torchao_class, layer.weight.detach()))
     assert layer(torch.randn(2, 8), torch.zeros(2, 1, dtype=torch.int64)).shape == (2, 1, 8)
 
 

@@ -1,4 +1,4 @@
-"""`freeze` and checkpoints: learned masks become packed bits, and checkpoints load them or refuse wrong ones."""
+"""`freeze` turns learned masks into packed bits. Layers load them from checkpoints, and refuse what does not fit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_pruned_logits_are_packed_by_their_current_value(kind):
     layer, x = kind(12, 8, n_masks=2), torch.randn(3, 12)
     prune.custom_from_mask(layer, "mask_logits", torch.arange(192).view(2, 8, 12) % 3)
     with torch.no_grad():
-        layer.mask_logits_orig.neg_()  # the attribute follows at the next forward
+        layer.mask_logits_orig.neg_()  # the attribute `mask_logits` is updated at the next forward
     kept = (layer.mask_logits_orig > 0) & (torch.arange(192).view(2, 8, 12) % 3 > 0)
     freeze(layer)
     assert torch.equal(torch.ops.mglu.unpack_masks(layer.packed_masks, 12), kept)
@@ -99,7 +99,7 @@ def test_freeze_refuses_what_is_not_a_module():
 
 
 class Tree(nn.Module):
-    """A layer under two names, layers that share a weight, and others in a list, a dict and a feed-forward block."""
+    """A layer with two names, layers that share a weight, and layers in a list, a dict and a feed-forward block."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_freeze_reaches_into_a_compiled_model(kind, in_place):
     assert type(layer) is MGLU
     assert layer.packed_masks is not None
     assert_matches(compiled(x), before)
-    # The frozen layer runs, not the graph that was compiled before.
+    # The compiled model runs the frozen layer, and not the old graph.
     layer.packed_masks.zero_()
     assert torch.equal(compiled(x), torch.zeros(5, 12))
 
@@ -261,7 +261,7 @@ def test_frozen_checkpoint_into_a_learnable_layer_says_what_to_do(kind, strict):
         model.load_state_dict(state, strict=strict)
     assert "Missing" not in str(raised.value)
     assert "Unexpected" not in str(raised.value)
-    # The advice works.
+    # What the error advises works.
     x = torch.randn(3, 12)
     fixed = nn.Sequential(kind(12, 8, learnable_masks=False))
     fixed.load_state_dict(state)
@@ -277,7 +277,7 @@ def test_learnable_checkpoint_into_a_frozen_layer_says_what_to_do(strict):
         freeze(MGLU(12, 8)).load_state_dict(source.state_dict(), strict=strict)
     assert "Missing" not in str(raised.value)
     assert "Unexpected" not in str(raised.value)
-    # The advice works.
+    # What the error advises works.
     learnable, x = MGLU(12, 8), torch.randn(3, 12)
     learnable.load_state_dict(source.state_dict())
     assert torch.equal(freeze(learnable)(x), source(x))

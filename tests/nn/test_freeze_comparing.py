@@ -1,4 +1,4 @@
-"""`freeze(model, replace=...)` compares each module with its replacement, and replaces all or none."""
+"""`freeze(model, replace=...)` compares each module with its replacement, and replaces either all or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D, H = 12, 21
 
 
 class Sigmoid(nn.Module):
-    """A user's own MGLU layer, whose masks are `sigmoid(logits) > 0.5`: 0 where the sigmoid rounds to 0.5."""
+    """A user's own MGLU layer with masks `sigmoid(logits) > 0.5`. Rounding makes bits of small positive logits 0."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor] = F.silu, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_masks_that_differ_in_one_bit_are_found_and_nothing_is_replaced() -> Non
 def test_another_activation_is_found_in_every_dtype(dtype: torch.dtype, activation: Callable[[Tensor], Tensor]) -> None:
     model = nn.Sequential(Sigmoid(activation, dtype))
     name = activation.__name__
-    # In bfloat16, the results of silu, relu and gelu may be so close that rounding could explain the difference.
+    # In bfloat16, silu, relu and gelu may differ by no more than rounding errors.
     wrong = "tanh" if dtype is torch.bfloat16 else "gelu"
     with pytest.raises(ValueError, match="check that it passes the module's activation"):
         freeze(model, replace={Sigmoid: lambda m: MGLU.from_parameters(m.weight, m.masks(), activation=wrong)})
@@ -80,7 +80,7 @@ def test_another_shape_of_the_result_is_found() -> None:
 
 
 class Tokens(Sigmoid):
-    """The same, but only for x `[tokens, h]`."""
+    """A layer that takes only x `[tokens, h]`."""
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, _ = x.shape
@@ -88,7 +88,7 @@ class Tokens(Sigmoid):
 
 
 class Dropped(Sigmoid):
-    """The same with dropout, which may be in another mode than the module."""
+    """A layer whose dropout may be in training mode while the layer itself is in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_modules_of_other_ranks_and_modes_are_compared(cls: type[Sigmoid]) -> No
         freeze(model, replace={cls: wrong})
     if cls is Dropped:
         assert [module.training for module in model.modules()] == modes
-        model[0].dropout.train()  # its random zeros are not a difference
+        model[0].dropout.train()  # random zeros must not count as a difference
     state = torch.get_rng_state()
     freeze(model, replace={cls: from_bits})
     assert torch.equal(torch.get_rng_state(), state)
@@ -121,7 +121,7 @@ def test_modules_of_other_ranks_and_modes_are_compared(cls: type[Sigmoid]) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", ["equal", "from 0.01 to 100"])
 def test_rounding_is_accepted_whatever_the_size_of_a_feature(dtype: torch.dtype, sizes: str) -> None:
-    """Rows of W differ in size, and a feature behind relu may have one small gate among the zeros of other tokens."""
+    """Rows of W may differ in size. Behind relu, a feature may be 0 for all tokens but one, which has a small gate."""
     module = Sigmoid(F.relu, dtype)
     torch.manual_seed(0)
     module.weight = nn.Parameter(torch.randn(2048, 1024, dtype=dtype))

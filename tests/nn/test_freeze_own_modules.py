@@ -1,4 +1,4 @@
-"""`freeze(model, replace=...)` and `MGLU.from_parameters` for modules of other classes, and the warning about them."""
+"""`freeze(model, replace=...)` and `MGLU.from_parameters` for a user's own modules, and the warning about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = torch.randn(3, H)
 
 
 class Gate(nn.Module):
-    """A user's own MGLU layer, with its parameters in itself."""
+    """A user's own MGLU layer, which holds its parameters itself."""
 
     def __init__(self, n_masks: int = 2) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Gate(nn.Module):
 
 
 class LinearGate(nn.Module):
-    """The same around an `nn.Linear`."""
+    """A user's own MGLU layer, whose weight is in an `nn.Linear`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def mglu_of(module: Gate) -> MGLU:
 
 
 def quiet_freeze(model: nn.Module, **options) -> nn.Module:
-    """Freeze, with every warning an error."""
+    """Freeze a model, and raise an error for any warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return freeze(model, **options)
@@ -157,7 +157,7 @@ def test_modules_that_look_like_mglu_are_named_with_what_to_do() -> None:
     assert second.startswith("freeze: 5: a LinearGate looks like an MGLU layer (proj.weight [d, h], scores [n, d, h])")
     assert set(model.state_dict()) == keys
     assert torch.equal(model[0](x), before)
-    # The advice works.
+    # What the warning advises works.
     advice = {
         Gate: mglu_of,
         LinearGate: lambda module: MGLU.from_parameters(module.proj.weight, module.scores, activation="gelu"),
@@ -188,7 +188,7 @@ def holding(**shapes: tuple[int, ...]) -> nn.Module:
 
 
 def counts() -> nn.Module:
-    """A weight beside integers of the shape of logits."""
+    """A module with a weight, and integers that have the shape of logits."""
     module = holding(weight=(D, H))
     module.counts = nn.Parameter(torch.ones(2, D, H, dtype=torch.int64), requires_grad=False)
     return module

@@ -1,4 +1,4 @@
-"""The errors of layers for an x that does not fit, and `torch.fx.symbolic_trace`, in which x has no value."""
+"""Errors of layers for an x that does not fit, and `torch.fx.symbolic_trace`, where x has no value."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_wrong_inputs_of_experts_and_of_down_projections_are_named() -> None:
 
 
 def test_blocks_do_not_judge_x_by_weights_that_change_in_a_call() -> None:
-    """As those that FSDP gathers, accelerate loads and adapters wrap."""
+    """Weights change, for example, when FSDP gathers them, accelerate loads them, or an adapter wraps them."""
     glu = GLU(16, 8)
 
     def prepare(linear: nn.Module, inputs: Any) -> None:
@@ -121,7 +121,7 @@ def test_autocast_takes_x_of_another_dtype(name: str) -> None:
 
 
 def test_a_parametrized_weight_is_computed_once() -> None:
-    """The checks of x do not compute it."""
+    """Checks of x must not compute the weight a second time."""
     computed = []
 
     class Counted(nn.Module):

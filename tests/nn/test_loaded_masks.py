@@ -1,4 +1,4 @@
-"""Packed masks are checked however they are loaded into a module: by `load_state_dict`, or else at first use."""
+"""Packed masks are checked however they are loaded: in `load_state_dict`, or otherwise at their first use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ each_kind = pytest.mark.parametrize("kind", [MGLU, NaiveMGLU])
 X = torch.randn(4, 21)
 PADDING = r"padding bits past in_features=21 are set"
 
-# Name -> a change that makes packed masks invalid for a layer of 21 to 10 features with three masks, and the error.
+# Name -> a change that makes packed masks [10, 3, 3] for 21 columns invalid, and the error.
 WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "padding": (lambda p: p | 0x80, PADDING),
     "int8": (lambda p: p.view(torch.int8), r"got dtype torch\.int8, must be torch\.uint8"),
@@ -38,13 +38,13 @@ def layer(kind: type[nn.Module] = MGLU, in_features: int = 21) -> nn.Module:
 
 
 def by_attribute(module: nn.Module, packed: Tensor) -> nn.Module:
-    """Load a tensor as Transformers does."""
+    """Assign packed masks as Transformers does."""
     module.packed_masks = packed
     return module
 
 
 def by_buffers(module: nn.Module, packed: Tensor) -> nn.Module:
-    """Load a tensor as accelerate does."""
+    """Assign packed masks as accelerate does."""
     module._buffers["packed_masks"] = packed
     return module
 
@@ -57,7 +57,7 @@ def by_pickle(module: nn.Module, packed: Tensor) -> nn.Module:
 
 
 def by_deepcopy(module: nn.Module, packed: Tensor) -> nn.Module:
-    module(X)  # checks these masks, but not the copy's
+    module(X)  # checks these masks, which must not count as a check of the copy's masks
     return copy.deepcopy(by_attribute(module, packed))
 
 
@@ -194,7 +194,7 @@ def test_a_model_without_fixed_masks_passes() -> None:
 
 
 class Holder(nn.Module):
-    """A user's module that calls the operator itself."""
+    """A user's module that calls the operator with its own buffer."""
 
     def __init__(self, packed: Tensor) -> None:
         super().__init__()

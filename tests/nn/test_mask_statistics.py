@@ -1,4 +1,4 @@
-"""Gate ratios, agreement and flips of packed masks, against the unpacked masks; and `MaskStatistics` of a model."""
+"""Gate ratios, agreement and flips of packed masks, compared with unpacked masks, and a model's `MaskStatistics`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_wrong_masks_are_named() -> None:
 
 
 class Own(nn.Module):
-    """A user's layer in the plain spelling, with one mask of two dimensions."""
+    """A user's own naive layer, with two-dimensional logits of one mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_fixed_and_frozen_masks_are_counted() -> None:
 
 @pytest.mark.parametrize("kind", [MGLU, NaiveMGLU])
 def test_nan_logits_are_counted(kind: type[nn.Module]) -> None:
-    """A step that puts NaN into logits alone leaves the results of an `MGLU` finite; the log shows it."""
+    """If only logits become NaN, the results of an `MGLU` stay finite. The statistics show the NaN."""
     layer = kind(16, 8, n_masks=2)
     layer.weight.requires_grad_(False)
     statistics, optimizer = MaskStatistics(layer), torch.optim.SGD([layer.mask_logits], lr=1.0)
@@ -198,7 +198,7 @@ class Negated(nn.Module):
 
 
 def test_pruned_and_parametrized_logits_of_own_modules_count_by_their_value_now() -> None:
-    """With `prune`, the attribute has its value of the last forward, and the parameter its value before pruning."""
+    """`prune` updates the attribute only in a forward pass. The parameter holds the logits before pruning."""
     model = nn.ModuleDict({"ours": MGLU(8, 8), "own": Own(), "negated": Own()})
     prune.random_unstructured(model["ours"], "mask_logits", 0.5)
     prune.random_unstructured(model["own"], "logits", 0.5)

@@ -1,4 +1,4 @@
-"""The modules: MGLU against the naive layer and the oracle, their arguments, and PyTorch's operations on modules."""
+"""MGLU modules, compared with the naive layer and the oracle, their arguments, and PyTorch's operations on modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ learned_or_fixed = pytest.mark.parametrize("learnable_masks", [True, False], ids
 
 
 def pair(*args, seed: int = 0, **kwargs) -> tuple[MGLU, NaiveMGLU]:
-    """An MGLU and a NaiveMGLU whose parameters are drawn from the same seed, and so are equal."""
+    """An MGLU and a NaiveMGLU with the same parameters, drawn from one seed."""
     torch.manual_seed(seed)
     fused = MGLU(*args, **kwargs)
     torch.manual_seed(seed)
@@ -34,7 +34,7 @@ def pair(*args, seed: int = 0, **kwargs) -> tuple[MGLU, NaiveMGLU]:
 
 
 def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """The float64 result and gradients of a layer. The logits get the gradient of the masks (straight through)."""
+    """The float64 result and gradients of a layer. The logits get the gradient of the masks, straight through."""
     x, weight = (t.detach().double().requires_grad_() for t in (x, layer.weight))
     if layer.learnable_masks:
         masks = (layer.mask_logits.detach() > 0).double().requires_grad_()
@@ -45,7 +45,7 @@ def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor
     if layer.top_k is not None:
         router = wanted["router.weight"] = layer.router.weight.detach().double().requires_grad_()
         logits = F.linear(x, router)
-        # Unlike the layer, which uses topk, this masks out the logits below the k-th largest.
+        # The layer uses topk. The oracle masks out the logits below the k-th largest instead.
         kth = logits.sort(-1, descending=True).values[..., layer.top_k - 1, None]
         mask_weights = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
     result = reference.forward(x, weight, masks, layer.activation, mask_weights)
@@ -66,7 +66,7 @@ def results(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("n_masks", "top_k"), [(1, None), (4, None), (4, 1), (4, 2), (4, 4)])
 def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks, top_k):
     if top_k is not None and dtype.itemsize == 2:
-        return  # the next test, because in a near tie the oracle's router could keep another mask
+        return  # in a near tie, the oracle's router could keep another mask; the next test covers this
     fused, naive = pair(67, 48, n_masks=n_masks, top_k=top_k, learnable_masks=learnable_masks, dtype=dtype)
     x, grad = torch.randn(3, 11, 67, dtype=dtype), torch.randn(3, 11, 48, dtype=dtype)
     expected = oracle(fused, x, grad)
@@ -77,14 +77,14 @@ def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks,
         assert_matches(got[name], expected[name], dtype, name)
         assert_matches(got_naive[name], expected[name], dtype, f"naive {name}")
     if dtype.itemsize == 2:
-        # For float32 and float64, the operator's own tests compare with the naive layer's error.
+        # For float32 and float64, tests of the operators compare with the naive layer's error.
         naive_error = relative_error(got_naive["result"], expected["result"])
         assert relative_error(got["result"], expected["result"]) <= NAIVE_FACTOR * naive_error
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_routed_in_16_bits_matches_the_oracle_with_the_same_mask_weights(dtype):
-    """Here the oracle gets the mask weights of the layer."""
+    """The oracle gets the layer's mask weights, so that near ties do not matter."""
     fused, naive = pair(40, 24, n_masks=4, top_k=2, dtype=dtype)
     x = torch.randn(18, 40, dtype=dtype)
     mask_weights = fused.mask_weights(x)
@@ -106,7 +106,7 @@ def test_routed_in_16_bits_matches_the_oracle_with_the_same_mask_weights(dtype):
 @examples(60)
 def test_any_shape_matches_the_naive_layer(in_features, out_features, n_masks, leading, learnable, seed, data):
     top_k = data.draw(st.none() | st.integers(1, n_masks), label="top_k")
-    # The derivative of relu is not defined where a mask has no 1 in a row; test_variants.py tests relu.
+    # If a row of a mask has no 1, its gate is 0, where relu has no derivative. test_variants.py tests relu.
     activation = data.draw(st.sampled_from([name for name in ACTIVATION_NAMES if name != "relu"]), label="activation")
     sizes = {"n_masks": n_masks, "learnable_masks": learnable, "top_k": top_k, "activation": activation}
     fused, naive = pair(in_features, out_features, seed=seed, dtype=torch.float64, **sizes)
@@ -116,7 +116,7 @@ def test_any_shape_matches_the_naive_layer(in_features, out_features, n_masks, l
     assert got.keys() == expected.keys()
     for name in expected:
         assert got[name].shape == expected[name].shape
-        # The tolerance is absolute where the naive gradient is 0 up to rounding: a single mask always has weight 1.
+        # A single mask always has weight 1, so its router's gradient is 0 up to rounding: hence the absolute tolerance.
         torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-13)
 
 

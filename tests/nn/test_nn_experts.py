@@ -1,4 +1,4 @@
-"""Experts of a mixture: results and gradients against the loop over experts, routing, compiling, and errors."""
+"""Modules of experts: results and gradients compared with a loop over experts, routing, compiling, and errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_any_shape_and_load_matches_the_loop_over_experts(
     options["top_k"] = data.draw(st.none() | st.integers(1, n_masks), label="top_k")
     fused, naive = pair(num_experts, in_features, out_features, seed=seed, **options)
     fused.save_activations = saved
-    # Ids from -1 to num_experts, or of one expert that has all rows.
+    # Either ids range from -1 to num_experts, which are both out of range, or one expert has all rows.
     ids = torch.randint(-1, num_experts + 1, (*leading, experts_of_a_token))
     if data.draw(st.booleans(), label="one expert"):
         ids[...] = num_experts - 1
@@ -89,7 +89,7 @@ def test_results_and_gradients_in_fewer_bits(dtype, learnable_masks):
 @each_kind
 @learned_or_fixed
 def test_an_expert_is_an_mglu(kind, learnable_masks):
-    """So its gradients are that layer's, and an expert without rows has gradients of zeros."""
+    """An expert has the results and gradients of an MGLU with its slices. Without rows, its gradients are zeros."""
     layer = kind(4, 21, 12, n_masks=3, top_k=2, learnable_masks=learnable_masks, activation="gelu", dtype=F64)
     x, ids, grad = torch.randn(6, 21, dtype=F64), torch.tensor([0, 3, 0, 1, 3, 3]), torch.randn(6, 12, dtype=F64)
     got = results(layer, x, ids[:, None], grad[:, None])
@@ -123,7 +123,7 @@ def test_rows_of_no_expert_are_never_read(learnable_masks):
 
 
 def test_training_follows_the_loop_over_experts():
-    """Three steps of AdamW with the recommended groups, with a router that learns where tokens go."""
+    """Three AdamW steps with the recommended parameter groups, in which the router learns too."""
     losses = []
     for kind in KINDS:
         torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_autocast_gives_bfloat16_results_and_float32_gradients(learnable_masks):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = block(x)
     assert y.dtype is torch.bfloat16
-    assert relative_error(y, exact) < 0.1  # a token's experts may differ in a near tie
+    assert relative_error(y, exact) < 0.1  # in a near tie, a token may get other experts
     y.sum().backward()
     assert {parameter.grad.dtype for parameter in block.parameters()} == {torch.float32}
 
@@ -188,7 +188,7 @@ def test_the_feed_forward_layer_has_the_names_and_initial_values_of_its_parts():
     names = {f"experts.{name}" for name in ("weight", "mask_logits", "router.weight")}
     assert set(block.state_dict()) == names | {"gate.weight", "down_proj.weight"}
     for weight, columns in ((block.experts.weight, 300), (block.down_proj.weight, 200), (block.gate.weight, 300)):
-        assert weight.abs().max() <= columns**-0.5  # as nn.Linear draws each expert's
+        assert weight.abs().max() <= columns**-0.5  # the bound of nn.Linear
         assert weight.std().item() == pytest.approx((3 * columns) ** -0.5, rel=0.05)
     leveled = MGLUExpertsFeedForward(4, 300, 200, 2, weight_init="leveled").experts.weight
     assert leveled.std().item() == pytest.approx(10**0.25 * 900**-0.5, rel=0.02)
@@ -216,7 +216,7 @@ def test_both_halves_are_quantized_but_for_skipped_down_projections(weight_forma
     assert block.half().down_proj.weight.dtype == FORMATS[weight_format].dtype
     check_masks(block)
     weight = copy.deepcopy(block.down_proj.weight)
-    block.down_proj._parameters["weight"] = weight  # as accelerate does
+    block.down_proj._parameters["weight"] = weight  # accelerate replaces parameters this way
     with pytest.raises(ValueError, match=r"model: down_proj\.weight, weight_scale: one of the two was replaced"):
         check_masks(block)
     with pytest.raises(ValueError, match=r"^weight, weight_scale: one of the two was replaced without the other"):

@@ -1,4 +1,4 @@
-"""`parameter_groups`: which parameter is in which group, what an optimizer does with them, and its errors."""
+"""`parameter_groups`: the group of each parameter, what optimizers do with the groups, and errors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mglu_ops.nn import GLU, MGLU, MaskStatistics, NaiveMGLU, SwiMGLU, check_mas
 
 MASKED = [MGLU, NaiveMGLU]
 
-# In most tests, the model has a user's own module, whose logits count as weights.
+# The model of most tests has a user's own module, whose logits are in the group of weights unless they are named.
 pytestmark = pytest.mark.filterwarnings("ignore:parameter_groups. .*own. a Own looks like an MGLU layer")
 
 
 class Own(nn.Module):
-    """A user's layer in the plain spelling, with a two-dimensional norm and a two-dimensional bias."""
+    """A user's own naive layer, with a two-dimensional norm and a two-dimensional bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_logits_of_other_modules_are_selected(selection: Any, compiled: bool) ->
 @pytest.mark.parametrize(("weight_init", "mask_lr"), [("paper", 2e-3), ("leveled", 6e-4)])
 @pytest.mark.parametrize("kind", MASKED)
 def test_rates_and_decays(kind: type[nn.Module], weight_init: str, mask_lr: float) -> None:
-    """The rate of masks depends on the initial weights, as in the runs in which it was measured."""
+    """The default learning rate of masks depends on how the weights were initialized."""
 
     def settings(**options: float) -> list[tuple[str, float, float]]:
         model = Model(partial(kind, weight_init=weight_init))
@@ -166,7 +166,7 @@ def test_a_shared_parameter_is_in_one_group_whichever_name_comes_first() -> None
         parts = {"plain": Own(), "masked": MGLU(16, 8, n_masks=2)}
         parts["plain"].logits = parts["masked"].mask_logits
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # the logits are known
+            warnings.simplefilter("error")  # no warning, because the logits are known
             found = groups_of(nn.ModuleDict({name: parts[name] for name in order}))
         assert len(found["mask_logits"]) == 1
         assert len(found["weights"]) == 2
@@ -214,7 +214,7 @@ def test_pruned_logits_are_recognised(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("change", ["none", "pruned", "parametrized", "linear"])
 def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
-    """These logits would decay to 0, where every small gradient flips a mask."""
+    """Weight decay would pull these logits to 0, where every small gradient flips a mask bit."""
     model = nn.ModuleDict({"own": Own(), "again": Own()})
     for own in model.values():
         if change == "pruned":
@@ -237,7 +237,7 @@ def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
         f'rate and decay; if it is one, name its logits: mask_logits=["*.{own_name}"]'
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the advice is enough
+        warnings.simplefilter("error")  # after following the advice, no warning remains
         found = groups_of(model, mask_logits=[f"*.{own_name}"])
         assert found["mask_logits"] == {f"own.{own_name}", f"again.{own_name}"}
         for own in model.values():
@@ -270,7 +270,7 @@ def test_adamw_decays_neither_logits_nor_norms_and_moves_logits_by_their_rate(co
 
 
 class FullyShardedDataParallel(nn.Sequential):
-    """A class with the name of the wrapper that flattens parameters."""
+    """A class with the name of FSDP1's wrapper, which flattens parameters."""
 
 
 BAD = [
@@ -345,7 +345,7 @@ def test_other_groups_are_not_checked() -> None:
 
 
 def _muon(groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, and AdamW for the other parameters."""
+    """Muon for weights, and AdamW for all other parameters."""
     weights = [one for one in groups if one["name"] == "weights"]
     return [torch.optim.Muon(weights), torch.optim.AdamW([one for one in groups if one["name"] != "weights"])]
 

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits in modules: `quantize`, `weight_format=`, checkpoints, and PyTorch's operations."""
+"""Modules with weights of 8 and 4 bits: `quantize`, `weight_format=`, checkpoints, and PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def frozen(**options: Any) -> SwiMGLU:
 
 
 def stored(weight_format: str, **options: Any) -> SwiMGLU:
-    """A model made to load a checkpoint of this format into."""
+    """A new model in this format, into which a checkpoint can be loaded."""
     return SwiMGLU(IN, OUT, n_masks=2, learnable_masks=False, weight_format=weight_format, **options)
 
 
@@ -170,7 +170,7 @@ def _swapped(model: nn.Module) -> nn.Module:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-# Operations, each with the dtype that the dense parameters have afterwards.
+# Name -> operation, and the dtype of dense parameters afterwards.
 OPERATIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
     "to bfloat16": (lambda m: m.to(torch.bfloat16), torch.bfloat16),
     "to another model's dtype": (lambda m: m.to(nn.Linear(1, 1, dtype=torch.float16).weight), torch.float16),
@@ -211,7 +211,7 @@ def test_a_moved_model_keeps_its_dtypes_on_every_device() -> None:
     model.to_empty(device="cpu").mglu.reset_parameters()
     assert model.mglu.weight.dtype is torch.float8_e4m3fn
     decoded = FORMATS["fp8_row"].dequantize(model.mglu.weight, model.mglu.weight_scale, torch.float32)
-    assert 0.5 < decoded.abs().max() * IN**0.5 < 1.1  # as nn.Linear draws it
+    assert 0.5 < decoded.abs().max() * IN**0.5 < 1.1  # the initial weights of nn.Linear
 
 
 @each_format
@@ -252,7 +252,7 @@ def _with_scale(value: float) -> Callable[[dict[str, Tensor]], None]:
     return _with("weight_scale", lambda scale: torch.cat([scale[:-1], scale.new_tensor([value])]))
 
 
-# A change to the state dict of a model in fp8_row, and the error.
+# Name -> a change to the state dict of a model in fp8_row, and the error.
 WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "no scale": (_without("weight_scale"), r"mglu\.weight_scale: got no tensor, must be torch\.float32 \[140\]"),
     "no weight": (_without("weight"), r"mglu\.weight: got no tensor, must be torch\.float8_e4m3fn \[140, 132\]"),
@@ -379,7 +379,7 @@ def test_a_weight_that_accelerate_casts_is_refused_in_use(options: dict[str, Any
     assert torch.equal(loaded(quantized)(x), quantized(x))
 
 
-# Ways to give a layer the weight or the scales of another layer, without the other one of the two.
+# Ways to give a layer the weight of another layer without its scales, or the scales without the weight.
 PARTING: dict[str, Callable[[Any, Any], None]] = {
     "the weight": lambda layer, other: setattr(layer, "weight", other.weight),
     "the scales": lambda layer, other: setattr(layer, "weight_scale", other.weight_scale),
@@ -410,7 +410,7 @@ def test_a_weight_and_its_scales_are_not_parted_unnoticed(name: str, copied: boo
 def test_a_pair_is_tied_moved_and_replaced_together() -> None:
     x, (layer, other) = torch.randn(2, IN), [quantize(frozen(), "fp8_row").mglu for _ in range(2)]
     for name in ("weight_scale", "weight"):
-        setattr(layer, name, getattr(other, name))  # tied
+        setattr(layer, name, getattr(other, name))  # `layer` now has the weight and scales of `other`
     layer.packed_masks = other.packed_masks
     for one in (layer, other, copy.deepcopy(layer), _saved(layer), layer.half().float()):
         assert torch.equal(one(x), other(x))
@@ -420,7 +420,7 @@ def test_a_pair_is_tied_moved_and_replaced_together() -> None:
     assert torch.equal(moved(x), other(x))
 
 
-# --- The way back -----------------------------------------------------------------------------------------------------
+# --- Back to dense weights --------------------------------------------------------------------------------------------
 
 
 @each_format
@@ -462,7 +462,7 @@ def test_dequantizing_keeps_what_skip_names_and_what_is_shared() -> None:
 
 @pytest.mark.parametrize("kind", ["experts", "down projections"])
 def test_a_stored_weight_that_is_parametrized(kind: str) -> None:
-    """As an adapter does, which adds to what is stored; here it adds nothing."""
+    """An adapter parametrizes a weight to add to it. This one adds nothing, so results must not change."""
     block = quantize(freeze(MGLUExpertsFeedForward(2, IN, OUT, 1)), "int8_row")
     x, layer = torch.randn(3, IN), block.experts if kind == "experts" else block.down_proj
     expected = block(x)
@@ -477,7 +477,7 @@ def test_a_stored_weight_that_is_parametrized(kind: str) -> None:
 
 @each_format
 def test_data_parallel_training_makes_no_copies_of_stored_weights(weight_format: str) -> None:
-    """Mixed precision needs a GPU; this is the part of it that makes copies in another dtype."""
+    """Calls only the part of mixed precision that makes copies in another dtype, because the rest needs a GPU."""
     model = quantize(frozen(), weight_format)
     for one in (model, copy.deepcopy(model), _saved(model), model.half()):
         _setup_mixed_precision_params(_MixedPrecision(torch.bfloat16), one)
@@ -494,7 +494,7 @@ def test_autocast_computes_as_a_model_in_its_dtype(weight_format: str) -> None:
 
 
 class Blocks(nn.Module):
-    """A shared layer, layers with one weight, and blocks that `skip` can name."""
+    """A layer with two names, layers that share a weight, and blocks that `skip` can name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -554,7 +554,7 @@ def _own_weight(layer: MGLU) -> MGLU:
     return layer
 
 
-# A layer that cannot be quantized to int4_group, and the error.
+# Name -> a layer that cannot be quantized to int4_group, and the error.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "learned": (lambda: MGLU(16, 8), r"1\.mglu learns its masks, must be frozen .* mglu_ops\.freeze\(model\) first"),
     "naive": (lambda: freeze(NaiveMGLU(16, 8, bias=True)), r"1\.mglu is a NaiveMGLU, .* name it in skip"),

@@ -1,4 +1,4 @@
-"""State dicts apart from masks: how the weights were drawn, and dtypes that no weight or logits can have."""
+"""State dicts remember how weights were initialized, and refuse dtypes that weights or logits cannot have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def saved_and_loaded(state: Any) -> Any:
 @MASKED
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_layer_takes_weight_init_with_the_weight(kind: type[nn.Module], assign: bool) -> None:
-    """The rate of masks, and `reset_parameters`, follow the weights that the layer holds."""
+    """The learning rate of masks and `reset_parameters` then follow the loaded weights."""
     leveled = nn.ModuleDict({"layer": kind(8, 8, weight_init="leveled")})
     state = leveled.state_dict()
     assert set(state) == {"layer.weight", "layer.mask_logits"}
@@ -42,7 +42,7 @@ def test_other_copies_keep_weight_init() -> None:
     assert copy.deepcopy(layer).mglu.weight_init == "leveled"
     assert freeze(copy.deepcopy(layer)).mglu.weight_init == "leveled"
     assert freeze(NaiveMGLU(8, 8, weight_init="leveled")).weight_init == "leveled"
-    # A file without this metadata, such as a safetensors file or one of an earlier version, changes nothing.
+    # A checkpoint without this metadata changes nothing. Safetensors files and older checkpoints have no metadata.
     layer.load_state_dict(dict(SwiMGLU(8, 8).state_dict()))
     assert layer.mglu.weight_init == "leveled"
     masks_alone = MGLU(8, 8).state_dict()

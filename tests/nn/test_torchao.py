@@ -1,4 +1,4 @@
-"""torchao's `quantize_` reaches MGLU layers, which take its weights in their own formats, or refuses clearly."""
+"""torchao's `quantize_` converts MGLU layers to this package's formats, or raises a clear error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONFIGS = [
 @pytest.mark.parametrize(("weight_format", "config"), CONFIGS)
 def test_a_layer_takes_the_weight_of_torchao_in_its_own_format(weight_format: str, config: Any, by_name: bool) -> None:
     model, x = frozen(), torch.randn(3, 256)
-    expected = of_dequantized_weight(model, config)(x)
+    expected = with_dequantized_weight(model, config)(x)
     if by_name:
         torchao.quantize_(model, torchao.FqnToConfig({"mglu": config}), filter_fn=None)
     else:
@@ -54,8 +54,8 @@ def test_a_layer_takes_the_weight_of_torchao_in_its_own_format(weight_format: st
     assert quantize(layer, weight_format) is layer
 
 
-def of_dequantized_weight(model: SwiMGLU, config: Any) -> MGLU:
-    """A dense layer with the weight that torchao quantizes and dequantizes in a linear layer."""
+def with_dequantized_weight(model: SwiMGLU, config: Any) -> MGLU:
+    """A dense layer with the weight that torchao gives a linear layer after quantizing and dequantizing."""
     linear = nn.Linear(256, 384, bias=False)
     linear.weight = nn.Parameter(model.mglu.weight.detach().clone())
     torchao.quantize_(linear, config)
@@ -82,12 +82,12 @@ def test_what_no_format_holds_is_refused(config: Any) -> None:
     assert model.mglu.weight_format == "dense"
 
 
-def of_int4_weight_only(numbers: torch.Tensor, scale: torch.Tensor, zero_point: float) -> nn.Parameter:
-    """A weight as `Int4WeightOnlyConfig()` stores it by functions of the package mslk: in two's complement."""
+def int4_weight_only(numbers: torch.Tensor, scale: torch.Tensor, zero_point: float) -> nn.Parameter:
+    """A weight as `Int4WeightOnlyConfig()` stores it, in two's complement. torchao makes it with the package mslk."""
     qdata = (numbers[:, ::2] & 15) | (numbers[:, 1::2] << 4)
-    of_groups = scale.T.contiguous()
-    zeros = torch.full_like(of_groups, zero_point)
-    stored = workflows.Int4Tensor(qdata, of_groups, zeros, [1, 128], numbers.shape)
+    group_scales = scale.T.contiguous()
+    zeros = torch.full_like(group_scales, zero_point)
+    stored = workflows.Int4Tensor(qdata, group_scales, zeros, [1, 128], numbers.shape)
     return nn.Parameter(stored, requires_grad=False)
 
 
@@ -95,8 +95,8 @@ def test_int4_weight_only_is_taken_without_zero_points() -> None:
     layer, x = frozen().mglu, torch.randn(3, 256)
     numbers, scale = torch.randint(-8, 8, (384, 256), dtype=torch.int8), torch.rand(384, 2).bfloat16()
     with pytest.raises(ValueError, match=r"Int4Tensor with blocks of \[1, 128\] and zero points, must be a symmetric"):
-        layer.weight = of_int4_weight_only(numbers, scale, 0.5)
-    layer.weight = of_int4_weight_only(numbers, scale, 0)
+        layer.weight = int4_weight_only(numbers, scale, 0.5)
+    layer.weight = int4_weight_only(numbers, scale, 0)
     masks = torch.ops.mglu.unpack_masks(layer.packed_masks, 256)
     dense = MGLU.from_parameters(numbers * scale.float().repeat_interleave(128, 1), masks)
     assert layer.weight_format == "int4_group"

@@ -1,4 +1,4 @@
-"""Training: naive and fused runs from one seed, 16 bits, loss scaling, and accumulated gradients."""
+"""Training runs of naive and fused layers from one seed, in 16 bits, with loss scaling and accumulated gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def naive_run(n_masks: int) -> Run:
     [(1, True), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, False), (3, True), (3, False)))],
 )
 def test_a_fused_run_follows_the_naive_run(n_masks: int, save_activations: bool) -> None:
-    """With one mask, a logit of this seed comes within 1e-9 of 0 at step 63."""
+    """With one mask, the masks of both runs may differ from step 63 on, where a logit comes within 1e-9 of 0."""
     fused = train(student(MGLU, n_masks, save_activations=save_activations))
     assert_same_training(fused, naive_run(n_masks))
 
@@ -50,7 +50,7 @@ def test_a_fused_run_in_float64_equals_the_naive_run(n_masks: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("n_masks", [1, 3])
 def test_compiled_runs_follow_the_naive_run(n_masks: int) -> None:
-    """Runs of the module, and of the naive layer that the pass fuses. The naive run is compiled too."""
+    """Compiled runs of MGLU, and of naive layers that the pass fuses, follow a compiled run without the pass."""
     naive = student(NaiveMGLU, n_masks)
     want = train(naive, torch.compile(naive, fullgraph=True))
     for save_activations in (True, False):
@@ -100,11 +100,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("save_activations", [True, False])
 def test_scaled_gradients_equal_the_gradients_of_the_loss(save_activations: bool) -> None:
-    """The scale also saves gradients that float16 would round to 0."""
+    """The loss scale also keeps gradients that float16 would round to 0."""
     (x, target), *_ = batches(1)
     model = student(MGLU, save_activations=save_activations)
     exact = student(NaiveMGLU).double()
-    factor = 1e-6  # of the loss, so that its gradients are below the smallest float16, 6e-8
+    factor = 1e-6  # makes gradients smaller than the smallest float16, 6e-8
     (F.mse_loss(exact(x.double()), target.double()) * factor).backward()
     (loss_of(model, x, target) * factor).backward()
     lost = sum(int((grad == 0).sum()) for grad in gradients(model).values())
@@ -136,7 +136,7 @@ def test_a_step_with_infinite_gradients_is_skipped_and_the_next_is_taken() -> No
 
 
 def test_accumulation_trains_as_the_whole_batch_does() -> None:
-    """Masks are packed again at each part, and stay the same between two steps of the optimizer."""
+    """Masks are packed again for each part of the batch, and do not change between two optimizer steps."""
     whole, parts = student(MGLU).double(), student(MGLU, save_activations=False).double()
     steps = [(model, optimizer_of(model)) for model in (whole, parts)]
     for x, target in batches(20):

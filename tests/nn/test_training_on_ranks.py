@@ -1,4 +1,7 @@
-"""DistributedDataParallel on two ranks, and experts in FSDP, against one process; tests/distributed has more FSDP."""
+"""DistributedDataParallel and FSDP of experts on two ranks, compared with one process.
+
+tests/distributed has more tests of FSDP.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def test_data_parallel_training_equals_training_with_the_whole_batch(how, tmp_pa
 
 
 def check_accumulation(rank: int) -> None:
-    """Run two parts of a batch under `no_sync`, without communication, and a third with it."""
+    """Accumulate gradients: two parts of a batch run under `no_sync`, and the third one communicates."""
     alone, model = (new_model("cpu", torch.float64, WIDTH) for _ in range(2))
     parallel = DistributedDataParallel(model)
     x, target = (tensor.double() for tensor in next(iter(batches(1, tokens=48))))
@@ -63,7 +66,7 @@ def experts() -> nn.Sequential:
 
 
 def check_experts_in_fsdp(rank: int) -> None:
-    """Each rank holds whole experts, and AdamW steps give the parameters of one process with the whole batch."""
+    """Each rank holds whole experts. AdamW steps give the parameters of one process with the whole batch."""
     alone, sharded = experts(), experts()
     fully_shard(sharded, shard_placement_fn=shard_placement_fn(sharded))
     layer = sharded[0].experts
@@ -98,5 +101,5 @@ WRAPPERS = ["FSDP2, materialized", "FSDP2, offloaded", "FSDP2, assigned", "FSDP2
 
 @pytest.mark.parametrize("wrapper", sample(WRAPPERS, 2))
 def test_mixed_precision_does_not_cast_stored_weights(wrapper: str, tmp_path: Path) -> None:
-    """DistributedDataParallel casts on a GPU only, where tests/gpu/test_parallel_gpu.py runs it."""
+    """DistributedDataParallel casts on a GPU only, so tests/gpu/test_parallel_gpu.py tests it."""
     run_on_ranks(check_mixed_precision, tmp_path, "cpu", wrapper)

@@ -1,4 +1,4 @@
-"""The variants of the paper (arXiv 2506.23225), against its code and its equations in float64."""
+"""The variants of the paper (arXiv 2506.23225), compared with its code and its equations in float64."""
 
 from __future__ import annotations
 
@@ -162,9 +162,11 @@ def test_leveled_weights_are_the_papers_times_a_factor(kind, options, factor):
     family(activations.ACTIVATIONS, [{"n_masks": 1}, {"n_masks": 16}, {"n_masks": 8, "top_k": 2}], most=1, one_in=1),
 )
 def test_leveled_sums_are_as_large_as_with_four_masks(activation, options):
-    """Gates that are curved near 0 differ from the approximation by up to a quarter; without the factor, threefold."""
+    """For activations curved near 0, sums differ by up to a quarter. Without leveling, they would differ threefold."""
     x = F.rms_norm(torch.randn(256, 128), (128,))
-    layers = [MGLU(128, 2048, activation=activation, weight_init="leveled", **of) for of in ({"n_masks": 4}, options)]
+    layers = [
+        MGLU(128, 2048, activation=activation, weight_init="leveled", **sizes) for sizes in ({"n_masks": 4}, options)
+    ]
     if layers[1].router is not None:
         torch.nn.init.zeros_(layers[1].router.weight)  # all kept masks have the same weight
     four, other = (layer(x).std().item() for layer in layers)

@@ -88,7 +88,7 @@ def test_each_value_is_rounded_to_the_nearest(dtype: torch.dtype, size: float) -
 
 @each_dtype
 def test_the_smallest_and_largest_numbers_are_rounded_exactly(dtype: torch.dtype) -> None:
-    """Denormals stay exact in x's dtype. Values that round to more than its largest number become that number."""
+    """Denormals of a dtype stay exact. Values that would round to more than its largest number become that number."""
     info = torch.finfo(dtype)
     tiny = (info.smallest_normal * info.eps * torch.arange(1, 600)).to(dtype)
     for x in (tiny[None], tiny[:3, None], torch.cat((tiny, tiny.new_ones(1)))[None]):
@@ -158,7 +158,7 @@ def test_results_match_the_oracle_of_the_rounded_values(
 @each_dtype
 @pytest.mark.parametrize("n_masks", [1, 4])
 def test_errors_equal_a_naive_layers_in_fp8(dtype: torch.dtype, n_masks: int) -> None:
-    """Power-of-two scales are as accurate as amax / 448, because fp8 has the same relative precision everywhere."""
+    """Power-of-two scales are as exact as scales amax / 448, because fp8 has the same relative precision everywhere."""
     arguments, _ = make("fp8_row", dtype, (16, 256, 1024), n_masks)
     exact, naive = naive_error(arguments)
     assert 0.5 * naive < relative_error(forward(*arguments), exact) < NAIVE_FACTOR * naive
@@ -233,7 +233,7 @@ def test_wrong_arguments_are_named(arguments: Given, error: type[Exception], mes
 
 @pytest.mark.parametrize("weight_format", ["fp8_row", "fp8_block"])
 def test_opcheck(weight_format: str) -> None:
-    """`test_schema` is skipped: it compares arguments before and after a call, and torch cannot compare fp8 tensors."""
+    """Skips `test_schema`, which compares arguments before and after a call: torch cannot compare fp8 tensors."""
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     report = torch.library.opcheck(torch.ops.mglu.forward.default, tuple(make(weight_format)[0][:8]), test_utils=checks)
     assert set(report.values()) == {"SUCCESS"}

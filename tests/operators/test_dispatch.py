@@ -114,7 +114,7 @@ def test_training_runs_on_the_cuda_backend_where_it_can(monkeypatch: pytest.Monk
     assert all(map(torch.equal, again, (result, partials)))
     for got, want in zip(torch.ops.mglu.backward(result, x, *rest), gradients, strict=True):
         assert torch.equal(got, want)
-    for _ in range(2):  # the second call uses the prepared one
+    for _ in range(2):  # the second call uses what the first one prepared
         torch.ops.mglu.backward(torch.ops.mglu.forward_train(x, weight, packed, "silu", term_weights)[0], x, *rest)
     assert described == [((6,), torch.bfloat16)] * 2
     assert shapes == (3 * [((6, 16), (6, 2)), ((6, 8), (6, 16), (6, 5, 8), True)] if trains else [])

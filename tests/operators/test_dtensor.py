@@ -82,7 +82,7 @@ def _packing(ranks: Ranks) -> None:
 def _layers(ranks: Ranks) -> None:
     """`mglu::forward` and its gradients, for all ways to shard a layer."""
     replicate = Replicate()
-    # x, weight and masks, mask_weights, result
+    # The placements of x, of weight and masks, of mask_weights, and of the result.
     ways = {
         "column parallel": (replicate, Shard(0), replicate, lambda x: Shard(x.dim() - 1)),
         "token parallel": (Shard(0), replicate, Shard(0), lambda x: Shard(0)),
@@ -119,7 +119,7 @@ def _learned_masks(ranks: Ranks) -> None:
     replicate = Replicate()
     layer = make_layer((4, 3), dtype=torch.float64)
     tensors = (layer.x, layer.weight, layer.logits.double())
-    # x, weight, logits, result, packed masks, gradients
+    # The placements of x, weight, logits, result, packed masks and gradients.
     ways = {
         "column parallel": (replicate, Shard(0), Shard(1), Shard(2), Shard(0), (Partial(), Shard(0), Shard(1))),
         "token parallel": (Shard(1), replicate, replicate, Shard(1), replicate, (Shard(1), Partial(), Partial())),
@@ -175,7 +175,7 @@ def _compiled_modules(ranks: Ranks) -> None:
 
 
 def _rules_of_the_user(ranks: Ranks) -> None:
-    """A user's rule wins, registered before or after ours. Registering ours twice is allowed."""
+    """A user's rule replaces ours, even if it is registered first. Registering ours twice is allowed."""
     asked = []
 
     def rule(masks: Any) -> Any:
@@ -185,7 +185,7 @@ def _rules_of_the_user(ranks: Ranks) -> None:
     register_sharding(torch.ops.mglu.pack_masks.default)(rule)
     masks = make_layer().masks
     packed = torch.ops.mglu.pack_masks(masks)
-    torch.ops.mglu.pack_logits(ranks.shard(masks.float(), Shard(1)))  # this call registers ours
+    torch.ops.mglu.pack_logits(ranks.shard(masks.float(), Shard(1)))  # this call registers our rules
     ops.register_dtensor_rules()
     ops.register_dtensor_rules()
     ranks.compare("pack_masks", torch.ops.mglu.pack_masks(ranks.shard(masks, Shard(1))), packed, Replicate())

@@ -55,7 +55,7 @@ RUNS = {
 
 
 def rows_with_expert(result: Tensor, layer: Experts) -> Tensor:
-    """The rows of expert slots with an expert. All other rows must be zeros."""
+    """The rows of the result for pairs whose expert id is in range. All other rows must be zeros."""
     assert not result[~layer.has_expert].count_nonzero()
     return result[layer.has_expert]
 
@@ -130,7 +130,7 @@ def test_experts_down_has_the_range_of_float32(weight_format: str, dtype: torch.
 
 
 def test_experts_down_adds_in_float32_in_the_order_of_the_experts() -> None:
-    """2^24 + 1 - 2^24 is 0 in float32 in this order, and 1 in any other."""
+    """In float32, 2^24 + 1 - 2^24 is 0, and 2^24 - 2^24 + 1 is 1."""
     weight = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1)
     for down in (mglu.experts_down, lambda *given: composite._down(DownGiven(*given))):
         for ids, expected in (([0, 1, 2], 0.0), ([0, 2, 1], 1.0)):
@@ -333,7 +333,7 @@ def test_vmap_over_tokens_and_over_weights() -> None:
 
 
 def test_flops_count_the_rows_of_the_result() -> None:
-    """6 tokens with 2 experts each, 3 masks, 10 x 24. The backward pass has twice as many flops as the forward pass."""
+    """Each of 6 tokens has 2 experts of 10 x 24 with 3 masks. The backward pass has twice the forward pass's flops."""
     layer = make_experts()
     given, _ = sorted_rows(layer)
     x, weight = leaf(given.x), leaf(given.weight)

@@ -227,7 +227,7 @@ def test_compiled_autocast_equals_eager_autocast():
 
 @pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
 def test_a_graph_holds_one_node_for_each_operator_call(partition):
-    """In training these are forward_train and backward, for any number of masks. Nothing is recomputed."""
+    """In training, the nodes are forward_train and backward, for any number of masks. Nothing is recomputed."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:

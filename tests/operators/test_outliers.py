@@ -55,13 +55,13 @@ def test_composite(data):
     dtype = data.draw(st.sampled_from(DTYPES))
     layer = data.draw(outlier_layers(dtype))
     result = run_on("composite", layer.x, layer.weight, layer.packed_masks, layer.activation)
-    slack = BUDGET[dtype] if dtype is torch.float32 else 0.0  # float32 sums in another order, without more precision
+    slack = BUDGET[dtype] if dtype is torch.float32 else 0.0  # sums of float32 in another order differ by this
     assert_loses_no_more_than_naive(result, layer, slack)
 
 
 @given(st.data())
 def test_sums_with_flipped_signs(data):
-    """Training and GPU kernels compute values as differences of sums. They keep the documented bound."""
+    """Training and GPU kernels compute values as differences of sums. Their errors keep the documented bound."""
     layer = data.draw(outlier_layers(data.draw(st.sampled_from(DTYPES))))
     result, _ = torch.ops.mglu.forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation)
     assert_loses_no_more_than_naive(result, layer, slack_of_differences(layer))
@@ -78,7 +78,7 @@ def test_sums_overflow_where_the_naive_layers_do(dtype, n_masks):
             masks = torch.zeros_like(layer.masks)
             masks[:, :, :4] = True
             weight = torch.full_like(layer.weight, 0.0)
-            weight[:, 0], weight[:, 5] = large / 1e19, 2.0**-100  # the small value keeps the product finite
+            weight[:, 0], weight[:, 5] = large / 1e19, 2.0**-100  # a small value keeps its product with the gate finite
             x = torch.ones_like(layer.x)
             x[:, 0] = 1e19
             layer = layer.with_(x=x, weight=weight, masks=masks)

@@ -1,4 +1,4 @@
-"""The parameter structs that Python reads from the C++ and CUDA sources."""
+"""What Python and the C++ and CUDA sources share: the parameter structs, and the names and codes of activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends.cpu import build
 from mglu_ops.backends.cpu.build import source_directory as cpu_sources
+from mglu_ops.backends.cuda import compiler
 from mglu_ops.backends.cuda.compiler import source_directory as cuda_sources
 from mglu_ops.backends.parameters import MAP_BYTES, Parameters, read_parameters
 
@@ -77,3 +80,14 @@ def test_strides_and_sizes_are_given_by_name() -> None:
     fields = read_parameters(cuda_sources() / "flip_signs.cu", "Params")
     with pytest.raises(TypeError, match="got rows, column, must be weight_row_stride, rows, expert_rows, columns"):
         fields.with_integers({"rows": 1, "column": 2})
+
+
+def test_kernels_have_the_same_codes_which_count_from_zero_without_gaps() -> None:
+    """Codes must have no gaps, because the C++ library uses them as indices into a table of names."""
+    source = (compiler.source_directory() / "activation.cuh").read_text()
+    (enumeration,) = re.findall(r"enum class Activation : int \{(.*?)\};", source, re.DOTALL)
+    on_gpu = re.findall(r"(\w+) = (\d+),", enumeration)
+    source = (build.source_directory() / "activation.h").read_text()
+    on_cpu = re.findall(r"^MGLU_ACTIVATION\((\w+), (\d+),", source, re.MULTILINE)
+    assert on_gpu == on_cpu == [(name, str(number)) for number, name in enumerate(ACTIVATIONS)]
+    assert [activation.code for activation in ACTIVATIONS.values()] == list(range(len(ACTIVATIONS)))

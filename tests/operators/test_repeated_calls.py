@@ -1,4 +1,4 @@
-"""A repeated call skips the checks. It must not count as repeated if anything that they depend on has changed.
+"""A repeated call skips the checks. No call counts as repeated if anything that the checks depend on has changed.
 
 Each test makes a good call, and changes one property of one argument. The next call must give the same error or the
 same bits as in a new process. The calls run in a forked process, because a call that wrongly skips a check reads memory
@@ -84,7 +84,7 @@ def shrink(args: Arguments, name: str) -> None:
 
 
 def shrink_to_the_tensor_before(args: Arguments, name: str) -> None:
-    """Shrink the storage of two tensors to the first. A good call with the first must not vouch for the second."""
+    """Shrink the storage of two tensors to the first one. A good call with the first must not vouch for the second."""
     tensor = args[name]
     pair = torch.stack([tensor, tensor])
     args[name] = pair[1]
@@ -262,7 +262,7 @@ def test_repeated_calls_also_obey_the_batch_invariant_mode(op: str, monkeypatch:
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in TENSORS if not op.endswith("_ste")])
 def test_another_alignment_makes_another_call(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The alignment is part of a kept call's key, because it decides how many bytes GPU kernels load at once."""
+    """Prepared calls differ by alignment, because the alignment decides how many bytes GPU kernels load at once."""
     monkeypatch.setattr(dispatch, "_prepared", {})
     args = arguments(op)
     tensor = args[name].contiguous()

@@ -142,9 +142,9 @@ def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tens
 
 
 def magnitudes(grad_output: Tensor, layer: Layer, partials: Tensor) -> list[Tensor]:
-    """The gradients if no terms cancelled, which bound the rounding errors.
+    """What the gradients would be if no terms cancelled. Rounding errors are bounded by these values.
 
-    A backend may compute the gradient of the logits as a difference of two larger products, which is included.
+    A backend may compute the gradient of the logits as a difference of two larger products. The bound allows for that.
     """
     same_sign = layer.with_(x=layer.x.abs(), weight=layer.weight.abs(), masks=torch.zeros_like(layer.masks))
     grad_x, grad_weight, grad_logits, grad_mask_weights = equations(grad_output.abs(), same_sign, partials.abs())

@@ -36,7 +36,7 @@ exec g++ "$@"
 def _has_static_libstdcxx() -> bool:
     if shutil.which("g++") is None:
         return False
-    command = ["g++", "-print-file-name=libstdc++.a"]  # a path only if there is such a file
+    command = ["g++", "-print-file-name=libstdc++.a"]  # prints a path only if the file exists
     return "/" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -71,7 +71,7 @@ def test_a_package_with_a_copy_of_libstdcxx_is_refused(tmp_path: Path, flags: li
 @pytest.mark.long
 @needs_static_libstdcxx
 def test_export_warns_of_a_compiler_that_links_libstdcxx_statically(tmp_path: Path, library: Path) -> None:
-    """The loader of torch fails on such a package in Python, and runs it in a C++ program."""
+    """Torch's loader fails on such a package in Python, but not in a C++ program."""
     compiler, package = tmp_path / "bin" / "g++", tmp_path / "model.pt2"
     compiler.parent.mkdir()
     compiler.write_text(STATIC_COMPILER)
@@ -82,7 +82,7 @@ def test_export_warns_of_a_compiler_that_links_libstdcxx_statically(tmp_path: Pa
     with pytest.raises(PackageError, match=r"holds a copy of libstdc\+\+"):
         mglu_ops.load(package)
     in_python = run([sys.executable, "-W", "ignore", "-c", LOAD, package])
-    assert in_python.returncode < 0 or "bad_cast" in in_python.stderr  # it depends on the version of GCC
+    assert in_python.returncode < 0 or "bad_cast" in in_python.stderr  # which of the two depends on GCC's version
     write_tensor(tmp_path / "x.tensor", x)
     write_tensor(tmp_path / "y.tensor", layer(x).detach())
     in_cpp = run_package(library.parent, package, tmp_path / "x.tensor", tmp_path / "y.tensor")

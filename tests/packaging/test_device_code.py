@@ -1,4 +1,4 @@
-"""The table of launches and the kernels that `build-runtime --arch --package` puts into the library."""
+"""The table of launches, and the kernels, that `build-runtime --arch --package` puts into the library."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ pytestmark = [needs_compiler, pytest.mark.long]
 HERE = Path(__file__).parent
 LAYER = LayerInfo(8, 1024, 2048, "float16", "silu", None)
 STORED = {1: "fp8_block", 8: "int4_group"}
-"""The format of a second layer, beside a dense one with that number of masks."""
+"""Number of masks -> the weight format of the second layer in a package."""
 
 
 def layers_with(n_masks: int) -> list[LayerInfo]:
-    """A layer with a dense weight, one with a weight in fewer bits, and one that rounds x as well."""
+    """A dense layer, a layer with a quantized weight, and a quantized layer that also rounds x."""
     dense = replace(LAYER, n_masks=n_masks)
     rounding = replace(dense, weight_format="fp8_block", activation_format="fp8_token")
     return [dense, replace(dense, weight_format=STORED[n_masks]), rounding]
@@ -65,7 +65,7 @@ DOWNS = [DOWN, *(replace(DOWN, dtype="float16", out_features=41, weight_format=n
 
 
 def write_table(folder: Path, layers: list[LayerInfo]) -> str:
-    """Compile the kernels of a package with some layers for sm_90; the table."""
+    """Write a package with these layers, compile its kernels for sm_90, and return the table of launches."""
     write_small_package(folder / "model.pt2", device="cuda", backend="cuda", layers=layers, arch=[9, 0])
     device_code.write(folder, ["sm_90"], [folder / "model.pt2"])
     return (folder / device_code.TABLE).read_text()
@@ -77,7 +77,8 @@ def compile_table(folder: Path) -> None:
     names = "plain", "quantize_x", "group_tokens"
     embedded = "".join(f'MGLU_EMBED(source_{name}, "cuda/{name}.cu");\n' for name in names)
     sources = ", ".join(f'source("{name}.cu", source_{name})' for name in names)
-    (folder / "mglu_sources.inc").write_text(f"{embedded}#define MGLU_SOURCES(source) {sources}\n")  # as CMake does
+    # CMake writes this file in a real build.
+    (folder / "mglu_sources.inc").write_text(f"{embedded}#define MGLU_SOURCES(source) {sources}\n")
     folders = [f"-I{folder}", f"-Wa,-I{folder}", f"-Wa,-I{root}"]
     compile_cpp(folder / "kernels.o", "-c", *folders, root / "library/cuda/kernels.cpp")
 
@@ -90,10 +91,7 @@ def compile_cpp(out: Path, *arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module", params=[1, 8], ids="n_masks={}".format)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerInfo]:
-    """A program that prints the launches of calls, with the table of three layers, and the dense one of them.
-
-    Its kernels never run.
-    """
+    """A C++ program that prints the launches of calls, and the dense layer of its table. Its kernels never run."""
     folder, layer = tmp_path_factory.mktemp("launches"), replace(LAYER, n_masks=request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_code, "compile_cubin", lambda *_: b"\x7fELF")
@@ -120,17 +118,17 @@ def choose_or_decode(call: Call, gpu: Gpu) -> LaunchChoice:
     return replace(choice, config=replace(choice.config, decoded=True, permuted=True, sparse=False, stages=2))
 
 
-of_one_program = pytest.mark.parametrize("program", [8], indirect=True)
-"""All tables have the same experts."""
+one_program = pytest.mark.parametrize("program", [8], indirect=True)
+"""Runs a test with one table only, because experts are the same in all tables."""
 
 SCALARS = {torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, None: -1}
-"""The numbers of dtypes in csrc/library/tensor.h."""
+"""The codes of dtypes in csrc/library/tensor.h."""
 
 
 def printed_launches(
     program: Path, layer: LayerInfo, tokens: Iterable[int], sms: int, id_dtype: torch.dtype = torch.int32
 ) -> tuple[list[str], str]:
-    """The lines and the errors that the program prints on a GPU with `sms` SMs."""
+    """The output and the errors of the program on a GPU with `sms` SMs."""
     dtype, weights = getattr(torch, layer.dtype), layer.mask_weights_dtype
     arguments = [
         *(layer.n_masks, layer.out_features, layer.in_features, FORMATS[layer.weight_format].code),
@@ -143,7 +141,7 @@ def printed_launches(
 
 
 class PrintingDriver:
-    """The fake driver of fake_driver.cpp for launches of Python."""
+    """A fake driver for Python's launches, which prints what fake_driver.cpp prints for C++."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -198,7 +196,7 @@ WORKSPACE = 0x100000
 
 
 def addresses(layer: LayerInfo) -> dict[str, int]:
-    """The addresses of print_launches.cpp, 0 for tensors that a layer lacks."""
+    """The addresses that print_launches.cpp gives tensors: 0 for tensors that a layer lacks."""
     found = {name: 0x1000 * number for number, name in enumerate(NAMES, 1)}
     missing = [] if layer.mask_weights_dtype else ["mask_weights"]
     missing += ["weight_scale"] if layer.weight_format == "dense" else []
@@ -216,14 +214,14 @@ def driver_of_python(monkeypatch: pytest.MonkeyPatch) -> PrintingDriver:
 
 
 def launched(printing: PrintingDriver, sequence: LaunchSequence, pointers: dict[str, int]) -> list[str]:
-    """The lines of a sequence of launches."""
+    """The printed lines of a sequence of launches."""
     printing.lines = [f"allocate {sequence.workspace_bytes}"] if sequence.workspace_bytes else []
     sequence(0, pointers, WORKSPACE)
     return printing.lines
 
 
 def launches(printing: PrintingDriver, layer: LayerInfo, tokens: int, sms: int) -> list[str]:
-    """The launches of the CUDA backend: it chooses as for its own GPU, and launches on one with `sms` SMs."""
+    """The CUDA backend's launches, chosen for a usual GPU and launched on a GPU with `sms` SMs."""
     chosen_for = gpu_of_architecture((9, 0))
     gpu = replace(chosen_for, multiprocessors=sms)
     call = device_code._call(layer, tokens)
@@ -246,7 +244,7 @@ def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
 def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
 ) -> None:
-    """At most 512 tokens a launch."""
+    """A launch takes at most 512 tokens, so 600 tokens take two."""
     path, layer = program
     gpu = gpu_of_architecture((9, 0))
     for known in layers_with(layer.n_masks):
@@ -272,12 +270,12 @@ def expert_call(layer: LayerInfo, tokens: int) -> Call:
     return replace(call, routing=replace(call.routed, index_dtype=torch.int64 if layer.top_k else torch.int32))
 
 
-@of_one_program
+@one_program
 @pytest.mark.parametrize("sms", [2, 132])
 def test_cpp_launches_the_experts_that_python_launches(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
-    """Above 512 tokens, launches are chosen for powers of two."""
+    """Above 512 tokens, C++ uses the launch that was chosen for the next power of two."""
     path, _ = program
     chosen_for = gpu_of_architecture((9, 0))
     gpu, kernels = replace(chosen_for, multiprocessors=sms), set()
@@ -296,12 +294,12 @@ def test_cpp_launches_the_experts_that_python_launches(
     assert kernels == {"decode_mma", "tile_wgmma", "plain", "group_tokens", "permute_x", "quantize_x"}
 
 
-@of_one_program
+@one_program
 @pytest.mark.parametrize("sms", [2, 132])
 def test_cpp_launches_the_down_projections_that_python_launches(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
-    """More rows than blocks can sort take several launches."""
+    """Calls with more rows than one launch can sort take several launches."""
     path, _ = program
     chosen_for = gpu_of_architecture((9, 0))
     gpu = replace(chosen_for, multiprocessors=sms)
@@ -332,7 +330,7 @@ def test_cpp_launches_the_down_projections_that_python_launches(
         assert errors == ""
 
 
-@of_one_program
+@one_program
 def test_cpp_compiles_plain_kernels_for_experts_that_are_not_in_the_table(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
 ) -> None:
@@ -357,7 +355,7 @@ def test_cpp_compiles_plain_kernels_for_experts_that_are_not_in_the_table(
         assert errors.count("no tuned kernel for a layer with weight") == 1
 
 
-@of_one_program
+@one_program
 def test_down_projections_without_a_kernel_are_refused(program: tuple[Path, LayerInfo], tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError,
@@ -383,7 +381,7 @@ def compiles_device_code() -> bool:
 def test_the_kernels_of_a_package_are_compiled_and_embedded(n_masks: int, tmp_path: Path) -> None:
     table = write_table(tmp_path, layers_with(n_masks))
     for kernel in ("mglu_decode_mma", "mglu_plain", "mglu_quantize_x"):
-        assert table.count(f'kernel = "{kernel}"') >= 2  # of each layer
+        assert table.count(f'kernel = "{kernel}"') >= 2  # one for each of two layers
     embedded = re.findall(r'"(\d+\.cubin)"', table)
     assert len(embedded) == table.count("code = mglu_cubin_")
     assert all((tmp_path / name).read_bytes().startswith(b"\x7fELF") for name in embedded)

@@ -1,4 +1,4 @@
-"""Packages of `export` compute what the model computes, hold what they should, and refuse what they cannot take."""
+"""Packages of `export` compute what the model computes, hold what they should, and refuse wrong inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ long = pytest.mark.long
     ("fixture", "name"), [("packages", "operator"), pytest.param("more_packages", "composite", marks=long)]
 )
 def test_a_package_agrees_with_its_model(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
-    """Either calls the operator or does without it."""
+    """The package calls the operator, or has the operations of the composite backend instead."""
     loaded, layers = mglu_ops.load(request.getfixturevalue(fixture) / f"{name}.pt2"), model()
     for tokens in (1, 2, 7, 64):
         torch.testing.assert_close(loaded(inputs(tokens)), layers(inputs(tokens)).detach())
@@ -64,7 +64,7 @@ def test_a_package_with_a_shim_and_a_weights_file_agrees_with_its_model(more_pac
 
 @given(layers())
 def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -> None:
-    """Each element is within the budget, relative to the equation with the absolute values of all terms."""
+    """Each element is within the budget, relative to the sum of the absolute values of all terms."""
     args = (layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
     result, exact = composite.forward(*args), layer.oracle()
     assert (result.dtype, result.shape) == (layer.x.dtype, exact.shape)
@@ -88,14 +88,14 @@ def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -
     ],
 )
 def test_weights_of_another_layout_are_refused(more_packages, library, name, change, words):
-    """The code of a package reads them as if they had the layout that it was compiled for, whatever their size."""
+    """A package's code reads weights with the layout that it was compiled for, without checking them."""
     weights = mglu_ops.load_weights(more_packages / "weights.pt")
     with pytest.raises(PackageError, match=words):
         mglu_ops.load(more_packages / "bare.pt2", library=library, weights={**weights, name: change(weights[name])})
 
 
 class RoutedExperts(nn.Module):
-    """Experts, with ids and weights of experts as inputs, and a down projection in a format."""
+    """Experts and a down projection in a weight format, with expert ids and expert weights as inputs."""
 
     def __init__(self, weight_format: str = "dense", in_features: int = 128) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class RoutedExperts(nn.Module):
 @long
 @pytest.mark.parametrize("weight_format", ["dense", "int4_group"])
 def test_a_package_gives_the_bits_of_the_operators_over_experts(tmp_path: Path, weight_format: str) -> None:
-    """Also for experts without rows, and for ids out of range."""
+    """Covers experts without rows, and ids out of range."""
     model, path = RoutedExperts(weight_format).eval(), tmp_path / "model.pt2"
 
     def example(tokens: int) -> tuple[Tensor, ...]:
@@ -255,7 +255,7 @@ def test_wrong_inputs_are_refused(packages: Path, wrong: Callable[[Tensor], tupl
 
 @long
 def test_two_packages_share_their_weights(tmp_path: Path) -> None:
-    """The second is made from a program that was exported with grad mode on, with three sizes, two of which vary."""
+    """The second package comes from a program that was exported in grad mode, with two dynamic dimensions."""
     layers = model()
     file = tmp_path / "weights.pt"
     mglu_ops.export(layers, (inputs(3),), tmp_path / "one.pt2", dynamic_tokens=False, weights=file)
@@ -381,7 +381,7 @@ def fail_to_compile(program: object, package_path: str, **options: object) -> No
 
 
 def test_an_unfinished_export_leaves_the_older_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older package is there while the new one is compiled, if the process is killed then, and after an error."""
+    """The older package stays while the new one is compiled, and stays for good if that fails or is killed."""
     path, seen = tmp_path / "model.pt2", []
 
     def compile_half(program: object, package_path: str, **options: object) -> None:
@@ -453,7 +453,7 @@ class VariableArguments(nn.Module):
     ],
 )
 def test_any_signature_of_forward_is_taken(module, shapes, tmp_path, monkeypatch):
-    """The forward of the wrapper that torch.compile returns takes `*args`."""
+    """The wrapper that torch.compile returns has a forward with `*args`."""
     compiled = []
 
     def keep(program: ExportedProgram, **options: object) -> None:
@@ -468,7 +468,7 @@ def test_any_signature_of_forward_is_taken(module, shapes, tmp_path, monkeypatch
 
 
 def test_a_model_in_training_mode_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.export` compiles it so, which is right for a model that samples, and a surprise for all others."""
+    """`torch.export` keeps training mode, which few models want in a package."""
     dropping = nn.Sequential(MGLU(8, 8), nn.Dropout(0.5))
     path = tmp_path / "model.pt2"
     for module in (dropping, torch.export.export(dropping, (torch.randn(3, 8),))):
@@ -495,7 +495,7 @@ def test_sizes_that_cannot_vary_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_program_of_one_token_is_refused(tmp_path: Path) -> None:
-    """Without this, torch would compile code that is right for one token alone."""
+    """Otherwise torch would compile code that is right for one token only."""
     import torch.fx.experimental._config as symbolic
 
     with torch.no_grad(), symbolic.patch(backed_size_oblivious=True):

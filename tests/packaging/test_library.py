@@ -32,7 +32,7 @@ pytest_plugins = ["library_fixtures"]
 pytestmark = [needs_compiler]
 
 Call = tuple[str, tuple[Any, ...]]
-"""The name and the arguments of a call of an operator."""
+"""The name of an operator, and the arguments of a call."""
 
 
 def symbols(library: Path, which: str) -> list[str]:
@@ -40,7 +40,7 @@ def symbols(library: Path, which: str) -> list[str]:
 
 
 def test_the_library_uses_only_the_stable_interface_of_torch(library: Path) -> None:
-    """A C++ name of torch would tie it to one version. Names of torch's C interface have no namespace."""
+    """A C++ symbol of torch would tie the library to one version. Symbols of torch's C interface have no namespace."""
     used = symbols(library, "--undefined-only")
     assert "aoti_torch_library_def" in used
     assert not [name for name in used if re.search(r"_ZN?K?(2at|3c10|5torch|6caffe2)", name)]
@@ -60,7 +60,7 @@ def test_header_and_package_have_one_version() -> None:
 
 
 def test_the_checksum_matches_the_library(library: Path) -> None:
-    """It has the format of `sha256sum`."""
+    """The file has the format of `sha256sum`."""
     assert run(["sha256sum", "--check", f"{library.name}.sha256"], folder=library.parent).returncode == 0
 
 
@@ -175,7 +175,7 @@ def rounding_calls() -> Iterator[Given]:
             layer, _ = stored_layer(name, dtype, 7, 70, 137, n_masks=3, activation_format="fp8_token")
             x, info, integers = layer.x, torch.finfo(dtype), torch.arange(137)
             x[0], x[1, 5], x[2, 7], x[3, 9] = 0, math.nan, -math.inf, info.max
-            x[4] = integers * max(info.smallest_normal * info.eps, 2**-136)  # the least scale, and ties
+            x[4] = integers * max(info.smallest_normal * info.eps, 2**-136)  # the smallest scale, and ties
             x[5], x[5, 0] = x[5] / 100, 448  # the largest number for a scale of 1
             x[6] = integers / 16  # ties
             yield layer
@@ -212,21 +212,21 @@ def stored_calls() -> Iterator[Given]:
 
 
 def outcome(name: str, arguments: Sequence[Any]) -> Tensor | str:
-    """The result of a call, or the text of its error with the names of dtypes as C++ writes them."""
+    """The result of a call, or the text of its error with dtype names as C++ writes them."""
     try:
         return getattr(torch.ops.mglu, name)(*arguments)
     except (TypeError, ValueError) as error:
         return re.sub(r"torch\.(?!nn)", "", str(error))
 
 
-def of_experts(given: Given) -> Call:
+def expert_call(given: Given) -> Call:
     x, weight, packed_masks, *rest, ids, offs = given
     name, routing = ("grouped_forward", offs) if ids is None else ("experts_forward", ids)
     return name, (x, weight, packed_masks, routing, *rest)
 
 
 def expert_calls() -> Iterator[Call]:
-    """Right calls of the operators over experts, of few and of many rows an expert."""
+    """Valid calls of the operators over experts, with few and with many rows per expert."""
     dtypes = torch.float32, torch.float16, torch.bfloat16
     for number, (name, dtype) in enumerate(itertools.product(FORMATS, dtypes)):
         formats = [one for one, stored in ACTIVATION_FORMATS.items() if name in stored]
@@ -240,20 +240,20 @@ def expert_calls() -> Iterator[Call]:
                 weight_format=name,
                 activation_format=formats[number % len(formats)],
             )
-            yield of_experts(layer.given)
-            yield of_experts(sorted_rows(layer)[0])
+            yield expert_call(layer.given)
+            yield expert_call(sorted_rows(layer)[0])
             weights = (dtype, torch.float32, torch.float64)[number % 3]
             yield "experts_down", tuple(make_down(layer, name, weights))
 
 
 def transposed(tensor: Tensor | None) -> Tensor:
-    """The same tensor, whose last two dimensions change places in memory."""
+    """A copy whose last two dimensions are swapped in memory."""
     assert tensor is not None
     return tensor.mT.contiguous().mT
 
 
 def other_expert_calls() -> Iterator[Call]:
-    """Right calls with tensors of every layout, and wrong calls."""
+    """Valid calls with tensors in all memory layouts, and invalid calls."""
     layer = make_experts(weighted=True)
     given, (grouped, _), down = layer.given, sorted_rows(layer), make_down(layer)
     x, y, ids, offs, factors = given.x, down.y, given.routing, grouped.routing, down.expert_weights
@@ -266,7 +266,7 @@ def other_expert_calls() -> Iterator[Call]:
     large[0, 0, 0] = torch.inf
     yield "experts_down", (large, large[1:, 0][None], torch.zeros(9, 1).int(), torch.full((9, 1), 0.25))
     yield from map(
-        of_experts,
+        expert_call,
         (
             given._replace(**{name: transposed(value) for name, value in given.tensors().items()}),
             given._replace(weight=weight.repeat(1, 2, 1)[:, ::2], packed_masks=masks.repeat(2, 1, 1, 1)[:4]),
@@ -339,5 +339,5 @@ print("fine")
 @pytest.mark.long
 @pytest.mark.parametrize("order", ["library first", "python first"])
 def test_operators_are_registered_once(library: Path, order: str) -> None:
-    """The kernels of Python stay in force, with their gradients, vmap rules and fake kernels."""
+    """If Python and the library both register operators, Python's stay, with gradients, vmap rules and fake kernels."""
     assert "fine" in python("-c", TOGETHER, library, order, *NAMES)

@@ -1,4 +1,4 @@
-"""What `load` refuses: packages for another environment, and files of another kind."""
+"""`load` refuses packages for another environment, and other files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 
 def test_damaged_or_foreign_libraries_are_refused(tmp_path: Path) -> None:
-    """They are refused before the system's loader reads them."""
+    """Such libraries must be refused before the dynamic loader reads them."""
     library, checksum = tmp_path / "libmglu_ops.so", tmp_path / "libmglu_ops.so.sha256"
     with pytest.raises(FileNotFoundError, match="build-runtime"):
         load_library(library)

@@ -1,4 +1,4 @@
-"""The description of a package is read back as it was written, and a wrong one is refused by the name of its field."""
+"""A package's description is read back as it was written. The error for a wrong description names the field."""
 
 from __future__ import annotations
 

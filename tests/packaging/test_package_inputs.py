@@ -1,4 +1,4 @@
-"""Packages compute what their models compute for inputs of any layout, and refuse what they were not compiled for."""
+"""Packages take inputs of any memory layout, and refuse inputs that they were not compiled for."""
 
 from __future__ import annotations
 
@@ -109,7 +109,10 @@ def test_strides_with_gaps_or_overlaps_have_no_order() -> None:
 
 
 class Several(nn.Module):
-    """Takes z with the rows of x and y, any even number of rows of x, and constants. Its z has gaps in the example."""
+    """A model with related sizes: z has the rows of x and y together, and x has an even number of rows.
+
+    It also takes constants. In the example, z has gaps in memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +199,7 @@ def described(module: nn.Module, *example: Any, shapes: Any) -> tuple[list[Input
 
 
 class Half(nn.Module):
-    """Takes x with 2 n rows, and y with n rows."""
+    """A model that takes x with 2 n rows and y with n rows."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x[::2] + y
@@ -318,7 +321,7 @@ def test_sizes_for_which_the_code_would_end_the_process_are_refused(function, co
 
 
 def test_a_size_of_the_code_that_cannot_be_checked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor, which finds it, replaces errors by its own."""
+    """Inductor wraps the error in its own, and `export` must unwrap it."""
 
     def refuse(graph: object, program: object, inputs: object) -> list[str]:
         raise PackageError("model: it is right for s77 // 2.5 >= 1 alone")
@@ -349,7 +352,7 @@ def test_attention_that_inductor_makes_of_products_is_refused_without_tokens(tmp
 
 
 def test_symbols_are_computed_in_integers() -> None:
-    """In floating point, 1 / 49 * (13 * 49) is less than 13."""
+    """Floating point would be wrong: 1 / 49 * (13 * 49) is less than 13."""
     rows, b, start = sympy.symbols("rows b start", integer=True)
     before = solve.try_solve
     with _symbols_in_integers():
@@ -433,9 +436,9 @@ print("hangs" if any(thread.is_alive() for thread in threads) else "wrong" if wr
 
 @long
 def test_threads_may_share_a_package(packages: Path) -> None:
-    """Without a lock, a thread waits for torch's only model and keeps the interpreter's lock, which the other needs.
+    """Without a lock, there would be a deadlock: a thread waits for torch's only model instance and holds the GIL.
 
-    A call that fails releases the lock.
+    The lock must be released if a call fails.
     """
     assert python("-c", FOUR_THREADS, packages / "operator.pt2", timeout=120) == "fine\n"
 
@@ -453,7 +456,7 @@ for wrong in (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64)):
 
 @long
 def test_the_checks_of_torch_take_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`AOTI_RUNTIME_CHECK_INPUTS=1` is what C++ programs have."""
+    """`AOTI_RUNTIME_CHECK_INPUTS=1` enables torch's checks of inputs, which C++ programs rely on."""
     mglu_ops.export(Embedded().eval(), (torch.randint(50, (2, 8)),), tmp_path / "model.pt2")
     monkeypatch.setenv("AOTI_RUNTIME_CHECK_INPUTS", "1")
     assert python("-c", CHECKED, tmp_path / "model.pt2").split() == ["refused"] * 2

@@ -1,4 +1,4 @@
-"""Packages run in processes without Python: by `run_package`, and by the program of csrc/README.md."""
+"""Packages run in processes without Python: in `run_package`, and in the program of csrc/README.md."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_damaged_packages_and_hostile_tensors_are_refused_under_sanitizers(progr
 
 @pytest.mark.long
 def test_the_snippets_of_the_page_run_in_order(tmp_path: Path) -> None:
-    """The commands build and run the C++ program, by g++ and by CMake. It loads the package of the Python snippet."""
+    """The C++ program is built with g++ and with CMake, and loads the package that the Python snippet makes."""
     page = (ROOT / "csrc/README.md").read_text()
     for language, name in (("python", "readme.py"), ("cpp", "main.cpp"), ("cmake", "CMakeLists.txt")):
         (snippet,) = snippets(page, language)

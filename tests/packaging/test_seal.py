@@ -1,4 +1,4 @@
-"""Python and C++ find any damage of a package or a weights file, and say what is wrong with another file."""
+"""Python and C++ find any damage to a package or a weights file, and name the problem of other files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mglu_ops.packaging.seal import PackageError, check_seal, seal
 pytest_plugins = ["library_fixtures"]
 
 Check = Callable[..., str]
-"""What `check(package, weights=None, torch_version=None, device=None)` says; empty if it finds nothing wrong."""
+"""A function `check(package, weights=None, torch_version=None, device=None)` that returns the problem, or ""."""
 
 
 def in_python(package: Path, weights: Path | None = None) -> str:
@@ -49,7 +49,7 @@ def check(request: pytest.FixtureRequest) -> Check:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A package that has its weights in a file."""
+    """A package with its weights in a separate file."""
     path = tmp_path / "bare.pt2"
     write_small_package(path, b"some code", embeds_weights=False)
     return path
@@ -69,7 +69,7 @@ def test_whole_files_are_accepted(check: Check, bare: Path, weights: Path) -> No
 
 
 def damaged(whole: bytes) -> Iterator[bytes]:
-    """Files with each byte changed, of each shorter length, and with bytes before and after."""
+    """Copies of a file: with each byte changed, with each shorter length, and with bytes before or after."""
     for at in range(len(whole)):
         changed = bytearray(whole)
         changed[at] ^= 1 << at % 8
@@ -134,7 +134,7 @@ def test_cpp_compares_torch_and_the_device(in_cpp: Check, bare: Path, weights: P
 
 @needs_compiler
 def test_cpp_asks_for_weights(in_cpp: Check, bare: Path, weights: Path, tmp_path: Path) -> None:
-    """Torch's loader would run the package without them, and crash."""
+    """Without weights, torch's loader would run the package and crash."""
     assert in_cpp(bare) == f"{bare}: it has no weights in it: give the model the file of export(..., weights=FILE)"
     assert in_cpp(bare, tmp_path / "no.pt") == f"{tmp_path}/no.pt: No such file or directory"
     write_small_package(bare)

@@ -1,4 +1,4 @@
-"""The wheel is pure, complete, and works with nothing but torch beside it."""
+"""The wheel is pure Python and complete, and needs only torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distributions_of(name: str) -> set[str]:
-    """A distribution and all that it requires here, by name."""
-    found = {"triton", "cuda-bindings", "cuda-core", "cuda-python"}  # torch's GPU builds require some; we must not
+    """The names of a distribution and of all its requirements in this environment."""
+    found = {"triton", "cuda-bindings", "cuda-core", "cuda-python"}  # only GPU builds of torch may need these
     left_out = set(found)
     todo = [name]
     while todo:
@@ -48,7 +48,7 @@ def distributions_of(name: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages as a clean environment has it: torch, what torch requires, and the wheel."""
+    """A site-packages folder as in a clean environment: torch, its requirements, and the wheel."""
     folder = tmp_path_factory.mktemp("site")
     for name in distributions_of("torch"):
         files = metadata.files(name) or []
@@ -94,7 +94,7 @@ def test_wheel_is_pure_and_holds_every_module_and_the_device_code(wheel: Path) -
 
 @pytest.mark.long
 def test_layers_run_and_are_exported_with_nothing_but_torch(site: Path, tmp_path: Path) -> None:
-    """Torch does without NumPy, which it does not require."""
+    """This also works without NumPy, which torch does not require."""
     run_isolated(
         f"""
         import importlib.util
@@ -124,7 +124,7 @@ def test_layers_run_and_are_exported_with_nothing_but_torch(site: Path, tmp_path
 
 
 def test_an_import_and_a_call_are_light(site: Path) -> None:
-    """Under 0.2 s over `import torch`; and neither imports Inductor, DTensor or a GPU package."""
+    """The two take less than 0.2 s beyond `import torch`, and import no Inductor, DTensor or GPU package."""
     code = """
         import time
         start = time.perf_counter()

@@ -17,7 +17,7 @@ import mglu_ops
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_latency_of_guards() -> Iterator[None]:
-    """Skip a measurement of Dynamo that is only logged: it flushes the caches, a third of a test's time."""
+    """Skip a measurement that Dynamo only logs. It flushes the caches, which takes a third of a test's time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
@@ -25,14 +25,17 @@ def _no_latency_of_guards() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fake_tensors_in_the_main_thread() -> None:
-    """Use fake tensors in the main thread first. Without a GPU, torch 2.11 crashes once their first thread ends."""
+    """Use fake tensors in the main thread first.
+
+    Without a GPU, torch 2.11 crashes when the first thread that used fake tensors ends.
+    """
     with FakeTensorMode():
         pass
 
 
 @pytest.fixture
 def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Inductor run the graphs after its passes before autograd, instead of generating code for them."""
+    """Make Inductor interpret the graphs that its passes before autograd leave, instead of generating code for them."""
     monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=interpreted))
 
 

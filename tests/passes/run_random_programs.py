@@ -24,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # this working copy, not an installed one
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # import this working copy, not an installed package
 
 OUTCOMES = ("fused", "refused", "silent", "skipped", "failed")
 Key = tuple[int, int | None]

@@ -18,7 +18,7 @@ SAME = 10 * BUDGET[torch.float64]
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_factor_with_the_mask_itself_is_the_gate_of_a_symmetric_product(swapped: bool) -> None:
-    """With this choice one operator reads the logits and packs them, and no node computes the complement."""
+    """If this factor is the gate, one operator reads the logits and packs them, and no node computes the complement."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         gate, value = F.linear(x, weight * (logits[0] > 0)), F.linear(x, weight * (logits[0] <= 0))
@@ -30,7 +30,7 @@ def test_the_factor_with_the_mask_itself_is_the_gate_of_a_symmetric_product(swap
 
 
 def test_a_symbolic_float_is_named() -> None:
-    """Under `dynamic=True` Dynamo makes a float an input of the graph, so its value is unknown."""
+    """Under `dynamic=True` Dynamo makes a float an input of the graph. Its value is unknown, so the report names it."""
     layer = with_activation(lambda g: 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))))
     named, capture = tensors(2), Capture()
     assert_same(results(capture.compile(layer), named), results(layer, named), SAME)

@@ -129,7 +129,7 @@ def _report(
 def test_layer_is_fused_or_its_split_is_reported(
     monkeypatch: pytest.MonkeyPatch, spelling: str, learned: bool, n_masks: int
 ) -> None:
-    """The size of a bucket, in weights, decides the position of the split."""
+    """The size of a bucket, here 1 to 7 weights, decides at which node Dynamo splits the graph."""
     for weights in range(1, 8):
         model = Model(*(Layer(spelling, learned, n_masks) for _ in range(2)))
         report = _report(monkeypatch, model, weights * BYTES)

@@ -102,7 +102,7 @@ def test_products(product: str) -> None:
 
 @pytest.mark.parametrize("masks", MASKS_OF_LOGITS)
 def test_trained_masks(masks: str) -> None:
-    """The operator reads the logits of all masks from one tensor if the program has it, and else from a new stack."""
+    """The operator reads the logits of all masks from one tensor of the program, or else from a new stack."""
     capture = fused(layer(PRODUCTS["bmm"], MASKS_OF_LOGITS[masks]), TRAINED)
     assert capture.calls["stack"] == (masks in ("one for each mask", "autograd.Function"))
     assert capture.calls["detach"] == 0
@@ -165,7 +165,7 @@ def test_float_masks() -> None:
 
 
 def test_operators_that_the_program_calls() -> None:
-    """They are reported as layers that call the operator already."""
+    """Operators that the program calls are reported as layers that call the operator already."""
     source = (
         "e = torch.arange(1, 5, dtype=torch.int32) * 8; r = x.flatten(0, 1); "
         "p = torch.zeros(4, 8, 1, 2, dtype=torch.uint8); "
@@ -191,7 +191,7 @@ REFUSED = {
     "g = x @ (w * m).mT; x.add_(1); silu(g) * (x @ (w * ~m).mT)": "project different inputs",
     "g = x @ (w * m).mT; (silu(g) * (x @ (w * ~m).mT), g)": "which the operator would replace",
     "torch.sin(x @ (w * m).mT) * (x @ (w * ~m).mT)": "reads a product with a masked weight by `sin`",
-    # Products of other shapes, because nothing may be broadcast
+    # Products in which shapes differ, because neither x nor the weight may be broadcast
     "silu(x[:1] @ (w * m).mT) * (x[:1] @ (w * ~m).mT)": "by `matmul`",
     "silu(x[0] @ (w * m).mT) * (x[0] @ (w * ~m).mT)": "by `matmul`",
     "silu(x @ (w[:1] * m[:1]).mT) * (x @ (w[:1] * ~m[:1]).mT)": "by `matmul`",
@@ -269,7 +269,7 @@ def grouped_tensors(trained: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def grouped(source: str, trained: tuple[str, ...]) -> Capture:
-    """Compile a program with offs, and compare the experts' rows with eager's. `grouped_mm` leaves others undefined."""
+    """Compile a program with offs, and compare experts' rows with eager's. `grouped_mm` leaves other rows undefined."""
     whole = from_source("x, w, l, o, offs", source, {})
 
     def function(**named: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ LOOPS = {
     [*((masks, TRAINED) for masks in LOOPS), ("masks of all", ("x", "w")), ("masks of all", FIXED)],
 )
 def test_loops_over_experts(masks: str, trained: tuple[str, ...]) -> None:
-    """Each expert is a layer of its own, whose weight is a view. The stacked weight receives all gradients."""
+    """Each expert is a layer of its own. Its weight is a view of the stacked weight, which receives all gradients."""
 
     def function(x: Tensor, w: Tensor, l: Tensor, o: Tensor) -> Tensor:
         space: dict[str, Any] = {"ste": straight_through, "M": straight_through(l)}

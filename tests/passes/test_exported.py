@@ -117,7 +117,7 @@ def test_a_long_chain_of_constants_is_evaluated() -> None:
 
 
 def test_autocast_around_the_pass_does_not_change_constants() -> None:
-    """The logits are a product of two matrices. In bfloat16 some of them would have another sign."""
+    """The logits are a product of two matrices. In bfloat16 some logits would have another sign."""
     module, x = Masked(torch.randn(64, 64), lambda stored: stored @ stored > 0), torch.randn(5, 64)
     program = export(module, x)
     with torch.autocast("cpu", torch.bfloat16):

@@ -42,7 +42,7 @@ def flip(tensor: Tensor) -> None:
 torch.library.define("mglu_tests::flip_", "(Tensor(a!) mask) -> ()")
 torch.library.impl("mglu_tests::flip_", "CompositeExplicitAutograd", flip)
 
-# Some of these are views of some tensors and copies of others, which no schema tells.
+# Some of these expressions are views of some tensors and copies of other tensors. No schema tells which.
 VIEWS = (
     "{t}",
     "{t}[0]",
@@ -116,8 +116,8 @@ def test_a_mask_that_the_model_writes_to_is_not_folded(kind: str, place: int) ->
         assert_agrees_at_each_call(module, saved_and_loaded(program), x)
     if place == AFTER:
         functional = program.run_decompositions({})
-        # Compare with the functional program: decomposing changes the effect of a write to an alias that no schema
-        # declares ("dropout").
+        # Compare with the functional program, because decomposing changes the effect of a write to an alias that no
+        # schema declares ("dropout").
         assert_agrees_at_each_call(copy.deepcopy(functional).module(), functional, x)
     module(x)
     assert torch.equal(module.masks[0], before[0]) == (kind == TO_A_COPY)
@@ -159,7 +159,7 @@ def test_parameters_that_the_model_writes_to_are_not_folded(name: str) -> None:
 
 
 def test_running_statistics_are_not_folded() -> None:
-    """The mask is the sign of a running mean, which a batch norm in training changes. No schema declares that."""
+    """The mask is the sign of a running mean, which a batch norm in training changes. No schema declares this write."""
     source = "x, y = x[:, :20], x[:, 20:]; m = mean.view(6, 20) > 0; z = gated(x, w, m, ~m); "
     source += "z.sum() + F.batch_norm(y, mean, variance, training=True, momentum=0.9).sum()"
     module, x = (

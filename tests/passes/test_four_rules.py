@@ -1,4 +1,4 @@
-"""Programs for each of the four rules of compile_passes/README.md, on which a pass without the rule is wrong.
+"""For each of the four rules of compile_passes/README.md, programs that a pass without the rule would break.
 
 Each program has eager's results and gradients (a missing gradient included), and leaves its inputs as eager does.
 """
@@ -51,7 +51,7 @@ WRITES = (
     "m[0].fill_(True)",
 )
 
-# Programs by parts of the reasons for refusing them, in inference and in training; None where they are fused.
+# Programs, keyed by parts of the reasons for which they are refused in inference and in training; None if fused.
 PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
     # Rule 1: a value is its callable, its bound arguments, and the versions of its inputs.
     ("different inputs", "different inputs"): (
@@ -101,9 +101,9 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
         # Autograd does not see this write, so eager's backward reads the new values.
         "m = ste(l); y = gated(x, w, m); m.data.mul_(0.5); y",
     ),
-    # Tracing records only the final state of a tensor, in which this one requires no gradient.
+    # Tracing records only the final state of a tensor, and in its final state y requires no gradient.
     ("such as detach_", "such as detach_"): ("y = gated(x, w, m, ~m); later = y + 1; y.detach_(); later",),
-    # The shape of a tensor before such a call is unknown, even if a write to it is a function of its old value.
+    # The shape of a tensor before `t_` is unknown, even if a write to the tensor is a function of its old value.
     ("does not know", "does not know"): ("g = w.clone(); g.mul_(m); g.t_(); g.t_(); of_weights(x, g, w * ~m)",),
     # Tracing records only the final shape of a tensor, so the shape that the layer reads is unknown.
     ("the shape of `x` is unknown, or a call such as t_", "the shape of `x` is unknown, or a call such as t_"): (
@@ -147,10 +147,10 @@ def _assert_equal(found: Tensor | None, wanted: Tensor | None, what: str) -> Non
 @pytest.mark.parametrize("compiled_autograd", [False, True])
 @pytest.mark.parametrize("hooked", ["m", "total", "g"])
 def test_a_gradient_hook_inside_of_a_layer_refuses_it(hooked: str, compiled_autograd: bool) -> None:
-    """Rule 3: what a rule looks through is part of the site.
+    """Rule 3: nodes that a rule looks through are part of the site.
 
-    With the operator the hook would see another gradient, or none. Newer versions of torch record every hook in the
-    graph.
+    With the operator, the hook on such a node would see another gradient, or none. Newer versions of torch record every
+    hook in the graph.
     """
     named = {name: t for name, t in tensors(training=True).items() if name in ("x", "w", "l")}
     layer = "total = (l > 0).double() + l; m = total - l.detach(); g = w * m; y = of_weights(x, g, w * (1 - m))"

@@ -54,7 +54,7 @@ def _fake(inputs: list[Any]) -> list[Any]:
 
 
 class Backend:
-    """A backend that fuses each graph with the result of `inputs`, and passes it on to `then`."""
+    """A backend that fuses each graph with the example inputs that `inputs` returns, and passes the graph to `then`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ def test_fuse_in_a_backend(
     """A graph that another pass has changed is run again to record examples, and its shapes stay symbolic."""
     backend = Backend(inputs, before)
     _check(backend, layer(), training, dynamic=dynamic)
-    graphs = {True: 1, None: 2, False: 3}[dynamic]  # None: dynamic once the size changes
+    graphs = {True: 1, None: 2, False: 3}[dynamic]  # with None, sizes become dynamic once they change
     assert backend.operators == ["forward_ste" if training else "forward"] * graphs
     if before is not None:
         (result,) = backend.fused[-1].graph.output_node().all_input_nodes
@@ -120,7 +120,7 @@ def test_fuse_in_a_backend(
 
 
 def test_what_dynamo_recorded_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds although nodes that switch autocast, and bodies of higher-order operators, have no values."""
+    """The graph is not run again, although switches of autocast and bodies of higher-order operators have no values."""
     monkeypatch.setattr(prepare, "_run", lambda *_, **__: pytest.fail("the graph was run"))
     model = layer()
 

@@ -187,7 +187,7 @@ def test_inlined_body_may_write_to_a_parameter(trains: bool) -> None:
 
 
 class Body(nn.Module):
-    """A model whose `no_grad` block reads only its operand, calls a module, or reads a parameter."""
+    """A model with a `no_grad` block that reads only its operand, calls a module, or reads a parameter."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

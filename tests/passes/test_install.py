@@ -92,7 +92,7 @@ def test_blocks_nest_and_have_reports_of_their_own() -> None:
 
 
 def test_enabling_and_disabling_inside_a_block() -> None:
-    """The options of the block hold until its end. The calls inside of the block take effect afterwards."""
+    """The options of a block hold until its end. Enabling or disabling fusion in a block takes effect afterwards."""
     mglu_ops.enable_fusion()
     with mglu_ops.fusion() as block:
         mglu_ops.disable_fusion()
@@ -107,7 +107,7 @@ def test_enabling_and_disabling_inside_a_block() -> None:
 
 
 def test_enabling_leaves_the_callbacks_of_others() -> None:
-    """`torch._dynamo.reset` would remove them, and would fail while another thread compiles a backward pass."""
+    """`torch._dynamo.reset` would remove the callbacks, and fail while another thread compiles a backward pass."""
     calls: list[Any] = []
     callback_handler.register_start_callback(calls.append)
     with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0"):
@@ -184,7 +184,7 @@ def test_assume_binary_checks_at_run_time() -> None:
 
 @pytest.mark.parametrize("kind", ["a pass", "a function without uuid", "a list of passes"])
 def test_passes_in_the_slot_are_run_first_and_once(kind: str) -> None:
-    """This holds for any number of enclosing blocks."""
+    """The passes run first and once for any number of enclosing blocks."""
     if kind == "a list of passes" and not hasattr(inductor_config, "pre_grad_pass_timing"):
         pytest.skip("the slot holds no list")
     theirs = [Recorder("first"), Recorder("second")]

@@ -54,7 +54,7 @@ FACTORS = (
     "l[0] > 0.5, l[0] < 0.5",
     "l[0] > 0.0, l[0] <= 1e-9",
     "l[0] > o, o > l[0]",
-    "l[0] >= -1, l[0] <= -1",  # both hold in row 0, where the logits are -1
+    "l[0] >= -1, l[0] <= -1",  # both comparisons hold in row 0, where the logits are -1
     "l[0] > -1, ~(l[0] >= -1)",
     "l[0] > o[:1], l[0] <= o[:, :1]",
     "l[0] > 0, l[0].int() <= 0",

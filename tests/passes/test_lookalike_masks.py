@@ -36,7 +36,8 @@ CONSTANTS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "heaviside(0.5 of an integer)": (torch.int64, lambda m: 1 - torch.heaviside(m, torch.full_like(m, 0.5))),
 }
 
-# The same for further functions. The mask m is 0 or 1. Comments give results of torch that are not plain arithmetic.
+# More dtypes and factors, in the form of `CONSTANTS`. The mask m is 0 or 1. A comment beside an entry says what torch
+# computes, mostly where plain arithmetic differs.
 ARITHMETIC: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "m - 1 of uint8": (torch.uint8, lambda m: m - 1),  # 255 at m = 0
     "m > -1 of uint8": (torch.uint8, lambda m: m > -1),  # torch compares with 255
@@ -94,7 +95,7 @@ def test_function_of_a_compared_mask(name: str) -> None:
     "name", sample((name for name, (dtype, _) in MASK_FUNCTIONS.items() if dtype is torch.float64), every=16)
 )
 def test_function_of_a_straight_through_mask(name: str) -> None:
-    """Here the derivatives at 0 and 1 matter, too."""
+    """In a straight-through mask, the derivatives of the function at 0 and 1 matter, too."""
     check(with_factor(name, "straight-through", on_value=True), ALL)
 
 
@@ -102,7 +103,7 @@ def test_function_of_a_straight_through_mask(name: str) -> None:
 
 
 HARD_FIRST: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
-    # True if it is fused, and the factor of the value. The factor of the gate is m = hard + L - L.detach().
+    # True if the layer is fused, and the factor of the value. The factor of the gate is m = hard + L - L.detach().
     "1 - m": (True, lambda m: 1 - m),
     "m < 0.5": (True, lambda m: m < 0.5),
     "not m.bool()": (True, lambda m: ~m.bool()),
@@ -149,8 +150,8 @@ def _chosen(logits: Tensor, base: Tensor, values: float | Tensor) -> Tensor:
     return base.scatter(1, logits.argsort(1)[:, :3], values)
 
 
-# True if it is fused, and a function of logits and another matrix that returns the factors of gate and value.
-# A factor None of the value stands for 1 - m.
+# Name -> True if the layer is fused, and a function of logits and another matrix. The function returns the factors of
+# gate and value; None for the value stands for 1 minus the gate's factor.
 MASKS_FROM_LOGITS: dict[str, tuple[bool, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]]] = {
     # Straight-through sums with another value or gradient
     "the gradient of another tensor": (True, lambda l, o: ((_hard(l) - o).detach() + o, None)),

@@ -149,7 +149,8 @@ USED_AS_MASKS: dict[int, tuple[str, ...]] = {
         "of_total(torch.inner(x, w), torch.inner(x, w * m[0]))",
         "of_total(torch.addmm(o.new_zeros(8), x, w.t()), linear(x, w * m[0]))",
         "of_total(einsum('bh,dh->bd', x, w), linear(x, w * m[0]))",
-        # The unmasked weight is not a mask of its mask, and the branches of a `where` are not masks of each other
+        # In `w * m`, the pass must not take w for the mask of a weight m. In a `where`, it must not take one branch for
+        # a mask of the other branch
         "(of_total(linear(x, w), linear(x, w * m[0])), linear(x, (2 * w) * m[0]))",
         "chosen = where(b[0], w, o).tanh() + where(b[0], w, 1 - o); (gated(x, w * o, b[0], ~b[0]), chosen)",
         # Stacks

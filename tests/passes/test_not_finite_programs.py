@@ -37,10 +37,10 @@ def mglu(x: Tensor, weight: Tensor, logits: Tensor, make: Callable[[Tensor], Ten
 
 @pytest.mark.parametrize(("name", "training"), family(MASKS, [True, False]))
 def test_a_nan_logit_is_a_0_of_the_mask(name: str, training: bool) -> None:
-    """This holds in training and in inference. An infinite logit also gives a finite result."""
+    """A NaN logit gives a mask of 0 in training and in inference. An infinite logit also gives a finite result."""
     make, is_said = MASKS[name]
     if name == "autograd.Function" and not training:
-        is_said = False  # the graph contains only its forward, a comparison
+        is_said = False  # the graph contains only the forward of the function, a comparison
     torch.manual_seed(0)
     x, weight, logits = torch.randn(3, 16), torch.randn(8, 16), torch.randn(8, 16)
     below = logits.clone()
@@ -116,7 +116,7 @@ def test_no_wrong_number_comes_out_where_a_weight_is_not_finite(name: str, activ
 
 
 def test_where_and_a_product_differ_under_an_infinite_weight() -> None:
-    """Hence no fused layer can agree with both programs (compile_passes/README.md)."""
+    """The results of the two programs differ, so no fused layer can agree with both (compile_passes/README.md)."""
     x, weight, masks = torch.ones(2, 8), torch.randn(4, 8), torch.ones(4, 8, dtype=torch.bool)
     masks[:, 0] = False
     weight[1, 2] = -math.inf

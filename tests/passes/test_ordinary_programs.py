@@ -15,14 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import sample
+from families import quick_only_for, sample
 from graphs import known_of_shapes
 from ordinary import Program, draw
 from source_programs import Both, judged, outcomes
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Tracer
 
 import mglu_ops
+from benchmarks.compile_time import masked, time_of_pass
+from benchmarks.ordinary_models import MASKED_LAYERS
+from compile_passes.prepare import record_examples
 from compile_passes.shapes import example
 
 PROGRAMS = int(os.environ.get("MGLU_ORDINARY_PROGRAMS", "300"))
@@ -130,7 +134,7 @@ def test_common_layers_are_not_reported(name: str) -> None:
     assert check(program) == "silent"
 
 
-# Programs that the pass once broke, by the fault.
+# Programs that the pass once broke, keyed by what it got wrong.
 REGRESSIONS: dict[str, tuple[str, ...]] = {
     "permutation by keyword": ("v0 = x.permute(dims=(1, 0))",),
     "permutation by keywords of the function": ("v0 = torch.permute(input=x, dims=(1, 0)) @ x",),
@@ -179,3 +183,42 @@ def test_fuse_needs_no_inputs_inside_a_backend() -> None:
     x, weight = torch.randn(3, 4), torch.randn(5, 4)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(F.linear, backend=backend, fullgraph=True)(x, weight), F.linear(x, weight))
+
+
+SHALLOW, DEEP = 50, 200
+MOST_GROWTH = 2.0
+"""The largest allowed ratio of the deep model's time per node to the shallow model's."""
+ROUNDS = 3
+
+
+class _InlineTracer(Tracer):
+    """Traces into modules of torch.nn and makes buffers nodes, so that the graph has the same calls as Dynamo's."""
+
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, *_: Any) -> bool:
+        return False
+
+
+def traced(model: nn.Module, x: Tensor) -> Graph:
+    """The graph of a model, by symbolic tracing, which is much faster than Dynamo."""
+    module = GraphModule(model, _InlineTracer().trace(model))
+    record_examples(module, [x])
+    return module.graph
+
+
+@pytest.mark.parametrize("kind", quick_only_for(["masked tanh"], MASKED_LAYERS))
+def test_time_per_node_does_not_grow_with_the_depth(kind: str) -> None:
+    """The depths are timed in turn, and their least CPU times are compared, so other load does not fail the test."""
+    cases = [masked(kind, layers) for layers in (SHALLOW, DEEP)]
+    with torch.no_grad():
+        graphs = [traced(*case.build()) for case in cases]
+        rounds = [
+            [
+                time_of_pass(graph, 0, case.may_report) / len(graph.nodes)
+                for graph, case in zip(graphs, cases, strict=True)
+            ]
+            for _ in range(ROUNDS)
+        ]
+    shallow, deep = (1e6 * min(times) for times in zip(*rounds, strict=True))
+    assert deep <= MOST_GROWTH * shallow, f"{shallow:.0f} us per node of {SHALLOW} layers, {deep:.0f} us of {DEEP}"

@@ -1,7 +1,7 @@
 """Correct programs with one perturbation have eager's results, and leave their inputs as eager does.
 
-The module `perturbed_programs` says what must hold for them, and
-`python tests/passes/run_random_programs.py perturbed` runs any number.
+The module `perturbed_programs` says what must hold for such programs, and
+`python tests/passes/run_random_programs.py perturbed` runs any number of them.
 """
 
 from __future__ import annotations

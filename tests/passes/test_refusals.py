@@ -73,7 +73,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "of_weights(x, F.normalize(w) * b[0], F.normalize(w, p=1.0) * ~b[0])",
     ),
     "project different inputs": ("gated_on_two(x, x + 1, w, b[0])",),
-    # A reason names the nodes at which the two expressions begin to differ, but no slices, whose names tell nothing.
+    # A reason names the nodes at which the two expressions begin to differ. It names no slices, because their names
+    # tell nothing.
     "different inputs, `l_x_` and `add [5, 8] = add(l_x_, 1)`": ("gated_on_two(x.sin(), (x + 1).sin(), w, b[0])",),
     "different inputs, `sin [8, 8] = sin(a)` and `sin_1 [8, 8] = sin(c)`": (
         "a, c = l[0], l[1]; gated_on_two(a.sin(), c.sin(), w, b[0])",
@@ -266,7 +267,7 @@ ACCEPTED = (
         f"torch.addcmul(y, silu(linear(x, w * b[1])), linear(x, w * ~b[1]), value={factor})"
         for start, factor in (("x.new_zeros(5, 8)", 1), ("x.new_zeros(8)", -1), ("o[0]", 1), ("o[0]", 0.5))
     ),
-    # Pairs of masks of logits
+    # Masks of logits and their complements
     "gated(x, w, l[0] > 0, l[0] <= 0)",
     "gated(x, w, l[0] > 0, ~(l[0] > 0))",
     "gated(x, w, l[0] >= 0, l[0] < 0)",
@@ -355,7 +356,7 @@ def test_layer_is_accepted(source: str, mode: str) -> None:
 
 @pytest.mark.parametrize("numbers", [(1e-9, 1e-3), (1e5, 2e5)])
 def test_numbers_that_the_dtype_of_the_layer_cannot_hold(numbers: tuple[float, float]) -> None:
-    """Each term is fused alone: float16 mask weights of these numbers would be 0 or infinite. Eager uses float32."""
+    """Each term is fused alone: as float16 mask weights, the numbers would be 0 or infinite. Eager uses float32."""
 
     def function(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
         return sum(number * gated(x, weight, m, ~m) for number, m in zip(numbers, bits[:2], strict=True))
@@ -391,7 +392,7 @@ def test_narrower_parts_are_kept(where: str) -> None:
 
 @pytest.mark.parametrize("on_gate", [True, False])
 def test_a_nan_that_one_straight_through_factor_makes_is_hidden(on_gate: bool) -> None:
-    """In inference the other factor may be a comparison of the same logits, which does not return NaN."""
+    """In inference one factor may be straight-through, and the other a comparison of its logits, which is never NaN."""
 
     def function(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         m, hard = straight_through(logits[0]), logits[0] > 0
@@ -406,7 +407,7 @@ def test_a_nan_that_one_straight_through_factor_makes_is_hidden(on_gate: bool) -
 
 
 def test_terms_around_a_residual_of_a_wider_dtype_are_layers_of_their_own() -> None:
-    """Each term is fused in its own dtype, in which these whole numbers are exact. The sum has a wider dtype."""
+    """Each term is fused in its own dtype, which holds the whole numbers of this test exactly. The sum is wider."""
 
     def function(x: Tensor, weight: Tensor, bits: Tensor, residual: Tensor) -> Tensor:
         first, second = (F.relu(F.linear(x, weight * m)) * F.linear(x, weight * ~m) for m in bits[:2])

@@ -248,7 +248,7 @@ def test_picture_shows_the_layer_before_and_after() -> None:
 
 
 def test_pass_logs_each_layer(caplog: pytest.LogCaptureFixture) -> None:
-    """The pass uses Python's `logging`, and `TORCH_LOGS="+compile_passes.fusion"` shows the log, too."""
+    """The pass logs with Python's `logging`. `TORCH_LOGS="+compile_passes.fusion"` shows this log, too."""
     with caplog.at_level(logging.DEBUG, logger="compile_passes.fusion"):
         report_of(Mixed())
     records = [record for record in caplog.records if record.name == "compile_passes.fusion"]

@@ -225,7 +225,7 @@ def test_masks_have_the_order_of_their_weights(weights: Any) -> None:
 
 
 def test_columns_that_a_program_has_taken() -> None:
-    """The rewrite finds the tensor of all mask weights, from whose last dimension they were taken."""
+    """If the mask weights are columns of one tensor, the operator takes that tensor without new slices."""
     weights = [MaskWeight("first_column"), MaskWeight("last_column")]  # type: ignore[arg-type]
     assert (
         made(BOTH, weights, x="x3").rpartition("; ")[2]

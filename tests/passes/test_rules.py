@@ -1,6 +1,6 @@
 """The rules of the pass: each is listed once, and rules that disagree about a node are found.
 
-Every other test in this folder also checks the rules, because `Capture` does it for each graph.
+Every other test in this folder also checks the rules, because `Capture` checks them for each graph.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PROGRAMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Tensor], Any]] = {
     ("difference_of_projections", "function_of_two"): _sum_with_itself,
     ("function_of_two", "gated_product"): LAYERS["g * g.sigmoid() * v"][2],
 }
-"""For each pair of `PRECEDENCE`, a program in which the two rules return different values for one node."""
+"""For each entry of `PRECEDENCE`, a program in which the two rules return different values for one node."""
 
 
 @pytest.mark.parametrize("pair", PRECEDENCE, ids=lambda pair: f"{pair[0].name} before {pair[1].name}")

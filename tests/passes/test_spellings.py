@@ -61,7 +61,7 @@ def test_mask_weights_of_a_part_of_a_stack() -> None:
 
 
 def test_repeated_and_subset_masks() -> None:
-    """One mask occurs twice and another not at all. The operator has as many masks as the sum has terms."""
+    """One mask occurs twice, and another mask never. The operator has as many masks as the sum has terms."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         masks = [straight_through(logits[i]) for i in (0, 2, 0)]
@@ -71,7 +71,7 @@ def test_repeated_and_subset_masks() -> None:
 
 
 def test_a_mask_with_other_uses_stays() -> None:
-    """A penalty on the masks adds its own gradient to that of the layer."""
+    """A penalty on the masks adds its own gradient to the gradient of the layer."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         m = straight_through(logits[0])

@@ -56,7 +56,7 @@ def masks_of(report: FusionReport) -> list[int]:
 
 @pytest.mark.parametrize("enable_in_thread", [False, True])
 def test_enabled_fusion_holds_in_every_thread(enable_in_thread: bool) -> None:
-    """It also holds, with its options, in threads other than the one that enables it."""
+    """Fusion and its options also hold in threads other than the one that enables fusion."""
     of_options, of_compilation = (in_a_thread, in_main) if enable_in_thread else (in_main, in_a_thread)
     of_options(lambda: mglu_ops.enable_fusion(strict=True))
     of_compilation(lambda: trace(layer()))
@@ -70,7 +70,7 @@ def test_enabled_fusion_holds_in_every_thread(enable_in_thread: bool) -> None:
 
 
 def test_the_pass_of_another_library_in_one_thread() -> None:
-    """The library's setting belongs to that thread, or before torch 2.13 to the process."""
+    """Our pass still runs in both threads. Before torch 2.13, Inductor's setting applies to the whole process."""
     theirs = Recorder()
     report = mglu_ops.enable_fusion(strict=True)
 
@@ -85,7 +85,7 @@ def test_the_pass_of_another_library_in_one_thread() -> None:
 
 @pytest.mark.long
 def test_enabling_and_disabling_at_once() -> None:
-    """No order of the calls breaks a compilation, and the last call holds."""
+    """Threads enable and disable fusion in any order. No order breaks a compilation, and the last call holds."""
 
     def work(i: int) -> None:
         for _ in range(10):
@@ -125,7 +125,7 @@ def test_enabling_while_other_threads_run_compiled_code() -> None:
 
 
 def test_enabling_again_keeps_compiled_code() -> None:
-    """So each worker may call `enable_fusion` before it starts."""
+    """A call with unchanged options keeps compiled code, so each worker may call `enable_fusion` before it starts."""
     compiled, x = torch.compile(layer(), backend=(counter := CompileCounter())), torch.randn(3, 16)
     for strict, count in ((False, 1), (False, 1), (True, 2), (True, 2)):
         in_a_thread(lambda strict=strict: mglu_ops.enable_fusion(strict=strict))
@@ -200,7 +200,7 @@ def test_blocks_of_threads_have_reports_and_options_of_their_own() -> None:
 
 
 def test_one_pass_in_many_threads() -> None:
-    """Each layer is reported once."""
+    """Many threads run one pass, and each layer is reported once."""
     graphs: list[Graph] = []
 
     def capture(gm: torch.fx.GraphModule, _: Any) -> Any:
@@ -242,7 +242,7 @@ def test_enabled_fusion_holds_in_threads_beside_a_block() -> None:
 
 
 def test_blocks_of_asyncio_tasks_do_not_mix() -> None:
-    """Two tasks run in one thread. Each also compiles in a thread of the executor, where its block still holds."""
+    """Two tasks run in one thread. Each task also compiles in a thread of the executor, where its block holds."""
 
     async def task(n_masks: int) -> FusionReport:
         with mglu_ops.fusion(strict=True) as report:

@@ -1,4 +1,4 @@
-"""Weights that a program decodes from 8 or 4 bits: the operator reads them as they are stored, or a note says why."""
+"""Weights that a program decodes from 8 or 4 bits: the operator reads their stored form, or a note says why not."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ DECODED |= {
 def assert_format(
     wanted: str, function: Callable[..., Any], make: Callable[[], dict[str, Tensor]], reason: str = ""
 ) -> None:
-    """Check that a layer is fused with a format and has eager's results. For `dense`, the note must have the reason."""
+    """Check that a layer is fused with a format and has eager's results. For `dense`, the note must give the reason."""
     capture = compare(function, make, 10 * BUDGET[torch.float32])
     assert formats(capture) == [wanted]
     note = capture.report.fused[0].note
@@ -357,7 +357,7 @@ def test_scales_that_the_program_rounds_stay_rounded() -> None:
 
 
 def test_one_spelling_of_scales_of_two_shapes() -> None:
-    """With scales `[12, 1]` the calls fit a format. With `[2, 6]` they change the order of the scales."""
+    """With scales `[12, 1]` the calls fit a format. With scales `[2, 6]` the calls change the order of the scales."""
     function = layer(lambda q, s, dtype: q.to(dtype) * s.t().reshape(-1)[:, None])
     for shape in ((12, 1), (2, 6)):
         given = arguments("int8_row")
@@ -402,7 +402,7 @@ def test_a_stored_weight_has_no_gradient(trained: str, grad: bool) -> None:
 
 
 def test_a_parameter_that_is_decoded_without_a_gradient() -> None:
-    """Where gradients are recorded, the operator would reject a scale that requires one."""
+    """While gradients are recorded, the operator would reject a scale that requires a gradient."""
 
     @torch.no_grad()
     def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
@@ -429,8 +429,8 @@ def test_trained_masks() -> None:
     assert_format("dense", function, make, "trains masks of weights in x's dtype only")
 
 
-# When the program writes to a stored weight or its scales: True if the operator may read them in inference, and in
-# training of x, where backward decodes them again.
+# Keyed by when the program writes to a stored weight or its scales: True if the operator may read the stored weight in
+# inference, and True if it may in training of x, where backward decodes the weight again.
 WRITES: dict[str, tuple[bool, bool]] = {"before the layer": (False, False), "after the layer": (True, False)}
 
 

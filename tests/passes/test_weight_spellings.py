@@ -56,7 +56,7 @@ EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
     family(EXPRESSIONS, [None, "w - w * m", "total - gate"], ["float", "logits"], MODES),
 )
 def test_weight_is_an_expression(name: str, pair: str | None, kind: str, mode: str) -> None:
-    """With a `pair` the weight is computed once per mask, without one once per product."""
+    """If `pair` is given, gate and value share one computed weight. Otherwise each of them computes the weight."""
 
     def term(x: Tensor, w: Tensor, m: Tensor, more: More) -> Tensor:
         weight, complement = EXPRESSIONS[name](w, more), KINDS[kind].complement(m)
@@ -71,7 +71,7 @@ def test_weight_is_an_expression(name: str, pair: str | None, kind: str, mode: s
 
 
 class Symmetric(nn.Module):
-    """A custom parametrization."""
+    """A custom parametrization, which makes a weight symmetric."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight.triu() + weight.triu(1).transpose(-1, -2)

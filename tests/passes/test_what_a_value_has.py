@@ -151,7 +151,7 @@ FACTORS_IN_FLOAT16 = (
 
 @pytest.mark.parametrize("source", FACTORS_IN_FLOAT16)
 def test_factors_inside_of_a_layer_in_float16_stay_where_they_are(source: str) -> None:
-    """After the operator, or inside of it, the factor would come too late: a value would already overflow or vanish."""
+    """After or inside of the operator, the factor would come too late: a value would have overflowed or vanished."""
     assert through_the_pass(program(source, dtype=torch.float32)) == "fused"
     half = program(source, dtype=torch.float16)
     capture = Capture()
@@ -206,7 +206,7 @@ def test_a_square_weight_and_its_transpose_are_two_layers() -> None:
 
 
 def test_a_view_that_cannot_be_made_in_inference_mode_refuses_a_layer() -> None:
-    """The operator needs a transposed view of a weight from outside, which AOTAutograd cannot make in this mode."""
+    """The operator needs a transposed view of an outside weight, which AOTAutograd cannot make in inference mode."""
 
     def function(x: Any, weight: Any, m: Any) -> Any:
         with torch.inference_mode():

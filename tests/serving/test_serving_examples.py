@@ -1,4 +1,4 @@
-"""The examples that quantize a model, train experts, evaluate a model or export one run at a small size, or fail."""
+"""Runs the examples that quantize, train experts, evaluate and export, at a small size, and checks their errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_train_trainer_writes_is_evaluated_offline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["lm_eval", "transformers"])
 def test_a_missing_package_is_named_with_the_extras(missing: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for name in ("transformers", "lm_eval"):  # one package cannot be imported; the other is not the real one
+    for name in ("transformers", "lm_eval"):  # one package cannot be imported, and the other is empty
         text = f"raise ImportError('No module named {name}')" if name == missing else ""
         (tmp_path / f"{name}.py").write_text(text)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -84,6 +84,6 @@ def test_a_mixture_is_trained_frozen_quantized_and_served(tmp_path: Path) -> Non
     assert trained < before - 0.5
     assert frozen == pytest.approx(trained, abs=0.002)
     assert quantized == pytest.approx(trained, abs=0.1)
-    one, masks = 32 * 32, 32 * 4 * 2  # the elements of a projection, and the bytes of an expert's masks
+    one, masks = 32 * 32, 32 * 4 * 2  # elements of one projection, and bytes of one expert's masks
     assert f"{3 * (8 * one + masks)} -> {3 * (one + 4 * 32 + masks)} bytes" in printed
     assert "def __init__(self" in printed.split("it writes")[1]

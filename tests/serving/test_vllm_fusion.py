@@ -1,4 +1,4 @@
-"""The fusion pass inside vLLM; these tests change Inductor as vLLM does, without vLLM."""
+"""The fusion pass inside vLLM. The tests configure Inductor as vLLM does, but do not need vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _no_fusion_before_and_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def test_a_graph_that_vllm_compiles_with_its_own_pass_is_fused() -> None:
-    """For each compilation, vLLM captures the graph and sets a pass of its own in Inductor's slot."""
+    """For each compilation, vLLM captures the graph and puts its own pass into Inductor's `pre_grad_custom_pass`."""
     theirs = Recorder()
 
     def compile_as_vllm(graph: GraphModule, inputs: list[Any]) -> Any:

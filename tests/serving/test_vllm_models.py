@@ -1,7 +1,7 @@
 """The plugin with the real vLLM: registration, tensor-parallel layers on two ranks, and whole models in its engine.
 
-vLLM is not installed in continuous integration, since its wheels for GPUs bring gigabytes and a torch of their own.
-mglu_ops/vllm/README.md says with which versions these tests were run.
+Continuous integration does not install vLLM, because its wheels take gigabytes and bring another torch. The file
+mglu_ops/vllm/README.md lists the versions with which the tests were run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_the_entry_point_registers_the_architectures_and_configs() -> None:
 
 
 class InVllm:
-    """A vLLM process group for this rank, and a config, as vLLM's workers set them up."""
+    """A context with a vLLM process group and config for this rank, as in vLLM's workers."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         from vllm.config import VllmConfig, set_current_vllm_config
@@ -83,7 +83,7 @@ def settings(top_k: int | None, **changes: Any) -> Any:
 
 
 def load(module: torch.nn.Module, checkpoint: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Load a module as vLLM does, and check that nothing is missing."""
+    """Load a module with vLLM's loader, and check that no tensor is missing."""
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
     from mglu_ops.vllm.layers import check_loaded
@@ -98,7 +98,7 @@ def load(module: torch.nn.Module, checkpoint: dict[str, torch.Tensor]) -> torch.
 
 
 def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, intermediate: int) -> None:
-    """The layer of vLLM, loaded by vLLM's loader from a whole checkpoint, computes what the layer of mglu_ops does."""
+    """The plugin's layer, loaded by vLLM's loader from a whole checkpoint, equals the layer of `mglu_ops.nn`."""
     from mglu_ops.vllm.layers import MGLUMLP
     from mglu_ops.vllm.quantization import MGLUConfig
 
@@ -151,7 +151,7 @@ def make_small(kind: str, **changes: Any) -> Any:
         experts |= {"moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": False}
     config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, **experts, n_masks=N_MASKS, **changes)
     model = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():  # larger than at the start of training, so that tokens differ
+    for parameter in model.parameters():  # larger than usual initial weights, so that generated tokens differ
         torch.nn.init.normal_(parameter, std=0.2)
     return model
 
@@ -166,7 +166,7 @@ EXPERTS = [
 
 
 def check_experts(rank: int) -> None:
-    """Each mixture, spread over its experts or over their rows, computes what Transformers computes."""
+    """Mixtures that are divided by experts or by rows compute what Transformers computes."""
     from vllm.config import get_current_vllm_config
 
     from mglu_ops.vllm.experts import MGLUMoE
@@ -264,7 +264,7 @@ def test_configs_and_checkpoints_that_are_refused(check: Callable[[int], None], 
 
 
 def check_beside_another(rank: int) -> None:
-    """The linear layers belong to the quantizer of the model, and the weight of MGLU does not."""
+    """The model's quantizer handles its linear layers, but not the weight of MGLU."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from mglu_ops.vllm.layers import MGLUMLP
@@ -375,7 +375,7 @@ def test_what_the_transformers_backend_cannot_run_is_refused(
 
 
 def generate(options: dict[str, Any], tmp_path: Path) -> Any:
-    """Start vLLM in a new process, which generates from the model in `tmp_path`."""
+    """Start vLLM in a new process that generates tokens with the model in `tmp_path`."""
     from vllm.platforms import current_platform
 
     if not current_platform.device_type:

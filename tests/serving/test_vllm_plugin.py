@@ -1,4 +1,4 @@
-"""What the plugin registers and warns about, with a stand-in for vLLM's registry (test_vllm_models.py uses vLLM's)."""
+"""The plugin's registrations and warnings, with a fake vLLM registry. test_vllm_models.py uses the real one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mglu_ops.vllm.plugin import ARCHITECTURES
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What is registered with a module that stands in for vLLM."""
+    """The models and quantization methods that are registered with a fake vLLM."""
     found: dict[str, str] = {}
     stand_ins = {
         "vllm": {"ModelRegistry": SimpleNamespace(register_model=found.__setitem__)},

@@ -1,4 +1,4 @@
-"""The shards of all tensor-parallel ranks together are the checkpoint; wrong tensors are refused."""
+"""The shards of all tensor-parallel ranks make up the checkpoint, and wrong tensors are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_shards_of_all_ranks_are_the_checkpoint(ranks: int) -> None:
 
 
 def test_ranks_add_up_to_the_whole_layer() -> None:
-    """As in vLLM, each rank computes columns of MGLU from its rows; the row-parallel projection sums over the ranks."""
+    """As in vLLM, each rank computes its output features of MGLU, and the row-parallel projection sums over ranks."""
     torch.manual_seed(0)
     layer, x, ranks = MGLUFeedForward(COLUMNS, ROWS, n_masks=N_MASKS).double(), torch.randn(5, COLUMNS).double(), 2
     weight, logits = layer.mglu.weight.detach(), layer.mglu.mask_logits.detach()
@@ -59,7 +59,7 @@ def test_ranks_add_up_to_the_whole_layer() -> None:
     [("fp8_row", 12, 4), ("int8_row", 12, 2), ("int4_group", 12, 3), ("fp8_block", 512, 2), ("fp8_block", 300, 1)],
 )
 def test_the_shards_of_a_quantized_weight_are_its_rows(weight_format: str, rows: int, ranks: int) -> None:
-    """Each shard with its scales stands for the rank's rows of the whole weight."""
+    """A shard and its scales dequantize to the rank's rows of the whole weight."""
     chosen, columns = FORMATS[weight_format], 260
     torch.manual_seed(0)
     stored, scale = chosen.quantize(torch.randn(rows, columns) * torch.linspace(1, 9, rows)[:, None])
@@ -88,7 +88,7 @@ def test_the_shards_of_a_quantized_down_projection_are_its_columns(weight_format
 
 @pytest.mark.parametrize("by_experts", [False, True])
 def test_ranks_add_up_to_the_whole_mixture(by_experts: bool) -> None:
-    """Each rank computes its rows of every expert, or its experts, whose ids it counts from its first."""
+    """Each rank computes its rows of every expert, or only experts of its own, to which it gives ids from 0 on."""
     torch.manual_seed(0)
     experts, ranks = 4, 2
     block = MGLUExpertsFeedForward(experts, COLUMNS, ROWS, 2, n_masks=N_MASKS).double()

@@ -1,4 +1,4 @@
-"""Calls one named backend, past the dispatcher."""
+"""Calls a backend by its name, past the dispatcher."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `{i}` is the number of a mask and `{l}` its logits. `x`, `W` and `y` are the input, weight and result of a layer; the
 second layer of a block has other names for them. The first part of a table is the usual one. Some blocks of these parts
-are not MGLU layers. Some parts do not fit together, and eager torch raises an error.
+are not MGLU layers. If the parts of a block do not fit together, eager torch raises an error.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _bool(lines: str, *complements: str) -> Spelling:
 
 
 TRICKY_MASKS: dict[str, Spelling] = {
-    # Shapes: r has one dimension, and all sizes are equal.
+    # Masks with mistaken shapes raise no error here, because r is `[8]` and all other sizes are 8.
     "broadcast in a comparison": _logits("o = torch.zeros(8, 8); m{i} = r > o", "n{i} = r <= 0", "n{i} = ~(r > 0)"),
     "transposed": _logits(
         "o = torch.zeros(8, 8); c{i} = r > o; m{i} = c{i}.t()", "d{i} = r > 0; n{i} = ~d{i}", "n{i} = r <= 0"
@@ -173,7 +173,7 @@ TRICKY_MASKS: dict[str, Spelling] = {
     "division by zero": _bool("k{i} = m{i}.long(); m{i} = 7 % (k{i} + 1)", "n{i} = 7 // (k{i} + 7) - k{i}", *_INT),
     "other": _bool("n{i} = m{i}.flip(0)", "n{i} = ~n{i}"),
 }
-"""Masks that a careless pass takes for binary or for a pair of complements. Some of them are."""
+"""Masks that a careless pass takes for binary or for a pair of complements. Some of these masks really are."""
 
 PRODUCTS: dict[str, Lines] = right.PRODUCTS | {
     "W * m.to(W.dtype)": ("{a}d = {m}.to(W.dtype)", "{a} = W * {a}d"),

@@ -20,7 +20,7 @@ from source_programs import NAMES, SourceProgram, assigned, attempt, reads
 from torch import Tensor
 
 SIZE = 8
-"""The number of features, and of experts. All are equal, so that shapes do not reveal a transpose."""
+"""The number of features, and of experts. All sizes are equal, so that shapes do not reveal a transpose."""
 ATTEMPTS = 12
 """At most this many blocks are drawn for a seed. The first one that eager torch runs is taken."""
 ROUNDING = {r"bfloat16|Narrow": 0.1, r"float16|half\(": 2e-2, r"float32|\.float\(|int64": 1e-3, r"": 1e-10}
@@ -37,7 +37,7 @@ class Block(SourceProgram):
     parts: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     surrounding: tuple[str, ...] = ()
-    """The contexts in which the block is called, as source."""
+    """The contexts in which the block is compiled and called, as source."""
     magnitude: float = 1.0
     tokens: int = 5
     has_experts: bool = False
@@ -327,7 +327,7 @@ def _renamed(line: str, names: Mapping[str, str]) -> str:
 
 
 def _in_region(opening: Lines, lines: list[str], read_later: set[str], name: str) -> list[str]:
-    """The lines enclosed by a part of `REGIONS`. `name` is the function's name if they go through `checkpoint`."""
+    """The lines enclosed by a part of `REGIONS`. If they go through `checkpoint`, their function is called `name`."""
     for line in reversed(opening):
         is_body = line == CHECKPOINT
         lines = _checkpointed(lines, read_later, name) if is_body else [line, *_indented(lines)]
@@ -339,7 +339,7 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def _checkpointed(lines: Sequence[str], read_later: set[str], name: str) -> list[str]:
-    """The lines as a function that `checkpoint` calls. Its arguments are x and the variables that it assigns."""
+    """The lines as a function that `checkpoint` calls. Its arguments are x and variables that the lines reassign."""
     made = dict.fromkeys(variable for line in lines for variable in assigned(line))
     known: set[str] = set()
     arguments: dict[str, None] = {"x": None}

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from mglu_ops import accuracy
 
-# The largest relative error ||result - oracle|| / ||oracle|| by dtype. It allows a few roundings (of epsilon / 2 each)
-# in the gate, value, activation, product and sum; measured errors are about a third of it. This table is separate from
-# mglu_ops/accuracy.py, because a test must not take its tolerance from the code it tests.
+# The largest relative error ||result - oracle|| / ||oracle|| by dtype. A budget allows a few roundings (of epsilon / 2
+# each) in the gate, value, activation, product and sum; measured errors are about a third of the budget. This table is
+# separate from mglu_ops/accuracy.py, because a test must not take its tolerance from the code it tests.
 BUDGET = {
     torch.float64: 1e-14,
     torch.float32: 4e-6,
@@ -21,15 +21,15 @@ BUDGET = {
 NAIVE_FACTOR = 1.5
 
 # If a gate or a value is a difference of sums over a whole row, it has at most this additional error, in units of
-# `sum_k |x_k W_k|`. The bound holds for float32 sums of up to 1024 products, in the order of any kernel.
+# `sum_k |x_k W_k|`. The bound holds for float32 sums of up to 1024 products, in any kernel's order of addition.
 DIFFERENCE_ERROR = 2.0**-17
-# The CPU kernels do not use a difference that has lost more than 9 bits. This leaves this relative error in float32,
-# and none in 16 bits (csrc/cpu/small_values.h).
+# The CPU kernels do not use a difference that has lost more than 9 bits. A difference that they use has at most this
+# relative error in float32, and none in 16 bits (csrc/cpu/small_values.h).
 SMALL_DIFFERENCE_ERROR = 2.0**-15
 
 
 def relative_error(result: Tensor, oracle: Tensor) -> float:
-    """`||result - oracle|| / ||oracle||` in float64: NaN if either has one; `||result||` if the oracle is zero."""
+    """`||result - oracle|| / ||oracle||` in float64: NaN if a tensor has a NaN; `||result||` if the oracle is zero."""
     assert result.shape == oracle.shape, f"shape {tuple(result.shape)}, oracle {tuple(oracle.shape)}"
     return accuracy.relative_error(result.cpu(), oracle.cpu())
 

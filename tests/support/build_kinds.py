@@ -1,4 +1,4 @@
-"""The two kinds of artifact that are built on the user's machine, with fake compilers and a temporary cache."""
+"""The two kinds of artifacts that mglu_ops builds on the user's machine, with fake compilers and a temporary cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Kind:
     Attributes:
         use: loads the artifact from the cache, building it if it is missing, and returns its content.
         log: a file that gets one line per build.
-        remove_compiler: takes the compiler away.
+        remove_compiler: makes the compiler impossible to find.
     """
 
     use: Callable[[], bytes]

@@ -1,7 +1,7 @@
 """A compiler launcher for CMake that compiles without optimisation and caches object files.
 
-Tests build the C++ library often. `processes.run` sets the launcher. Linking, and sources that embed files, go straight
-to the compiler.
+Tests build the C++ library often. `processes.run` sets the launcher. It passes linking, and the compilation of sources
+that embed files, straight to the compiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models for torch.compile, and a custom pass as another library may register one."""
+"""Models for torch.compile, and a custom pass such as another library may register."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(model: nn.Module, **options: Any) -> Tensor:
 
 
 def traced_by_inductor(gm: torch.fx.GraphModule, inputs: list[Tensor], **settings: Any) -> Any:
-    """A backend that takes a graph through Inductor's passes, with config patches, but interprets it in the end."""
+    """A backend that runs Inductor's passes on a graph, with `settings` as config patches, and interprets the graph."""
     return compile_fx(gm, inputs, inner_compile=interpreted, config_patches=settings)
 
 

@@ -1,4 +1,4 @@
-"""Finds pairs of rules that give one node different values, so that their order decides.
+"""Finds pairs of rules that give one node different values, so that the order of the rules decides.
 
 `graphs.Capture` runs the check on every graph.
 """
@@ -17,7 +17,7 @@ from compile_passes.values import Value
 from compile_passes.view import View
 
 
-class RuleConflict(Exception):  # noqa: N818 (a property of the rules, not of the program)
+class RuleConflict(Exception):  # noqa: N818 (a conflict is a property of the rules, not of the program)
     """Two rules give a node different values, and `rules.PRECEDENCE` has no entry for the pair."""
 
 

@@ -20,7 +20,7 @@ from mglu_ops.formats import FORMATS
 from mglu_ops.nn import MGLU, MaskStatistics, MGLUExpertsFeedForward, SwiMGLU
 
 STEPS = 20
-SAME = {"rtol": 1e-9, "atol": 1e-11}  # for float64 parameters after 20 steps of AdamW; sums have another order
+SAME = {"rtol": 1e-9, "atol": 1e-11}  # for float64 parameters after 20 steps of AdamW, with sums in another order
 TOKENS = 64
 
 
@@ -49,7 +49,7 @@ def whole_batch(
 def check_data_parallel(
     rank: int, device: str, dtype: torch.dtype, width: int, save_activations: bool, backend: str | None
 ) -> None:
-    """In float64, parameters and masks equal one process's. In 16 bits, only the first step's gradients are compared.
+    """DDP in float64 gives the parameters and masks of one process. In 16 bits, only the first gradients are compared.
 
     At the end, both ranks hold the same bits.
     """
@@ -79,7 +79,7 @@ def check_data_parallel(
 
 
 def check_mixed_precision(rank: int, device: str, wrapper: str) -> None:
-    """Mixed precision casts a linear layer but not quantized weights, whose number of rows is odd."""
+    """Mixed precision casts a linear layer, but not quantized weights. The quantized weights have an odd row count."""
     low = torch.bfloat16
     # FSDP of torch 2.11 first sets requires_grad on every parameter, which fails for integers.
     takes_integers = wrapper == "DDP" or torch.__version__ >= (2, 13)

@@ -34,7 +34,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `training_steps` take CPU tensors, as if the CPU were a GPU of compute capability 8.0.
 
-    `torch.mm` gets `out_dtype`, which it otherwise takes on a GPU only.
+    `torch.mm` also gets its argument `out_dtype` on the CPU, since torch has it on a GPU only.
     """
     monkeypatch.setattr(training_steps, "_launch", _launch)
     monkeypatch.setattr(training_steps, "_stream", lambda on: 0)
@@ -70,7 +70,7 @@ def run(
     integers: Mapping[str, int],
     struct: str = "Params",
 ) -> None:
-    """Run all blocks of a kernel, with these pointers and integers in its parameter struct."""
+    """Run all blocks of a kernel, with the given pointers and integers in its parameter struct."""
     fields = parameters(f"{kernel}.cu" if struct == "Params" else "params.cuh", struct)
     assert pointers.keys() == set(fields.pointers)
     packed = bytearray(fields.with_integers(integers))

@@ -30,7 +30,7 @@ class Experts:
 
     @property
     def has_expert(self) -> Tensor:
-        """Bool `[T, K]`."""
+        """Whether each slot has an expert, bool `[T, K]`."""
         ids = self.given.routing
         return (ids >= 0) & (ids < len(self.masks))
 
@@ -82,7 +82,7 @@ def make_experts(
     activation_format: str = "dense",
     seed: int = 0,
 ) -> Experts:
-    """Random experts. x of tokens without an expert, and mask weights of empty slots, are NaN: nobody may read them."""
+    """Random experts. NaN fills x of tokens without an expert and mask weights of empty slots: nobody may read them."""
     generator, stored = torch.Generator().manual_seed(seed), FORMATS[weight_format]
     ids = route(tokens, top_k, experts, routing, generator)
     x = torch.randn(tokens, in_features, generator=generator).to(dtype)

@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 class ExpertSetting(Setting):
     """Two layers of 8 experts with `top_k` 3.
 
-    In 16 bits there is one layer: rounding its result could choose other experts in a second layer.
+    In 16 bits there is only one layer, because rounding its result could change the experts of a second layer.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ def check_placements(setting: ExpertSetting) -> None:
 
 
 def check_results(setting: ExpertSetting) -> None:
-    """Results and gradients equal one process's, for all kinds of masks, for a sequence and for one decoded token."""
+    """Results and gradients match a single process for all kinds of masks, and for a sequence and one decoded token."""
     for name, options in KINDS.items():
         alone = setting.model(**options)
         want, token = gradients(alone, alone, setting.x()), setting.x()[:1, :1]
@@ -145,7 +145,7 @@ def check_compiled(setting: ExpertSetting) -> None:
 
 
 def check_training(setting: ExpertSetting) -> None:
-    """After some AdamW steps, which change masks, the parameters equal one process's, also after freezing."""
+    """Some AdamW steps change masks and give the parameters of a single process. Freezing keeps the results."""
     for way in WAYS:
         alone, divided = (setting.model(mask_top_k=2) for _ in range(2))
         before = alone[0].experts.mask_logits.detach() > 0
@@ -227,7 +227,7 @@ def check_materialized(setting: ExpertSetting) -> None:
 
 
 def check_trained_step(setting: ExpertSetting) -> None:
-    """One SGD step updates divided and fully sharded layers as one process does."""
+    """One SGD step updates divided and fully sharded layers as in a single process."""
     for way in WAYS:
         assert_same_step(setting, setting.divided(way, setting.model()), None, way)
     assert_same_step(setting, shard_fully(setting.model(), setting.mesh), setting.mesh, "fully_shard")
@@ -236,7 +236,7 @@ def check_trained_step(setting: ExpertSetting) -> None:
 def assert_same_step(setting: ExpertSetting, model: nn.Module, parts: DeviceMesh | None, what: str) -> None:
     """Train one step, with this rank's share of the batch if `parts` is given, and compare the parameter updates.
 
-    Learning rates make each update as large as its parameter, so that it does not vanish in 16 bits.
+    Each parameter has a learning rate that makes its update as large as itself, so that no update vanishes in 16 bits.
     """
     initial, alone = setting.model(), setting.model()
     F.mse_loss(alone(setting.x(0)), setting.x(STEPS)).backward()  # as in `train`
@@ -258,7 +258,7 @@ def shard_fully(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def check_fully_sharded(setting: ExpertSetting) -> None:
-    """FSDP2 trains layers of experts as one process does; with four ranks or more, also layers that are divided."""
+    """FSDP2 trains layers of experts as one process does. With four or more ranks, it also trains divided layers."""
     expected, sharded = setting.model(), shard_fully(setting.model(), setting.mesh)
     train(setting, expected, optimizer_of(expected), range(STEPS))
     train(setting, sharded, optimizer_of(sharded), range(STEPS), setting.mesh)

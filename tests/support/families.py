@@ -14,8 +14,8 @@ def family(
 ) -> list[Any]:
     """A thinned product of several axes: each value of the longest axis, with a few combinations of the other axes.
 
-    The combinations rotate from value to value, so that all of them occur. One case is quick for each value of the
-    first axis, or for every second value if there are more than 8.
+    The combinations rotate from value to value, so that all combinations occur. One case is quick for each value of the
+    first axis, or for every second value if there are more than 8 values.
 
     Args:
         *axes: the values of each parameter.
@@ -39,17 +39,17 @@ def family(
 
 
 def sample(values: Iterable[Any], every: int) -> list[Any]:
-    """All values, of which one in `every` is quick."""
+    """All values. One value in `every` is quick."""
     return [_parameters((value,), is_long=number % every != 0) for number, value in enumerate(values)]
 
 
 def quick_only_for(quick: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """All values, of which those in `quick` are quick."""
+    """All values. The values in `quick` are quick."""
     return [_parameters((value,), is_long=value not in quick) for value in values]
 
 
 def quick_cases(quick: Sequence[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """All cases (tuples of parameters), of which those in `quick` are quick."""
+    """All cases (tuples of parameters). The cases in `quick` are quick."""
     return [_parameters(case, is_long=case not in quick) for case in every]
 
 

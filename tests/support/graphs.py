@@ -85,10 +85,10 @@ class Capture:
 
 @contextmanager
 def _memory_read_once(graph: Graph) -> Iterator[None]:
-    """Compute a graph's `Memory` once, for all views of it: that takes longer than fusing the graph."""
+    """Compute a graph's `Memory` once for all views of the graph, because this takes longer than fusing the graph."""
     with _no_new_guards(graph):
         memory = Memory(graph)
-    with patch.object(view, "Memory", lambda of: memory if of is graph else Memory(of)):  # bodies have their own
+    with patch.object(view, "Memory", lambda of: memory if of is graph else Memory(of)):  # bodies have another Memory
         yield
 
 
@@ -145,7 +145,7 @@ def known_of_shapes(mode: FakeTensorMode | None) -> dict[str, list[str]]:
 def results(
     function: Callable[..., Any], tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor | None]:
-    """The results of `function(**tensors)`, and the gradients of all `tensors` and `parameters` that require one.
+    """The results of `function(**tensors)`, and gradients of all `tensors` and `parameters` that require a gradient.
 
     The loss is a weighted sum of all results. A tensor on which no result depends has the gradient None.
     """
@@ -214,6 +214,6 @@ def compare(
 
 
 def assert_says_why(capture: Capture) -> None:
-    """Check that the report mentions the layer: as fused, or with a reason why not."""
+    """Check that the report mentions the layer as fused, or gives a reason why it is not."""
     assert capture.report.fused or capture.report.missed, "neither fused nor reported"
     assert all(reason.strip() for reason in capture.reasons)

@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 import mglu_ops
 import mglu_ops.transformers as mt
 
-SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # sizes that two ranks divide
+SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # two ranks divide these sizes
 MIXTURE: dict[str, Any] = {**SIZES, "n_masks": 3, "mask_top_k": 2}  # so that the router of masks has a gradient
 
 
@@ -45,7 +45,7 @@ def save_mixture(folder: Path) -> None:
 
 
 def check_mixture(rank: int, device: str, folder: Path) -> None:
-    """Results and gradients equal one process's, with a share of the rows or of the experts on each rank.
+    """Results and gradients match a single process, whether ranks divide the rows or the experts.
 
     The ranks then freeze and save the model for `check_saved`.
     """

@@ -34,7 +34,7 @@ class Kind:
     stored: Callable[[Tensor], Tensor]
     """Converts logits to the tensor that the program receives."""
     mask: Callable[[Tensor], Tensor] = lambda given: given
-    """Converts a slice of that tensor to a mask."""
+    """Converts a slice of the stored tensor to a mask."""
     complement: Callable[[Tensor], Tensor] = lambda m: 1 - m
     is_bool: bool = False
     is_integer: bool = False
@@ -127,6 +127,6 @@ PAIRS: dict[str, Pair] = {
 
 
 def activated(pair: Any) -> Tensor:
-    """`silu(gate) * value`."""
+    """The term `silu(gate) * value`."""
     gate, value = pair
     return F.silu(gate) * value

@@ -26,8 +26,9 @@ _STRUCTS = {
 class RecordingDriver:
     """The driver's functions. In place of machine code, a module holds `(kernel, target, macros)` as JSON.
 
-    `lines` has a line for each launch (code, grid, threads, shared memory, attributes, bytes of the structs), and one
-    for each new tensor map. Where a struct holds a tensor map, its bytes are replaced by the number of the map's line.
+    `lines` has a line for each launch (code, grid, threads, shared memory, attributes, bytes of the structs), and a
+    line for each new tensor map. In the bytes of a struct, the number of a tensor map's line takes the place of the
+    map.
     """
 
     def __init__(self) -> None:

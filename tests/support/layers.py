@@ -1,4 +1,4 @@
-"""Whole layers as people write them. The pass replaces each by one operator."""
+"""Whole layers as people write them. The pass replaces each layer by one operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hard(logits: Tensor) -> Tensor:
 
 
 class ClippedSign(torch.autograd.Function):
-    """A straight-through estimator whose mask is 1 at 0, and whose custom gradient the pass must keep."""
+    """A straight-through estimator with a mask of 1 at logit 0. The pass must keep its custom gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def with_activation(function: Callable[[Tensor], Tensor]) -> Layer:
     return with_product(lambda gate, value: function(gate) * value)
 
 
-# Activation of the operator -> products of gate g and value v that spell out the activation by hand.
+# Activation of the operator -> products of the activated gate g and the value v, with the activation written by hand.
 BY_HAND: dict[str, tuple[str, ...]] = {
     "silu": (
         "g / (1 + torch.exp(-g)) * v",
@@ -241,5 +241,5 @@ LAYERS: dict[str, tuple[str, str, Layer]] = {
         for source in sources
     },
 }
-"""Name -> operator that the layer becomes in training, activation, and layer."""
+"""Name -> the operator that the layer becomes in training, its activation, and the layer."""
 LAYERS[GATED_LINEAR_UNITS] = ("forward", "sigmoid", LAYERS[GATED_LINEAR_UNITS][2])

@@ -33,8 +33,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 def model() -> nn.Module:
     """A model with one layer of each kind.
 
-    It has a norm, which Inductor compiles for the strides of x, a naive layer, an MGLU with mask weights, and a layer
-    of each quantized format with several blocks of scales.
+    It has a naive layer, an MGLU with mask weights, and a layer of each quantized format with several blocks of scales.
+    It also has a norm, which Inductor compiles for the strides of x.
     """
     torch.manual_seed(0)
     layers = (nn.RMSNorm(64), NaiveMGLU(64, 96, n_masks=4), nn.Linear(96, 64), MGLU(64, 40, n_masks=2, top_k=2))
@@ -42,7 +42,7 @@ def model() -> nn.Module:
 
 
 def model_and_inputs() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The model for `python -m mglu_ops export`, and one token. `torch.export` takes a size of 1 for fixed."""
+    """The model for `python -m mglu_ops export`, and one token, because `torch.export` takes a size of 1 for fixed."""
     return model(), (torch.randn(1, 64),)
 
 
@@ -57,7 +57,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 
 
 def kept(name: str, make: Callable[[Path], object]) -> Path:
-    """A folder that `make` fills once for these C++ sources. Later test runs use it again."""
+    """A folder that `make` fills once for the present C++ sources. Later test runs use the folder again."""
     sources = [*source_directory().rglob("*"), Path(build.__file__), Path(torch.__file__)]
     content = [f"{path} {path.read_text()}" for path in sorted(sources) if path.is_file()]
     return _made(BUILT, f"{name}-{hashlib.sha256(repr(content).encode()).hexdigest()[:16]}", make)

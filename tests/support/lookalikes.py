@@ -41,7 +41,7 @@ def tensors(trained: tuple[str, ...] = ()) -> dict[str, Tensor]:
 
 
 def layer_tensors(**more: Tensor) -> dict[str, Tensor]:
-    """The tensors x, weight and logits, which require a gradient, and the given ones."""
+    """The tensors x, weight and logits, which require a gradient, and the tensors in `more`."""
     named = tensors(("x", "weight", "logits"))
     return {name: named[name] for name in ("x", "weight", "logits")} | more
 

@@ -1,4 +1,4 @@
-"""Copies of a tensor with other alignments and strides, between memory that must be neither read nor written."""
+"""Copies of a tensor with other alignments and strides. The memory around them must be neither read nor written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def unaligned(tensor: Tensor, offset: int = 1) -> Tensor:
 
 
 def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
-    """A copy whose rows have `distance` elements between them, which hold NaN or the largest integer."""
+    """A copy with `distance` elements between its rows. These elements are NaN or the largest integer."""
     shape = (*tensor.shape[:-1], tensor.shape[-1] + distance)
     return tensor.new_full(shape, _poison(tensor))[..., : tensor.shape[-1]].copy_(tensor)
 

@@ -1,7 +1,7 @@
 """Random programs of operators that ordinary models use, without an MGLU layer.
 
-Each line comes from a template (`ordinary_templates`), whose fields are filled with results of earlier lines. A line is
-dropped if eager torch raises an error, so templates need not consider shapes and dtypes.
+Each line comes from a template (`ordinary_templates`). Results of earlier lines fill the fields of the template. A line
+is dropped if eager torch raises an error, so templates need not consider shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _broadcasts(tensor: Tensor, first: Tensor) -> bool:
     return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
-# Kind of field -> predicate of a tensor and the first tensor of the template: true if the tensor fits.
+# Kind of field -> function of a tensor and the template's first tensor that returns True if the tensor fits.
 _KINDS: dict[str, Callable[[Tensor, Tensor], bool]] = {
     "any": lambda t, first: True,
     "real": lambda t, first: t.is_floating_point(),

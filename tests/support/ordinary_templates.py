@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-# Fields of templates: {any}, {real}, {int}, {mask}, {matrix}, {batch}, {image} and {complex} are tensors. These relate
-# to the first tensor of the template: {like} broadcasts with it, {twin} has its shape, {weight} has its last size in
-# the last dimension, and {right} in the last but one. {dim} is one of its dimensions, and {order} a permutation of
-# them. All other fields are constants (`CONSTANTS`).
+# Fields of templates: {any}, {real}, {int}, {mask}, {matrix}, {batch}, {image} and {complex} are tensors. Some fields
+# relate to the first tensor of the template. {like} broadcasts with the first tensor, and {twin} has its shape. The
+# last size of the first tensor is the last size of {weight}, and the last but one of {right}. {dim} is a dimension of
+# the first tensor, and {order} is a permutation of its dimensions. All other fields are constants (`CONSTANTS`).
 ELEMENTWISE = """
 {any} + {like} | {any} - {like} | {any} * {like} | {any} / {like} | {real} * {real} | {number} - {any}
 {any} + {number} | {number} * {real} | {real} / {number} | {number} / {real} | {any} // {number} | {any} % {number}
@@ -207,7 +207,7 @@ def _templates(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for line in text.strip().splitlines() for part in line.split(" | "))
 
 
-# Kind of line -> relative frequency and templates. (`{mask} | {mask}` contains the tables' separator, so it is here.)
+# Kind of line -> relative frequency and templates. `{mask} | {mask}` is here, because tables use ` | ` as separator.
 TEMPLATES: dict[str, tuple[float, tuple[str, ...]]] = {
     "elementwise": (5, _templates(ELEMENTWISE)),
     "masks": (4, (*_templates(MASKS), "{mask} | {mask}")),

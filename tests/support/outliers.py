@@ -1,4 +1,4 @@
-"""Layers whose gates are far smaller than their values or the reverse, and a bound on a backend's error in them.
+"""Layers with gates far smaller or far larger than their values, and a bound on a backend's error in them.
 
 A backend may compute a value as the difference of two sums over a whole row. If the value is much smaller than the
 sums, the difference cancels most digits. The naive layer, which multiplies twice, loses none. The bound is the naive
@@ -35,9 +35,9 @@ def outlier_layers(
     n_masks: Sequence[int] = (1, 2, 3, 4, 8, 16),
     activations: Sequence[str] = ACTIVATION_NAMES,
 ) -> Layer:
-    """Draw layers of any scale and density with outliers in x or W, which gates alone, values alone or both read.
+    """Draw layers of any scale and density with outliers in x or W. Only gates, only values, or both read the outliers.
 
-    Numbers are normally distributed, or equal except for the outliers, so that rounding errors add up.
+    Numbers are normally distributed, or all equal except for the outliers. Rounding errors of equal numbers add up.
     """
     columns, seed = draw(st.sampled_from(in_features)), draw(st.integers(0, 2**16))
     layer = make_layer(
@@ -72,7 +72,7 @@ def outlier_layers(
 
 
 def layer_of_large_gates(dtype: torch.dtype, tokens: int, n_masks: int) -> Layer:
-    """A layer with gates of 32 * 900 and values of 32 / 1000. Each product is 921.6, up to rounding of the weights."""
+    """A layer with gates of 32 * 900 and values of 32 / 1000. Gate times value is 921.6, up to rounding of weights."""
     layer = make_layer((tokens,), 64, 8, n_masks, activation="identity", dtype=dtype)
     masks = torch.zeros_like(layer.masks)
     masks[:, :, :32] = True
@@ -83,7 +83,7 @@ def layer_of_large_gates(dtype: torch.dtype, tokens: int, n_masks: int) -> Layer
 def assert_loses_no_more_than_naive(result: Tensor, layer: Layer, slack: float = 0.0, what: str = "result") -> None:
     """Assert that the relative error of `result` is at most `NAIVE_FACTOR` times the naive layer's, plus `slack`.
 
-    If the naive layer's error is by chance below half an epsilon of the result's dtype, that counts instead.
+    If the naive layer's error is by chance below half an epsilon of the result's dtype, half an epsilon counts instead.
     """
     oracle = layer.oracle()
     naive_error = relative_error(_naive(layer), oracle)

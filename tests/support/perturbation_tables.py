@@ -1,8 +1,8 @@
 """Tables of perturbations: statements and expressions that change a variable's value, or how it is computed.
 
-`{v}` is the variable and `{u}` a new name. Each table maps a predicate to the texts that fit tensors for which it is
-true. Some texts do not change the function (`{v} * 1`). Others make eager raise an error, such as a write to a leaf
-that requires a gradient.
+`{v}` is the variable and `{u}` a new name. Each table maps a predicate to the texts that fit tensors for which the
+predicate is true. Some texts do not change the function (`{v} * 1`). Others make eager raise an error, such as a write
+to a leaf that requires a gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_array(tensor: Tensor) -> bool:
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """True if a hook can be registered. It is called only if a result depends on the tensor."""
+    """True if a hook can be registered. The hook is called only if a result depends on the tensor."""
     return tensor.requires_grad
 
 
@@ -201,8 +201,8 @@ USERS: dict[Fits, tuple[str, ...]] = {
 
 # --- Pairs -----------------------------------------------------------------------------------------------------------
 
-# Pairs of expressions that look equal. One replaces earlier uses of a variable and the other later uses, for example in
-# the gate and in the value of a layer. The pairs in `EQUAL` are equal, and most others are not.
+# Pairs of expressions that look equal. The first replaces earlier uses of a variable, and the second replaces later
+# uses, for example those in the gate and those in the value. Pairs in `EQUAL` are equal, and most other pairs are not.
 EQUAL = (
     ("torch.tanh({v})", "torch.tanh({v})"),
     ("{v} * 2", "{v} * 2"),

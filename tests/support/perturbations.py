@@ -37,7 +37,7 @@ NEW, OTHER = "new", "other"
 
 @dataclass(frozen=True)
 class Perturbation:
-    """A change of a program: a text for a variable at a position, and perhaps another at a later position."""
+    """A change of a program: a text for a variable at a position, and perhaps a second text at a later position."""
 
     family: str
     how: str
@@ -81,7 +81,7 @@ def places(perturbation: Perturbation, program: Program, scopes: Scopes) -> list
 
 
 def _later_uses(program: Program, variable: str, position: int) -> Iterator[int]:
-    """If the statement at `position` reads the variable: the positions of later statements that read the same value."""
+    """The positions of later statements that read the value of the variable that the statement at `position` reads."""
     if position == len(program.statements) or variable not in reads(program.statements[position]):
         return
     for later in range(position + 1, len(program.statements)):
@@ -99,7 +99,7 @@ def perturbed(perturbation: Perturbation, program: Program, place: Place) -> Pro
     - `return`: the statement is inserted, and the program also returns the variable that it assigns.
     - `reassign`: the expression is assigned to the variable, for all later statements.
     - `use`: the statement at the position reads the expression instead of the variable.
-    - `pair`: the uses from the first position read one expression, and those from the later position the other.
+    - `pair`: uses from the first position on read one expression, and uses from the later position on read the other.
     """
     variable, position, later = place
     text, second = (line.format(v=variable, u=NEW) for line in (perturbation.text, perturbation.second))

@@ -1,10 +1,10 @@
-"""Right MGLU programs with one perturbation, their enumeration, and what must hold for each.
+"""Right MGLU programs with one perturbation, their enumeration, and what must hold for each program.
 
 A seed selects the right program, and an index the perturbation and its place. `program(seed, index)` makes the
 perturbed program, `indices(seed)` lists all indices of a seed, and `sample(number)` draws a seed and an index.
 
 If eager runs the program, and Dynamo's graph without the pass gives the same outcome, then the graph after the pass
-must give it too. The outcome includes:
+must give this outcome too. The outcome includes:
 
 - all results and all inputs afterwards: values, strides, and which of them share memory,
 - the gradients of all trained inputs; a gradient that eager lacks must be missing, because an optimizer decays a weight

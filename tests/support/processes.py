@@ -12,13 +12,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BUILT = ROOT / "build" / "tests"
-"""Files that tests compile from C++ sources. Their names contain the hash of the sources, so later runs use them."""
+"""Files that tests compile from C++ sources. Names contain a hash of the sources, so later test runs find the files."""
 
 
 def run(
     command: Sequence[str | Path], timeout: float = 300, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder, with one thread because other tests run beside it.
+    """Run a command in a folder. It has one thread, because other tests run at the same time.
 
     CMake compiles without optimisation and caches objects (cached_compiler.py).
     """
@@ -40,7 +40,7 @@ def run(
 
 
 def python(*arguments: str | Path, **options: Any) -> str:
-    """Run Python with arguments, such as `-c` and code, and return its output. It must succeed."""
+    """Run Python with arguments, such as `-c` and code, and return the output. The process must succeed."""
     process = run([sys.executable, "-W", "ignore", *arguments], **options)
     assert process.returncode == 0, process.stderr
     return process.stdout

@@ -31,7 +31,7 @@ GPU_BACKENDS = [
 def run_on_ranks(
     check: Callable[..., None], folder: Path, *args: Any, backend: str = "gloo", ranks: int = RANKS
 ) -> None:
-    """Call `check(rank, *args)`, a module-level function, in `ranks` processes. Fails if it raises an error in any.
+    """Call `check(rank, *args)`, a module-level function, in `ranks` processes. Fail if any call raises an error.
 
     The processes form a group through a file in `folder`. With `nccl`, rank i uses GPU i. With `gloo`, all ranks use
     the first GPU.
@@ -46,7 +46,7 @@ def _run_rank(
     rank: int, ranks: int, store: str, backend: str, check: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["LOCAL_RANK"] = str(rank)  # Transformers chooses the GPU by it
+    os.environ["LOCAL_RANK"] = str(rank)  # Transformers chooses the GPU by LOCAL_RANK
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:

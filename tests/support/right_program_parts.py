@@ -37,7 +37,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Spelling:
-    """The statements that make mask `m{i}` from the program's argument, and those for its complement."""
+    """The statements that make mask `m{i}` from the program's argument, and the statements for its complement."""
 
     given: str
     """The program's argument: `logits`, `bool`, `float` or `bytes` (8 masks in the bits of a uint8 tensor)."""

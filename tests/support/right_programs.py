@@ -32,7 +32,7 @@ from source_programs import NAMES, SourceProgram, assigned, reads
 from torch import Tensor
 
 SIZE = 8
-"""The number of input features, output features and experts: equal, so that shapes do not reveal a transpose."""
+"""The number of input features, of output features and of experts. Equal sizes do not reveal a transpose."""
 
 EXPERTS = 1_000_000
 """The first seed of programs with experts."""
@@ -47,7 +47,7 @@ class Program(SourceProgram):
     trained: tuple[str, ...] = ()
     no_grad: bool = False
     shared: str = ""
-    """If not empty: the program has an argument `shared`, a detached view of the argument with this name."""
+    """The name of an argument. Unless it is empty, the program's argument `shared` is a detached view of that one."""
     extra: tuple[str, ...] = ()
     """The variables that the program returns besides `y`."""
     compiled_autograd: bool = False
@@ -169,7 +169,7 @@ def draw(seed: int) -> Program:
 def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
     """The arguments that require a gradient: some arguments, plus all or none of the logits.
 
-    Quantized weights and scales do not require one, because the pass refuses them then.
+    Quantized weights and scales require no gradient, because the pass refuses trained ones.
     """
     masks = [name for name in program.arguments if name[0] in "LMPlm"]
     others = [name for name in program.arguments if name not in masks and name not in "QSBG"]
@@ -182,7 +182,7 @@ def _trained(dice: random.Random, program: Program) -> tuple[str, ...]:
 def _masks(
     dice: random.Random, spelling: Spelling, n_masks: int, index: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The statements before all masks, and those that make mask i. Masks are separate arguments or one stack."""
+    """The statements before all masks, and the statements for mask i. Masks are separate arguments or one stack."""
     if spelling.given == "bytes":
         return (), spelling.lines
     one, stack = ("l", "L") if spelling.given == "logits" else ("m", "M")

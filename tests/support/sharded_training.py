@@ -67,7 +67,7 @@ def check_fully_sharded_training(setting: Setting) -> None:
     assert found["0.mglu/flips/0"] > 0
     with pytest.raises(ValueError, match=r"model: 0.mglu is sharded by FSDP, .*; call freeze before fully_shard, or"):
         mglu_ops.freeze(sharded)
-    # The error's second advice works: gather the state dict, load it into an unsharded model, and freeze that.
+    # The error's second advice works: gather the state dict, load it into an unsharded model, and freeze that model.
     state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
     gathered = setting.model(top_k=2)
     gathered.load_state_dict(state)
@@ -99,7 +99,7 @@ def check_quantized_first(setting: Setting) -> None:
 
 
 def check_both(setting: Setting) -> None:
-    """Tensor parallelism inside each of two groups of ranks, and FSDP between the groups."""
+    """Tensor parallelism inside two groups of ranks, with FSDP between the groups, trains as one process does."""
     mesh = init_device_mesh(setting.device, (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
     inner = Setting(mesh["tensor"], setting.device, setting.dtype)
     expected, sharded = setting.model(top_k=2), inner.parallel(inner.model(top_k=2))

@@ -1,6 +1,6 @@
-"""Runs and judges programs that are Python source with one statement per line.
+"""Runs and judges programs that are Python source with one statement per line, so that people can read and run them.
 
-A failing program can be read and run by hand. `right_programs`, `blocks` and `ordinary` draw such programs.
+`right_programs`, `blocks` and `ordinary` draw such programs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Damped(torch.autograd.Function):
-    """A copy whose gradient is a tenth of the derivative."""
+    """A copy with a tenth of the right gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class SourceProgram:
     assume_binary = False
     dynamic = False
     traces = False
-    """True if AOTAutograd traces a graph with a fused layer before it runs."""
+    """True if AOTAutograd traces a graph with a fused layer before the graph runs."""
     rounding = SAME
     """Relative errors up to this one count as rounding, unless the program casts to a narrower dtype."""
 
@@ -161,13 +161,16 @@ def reads(statement: str) -> list[str]:
 
 
 class Both(Capture):
-    """A `Capture` that keeps the original graph too, and can run either. With `traces`, AOTAutograd traces it first."""
+    """A `Capture` that also keeps the original graph, and can run either graph.
+
+    With `traces`, AOTAutograd traces a graph before it runs.
+    """
 
     traces = False
     plain: GraphModule | None = None
     runs_plain = False
     error: BaseException | None = None
-    """The error or warning of the pass, or the error of AOTAutograd on its graph. (Dynamo wraps errors of backends.)"""
+    """The error or warning of the pass, or AOTAutograd's error on the fused graph, before Dynamo wraps it."""
 
     def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
         plain = copy.deepcopy(gm)
@@ -197,7 +200,7 @@ class Both(Capture):
             raise
 
     def run_pass(self, gm: GraphModule, example_inputs: Any) -> None:
-        """Run the pass on a graph. An error from here is a failure of the pass."""
+        """Run the pass on a graph. An error in this call is a failure of the pass."""
         super().__call__(gm, example_inputs)
 
 
@@ -300,7 +303,7 @@ The program rounds straight-through sums and gradients in this dtype. The operat
 FACTOR = 3
 """A fused layer's error may be this many times eager's error if both round to a narrow dtype."""
 NOISE = 1e-11
-"""Tensors whose absolute values add up to less than this are rounding errors of a difference of equal numbers."""
+"""A tensor whose absolute values add up to less than this holds rounding errors of a difference of equal numbers."""
 
 
 def judged(program: SourceProgram, wanted: Mapping[str, Any], backend: Both) -> str:
@@ -345,7 +348,7 @@ def verdict(
         return "refused"
     assert not isinstance(found, Exception), f"raises {type(found).__name__}: {found}"
     text = difference(found, wanted, tolerance(program))
-    if text is not None and (exact := program.exact()) is not None:  # eager may be as far from the exact results
+    if text is not None and (exact := program.exact()) is not None:  # eager may have errors of the same size
         outcome = attempt(exact, exact.function())
         if not isinstance(outcome, Exception):
             text = difference(found, wanted, tolerance(program), outcome)

@@ -149,7 +149,7 @@ def takes(masks: str, *, is_bool: bool, is_integer: bool, trains: bool) -> bool:
     }[masks]
 
 
-# Name -> masks that the spelling `takes`, and function from mask to complement.
+# Name -> kind of masks (for `takes`), and function from mask to complement.
 COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "~m": ("bool", lambda m: ~m),
     "1 - m": ("real", lambda m: 1 - m),
@@ -172,7 +172,7 @@ COMPLEMENTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "where": ("bool", lambda m: torch.where(m > 0, 0.0, 1.0)),
     "1 - m.double()": ("fixed", lambda m: 1 - m.double()),
 }
-# Name -> masks that the spelling `takes`, and function from weight and mask to masked weight.
+# Name -> kind of masks (for `takes`), and function from weight and mask to masked weight.
 MASKED_WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "w * m": ("any", lambda w, m: w * m),
     "m * w": ("any", lambda w, m: m * w),
@@ -263,7 +263,7 @@ JOINTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     ),
     "stack, reshape": lambda x, a, b: F.linear(x, torch.stack([a, b]).reshape(-1, x.shape[-1])).chunk(2, -1),
     "stack, linear of each": lambda x, a, b: [F.linear(x, one) for one in torch.stack([a, b])],
-    # These are wrong: each part has rows of gate and value.
+    # The next two functions are wrong: each part has rows of gate and value.
     "interleaved": lambda x, a, b: F.linear(x, torch.stack([a, b], 1).flatten(0, 1)).chunk(2, dim=-1),
     "strided": lambda x, a, b: F.linear(x, torch.cat([a, b])).unflatten(-1, (-1, 2)).unbind(-1),
 }
@@ -275,7 +275,8 @@ def _halves(both: Tensor) -> tuple[Tensor, Tensor]:
     return both[..., :middle], both[..., middle:]
 
 
-# Products of x `[b, h]` and a stack of weights `[n, d, h]`, with the result's dimension of masks.
+# Products of x `[b, h]` and a stack of weights `[n, d, h]`, one for each mask. The number before a product is the
+# dimension of its result that counts the masks.
 STACK_PROJECTIONS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
     "bh,ndh->nbd": (0, lambda x, w: torch.einsum("bh,ndh->nbd", x, w)),
     "bh,ndh->bnd": (1, lambda x, w: torch.einsum("bh,ndh->bnd", x, w)),

@@ -87,7 +87,7 @@ def every_stored_value(
 ) -> tuple[Given, Tensor]:
     """A layer with one row for each number that a format can store, and its result for one token.
 
-    The gate of a row is its number, stored in `column`, times the scale 3. The value is 3, from the last column.
+    The gate of a row is the row's number, stored in `column`, times the scale 3. The value is 3, from the last column.
     """
     chosen = FORMATS[weight_format]
     octets = torch.arange(16 if chosen.packed == 2 else 256, dtype=torch.uint8)

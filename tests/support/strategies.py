@@ -27,7 +27,7 @@ seeds = st.integers(0, 2**16)
 
 
 def examples(count: int) -> settings:
-    """Hypothesis settings: `count` examples in a full run, scaled in other profiles (conftest.py)."""
+    """Hypothesis settings: `count` examples in a full run. Other profiles scale this number (conftest.py)."""
     full_run = settings.get_profile("ci").max_examples
     return settings(max_examples=max(1, count * settings.default.max_examples // full_run))
 
@@ -104,7 +104,7 @@ OPS = ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "f
 
 
 def arguments_of(op: str, layer: Layer) -> dict[str, Any]:
-    """The arguments of operator `op` for a layer, by name. The partial derivatives that `backward` takes are random."""
+    """The arguments of operator `op` for a layer, by name. The partials that `backward` takes are random."""
     if op == "pack_masks":
         return {"masks": layer.masks}
     if op == "pack_logits":

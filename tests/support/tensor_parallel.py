@@ -23,13 +23,13 @@ from mglu_ops.parallel import ColwiseMGLU
 
 TOKENS, STEPS = (4, 8), 5
 WIDTH, WIDE = 36, 256
-"""Widths of x: the first needs padding in packed masks, and the second fits the GPU's 16-bit kernels."""
+"""Widths of x: WIDTH needs padding in packed masks, and WIDE fits the GPU's 16-bit kernels."""
 SAME = 1e-11
-"""Allowed relative difference of float64 parameters after several steps, because sums have another order."""
+"""Allowed relative difference of float64 parameters after several steps, since ranks add in another order."""
 
 
 def whole(array: Tensor) -> Tensor:
-    """The full tensor, if it is sharded."""
+    """The full tensor if the array is sharded, otherwise the array itself."""
     return array.full_tensor() if isinstance(array, DTensor) else array
 
 
@@ -127,10 +127,10 @@ def check_placements(setting: Setting) -> None:
 
 
 def check_results(setting: Setting) -> None:
-    """Results and gradients equal one process's for all kinds of layers, with x replicated or divided."""
+    """Results and gradients match a single process for all kinds of layers, with x replicated or divided."""
     for name, options in KINDS.items():
         if name == "weighted" and setting.dtype.itemsize < 4:
-            continue  # rounding the first layer's result may select other masks in the second
+            continue  # rounding the first layer's result may select other masks in the second layer
         alone = setting.model(**options)
         want = gradients(alone, alone, setting.x())
         for sequence in (False, True):
@@ -179,7 +179,7 @@ def assert_same_parameters(got: nn.Module, want: nn.Module, what: str) -> None:
 
 
 def check_training(setting: Setting) -> None:
-    """After some AdamW steps, which change masks, the parameters equal one process's."""
+    """Some AdamW steps change masks, and give the parameters of a single process."""
     for name in ("learned", "weighted"):
         alone, sharded = (setting.model(**KINDS[name]) for _ in range(2))
         before = alone[0].mglu.mask_logits.detach() > 0
@@ -190,7 +190,7 @@ def check_training(setting: Setting) -> None:
 
 
 def check_freezing(setting: Setting) -> None:
-    """A frozen sharded model has one process's masks and unchanged results. Freezing it again changes nothing."""
+    """A frozen sharded model has the masks of a single process and the same results. Freezing again changes nothing."""
     for name in ("learned", "weighted", "naive"):
         alone = mglu_ops.freeze(setting.model(**KINDS[name]))
         sharded = setting.parallel(setting.model(**KINDS[name]))
@@ -212,7 +212,7 @@ def check_freezing(setting: Setting) -> None:
 
 
 def check_quantized(setting: Setting) -> None:
-    """Layers can be quantized before or after they are sharded, with one process's results and gradients."""
+    """Layers can be quantized before or after they are sharded. Results and gradients match a single process."""
     for name in ("fp8_row", "int8_row", "int4_group"):
         alone = mglu_ops.quantize(mglu_ops.freeze(setting.model()), name)
         want = gradients(alone, alone, setting.x())
@@ -236,7 +236,7 @@ def check_quantized(setting: Setting) -> None:
 
 
 def check_uneven(setting: Setting) -> None:
-    """Local results need `out_features` divisible by the number of ranks. DTensor results do not."""
+    """For local results, the number of ranks must divide `out_features`. DTensor results allow any `out_features`."""
     ranks = setting.mesh.size()
     for out_features in (3 * ranks + 1, 1):  # shards of different sizes, and ranks without rows
         torch.manual_seed(0)

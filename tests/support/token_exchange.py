@@ -20,7 +20,7 @@ import mglu_ops
 from mglu_ops.parallel import ParallelExperts
 
 TOKENS_OF_RANKS = ((1, 0, 3), (0, 2, 0))
-"""Numbers of tokens on the first ranks. The last rank has the rest."""
+"""Numbers of tokens on all ranks but the last, which has the other tokens."""
 
 
 def exchanging(setting: ExpertSetting, model: nn.Sequential, src_data_rank: int | None = 0) -> nn.Sequential:
@@ -58,7 +58,7 @@ def compare(setting: ExpertSetting, model: nn.Sequential, alone: nn.Sequential, 
 
 
 def check_results(setting: ExpertSetting) -> None:
-    """For all kinds of masks and uneven loads, results and gradients equal one process's. Calls repeat bit by bit."""
+    """For all kinds of masks and uneven loads, results and gradients match a single process, and bits repeat."""
     x = setting.x().flatten(0, 1)
     for name, options in KINDS.items():
         alone, model = setting.model(**options), exchanging(setting, setting.model(**options))
@@ -80,7 +80,7 @@ def check_idle_rank(setting: ExpertSetting) -> None:
 
 
 def check_inference(setting: ExpertSetting) -> None:
-    """Frozen and quantized layers equal one process's, for a batch of tokens and for a single token on one rank."""
+    """Frozen and quantized layers match a single process, for a batch of tokens and for one token on one rank."""
     for name in (None, "fp8_row", "int4_group"):
         alone = mglu_ops.freeze(setting.model(mask_top_k=2))
         after = mglu_ops.freeze(exchanging(setting, setting.model(mask_top_k=2)))
@@ -107,7 +107,7 @@ def check_training(setting: ExpertSetting) -> None:
 
 
 def check_trained_step(setting: ExpertSetting) -> None:
-    """One SGD step equals one process's, also in 16 bits, where several steps may diverge."""
+    """One SGD step matches a single process, also in 16 bits, where several steps may diverge."""
     model = exchanging(setting, setting.model())
     expert_parameters = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     fully_shard(model, mesh=setting.mesh, ignored_params=expert_parameters)

@@ -26,9 +26,9 @@ NAMES = ("x", "weight", "logits", "mask_weights")
 
 
 def assert_rounded(found: Tensor, exact: Tensor, what: str) -> None:
-    """Assert that each value is the exact one, rounded once.
+    """Assert that each value is the exact value, rounded once.
 
-    Values beyond the dtype's range must be infinite, such as the square of 300 in float16.
+    Values beyond the dtype's range, such as the square of 300 in float16, must be infinite.
     """
     assert found.shape == exact.shape, what
     eps = torch.finfo(found.dtype).eps
@@ -41,7 +41,7 @@ def assert_rounded(found: Tensor, exact: Tensor, what: str) -> None:
 
 
 def products_of(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-    """`x W^T`, and the same with each mask's weights negated, in float64 `[tokens, n_masks + 1, out_features]`."""
+    """`x W^T`, and the product with each mask's weights negated, float64 `[tokens, n_masks + 1, out_features]`."""
     x, weight = x.double(), weight.double()
     return torch.stack([x @ weight.t(), *(x @ torch.where(mask, -weight, weight).t() for mask in masks)], 1)
 
@@ -67,7 +67,7 @@ def exact_partials(products: Tensor, activation: str, mask_weights: Tensor | Non
 class Steps:
     """Checks the kernels of a training step on one device, with matrices of several shapes.
 
-    Operands are contiguous, have padded rows (by whole vectors or less), or start at unaligned addresses.
+    Operands are contiguous, or have rows with padding (of whole vectors or less), or start at unaligned addresses.
     """
 
     device: str
@@ -108,7 +108,7 @@ class Steps:
     def _partials_of(
         self, products: Tensor, dtype: torch.dtype, activation: str, mask_weights: Tensor | None, distance: int
     ) -> None:
-        """Check `partials` for products `[tokens, n_masks + 1, columns]`. It runs in place if they have `dtype`."""
+        """Check `partials` for products `[tokens, n_masks + 1, columns]`; in place if the products have `dtype`."""
         tokens, n_products, columns = products.shape
         n_entries = n_products if mask_weights is None else 2 * n_products - 1
         exact_result, exact = exact_partials(products, activation, mask_weights)
@@ -137,7 +137,7 @@ class Steps:
     def weight_gradients(
         self, n_masks: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, logits_dtype: torch.dtype | None
     ) -> None:
-        """Check gradients in these dtypes (None if one is not needed), with separate outputs and in place."""
+        """Check gradients in the given dtypes, with separate outputs and in place. None is a gradient not needed."""
         for shape in self.shapes:
             weight, total = self.normal(*shape, dtype=dtype), self.normal(*shape, dtype=dtype)
             masks, products = self.masks(n_masks, *shape), self.normal(n_masks, *shape, dtype=dtype)
@@ -251,7 +251,7 @@ class Layer:
 def take_step(
     layer: Layer, forward: Prepared, backward: Prepared, needs: Sequence[bool] = (True,) * 4
 ) -> dict[str, Tensor]:
-    """The result `y` and the needed gradients. The others must be empty, and none may share memory."""
+    """The result `y` and the needed gradients. Other gradients must be empty, and no two tensors may share memory."""
     y, partials = forward(layer.given)
     grads = backward(layer.backward_arguments(partials, needs))
     assert all(tensor.is_contiguous() for tensor in (y, partials, *grads))
@@ -265,7 +265,7 @@ def take_step(
 def assert_as_good_as_naive(found: dict[str, Tensor], layer: Layer, factor: float) -> None:
     """Assert that each error against float64 is at most `factor` times the naive layer's error in x's dtype.
 
-    The naive layer's gradients are first rounded to the dtypes of the checked ones.
+    The naive layer's gradients are first rounded to the dtypes of the checked gradients.
     """
     exact, naive = layer.in_plain_torch(torch.float64), layer.in_plain_torch(layer.x.dtype)
     for name, tensor in found.items():

@@ -1,7 +1,7 @@
-"""The Triton backend without a GPU: its kernels interpreted on CPU tensors, and compiled for GPUs.
+"""The Triton backend without a GPU: its kernels are interpreted on CPU tensors, and compiled for GPUs.
 
-Importing the kernels decides whether they are interpreted, and the traced tests register operators, so both kinds of
-tests run in processes of their own.
+Kernels are interpreted or compiled depending on a variable that is read at import, and tracing registers operators. So
+the tests of kernels and of tracing run in new processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_unsupported_reason_says_why() -> None:
 
 
 def run_tests(tests: str, **variables: str) -> None:
-    """Run a file of tests, or one of its functions, in a process of its own."""
+    """Run a file of tests, or one of its functions, in a new process."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/triton/{tests}"]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True, check=False
@@ -74,7 +74,7 @@ def test_every_problem_has_a_launch() -> None:
 
 @needs_triton
 def test_fp8_needs_a_gpu_with_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton converts fp8 from capability 8.9 on, and integers everywhere."""
+    """Triton converts fp8 from compute capability 8.9 on, and integers on every GPU."""
     capabilities = {"cuda:0": (8, 0), "cuda:1": (8, 9)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[str(device)])
     for weight_format, reason in (
@@ -111,7 +111,7 @@ INT8 = [("int8_row", 4, capability) for capability in CAPABILITIES]
     quick_cases([("dense", 4, 90)], [*DENSE, *FP8, *INT8]),
 )
 def test_kernels_compile_without_spills(weight_format: str, n_masks: int, capability: int) -> None:
-    """The tuned launches of 1 to 64 tokens, for GPUs of several generations; a few of the fastest spill 8 registers."""
+    """Tuned launches compile for GPUs of several generations. A few of the fastest launches spill 32 bytes."""
     from triton_compiled import compile_kernel, spills
 
     for tokens in (1, 8, 16, 32, 64):
@@ -153,7 +153,7 @@ def test_products_of_experts_fit_every_gpu(function: str, dtype: torch.dtype, tf
 @pytest.mark.parametrize("weight_format", quick_only_for(["dense"], ["dense", "fp8_row", "int8_row"]))
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [2, 4, 8, 16]))
 def test_weights_are_decoded_and_flipped_in_registers(n_masks: int, weight_format: str) -> None:
-    """The speed of the matmul kernel depends on this, and a new version of Triton could lose it."""
+    """The speed of the matmul kernel depends on the use of registers. A new version of Triton could change that."""
     from triton_compiled import compile_kernel, loop_of
 
     for tokens in (8, 16):

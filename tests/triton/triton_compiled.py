@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for a GPU that need not be present."""
+"""Compiles Triton kernels for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
 
 
 class _Recorder:
-    """Stands in for a kernel, and keeps what it was launched with."""
+    """A fake kernel that records the arguments of its launch."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -37,7 +37,7 @@ class _Recorder:
 
 
 def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: int, weight_format: str = "dense") -> Any:
-    """The kernel that the backend launches for 1024 x 1024 weights, compiled."""
+    """Compile the kernel that the backend launches for 1024 x 1024 weights."""
     x = torch.empty(tokens, 1024, dtype=dtype)
     weight, scale = FORMATS[weight_format].quantize(torch.zeros(1024, 1024, dtype=dtype))
     packed = torch.empty(1024, 128, n_masks, dtype=torch.uint8)
@@ -51,20 +51,20 @@ def compile_kernel(n_masks: int, tokens: int, dtype: torch.dtype, capability: in
 def compile_products_of_experts(
     function: str, in_features: int, capability: int, dtype: torch.dtype = torch.bfloat16, tf32: bool = False
 ) -> Any:
-    """The kernel of `grouped_products` or `products_over_rows` for 128 experts, compiled."""
-    x, of_x = (torch.empty(1024, columns, dtype=dtype) for columns in (in_features, 768))
+    """Compile the kernel of `grouped_products` or `products_over_rows` for 128 experts."""
+    x, y = (torch.empty(1024, columns, dtype=dtype) for columns in (in_features, 768))
     weight = torch.empty(128, 768, in_features, dtype=dtype)
     kernel = f"{function}_kernel"
     recorder, tile = _Recorder(getattr(grouped, kernel)), grouped.tile_of(dtype, capability // 10)
     replaced = {kernel: recorder, "_tile": lambda a: tile, "rounds_to_tf32": lambda a: tf32}
     with mock.patch.multiple(grouped, **replaced):
-        operands = (x, weight.mT) if function == "grouped_products" else (of_x, x)
+        operands = (x, weight.mT) if function == "grouped_products" else (y, x)
         getattr(grouped, function)(*operands, torch.empty(128, dtype=torch.int32))
     return _compile(recorder.kernel, recorder.args, recorder.kwargs, capability)
 
 
 def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
-    """Specialise the arguments as Triton's launcher does: 1 and None are constants, multiples of 16 are declared so."""
+    """Compile with arguments specialised as in Triton's launcher to 1, None and multiples of 16."""
     options = {name: kwargs[name] for name in ("num_warps", "num_stages")}
     constants = {name: value for name, value in kwargs.items() if name not in options}
     signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
@@ -86,7 +86,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabil
 
 
 def spills(compiled: Any) -> int:
-    """Bytes of a thread's stack, which hold what did not fit in registers."""
+    """The size of a thread's stack in bytes, which holds spilled registers."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -99,6 +99,6 @@ def spills(compiled: Any) -> int:
 
 
 def loop_of(compiled: Any) -> str:
-    """The body of the kernel's loop, after Triton has chosen the layouts."""
+    """The body of the kernel's loop in TTGIR, after Triton has chosen layouts."""
     ir: str = compiled.asm["ttgir"]
     return ir[ir.index("scf.for") : ir.rindex("scf.yield")]

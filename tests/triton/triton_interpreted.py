@@ -1,4 +1,4 @@
-"""The Triton kernels against the oracle, on CPU tensors: test_triton.py runs this file with TRITON_INTERPRET=1."""
+"""Triton kernels on CPU tensors, compared with the oracle. test_triton.py runs this file with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(
     layout: Layout = lambda tensor: tensor,
     weight_format: str = "dense",
 ) -> Tensor:
-    """One call against the oracle; `layout` gives each tensor other strides or another offset."""
+    """Compare one call with the oracle. `layout` gives each tensor other strides or another offset."""
     torch.manual_seed(n_masks)
     x = torch.randn(tokens, h).to(dtype)
     stored, scale = FORMATS[weight_format].quantize((torch.randn(d, h) / max(h, 1) ** 0.5).to(dtype))
@@ -72,7 +72,7 @@ def test_numbers_of_masks(weight_format: str, n_masks: int, tokens: int) -> None
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float16), (4, torch.float16), (4, torch.bfloat16)])
 @pytest.mark.parametrize("weight_format", ["fp8_row", "int8_row"])
 def test_every_stored_value_is_decoded(weight_format: str, tokens: int, dtype: torch.dtype) -> None:
-    """All but NaN in fp8, which Triton's interpreter takes for 480; test_triton_backend.py has it on a GPU."""
+    """Skips the NaN of fp8, which Triton's interpreter reads as 480. test_triton_backend.py tests it on a GPU."""
     layer, expected = every_stored_value(weight_format, 3, dtype)
     result = run_on("triton", *layer._replace(x=layer.x.expand(tokens, -1)))[-1]
     rounding = 2**-7 if dtype is torch.bfloat16 else 0  # the interpreter truncates results in bfloat16
@@ -104,7 +104,7 @@ def test_tokens_past_a_block() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["x", "weight"])
 def test_no_nan_is_hidden_and_no_wrong_number_comes_out(where: str, value: float) -> None:
-    """The rule of `mglu_ops.ops`."""
+    """Tests the rule of `mglu_ops.ops` for NaN and infinity."""
     for tokens, activation, dtype in (
         (1, "relu", torch.float32),
         (2, "silu", torch.float16),
@@ -142,7 +142,7 @@ def test_strides_and_offsets(layout: Layout, tokens: int) -> None:
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """Masks of zeros or of ones: one factor is 0, and no rounding of the sums may show in it."""
+    """The gate of masks of zeros, and the value of masks of ones, are exactly 0: rounding of sums must not show."""
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
@@ -155,7 +155,7 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     ids=["several tiles", "one expert", "odd sizes", "no rows"],
 )
 def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtype) -> None:
-    """All products of a step. Rows without an expert are NaN, and their results are not written."""
+    """Covers all products of a training step. Rows without an expert are NaN, and their results must not be written."""
     torch.manual_seed(0)
     layer = ExpertLayer.random("cpu", dtype, loads, d, h, 1, unowned=7)
     x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs

@@ -1,4 +1,4 @@
-"""Exporting with the Triton backend replaces mglu::forward by the kernel launch; test_triton.py runs this file."""
+"""Exporting with the Triton backend replaces mglu::forward by the kernel's launch. test_triton.py runs this file."""
 
 from __future__ import annotations
 

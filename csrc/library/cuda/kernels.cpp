@@ -60,8 +60,8 @@ const Row* find(std::span<const Row> table, const Fits& fits) {
     return found != table.end() ? &*found : nullptr;
 }
 
-// Returns the kernel of a key, which `make` loads at the first call. Neither kernels nor the map are ever freed,
-// because the driver may be unloaded before static objects are destroyed.
+// Returns the kernel of a key. At the first call with the key, `make` loads the kernel. Neither kernels nor the map are
+// ever freed, because the driver may be unloaded before static objects are destroyed.
 template <typename Key, typename Make>
 Function loaded(const Key& key, const Make& make) {
     static std::mutex mutex;

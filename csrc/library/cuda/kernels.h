@@ -37,8 +37,8 @@ struct CopyLaunch {
 
 // The first launch of a call that rounds x: quantize_x writes the rounded x, which the other kernels read.
 struct QuantizeLaunch {
-    int cubin = -1;        // -1 if the call does not round x, or if the gather kernel rounds it
-    int block_tokens = 0;  // tokens of a tile of tile_wgmma if that multiplies in fp8; 0 for a copy in x's type
+    int cubin = -1;        // -1 if the call does not round x, or if the gather kernel rounds x
+    int block_tokens = 0;  // tile_wgmma's tokens per tile, if it multiplies in fp8; 0 if the copy has x's type
 };
 
 // The boxes in which tile_wgmma's producer warps copy x, W and the masks by TMA.
@@ -46,21 +46,21 @@ struct Boxes {
     std::uint32_t tokens;          // tokens of a box of x; unused if x is permuted or in fp8
     std::uint32_t rows;            // rows of a box of W and of the masks; 0 for a kernel that does not use TMA
     int weight_item_bytes;         // bytes of an element of W as the kernel reads it
-    std::uint32_t weight_columns;  // elements that hold 64 weights of a row, or 128 in fp8
-    std::uint32_t mask_bytes;      // bytes of a row of masks; 0 if not a multiple of 16, which TMA cannot copy
+    std::uint32_t weight_columns;  // elements in a row of a box of W: they hold 64 weights, or 128 in fp8
+    std::uint32_t mask_bytes;      // bytes of a row of masks; 0 if they are no multiple of 16, as TMA needs
     bool swizzle_masks;
 };
 
 // How a kernel of experts divides rows into items, each up to `rows` rows of one expert (csrc/cuda/work.cuh), and the
-// cubins that are launched before and after it. A cubin of -1 is not needed.
+// cubins that are launched before and after that kernel. A cubin of -1 is not needed.
 struct ItemLaunch {
     int experts = 0;        // 0 for a layer without experts
     int top_k = 0;          // experts of a token; 0 if the rows are sorted by expert
     int rows = 0;           // maximum rows of an item
-    int group_tokens = -1;  // first writes the table of items, unless blocks find their items
-    int gather = -1;        // then copies x sorted by expert, `columns` per row, unless the kernel reads x itself
-    int columns = 0;
-    int combine = -1;    // sums the products of each token for mglu::experts_down, unless the kernel does
+    int group_tokens = -1;  // writes the table of items first; not needed if blocks find their items
+    int gather = -1;        // then copies x in the order of experts; not needed if the kernel reads x itself
+    int columns = 0;        // columns of a row of that copy
+    int combine = -1;    // sums the products of each token for mglu::experts_down; not needed if the kernel sums them
     int pair_bytes = 0;  // bytes of the products of one (token, expert) pair
 };
 
@@ -102,7 +102,7 @@ struct Layer {
     Variant variant;
     std::int64_t out_features;
     std::int64_t in_features;
-    std::int64_t experts;  // these two as in ItemLaunch
+    std::int64_t experts;  // experts and top_k are those of ItemLaunch
     std::int64_t top_k;
 };
 
@@ -115,7 +115,8 @@ const PlainKernel* find_plain(const Variant& variant, int tokens);
 // Returns a kernel, which the first call loads into the current context. Kernels are never unloaded.
 Function load_cubin(const DeviceFacts& device, int index, unsigned shared_bytes);
 
-// The same for kernels that NVRTC compiles at the first call. `items` is a value of Items (csrc/cuda/work.cuh).
+// These functions return kernels that NVRTC compiles at the first call. `items` is a value of Items
+// (csrc/cuda/work.cuh).
 Function compile_plain(const DeviceFacts& device, const Variant& variant, int tokens, int items = 0);
 Function compile_quantize_x(const DeviceFacts& device, int arch, int element);
 Function compile_group_tokens(const DeviceFacts& device, bool is_sorted, unsigned shared_bytes);

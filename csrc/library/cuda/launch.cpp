@@ -32,7 +32,7 @@ int element(const char* argument, Scalar dtype) {
     }
 }
 
-// True if the weight and the masks are contiguous and aligned to 16 bytes, as the tuned kernels need them.
+// True if the weight and the masks are contiguous and aligned to 16 bytes, as the tuned kernels require.
 bool has_tuned_layout(const LayerCall& call) {
     return call.weight.is_contiguous() && call.packed_masks.is_contiguous() && call.weight.is_aligned() &&
            call.packed_masks.is_aligned();
@@ -103,8 +103,8 @@ unsigned reserved_shared_bytes(const TunedLaunch& tuned, const DeviceFacts& devi
     return std::max(tuned.shared_bytes, static_cast<unsigned>(share - device.reserved_shared_bytes_per_block + 128));
 }
 
-// The tokens and the bytes of a rounded x. With `block_tokens`, x is in fp8 and padded to whole tiles of that many
-// tokens. With 0 it is in x's type.
+// The tokens and the bytes of a rounded x. If `block_tokens` is not 0, the rounded x is in fp8 and padded to whole
+// tiles of that many tokens. Otherwise it has the type of x.
 std::int64_t rounded_tokens(const Params& p, int block_tokens) {
     return block_tokens > 0 ? round_up(p.tokens, block_tokens) : p.tokens;
 }
@@ -213,8 +213,8 @@ const DeviceFacts& device_for(const Tensor& weight, std::int64_t out_features, s
 
 // --- Experts ---------------------------------------------------------------------------------------------------------
 
-// The limits of group_tokens, and up to how many rows blocks find their items themselves (group_tokens.py and
-// experts.py in mglu_ops/backends/cuda/kernels).
+// The limits of group_tokens, and the largest number of rows with which blocks find their items themselves
+// (group_tokens.py and experts.py in mglu_ops/backends/cuda/kernels).
 constexpr std::int64_t kMostExperts = 1024, kMostRows = 1 << 20, kMostRowsToFind = 64;
 constexpr std::int64_t kEntryBytes = 16;
 

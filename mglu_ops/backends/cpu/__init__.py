@@ -1,8 +1,9 @@
 """MGLU on CPUs: the kernels of `csrc/cpu`, built by a C++ compiler on first use and run on torch's threads.
 
-For a few tokens the kernels read each weight once. For more tokens they unpack masked weights into the caches and
-multiply there. Nothing is built or loaded before the first call that needs it. The same inputs give the same bits in
-every call, with any number of threads. `backward` runs the backward pass in bfloat16 on CPUs that multiply bfloat16.
+For a few tokens the kernels read each weight once. For more tokens they unpack masked weights into the caches, and read
+them from the caches in products. Nothing is built or loaded before the first call that needs it. The same inputs give
+the same bits in every call, with any number of threads. `backward` runs the backward pass in bfloat16 on CPUs that
+multiply bfloat16.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _library() -> Library:
 
 
 def _has_contiguous_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """True if each row of a tensor is contiguous. `sizes` omits the first dimension, the rows; `strides` has it."""
+    """True if each row of a tensor is contiguous. `strides` has all dimensions, `sizes` all but the first, the rows."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides[1:]), strict=True):
         if size != 1 and stride != expected:
@@ -149,8 +150,8 @@ def _has_contiguous_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 class _Call:
     """A prepared call of the kernels. Thread-safe.
 
-    It first copies x, weight and packed masks if their rows are not contiguous. Reading them is most of the work, and
-    strides within a row would make each load inefficient.
+    A call first copies x, weight and packed masks if their rows are not contiguous. Most of the time goes into reading
+    these tensors, and strides within a row would make each load inefficient.
     """
 
     def __init__(self, library: Library, call: Call, launch: str | None) -> None:

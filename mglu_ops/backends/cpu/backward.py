@@ -1,12 +1,13 @@
 """The backward pass in bfloat16 on CPUs that multiply bfloat16: stacked library GEMMs, and C++ steps around them.
 
-F_i is -1 where M_i = 1 and +1 elsewhere; P, Q_i and R_i are the partial derivatives of forward (`mglu_ops.ops`):
+F_i is -1 where M_i = 1 and +1 elsewhere, G is grad_output, and P, Q_i and R_i are the partial derivatives of forward
+(`mglu_ops.ops`):
 
     dt = G * P,   b_i = G * Q_i,   dx = [dt b_1 ..] [W; F_1 * W; ..],   [D_0; D_1; ..] = [dt b_1 ..]^T x,
     dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum over out_features of G * R_i
 
-torch's GEMMs multiply. They sum products of bfloat16 in float32 and round once, and with AVX512-BF16 take a third of
-the time of the float32 GEMMs of `composite`. The functions of `backward_steps` do the elementwise rest.
+torch's GEMMs compute the products. They sum products of bfloat16 in float32 and round once. With AVX512-BF16 they take
+a third of the time of the float32 GEMMs of `composite`. The functions of `backward_steps` do the elementwise work.
 
 dx is computed in chunks of tokens, and all D_i in chunks of output features, so that dt and the b_i of a large layer
 are never in memory as a whole. Each element of dx and of D_i is the result of one GEMM, and is rounded once.
@@ -23,8 +24,8 @@ from . import backward_steps as steps
 from .library import Library, load
 
 _CHUNK_ELEMENTS = 1 << 24
-"""The most elements of dt and all b_i, or of D_0 and all D_i, in a chunk: 32 MB. In smaller chunks, GEMMs repack their
-operands too often (csrc/cpu/README.md)."""
+"""The most elements of a chunk (32 MB), which holds either dt and all b_i, or D_0 and all D_i. In smaller chunks, GEMMs
+repack their operands too often (csrc/cpu/README.md)."""
 
 _CHUNK_MULTIPLE = 64
 """Chunks have a multiple of this many tokens or output features, so that rows fill whole cache lines."""
@@ -123,7 +124,7 @@ class Backward:
 
 
 class _Scaled:
-    """The products of G and the partial derivatives, dt and all b_i, of which one chunk is in memory at a time.
+    """dt and all b_i: the products of G and the partial derivatives. One chunk of them is in memory at a time.
 
     Attributes:
         shape: `(tokens, entries, out_features)` of all products.

@@ -60,8 +60,8 @@ def load_library(load: Callable[[Path], T], folder: Path | None = None) -> T:
 def find_compiler(command: str | None = None) -> list[str]:
     """Return the command line of the C++ compiler, whose first word is an absolute path.
 
-    The command is `command`, or `$CXX`, or the first of `COMPILERS` on the path. The first two may contain a launcher
-    and options, such as `ccache g++ -m64`.
+    The command is `command`, or `$CXX`, or the first of `COMPILERS` on the path. `command` and `$CXX` may contain a
+    launcher and options, such as `ccache g++ -m64`.
 
     Raises:
         BuildError: no compiler was found, or the text is not a command line.
@@ -78,8 +78,8 @@ def find_compiler(command: str | None = None) -> list[str]:
 def as_program(command: Sequence[str], folder: Path) -> str:
     """Return a single program that runs a command line, for tools that take no options with the compiler.
 
-    It is the command itself if that has one word, else a script in `folder`. The script's name contains the name of
-    the compiler, because torch tells GCC from Clang by it.
+    A command of one word is returned as it is; otherwise the program is a script in `folder`. The name of the script
+    contains the name of the compiler, because torch tells GCC from Clang by the name of the program.
     """
     if len(command) == 1:
         return command[0]
@@ -109,7 +109,7 @@ def _words_of_cxx() -> list[str]:
 
 
 def _options() -> list[str]:
-    """Return the options in `CXX`. Refuse options for this machine's CPU only."""
+    """Return the options in `CXX`. Refuse options that restrict the library to this machine's CPU."""
     words = _words_of_cxx()
     for word in words:
         if word.endswith("=native"):
@@ -121,7 +121,7 @@ def _options() -> list[str]:
 
 
 def settings() -> tuple[str | None, ...]:
-    """Return the environment variables on which the success of a build depends. A change may cure an error."""
+    """Return the environment variables on which the success of a build depends. After a change, a retry may succeed."""
     return tuple(os.environ.get(name) for name in ("CXX", "PATH", "MGLU_CACHE_DIR", "XDG_CACHE_HOME", "HOME"))
 
 

@@ -90,7 +90,7 @@ def _torch_parallel_for() -> int:
     """Return the address of torch's parallel loop, so that kernels use its threads and obey torch.set_num_threads.
 
     Raises:
-        BuildError: torch does not export it.
+        BuildError: torch does not export the loop.
     """
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     try:
@@ -141,7 +141,7 @@ def is_missing() -> bool:
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked process, where the parent's thread that may hold it does not exist."""
+    """Replace the lock in a forked process, because the thread that holds it may exist only in the parent."""
     global _lock
     _lock = threading.Lock()
 

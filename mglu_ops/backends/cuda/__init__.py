@@ -268,8 +268,8 @@ class CudaCall:
         stream = current_stream(device)
         pointers = given.addresses(out)
         if sequence.workspace_bytes:
-            # It is freed on return, while the kernels may still run. The stream orders the next user of the memory
-            # after them.
+            # The workspace is freed on return, while the kernels may still run. The stream runs the next user of the
+            # memory after them.
             workspace = empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
             sequence(stream, pointers, workspace=workspace.data_ptr())
         elif sequence.maps:

@@ -24,8 +24,8 @@ class LaunchChoice:
     Attributes:
         config: the kernel and its launch configuration.
         origin: the source of `config`, such as "the cost model".
-        slow_reason: the reason why the slow plain kernel runs a 16-bit call. None if another kernel runs it, and in
-            float32, which has only the plain kernel.
+        slow_reason: the reason why the slow plain kernel runs a 16-bit call. None if another kernel runs the call, and
+            in float32, where plain is the only kernel.
     """
 
     config: LaunchConfig

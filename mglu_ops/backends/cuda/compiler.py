@@ -27,7 +27,7 @@ os.register_at_fork(before=_IMPORTING.acquire, after_in_parent=_IMPORTING.releas
 
 
 class CompileError(RuntimeError):
-    """There is no compiler or no folder for its output, or the compiler refused a kernel; the message has its log."""
+    """There is no compiler, it has no folder for its output, or it refused a kernel; the message has its log."""
 
 
 @cache

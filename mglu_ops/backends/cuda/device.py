@@ -1,4 +1,4 @@
-"""The properties of a GPU on which launches depend, of a device or of a known architecture."""
+"""The properties of a GPU on which launches depend, for a device of this machine or for a known architecture."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def gpu_of_architecture(arch: tuple[int, int]) -> Gpu:
     """Return a GPU of an architecture, from this machine or from `KNOWN_GPUS`.
 
     Raises:
-        ValueError: neither has one.
+        ValueError: neither this machine nor `KNOWN_GPUS` has one.
     """
     for device in range(torch.cuda.device_count()):
         if gpu_of(device).arch == arch:

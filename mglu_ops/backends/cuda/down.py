@@ -19,9 +19,11 @@ _NOT_READ = dict.fromkeys(("x", "packed_masks", "mask_weights"), 0)
 class CudaDown:
     """A prepared call of `experts_down`. Thread-safe.
 
-    There are three ways to run it: `products` computes the result of a single token; or `products` writes the product
-    of each (token, expert) pair in float32 and `combine` adds them; or the library multiplies rows sorted by expert, in
-    their dtype, and `combine` adds the products.
+    There are three ways to run a call:
+
+    - For a single token, `products` computes the result.
+    - `products` writes the product of each (token, expert) pair in float32, and `combine` adds the products.
+    - The library multiplies the rows, sorted by expert, in their dtype, and `combine` adds the products.
 
     Attributes:
         products: the launch of the products; None if the library multiplies.

@@ -1,4 +1,4 @@
-"""The driver calls of a launch, through ctypes rather than a general wrapper, since each eager call makes one.
+"""The driver calls of a launch, through ctypes. Each eager call launches, and a general wrapper would take longer.
 
 A whole eager call takes 11 to 20 us of host time on an H200 (`benchmarks/results/overheads.csv`).
 """
@@ -65,7 +65,7 @@ def _check(result: int, what: str) -> None:
 
 
 def bind_context(device: int) -> None:
-    """Give this thread torch's context of a device if it has none, as before its first torch operation."""
+    """Give this thread torch's context of a device if the thread has none, as before its first torch operation."""
     library, context, handle = _library(), ctypes.c_void_p(), ctypes.c_int()
     _check(library.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
     if not context.value:
@@ -84,7 +84,7 @@ class Kernel:
         self.device = device
         self.handle = ctypes.c_void_p()
         self._module = ctypes.c_void_p()
-        self._shared = 48 * 1024  # a launch may use this much without asking
+        self._shared = 48 * 1024  # launches may use this many bytes without asking
         self._lock = threading.Lock()
         _check(library.cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {name}")
         _check(library.cuModuleGetFunction(ctypes.byref(self.handle), self._module, name.encode()), name)
@@ -137,8 +137,8 @@ class Launch:
         self._kernel = kernel
         self._launch = _library().cuLaunchKernelEx
         self._geometry = (*grid, 1, threads, 1, 1, shared)
-        # With this attribute, blocks may start while the previous kernel still runs. The kernels wait for its end
-        # before they touch its results.
+        # With this attribute, blocks may start while the previous kernel still runs. Kernels wait for the end of the
+        # previous kernel before they touch its results.
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         self._overlap = overlap
         self._struct = parameters.with_integers(integers)
@@ -174,7 +174,10 @@ class Launch:
             _check(result, f"launching {self._kernel.name}")
 
     def _new_state(self) -> tuple[_LaunchStruct, object, ctypes.c_void_p, memoryview, object, _Fill | None]:
-        """Make the buffers that the driver reads in a launch, one set per thread, as ctypes releases the GIL."""
+        """Make the buffers that the driver reads in a launch.
+
+        Each thread has its own buffers, because ctypes releases the GIL, so other threads run during a launch.
+        """
         attributes = ctypes.pointer(self._attribute)
         struct = _LaunchStruct(*self._geometry, None, attributes, 1 if self._overlap else 0)
         buffer = ctypes.create_string_buffer(self._struct, len(self._struct))

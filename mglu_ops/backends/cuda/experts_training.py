@@ -11,8 +11,8 @@ The rows of each expert follow the equations of one layer (`training`).
 
 `grouped_mm` rounds its results to 16 bits. If t and all f_i were rounded, y would have up to 2.5 times the error of the
 naive layer, mostly because the error of t enters every gate and value. Therefore a Triton kernel computes t in float32.
-With one mask, gate and value are separate products instead, and need no t. So are they with relu, at the cost of
-2 n_masks products: relu's derivative jumps at 0, so a gate near 0 needs the right sign.
+With one mask, gate and value are separate products instead, which need no t. With relu they are separate products too,
+at the cost of 2 n_masks products: relu's derivative jumps at 0, so a gate near 0 needs the right sign.
 
 Nothing waits for the GPU, and no shape depends on the values of `offs`. The same inputs give the same bits.
 """
@@ -38,7 +38,7 @@ from .kernels import training_steps as steps
 from .kernels.tile_wgmma_training import partials_of, training_items
 
 _MULTIPLE = 8
-"""out_features and in_features are padded to multiples of this, since `grouped_mm` needs 16-byte aligned rows, and
+"""out_features and in_features are padded to multiples of 8, since `grouped_mm` needs 16-byte aligned rows, and
 unaligned rows are slow in Triton."""
 
 
@@ -79,7 +79,7 @@ class ForwardTrain:
 def as_read(call: Call) -> Call:
     """Return the call after x, weight and masks were copied to the layouts that the kernel reads.
 
-    So the choice of the launch, and the bits of the result, do not depend on the layouts of the arguments.
+    Because of the copies, neither the choice of the launch nor the bits of the result depend on the arguments' layouts.
     """
     one = call.one
     octets = round_up(packed_width(one.in_features), _octets_together(one.n_masks))
@@ -164,7 +164,7 @@ def _gradients(
         del flipped
         steps.clear_rows(grad_x, offs)
     if needs_products:
-        # All D_i, and D_0. If the dtypes agree, the gradients overwrite them.
+        # `products` is all D_i, and `total` is D_0. Gradients of the same dtype overwrite them.
         products = product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
         total = product(scaled[:, 0].t(), x, offs) if needs_weight else None
         del scaled
@@ -199,7 +199,7 @@ def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Te
 
 
 def _padded_last(tensor: Tensor) -> Tensor:
-    """Return a contiguous, 16-byte aligned tensor, whose last dimension is padded with zeros to a `_MULTIPLE`."""
+    """Return a contiguous, 16-byte aligned tensor, its last dimension padded with zeros to a multiple of 8."""
     d = tensor.shape[-1]
     return _aligned(F.pad(tensor, (0, round_up(d, _MULTIPLE) - d)) if d % _MULTIPLE else tensor)
 

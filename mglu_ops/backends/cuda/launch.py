@@ -39,7 +39,7 @@ class CopyLaunch:
     Attributes:
         launch: the launch. Its parameter `out` is the address of the copy, a multiple of 16.
         nbytes: the size of the copy in bytes.
-        tensor: the parameter that then points to the copy.
+        tensor: the parameter of the later kernels that points to the copy.
     """
 
     launch: Launch

@@ -9,8 +9,8 @@
                   "model": {"kernel": "decode_mma", ...}, "model_microseconds": 42.3}, ...]}
 
 The tables in the folder `tables` beside this file are part of the package. `MGLU_TUNING_TABLE` names a table of the
-user, whose entries win. Tables are read once per process, when the first launch is chosen. Entries for other GPUs are
-ignored.
+user. If both have a call, the entry in the user's table wins. Tables are read once per process, when the first launch
+is chosen. Entries for other GPUs are ignored.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Matrix:
         pitch: the bytes from one row to the next, a multiple of 16.
         box_width: the columns of a box.
         box_height: the rows of a box.
-        swizzle: permute the 16-byte vectors of a row in shared memory. Vector v of row r of a box is stored at
-            v ^ (r % 8) in rows of 128 bytes, v ^ (r / 2 % 4) in rows of 64, and v ^ (r / 4 % 2) in rows of 32.
+        swizzle: True if the 16-byte vectors of a row are permuted in shared memory. Then vector v of row r of a box is
+            at v ^ (r % 8) in rows of 128 bytes, v ^ (r / 2 % 4) in rows of 64, and v ^ (r / 4 % 2) in rows of 32.
         depth: the number of matrices of a stack; 0 for a single matrix, whose boxes have two dimensions.
         depth_pitch: the bytes from one matrix of a stack to the next, a multiple of 16.
         box_depth: the matrices of a box.
@@ -82,7 +82,7 @@ class TensorMaps:
     """The concatenated tensor maps of some matrices, cached by their addresses. Thread-safe."""
 
     def __init__(self, **matrices: Matrix | None) -> None:
-        """Name each matrix like its address. None stands for a map that the kernel does not use, which is zeros."""
+        """Give each matrix the name of its address. None stands for an unused map, which is filled with zeros."""
         self._matrices = matrices
         self._addresses = itemgetter(*(name for name, matrix in matrices.items() if matrix is not None))
         self._known: dict[object, bytes] = {}

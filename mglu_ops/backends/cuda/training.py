@@ -56,8 +56,8 @@ _SCRATCH_PRODUCTS = 1 << 25
 the gradients. Such a chunk still has several tiles for each SM."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
-"""With up to this many masks, D_0 is rounded to 16 bits before the D_i are added to it. With more masks, that would
-make the error of dW more than 1.5 times the naive layer's, whose rounding errors of the masks are independent."""
+"""With up to this many masks, D_0 is rounded to 16 bits before the D_i are added to it. With more masks, this rounding
+would make the error of dW more than 1.5 times that of the naive layer, where each mask has its own rounding error."""
 
 _CHUNK_MULTIPLE = 128
 """Chunks have a multiple of this many output features, so that rows stay aligned and a GEMM has whole tiles."""
@@ -149,7 +149,7 @@ class Backward:
         if grad_x is not None and grad_x_launches is not None:
             grad_x_launches(weight, pointers, grad_x)
             left_x = None
-        # Allocated only now, so that they can reuse the memory of the flipped weights.
+        # The other gradients are allocated after dx, so that they can reuse the memory of the flipped weights.
         grad_weight = left_weight = weight.new_empty(weight.shape) if needs_weight else None
         grad_logits = left_logits = None
         if logits_dtype is not None:
@@ -165,7 +165,7 @@ class Backward:
 
 
 class _GradX:
-    """dx by `backward_gemm`."""
+    """The launches that compute dx by `backward_gemm`."""
 
     def __init__(self, arguments: BackwardGiven) -> None:
         n_masks = n_masks_of(arguments.packed_masks)
@@ -196,7 +196,8 @@ class _WeightChunk:
         total: the launch that writes D_0 in float32; None if D_0 is one of the products or not needed.
         products: the launch that writes the D_i, starting with D_0 or with D_1.
         gradients: the launch that turns D_0 and the D_i into gradients.
-        offsets: bytes from the address of each whole tensor to its chunk. For `partials`, to P or, without D_0, to Q_1.
+        offsets: bytes from the address of each whole tensor to its chunk. In `partials`, the chunk begins at P or,
+            without D_0, at Q_1.
         later_partials: bytes from the address of `partials` to the first partial derivative for `products`.
         second: bytes from D_1 to D_2; 0 for one mask.
     """
@@ -210,16 +211,16 @@ class _WeightChunk:
 
 
 class _WeightGradients:
-    """dW and dlogits, or one of them, by `backward_gemm`.
+    """The launches that compute dW and dlogits, or one of them, by `backward_gemm`.
 
-    D_0 and the D_i are written to the memory of the gradients if these have the same dtype. If dlogits has another
-    dtype or is not needed, the D_i of a chunk of output features are in scratch memory.
+    D_0 and the D_i are written to the memory of gradients that have their dtype. If dlogits has another dtype or is not
+    needed, the D_i of a chunk of output features are in scratch memory.
     """
 
     def __init__(self, arguments: BackwardGiven) -> None:
         grad_output, x, weight, packed_masks, partials, (_, needs_weight), logits_dtype, *_ = arguments
         n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
-        # The gradients and products do not exist yet. Meta tensors stand for them; they will be contiguous and aligned.
+        # Meta tensors stand for gradients and products, which do not exist yet but will be contiguous and aligned.
         grad_weight = torch.empty(d, h, dtype=weight.dtype, device="meta") if needs_weight else None
         grad_logits = None
         if logits_dtype is not None:
@@ -258,8 +259,8 @@ class _WeightGradients:
                         "partials": _bytes_between(partials, factors),
                         "weight": _bytes_between(weight, weight[rows]),
                         "packed_masks": _bytes_between(packed_masks, packed_masks[rows]),
-                        "weight_gradient": _bytes_between(grad_weight, grad_weight_rows),
-                        "logits_gradient": _bytes_between(grad_logits, grad_logits_rows),
+                        "grad_weight": _bytes_between(grad_weight, grad_weight_rows),
+                        "grad_logits": _bytes_between(grad_logits, grad_logits_rows),
                     },
                     later_partials=_bytes_between(partials, later),
                     second=_bytes_between(products, products[1:2]) if n_masks > 1 else 0,
@@ -284,11 +285,11 @@ class _WeightGradients:
         stream = _stream(x)
         scratch = None if self._is_in_place else x.new_empty(self._products_shape)
         wide = x.new_empty(self._total_shape, dtype=torch.float32) if self._total_is_wide else None
-        pointers = pointers | addresses(weight_gradient=grad_weight, logits_gradient=grad_logits)
-        products = pointers["logits_gradient"] if scratch is None else scratch.data_ptr()
+        pointers = pointers | addresses(grad_weight=grad_weight, grad_logits=grad_logits)
+        products = pointers["grad_logits"] if scratch is None else scratch.data_ptr()
         for chunk in self._chunks:
             at = pointers | {name: pointers[name] + offset for name, offset in chunk.offsets.items()}
-            total = at["weight_gradient"] if wide is None else wide.data_ptr()
+            total = at["grad_weight"] if wide is None else wide.data_ptr()
             if chunk.total is not None:
                 at.update(out=total, others=0)
                 chunk.total(stream, at)

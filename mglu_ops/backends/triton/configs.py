@@ -69,7 +69,7 @@ _MATVEC = {
 # (37.9, 13.3 and 44.4, 15.9) beats a nearly empty tile of 8 or 16 tokens. For 4 masks both take as long (62.7, 21.5).
 _MATVEC_TOKENS = {1: 2, 2: 2, 4: 1, 8: 1, 16: 1}
 
-# In order of block_tokens. The last configuration of a key is also for all larger numbers of tokens.
+# The configurations of a key are in order of block_tokens. The last one is also for all larger numbers of tokens.
 #
 # For one mask, and for two masks and 32 tokens, a tile has 64 rows, for which Triton uses `wgmma` (36.6 for one mask,
 # against 67.8 with `mma`). For more masks `wgmma` waits for its operands (245 for 4 masks). There, one or two warps

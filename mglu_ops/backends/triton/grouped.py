@@ -47,7 +47,7 @@ def grouped_products_kernel(
     ends_ptr,
     out_ptr,
     rows,
-    column_units,  # columns / UNIT: with a UNIT of 8, the compiler knows that 16-byte loads are aligned
+    column_units,  # columns / UNIT; if UNIT is 8, this tells the compiler that 16-byte loads are aligned
     depth_units,
     experts,
     row_tiles,
@@ -90,7 +90,7 @@ def grouped_products_kernel(
 
     row = first_row + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
-    # Clamp to the last row so that loads need no mask for it; the store masks.
+    # Rows past the end are clamped to the last row, so loads need no mask for rows. The store has a mask.
     a_at = a_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * depth + k[None, :]
     if B_TRANSPOSED:
         # Columns are clamped in the same way.
@@ -222,7 +222,7 @@ def products_over_rows(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = 
 
     Args:
         a: `[rows, a_columns]` in float16, bfloat16 or float32. It is copied unless its rows are contiguous.
-        b: `[rows, b_columns]`, likewise.
+        b: `[rows, b_columns]` in a's dtype. It is also copied unless its rows are contiguous.
         ends: int32 `[experts]`, contiguous: the end of each expert's rows. There is at least one expert.
         out: receives the result, contiguous, in any floating dtype. The default is a new tensor in a's dtype.
         add: True to add to `out`.
@@ -253,7 +253,7 @@ def products_over_rows(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = 
 
 
 def tile_of(dtype: torch.dtype, major: int) -> Tile:
-    """The tile for a dtype and a major compute capability. It fits into the shared memory of all GPUs with that one."""
+    """The tile for a dtype and a major compute capability. It fits into the shared memory of all such GPUs."""
     has_large_tiles = major in (9, 10)
     if dtype is torch.float32:
         return Tile(128, 128, 32, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)

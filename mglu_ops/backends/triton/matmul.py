@@ -53,8 +53,8 @@ def matmul_kernel(
     tokens,
     out_features,
     in_features,
-    x_token,  # the strides x_token, w_row and m_row are divided by X_UNIT, W_UNIT and M_UNIT, which tell the compiler
-    # their divisors
+    x_token,  # the strides x_token, w_row and m_row are divided by X_UNIT, W_UNIT and M_UNIT; so the compiler knows
+    # numbers that divide the strides
     x_k,
     w_row,
     w_k,
@@ -82,7 +82,7 @@ def matmul_kernel(
     token_blocks = tl.cdiv(tokens, BLOCK_TOKENS)
     token = (tl.program_id(0) % token_blocks) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row = (tl.program_id(0) // token_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    # Clamp to the last token and row so that loads need no mask for them; the store masks.
+    # Tokens and rows past the end are clamped to the last ones, so loads need no mask for them. The store has a mask.
     x_ptr += (tl.minimum(token, tokens - 1).to(tl.int64) * x_token * X_UNIT)[None, :]
     last_row = tl.minimum(row, out_features - 1).to(tl.int64)
     w_ptr += (last_row * w_row * W_UNIT)[:, None]
@@ -105,8 +105,8 @@ def matmul_kernel(
             x_again = tl.load(xs, eviction_policy="evict_last")
             w = tl.load(ws, eviction_policy="evict_first")
         else:
-            # If TAIL is 1, a group of 8 columns is wholly inside or outside. Written like this, the compiler sees it
-            # and uses wide loads.
+            # If TAIL is 1, a group of 8 columns is wholly inside or outside. `// 8 * 8` shows this to the compiler, so
+            # it uses wide loads.
             inside = at < (in_features // 8 * 8 if TAIL == 1 else in_features)
             x = tl.load(xs, mask=inside[:, None], other=0.0)
             x_again = tl.load(xs, mask=inside[:, None], other=0.0, eviction_policy="evict_last")

@@ -88,9 +88,9 @@ def _load_words(
 
 @triton.jit
 def _add(gates, rest, w, x, words, N_MASKS: tl.constexpr, WORD_BYTES: tl.constexpr, GROUPS: tl.constexpr):
-    """Add the products of these weights to the sums: `gates`, and `rest`.
+    """Add the products of `w` and `x` to the sums `gates` and `rest`.
 
-    In float32, `rest` is the value of each mask, otherwise the sum of all products.
+    In float32, `rest` holds the value of each mask, otherwise the sum of all products.
     `where(on, fma(w, x, sum), sum)` compiles to one predicated FMA.
     """
     ws = _eight(w.to(tl.float32), GROUPS)

@@ -22,8 +22,8 @@ CHOICES: tuple[Callable[[Call, Gpu], LaunchConfig | None], ...] = (
     decode_mma.choose,
     plain.choose,
 )
-"""Functions that return a kernel's launch for a call, or None if it cannot or should not run it; first come, first
-served."""
+"""Functions that return a kernel's launch for a call, or None if the kernel cannot or should not run the call. The
+first launch that a function returns is used."""
 
 CONFIGS: Mapping[str, type[LaunchConfig]] = {config.kernel: config for config in (TileWgmma, DecodeMma, Plain)}
 """The launch configurations by kernel name, for tables of launches."""

@@ -30,8 +30,8 @@ _MOST_MULTIPLICATIONS = 0.61e12
 result of `_MEASURED_COLUMNS` columns (training.md)."""
 
 _MEASURED_COLUMNS = 4096
-"""With half as many columns, the elementwise kernels take twice the share of a step, and the measured limit is about
-eight times as high."""
+"""With half as many columns, the library's elementwise kernels take twice the share of a step, so the measured limit is
+about eight times as high."""
 
 
 def macros(dtype: torch.dtype, n_products: int, *, is_grad_x: bool, wide: bool) -> dict[str, int]:
@@ -39,7 +39,7 @@ def macros(dtype: torch.dtype, n_products: int, *, is_grad_x: bool, wide: bool) 
     return {
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_PRODUCTS": n_products,
-        "MGLU_INPUT_GRADIENT": int(is_grad_x),
+        "MGLU_GRAD_X": int(is_grad_x),
         "MGLU_WIDE": int(wide),
         "MGLU_CLUSTER": _CLUSTER,
         "MGLU_STAGES": _STAGES,

@@ -162,8 +162,8 @@ def weight_is_vectorizable(call: Call) -> bool:
 def mask_alignment(call: Call) -> int:
     """Return the width of the vectors in which rows of masks can be read: 16, 8, 4 or 1 bytes.
 
-    It divides the address and the length of every row, so no vector reaches past the end of a row. 0 if the bytes of a
-    row are not contiguous.
+    The width divides the address and the length of every row, so no vector reaches past the end of a row. The width is
+    0 if the bytes of a row are not contiguous.
     """
     row, octet, mask = call.masks.strides
     if not ((mask == 1 or call.n_masks == 1) and octet == call.n_masks and row < 2**26):

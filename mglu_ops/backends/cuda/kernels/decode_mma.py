@@ -33,8 +33,8 @@ def _scales_rows(call: Call) -> bool:
 class DecodeMma(LaunchConfig):
     """The launch configuration of `decode_mma`.
 
-    A block has `tiles * split_k` warps: `split_k` warps compute a tile of 16 rows, each a part of k. Each warp has a
-    ring of `stages` stages in shared memory. A stage holds `sub` times 64 columns.
+    A block has `tiles * split_k` warps: `split_k` warps share a tile of 16 rows, and each sums a part of k. Each warp
+    has a ring of `stages` stages in shared memory. A stage holds `sub` times 64 columns.
     """
 
     kernel = "decode_mma"
@@ -83,7 +83,7 @@ class DecodeMma(LaunchConfig):
         columns = round_up(call.in_features, self.stage_columns)
         sums = round_up(4 * (call.n_masks + 1) * ROWS * self.token_columns(call.tokens), 128)
         rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
-        if call.tokens == 1 and call.weight.bits == 4:  # a zero follows each element
+        if call.tokens == 1 and call.weight.bits == 4:  # a zero follows each element of x
             rows_of_x = columns * 4
         scales = round_up(4 * ROWS * self.tiles, 128) if _scales_rows(call) else 0
         return scales + max(warps * ring + rows_of_x, warps * sums) + 32
@@ -138,8 +138,8 @@ def choose(call: Call, gpu: Gpu) -> DecodeMma | None:
     """Choose the launch of a call, or return None if the kernel cannot run it.
 
     In the batch-invariant mode the order of sums must not depend on the number of tokens. So every call gets the launch
-    of a call of 8 tokens, with at most 4 warps per tile: with 8 or more, the masks of a single token would be summed in
-    another order (csrc/cuda/decode_mma.md).
+    of a call of 8 tokens, with at most 4 warps per tile. With 8 or more warps, the masks of a single token would be
+    summed in another order (csrc/cuda/decode_mma.md).
     """
     if not can_run(call, gpu):
         return None
@@ -149,7 +149,7 @@ def choose(call: Call, gpu: Gpu) -> DecodeMma | None:
         return None
     if call.batch_invariant:
         return replace(fitted, split_k=min(fitted.split_k, 4))
-    # Not clusters of four, which take 1.6 times as long as pairs.
+    # Clusters of four blocks would take 1.6 times as long as clusters of two.
     pairs = gpu.arch == (9, 0) and 1 < call.tokens <= fitted.block_tokens
     return replace(fitted, cluster=2) if pairs else fitted
 
@@ -157,8 +157,8 @@ def choose(call: Call, gpu: Gpu) -> DecodeMma | None:
 def most_tokens_on_hopper(call: Call, gpu: Gpu) -> int:
     """The most tokens for which this kernel is faster than `tile_wgmma`: 8 or 16 (measured; csrc/cuda/decode_mma.md).
 
-    It is 16 if the preferred launch for 16 tokens fits into shared memory and a block has few tiles. Then the time of
-    a second column tile is less than that of `tile_wgmma` to start and to decode W.
+    The number is 16 if the preferred launch for 16 tokens fits into shared memory and a block has few tiles. Then a
+    second column tile takes less time than `tile_wgmma` takes to start and to decode W.
     """
     sixteen = replace(call, leading=(16,))
     preferred = _preferred(sixteen, gpu)
@@ -189,15 +189,15 @@ def in_one_wave(call: Call, tiles: int) -> DecodeMma:
 
     - split_k: the largest power of two for which the block has at most 12 warps, three for each scheduler of an SM.
       With scales of columns and 8 or more masks, the limit is 8 warps.
-    - sub for up to 8 masks: 2 if warps are few and each has at least four such stages; 4 for 8- and 4-bit weights if
-      each warp has at least eight such stages.
+    - sub for up to 8 masks: 2 if warps are few and each has at least four stages of that length; 4 for 8- and 4-bit
+      weights if each warp has at least eight stages of that length.
     - sub for more masks: 2 if one warp has all of k.
-    - Weights in 8 bits get up to 16 warps and the shortest stages in two cases: scales of rows, one mask and more than
-      8 tokens; scales of columns, one or two masks and one token.
+    - Weights in 8 bits get up to 16 warps and the shortest stages in two cases: with scales of rows, for one mask and
+      more than 8 tokens; with scales of columns, for one or two masks and one token.
     - mask_group: 4, which needs the fewest registers. With long stages, all 8 masks at once are faster.
     """
     n_masks = call.n_masks
-    # Scales of columns double the registers for sums, which only 8 warps have.
+    # Scales of columns double the registers for sums, and only blocks of 8 warps have so many.
     many_warps = call.weight.bits == 8 and (
         call.tokens > 8 and n_masks == 1 if _scales_rows(call) else call.tokens == 1 and n_masks <= 2
     )
@@ -206,7 +206,7 @@ def in_one_wave(call: Call, tiles: int) -> DecodeMma:
     if n_masks <= 8:
         few_warps = tiles * split_k <= (10 if n_masks <= 2 else 8)
         long_stages = few_warps and call.in_features >= split_k * 4 * 128
-    else:  # 16 tokens with 8- or 4-bit weights would need too many registers
+    else:  # long stages for 16 tokens with 8- or 4-bit weights would need too many registers
         long_stages = split_k == 1 and (call.weight.bits == 16 or call.tokens <= 8)
     long_stages = long_stages or _scales_columns(call)
     shortest = 2 if _scales_columns(call) else 1
@@ -231,7 +231,7 @@ def in_several_waves(call: Call, rows: int) -> list[DecodeMma]:
         shapes = [(2, 4, 1)]
     elif rows > 4:
         shapes = [(3, 4, 1)] if in_16_bits else [(4, 2, 1)]
-        if not _scales_columns(call) or n_masks <= 2:  # two blocks have enough registers
+        if not _scales_columns(call) or n_masks <= 2:  # enough registers for two blocks
             small = [(2, 4, 2)] if call.tokens <= 8 else []
             shapes = [*small, *shapes] if in_16_bits else [(4, 2, 2), *small, *shapes]
     else:

@@ -44,7 +44,7 @@ class ExpertLaunch:
     Attributes:
         config: the launch configuration for one item. Its `block_tokens` is the most rows of an item.
         grouped: True if `group_tokens` writes a table of items first. Otherwise the grid has blocks for each row of the
-            result; they find their item, and exit at once unless the row is the first of an item.
+            result. They find the item of their row, and exit at once unless the row is the first of the item.
     """
 
     config: DecodeItems | Plain
@@ -137,9 +137,9 @@ def choose(call: Call, gpu: Gpu) -> ExpertLaunch:
 def _decode(call: Call, gpu: Gpu) -> ExpertLaunch | None:
     """Choose a launch of `decode_mma`, or return None if it cannot run an expert's layer.
 
-    An item has 8 or 16 rows, one or two column tiles of the `mma`. With fewer than 8 tokens it has about one row per
-    token, as an expert has no more rows unless a token chose it twice. In the batch-invariant mode the launch depends
-    only on the layer, and so does the order of sums.
+    An item has 8 or 16 rows, which are one or two column tiles of the `mma`. With fewer than 8 tokens, an item has
+    about one row per token, because an expert has no more rows unless a token chose it twice. In the batch-invariant
+    mode the launch and the order of sums depend only on the layer.
     """
     layer = call.one
     if not decode_mma.can_run(layer, gpu):

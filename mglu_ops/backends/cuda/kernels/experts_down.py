@@ -37,8 +37,8 @@ _LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
 class ExpertsDown:
     """The launch configuration of csrc/cuda/experts_down.cu.
 
-    A block has `teams` teams of `row_warps` warps. Each warp computes `row_tiles` tiles of 16 rows of W. A work tile is
-    the rows of a team for one item, which is up to `block_tokens` pairs of one expert.
+    A block has `teams` teams of `row_warps` warps. Each warp computes `row_tiles` tiles of 16 rows of W. An item is up
+    to `block_tokens` pairs of one expert. A work tile is the rows of W of a team, for one item.
     """
 
     block_tokens: int
@@ -51,7 +51,7 @@ class ExpertsDown:
     """Stages of 128 columns in the ring of each team."""
     blocks_per_sm: int = 1
     parts: int = 1
-    """The maximum split-K of the work tiles in the last, incomplete wave; 1 for none."""
+    """The maximum split-K of the work tiles in the last, incomplete wave; 1 for no split-K."""
 
     def __str__(self) -> str:
         return f"{NAME}({', '.join(f'{field.name}={getattr(self, field.name)}' for field in fields(self))})"
@@ -216,8 +216,8 @@ def launch_for(call: Call, gpu: Gpu) -> ExpertsDown | None:
 def choose(call: Call, gpu: Gpu) -> ExpertsDown | None:
     """Choose the launch of a call; None if no launch fits into shared memory.
 
-    The launch for a single token and split-K sum in other orders than all other launches, so batch-invariant calls use
-    neither.
+    Batch-invariant calls use neither the launch for a single token nor split-K, because these two sum in other orders
+    than all other launches.
     """
     tiles = call.out_features // 16
     most_warps = 1 << tiles.bit_length() - 1

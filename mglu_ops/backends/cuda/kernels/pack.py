@@ -13,7 +13,7 @@ from ..launch import load_kernel, parameters
 from .base import ELEMENTS
 
 KINDS = {**ELEMENTS, torch.bool: 3}
-"""The codes of the dtypes that can be packed: logits, by `> 0`, and bool masks."""
+"""The codes of the dtypes that can be packed: logits, which are compared with 0, and bool masks."""
 
 _THREADS = 256
 
@@ -26,8 +26,8 @@ def source(arch: tuple[int, int], dtype: torch.dtype, n_masks: int) -> tuple[str
 def pack(masks: Tensor, arch: tuple[int, int], stream: int) -> Tensor:
     """Pack bool masks or logits (`M = logits > 0`) `[n_masks, out_features, in_features]`.
 
-    They are float16, bfloat16, float32 or bool, in any strides, on the current device. A leading dimension of up to
-    65,535 experts is allowed, which the result then has too.
+    `masks` is float16, bfloat16, float32 or bool, in any strides, on the current device. It may have a leading
+    dimension of up to 65,535 experts; then the result has this dimension too.
 
     Raises:
         CompileError: NVRTC refused the kernel.

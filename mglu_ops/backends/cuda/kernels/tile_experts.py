@@ -27,14 +27,14 @@ _GATHERED_TOGETHER = 8
 
 @dataclass(frozen=True)
 class TileItems(ExpertLaunch):
-    """The launch of `tile_wgmma` for items. Its blocks loop over pairs of an item and a tile of rows of W.
+    """The launch of `tile_wgmma` for items. Its blocks loop over tiles of the result: the rows of W for an item.
 
     Up to two launches precede it:
 
     - `group_tokens` writes the items.
     - `permute_x`, or `quantize_x` for products in fp8, gathers the rows of x in the order of experts, into a copy
-      `[rows, columns of whole stages]`. It is not needed for dense products without permuted columns, which require an
-      x that is sorted by expert.
+      `[rows, columns of whole stages]`. Dense products without permuted columns need no copy, but require an x that is
+      sorted by expert.
 
     The blocks of a cluster share an item.
     """
@@ -152,7 +152,7 @@ class TileItems(ExpertLaunch):
 _ITEMS = {"MGLU_ITEMS": 1}
 
 MOST_SUMS = 128
-"""The most registers of a thread for sums, so that enough are left for its item."""
+"""The most registers of a thread for sums, so that the thread has enough left for its item."""
 
 
 def unstacked(call: Call) -> Iterator[str]:
@@ -172,7 +172,7 @@ def unstacked(call: Call) -> Iterator[str]:
 def least_rows(layer: Call) -> int:
     """The least rows per expert for which the kernel is faster than `decode_mma` (measured; csrc/cuda/tile_wgmma.md).
 
-    They are more if TMA cannot load the masks. In the batch-invariant mode the kernel takes any number of rows.
+    The number is higher if TMA cannot load the masks. In the batch-invariant mode the kernel takes any number of rows.
     """
     return 1 if layer.batch_invariant else 12 if mask_alignment(layer) == 16 else 24
 

@@ -51,18 +51,18 @@ class TileWgmma(LaunchConfig):
     mask_groups: int = 1
     """Consumer warpgroups that compute the same 64 rows, each for a share of the masks."""
     passes: int = 1
-    """Passes of a tile over k, each for an equal share of the masks; for several passes, a multiple of 4 masks."""
+    """Passes of a tile over k, each for an equal share of the masks. With several, a pass has a multiple of 4 masks."""
     steps: int = 4
     """`wgmma` instructions, of 16 columns each, that are issued as one group."""
     sparse: bool = False
     """Use sparse `wgmma` with mask bits as metadata. No signs are flipped, but x takes twice as many bytes."""
     permuted: bool = False
-    """Read a copy of x by `permute_x`, whose columns are in the order in which mask bits are read. Otherwise the kernel
-    reads x itself, which must have 16-byte aligned rows."""
+    """Read the copy of x that `permute_x` makes, with columns in the order in which mask bits are read. Otherwise the
+    kernel reads x itself, which must have 16-byte aligned rows."""
     cluster: int = 1
     """Blocks of a cluster, which load W and its masks by multicast: 1 or 2."""
     decoded: bool = False
-    """Read a copy of W in x's dtype by `decode_weight`, which pays for many tokens."""
+    """Read the copy of W in x's dtype that `decode_weight` makes. For many tokens this saves time."""
     fp8: bool = False
     """Multiply in fp8, with an x that `quantize_x` has rounded. Then a chunk has 128 columns."""
 
@@ -190,14 +190,14 @@ class TileWgmma(LaunchConfig):
             decode = decode_weight.launch(call, gpu, device, target)
             copies.append(CopyLaunch(decode, decode_weight.copy_bytes(call), "weight"))
         if self.permuted:
-            # The main kernel reads W before it waits for the launch before it. As `permute_x` waits for the launches
-            # before itself, W is decoded by then.
+            # The main kernel reads W before it waits for `permute_x`. W is decoded by then, because `permute_x` itself
+            # waits for `decode_weight`.
             tile = self.block_tokens, self.sub
             permute = permute_x.launch(call, gpu, device, target, *tile)
             copies.append(CopyLaunch(permute, permute_x.copy_bytes(call, *tile), "x"))
         if self.fp8:
             copies.append(quantize_x.copy(call, gpu, device, target, self.block_tokens))
-        # x has an entry of its own, because its address changes with every call, and W's with every layer.
+        # x has an entry of its own, because the address of x changes with every call, but that of W with every layer.
         maps = [] if x is None else [TensorMaps(x=x)]
         maps.append(TensorMaps(weight=weight, packed_masks=masks))
         if results:

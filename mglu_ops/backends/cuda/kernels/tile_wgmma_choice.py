@@ -46,7 +46,7 @@ def _most_sparse_tokens(n_masks: int, one_warpgroup: bool) -> int:
     """The most tokens for which sparse products of two or more masks are worth their wider x.
 
     Sparse products save the sign flips, whose number grows with the number of masks. `one_warpgroup` is True if an SM
-    has 64 rows of W or fewer. Then it has one consumer warpgroup, and nothing hides the time of its flips.
+    has 64 rows of W or fewer. Then the SM has one consumer warpgroup, and nothing hides the time of sign flips.
     """
     if n_masks <= 4:
         return 32 if one_warpgroup or n_masks == 4 else 24
@@ -56,7 +56,8 @@ def _most_sparse_tokens(n_masks: int, one_warpgroup: bool) -> int:
 def _sparse_tile(call: Call, gpu: Gpu) -> TileWgmma:
     """The launch with a single tile of tokens, and as few waves of rows as possible.
 
-    A wave of tiles with two warpgroups takes a third longer than a wave of tiles with one, which waits for itself.
+    Compared with tiles of two warpgroups, a wave of tiles with one warpgroup does half the work in three quarters of
+    the time, because a single warpgroup waits for its own products.
     """
     n_masks = call.n_masks
     columns = max(16, round_up(call.tokens, 8))
@@ -105,7 +106,7 @@ def candidates(call: Call, gpu: Gpu, must_permute: bool) -> Iterator[TileWgmma]:
 def choose_fp8(call: Call, gpu: Gpu) -> TileWgmma | None:
     """Choose the launch in fp8, or return None if the kernel cannot run the call or another launch is faster.
 
-    In the batch-invariant mode it takes any number of tokens. It sums in ascending order of k with all tiles.
+    In the batch-invariant mode the kernel takes any number of tokens. With all tiles it sums in ascending order of k.
     """
     if not can_run(call, gpu) or (call.tokens < _LEAST_FP8_TOKENS and not call.batch_invariant):
         return None
@@ -120,7 +121,7 @@ def fp8_launches(n_masks: int, weight_format: str, shared_bytes_per_sm: int) -> 
     found = []
     for groups, rows in ((1, 128), (1, 64), (2, 64)):
         products = ceil_div(n_masks + 1, groups)
-        # An estimate of ptxas's other registers, from kernels that it compiled.
+        # The registers that ptxas leaves for these purposes, estimated from kernels that it compiled.
         most = 215 if weight_format == "fp8_row" else 211 if groups == 1 else 205
         for columns in _TOKEN_COLUMNS:
             sums = (products + 1) * columns // 2

@@ -55,13 +55,13 @@ class CostModel:
         dram_bytes_per_us: the bandwidth of the memory.
         l2_bytes_per_us: the bandwidth of L2 for all SMs together.
         permute_us: the time of `permute_x` in microseconds.
-        exchange_us: the time at the end of a tile that two warpgroups of the same rows wait for each other.
+        exchange_us: the time for which two warpgroups of the same rows wait for each other at the end of a tile.
         cluster: a factor on the time of multiplying in clusters of two blocks, which wait for each other.
         serial: multiplying and reading overlap, except for this fraction of the shorter of the two.
-        serial_alone: `serial` for a warpgroup that is alone on its SM, and waits for its own stages.
-        last_wave: the cost of the last of many waves, in waves.
-        mask_columns: the time in columns to read a mask's bits for an x that is not permuted: for fewer than 8 masks
-            (except 4), for 4 masks, for 8 or more masks.
+        serial_alone: the same fraction for a warpgroup that is alone on its SM, and waits for its own stages.
+        last_wave: the cost of the last wave if there are many, in waves.
+        mask_columns: three times in columns to read a mask's bits for an x that is not permuted. The first is for fewer
+            than 8 masks except 4, the second for 4 masks, and the third for 8 or more masks.
         alone, of_rows, of_masks: the costs of products with one consumer warpgroup, with two for different rows, and
             with two for different masks of the same 64 rows.
         sparse_alone, sparse_of_rows, sparse_of_masks: the same for sparse products.
@@ -97,9 +97,10 @@ class CostModel:
     def microseconds_of_experts(self, config: TileWgmma, call: Call, gpu: Gpu) -> float:
         """Estimate the time of a launch for experts, in microseconds. The loads, the rows of each expert, are unknown.
 
-        The estimate is three quarters of the time for equally probable experts, plus a quarter of the time for
-        exponentially distributed loads. In an exponential distribution, an expert has more than n rows with probability
-        exp(-n / mean), and therefore 1 / (1 - exp(-item_rows / mean)) items on average.
+        The load of an expert, its number of rows, is unknown. The estimate is three quarters of the time for equally
+        probable experts, plus a quarter of the time for exponentially distributed loads. In an exponential
+        distribution, an expert has more than n rows with probability exp(-n / mean), and therefore
+        1 / (1 - exp(-item_rows / mean)) items on average.
         """
         used = min(call.routed.experts, call.tokens)
         mean, item_rows = call.tokens / used, config.block_tokens * config.cluster
@@ -132,7 +133,7 @@ class CostModel:
         return self.launch_us + total + (self.permute_us if config.permuted or config.fp8 else 0)
 
     def _columns(self, config: TileWgmma, n_masks: int) -> float:
-        """The time of 64 rows of a tile for one column of in_features, in columns."""
+        """The time to multiply 64 rows of a tile by one column of in_features, in the unit of `ProductCosts`."""
         shared_rows = config.mask_groups == 2
         if config.fp8:
             by_kind = _FP8
@@ -159,8 +160,9 @@ _GROUP_US = 3.0
 """The time of `group_tokens` in microseconds."""
 
 _L2_OF_EXPERTS = 0.8
-"""The bandwidth of L2 for experts, as a fraction of that for a layer. This fraction and the weights of the two kinds of
-loads were fitted to 24 calls with balanced and skewed loads on an H100 (csrc/cuda/tile_wgmma.md)."""
+"""The bandwidth of L2 for experts, as a fraction of that for a layer. This fraction, and the shares of three quarters
+and one quarter for the two kinds of loads, were fitted to 24 calls with balanced and skewed loads on an H100
+(csrc/cuda/tile_wgmma.md)."""
 
 _DECODE_LAUNCH_US = 2.0
 """The fixed time of `decode_weight` in microseconds."""
@@ -185,7 +187,7 @@ def waves_of(blocks: float, multiprocessors: int, last_wave: float) -> float:
 
 
 def costs_of(gpu: Gpu) -> CostModel:
-    """Return the constants for a GPU, fitted on a GPU of the same name or, if there are none, the same architecture.
+    """Return the constants that were fitted on a GPU of the same name or, if there are none, of the same architecture.
 
     Raises:
         CostModelError: the file that `MGLU_COST_MODEL` names cannot be used.

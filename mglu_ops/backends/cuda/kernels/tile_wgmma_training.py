@@ -42,7 +42,7 @@ class TrainingTile(TileWgmma):
     def _fixed_bytes(self, n_masks: int) -> int:
         """The bytes for two sets of boxes to store, and for sums that warpgroups of the same rows or passes exchange.
 
-        They exchange three sums per element of the result, or two with a single warpgroup, which keeps t in registers.
+        Three sums per element of the result are exchanged, or two with a single warpgroup, which keeps t in registers.
         """
         masks = ceil_div(n_masks // self.passes, self.mask_groups)
         boxes = masks * (2 if self.weighted else 1) + 2
@@ -101,7 +101,7 @@ def training_choice(call: Call, gpu: Gpu) -> TrainingTile | None:
 
 
 _MOST_SUMS_OF_EXPERTS = 160
-"""The most registers of a thread for sums, so that enough are left for its item; in inference it is `MOST_SUMS`."""
+"""The most registers of a thread for sums, so that it has enough left for its item. For inference, see `MOST_SUMS`."""
 
 
 def training_items(call: Call, gpu: Gpu) -> TileItems | None:

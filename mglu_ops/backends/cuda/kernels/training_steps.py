@@ -1,8 +1,8 @@
 """The elementwise kernels of a training step, before and after its GEMMs (csrc/cuda/training.md).
 
 Tensors are on the current device, in float16 or bfloat16 unless a docstring says otherwise. Kernels run on the current
-stream. A function with the name of a kernel runs it. The function `prepare_<kernel>` returns a launch without running
-it; the launch serves all tensors with the metadata of the function's arguments.
+stream. A function with the name of a kernel runs the kernel. The function `prepare_<kernel>` returns a launch without
+running it. The launch can run with all tensors that have the metadata of the function's arguments.
 
 Every function raises:
     CompileError: NVRTC refused the kernel.
@@ -69,7 +69,10 @@ def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool, parts: bool
 
 
 def _rows_of_experts(weight: Tensor) -> tuple[int, dict[str, int]]:
-    """Return the number of rows of a weight, of all experts together, and the integers of a struct that describe it."""
+    """Return the number of rows of a weight and the integers that describe it in a kernel's struct.
+
+    The rows of all experts are counted together.
+    """
     expert_rows, columns = weight.shape[-2:]
     rows = weight.shape[:-1].numel()
     integers = {"weight_row_stride": weight.stride(-2), "rows": rows, "expert_rows": expert_rows, "columns": columns}
@@ -86,17 +89,18 @@ def partials(
     total: Tensor | None = None,
     parts: bool = False,
 ) -> None:
-    """Write the result and its partial derivatives from the products t and f_i.
+    """Compute the result and its partial derivatives from the products t and f_i. `mglu_ops.ops` defines the symbols.
 
     Args:
         products: t and all f_i `[tokens, n_masks + 1, columns]` with contiguous rows; with `total` only the f_i
-            `[tokens, n_masks, columns]`. In float32, or in the dtype of `partials`, which may then share its memory.
+            `[tokens, n_masks, columns]`. The dtype is float32 or that of `partials`. In the second case,
+            `products` and `partials` may share memory.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights: `[tokens, n_masks]` in any strides, float16, bfloat16 or float32; or None.
         partials: receives P, all Q_i and, with mask weights, all R_i: `[tokens, n_masks + 1, columns]`, or
             `[tokens, 2 n_masks + 1, columns]` with mask weights. Rows are contiguous.
         result: receives y, `[tokens, columns]` with contiguous rows, in the dtype of `partials`.
-        total: t, contiguous `[tokens, columns]` in float32, if it is not the first of the products.
+        total: t, contiguous `[tokens, columns]` in float32; None if t is the first of the products.
         parts: True if the products are the gate and the value of each mask instead, `[tokens, 2 n_masks, columns]`.
     """
     tokens, n_products, columns = products.shape
@@ -164,14 +168,14 @@ def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
     out = partials.new_empty(tokens, entries, columns)
     macros = scale_macros(partials.dtype, entries, _is_vector(grad_output, partials, out))
     integers = {
-        "gradient_row_stride": grad_output.stride(0),
+        "grad_output_row_stride": grad_output.stride(0),
         "partials_row_stride": partials.stride(0),
         "partials_entry_stride": partials.stride(1),
         "tokens": tokens,
         "columns": columns,
     }
     launch = _prepare("scale", out, macros, _warps(tokens, columns), integers)
-    _run(launch, out, gradient=grad_output, partials=partials, out=out)
+    _run(launch, out, grad_output=grad_output, partials=partials, out=out)
     return out
 
 
@@ -189,8 +193,8 @@ def weight_gradients(
 ) -> None:
     """Write `grad_weight = total + sum_i F_i * products_i` and `grad_logits_i = -2 weight * products_i`.
 
-    Either may be None, but not both. They may overwrite their inputs: `grad_weight` may be `total`, and `grad_logits`
-    may be `products`.
+    One of the two gradients may be None. They may overwrite their inputs: `grad_weight` may be `total`, and
+    `grad_logits` may be `products`.
 
     Args:
         total: D_0, contiguous `[out_features, in_features]`, in the dtype of `products` or in float32; None without
@@ -210,8 +214,8 @@ def weight_gradients(
         weight=weight,
         packed_masks=packed_masks,
         products=products,
-        weight_gradient=grad_weight,
-        logits_gradient=grad_logits,
+        grad_weight=grad_weight,
+        grad_logits=grad_logits,
     )
 
 
@@ -248,8 +252,8 @@ def weight_gradients_macros(
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_TOTAL": ELEMENTS[total_dtype],
         "MGLU_N_MASKS": n_masks,
-        "MGLU_WEIGHT_GRADIENT": _code(weight_dtype),
-        "MGLU_LOGITS_GRADIENT": _code(logits_dtype),
+        "MGLU_GRAD_WEIGHT": _code(weight_dtype),
+        "MGLU_GRAD_LOGITS": _code(logits_dtype),
         "MGLU_VECTOR": int(vector),
     }
 
@@ -266,14 +270,14 @@ def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype
     out = terms.new_empty(tokens, n_masks, dtype=dtype)
     macros = mask_weight_gradients_macros(terms.dtype, n_masks, dtype, _is_vector(grad_output, terms))
     integers = {
-        "gradient_row_stride": grad_output.stride(0),
+        "grad_output_row_stride": grad_output.stride(0),
         "terms_row_stride": terms.stride(0),
         "terms_mask_stride": terms.stride(1),
         "tokens": tokens,
         "columns": columns,
     }
     launch = _prepare("mask_weight_gradients", out, macros, tokens * n_masks, integers)
-    _run(launch, out, gradient=grad_output, terms=terms, out=out)
+    _run(launch, out, grad_output=grad_output, terms=terms, out=out)
     return out
 
 

@@ -1,6 +1,11 @@
-"""Tests that limit the time of the fusion pass."""
+"""Tests of limits: the time of the fusion pass, and with pytest-benchmark the time of one token.
+
+`python -m pytest benchmarks` runs them.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +23,9 @@ from benchmarks.compile_time import (
     time_of_compilation,
     time_of_pass,
 )
+from benchmarks.decode import Problem, Sweep, bench, our_variants
+from benchmarks.harness import capture
+from benchmarks.layers import Layers
 from benchmarks.ordinary_models import MASKED_LAYERS, STEPS
 
 MAX_SHARE_OF_COMPILATION = 0.02
@@ -31,7 +39,7 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _inductor_is_loaded() -> None:
-    """Load Inductor first: it would lengthen the first test's compilation, and the pass's share would look smaller."""
+    """Load Inductor before the tests. Loading it in the first test would make the pass's share of time look smaller."""
     function, x = chain("tanh", 10).build()
     time_of_compilation(function, x, "inductor")
 
@@ -47,7 +55,7 @@ def test_pass_is_a_small_share_of_the_compilation_without_it(case: Case) -> None
 
 @pytest.mark.parametrize("step", STEPS)
 def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
-    """A node in a chain of 5000 takes at most twice as long as a node in a chain of 100, by the fastest run of each."""
+    """Per node, a chain of 5000 nodes takes at most twice as long as a chain of 100. The fastest runs count."""
     times = []
     for length, repeats in ((100, 20), (5000, 3)):
         function, x = chain(step, length).build()
@@ -56,3 +64,26 @@ def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
             times.append(min(time_of_pass(graph, 0) for _ in range(repeats)) / len(graph.nodes))
     short, long = times
     assert long <= 2 * short, f"{1e6 * short:.0f} us a node of the short chain, {1e6 * long:.0f} of the long one"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none")
+@pytest.mark.parametrize("problem", Sweep(masks=(1, 4, 8, 16)).problems(), ids=str)
+def test_one_token(benchmark: Any, problem: Problem) -> None:
+    """The chosen kernel reaches 70% of the read ceiling. A round replays a graph over more than 1 GB of layers once.
+
+    `extra_info` holds the microseconds per layer, and the fraction of the read ceiling in the same process.
+    """
+    (ours,) = (row for row in bench(problem, rounds=10) if row.extra.get("chosen"))
+    assert not ours.is_wrong, ours
+    assert ours.fraction_of_ceiling > 0.7, ours
+    benchmark.extra_info.update(microseconds=ours.microseconds, fraction_of_ceiling=ours.fraction_of_ceiling)
+
+    (variant,) = our_variants(Layers(*problem.shape, problem.n_masks, 1, problem.dtype), ())
+    graph = capture(variant).graph
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    benchmark(replay)
