@@ -246,7 +246,7 @@ def _asked_for(name: str, task: Task, call: Call) -> Backend:
     if call.batch_invariant and task not in backend.batch_invariant_tasks:
         raise RuntimeError(REFUSED.format(f"the backend {name!r} was asked for"))
     problem = backend.reason(task, call)
-    if problem is not None:
+    if problem is not None and not problem.is_preference:
         raise ValueError(f"backend: got {name!r}, which cannot take this call: {problem}")
     return backend
 

@@ -35,15 +35,18 @@ Prepared = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a backend cannot run a call.
+    """Why a backend does not run a call.
 
     Attributes:
         text: the reason, for a message.
+        is_preference: True if the backend can run the call, but another one is faster. A call that names the backend
+            runs on it.
         is_loss: True if the call would be faster on this backend if it could run it.
         is_passing: True if the backend may be able to run the same call later, in the same process.
     """
 
     text: str
+    is_preference: bool = False
     is_loss: bool = True
     is_passing: bool = False
 
@@ -83,7 +86,7 @@ class Backend(ABC):
 
     @abstractmethod
     def reason(self, task: Task, call: Call) -> Reason | None:
-        """Why the backend cannot run a task of a call; None if it can.
+        """Why the backend does not run a task of a call; None if it does.
 
         In a call of `backward`, the activation and the layout of the mask weights mean nothing, and
         `mask_weights_dtype` is the argument of that name.

@@ -68,11 +68,15 @@ def test_masks_are_applied_on_chip_up_to_a_number_of_tokens(dtype: torch.dtype, 
 
 
 @pytest.mark.usefixtures("_h100")
-def test_kernels_that_read_the_weight_again_take_512_tokens() -> None:
-    """The 33 columns exclude `tile_wgmma`."""
-    for tokens, fits in ((512, True), (513, False)):
-        problem = BACKENDS["cuda"].reason("forward", Call.contiguous(GPU, torch.float16, 2, tokens, 64, 33))
-        assert problem is None if fits else str(problem) == "for 513 tokens (more than 512)"
+def test_more_tokens_run_on_cuda_only_if_it_is_named() -> None:
+    """The 33 columns exclude `tile_wgmma`, and the other kernels read the weight again for every few tokens."""
+    few, more = (Call.contiguous(GPU, torch.float16, 2, tokens, 64, 33) for tokens in (512, 513))
+    assert BACKENDS["cuda"].reason("forward", few) is None
+    reason = BACKENDS["cuda"].reason("forward", more)
+    assert reason is not None
+    assert str(reason) == "for 513 tokens (more than 512)"
+    assert reason.is_preference
+    assert dispatch._asked_for("cuda", "forward", more) is BACKENDS["cuda"]
 
 
 def test_all_kept_calls_are_dropped_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def run_on(backend: str, *operands: Any, launch: Any = None, **options: Any) -> 
 def unsupported(backend: str, *operands: Any) -> str | None:
     """The backend's reason for refusing these arguments of `mglu::forward`, or None if it takes them."""
     reason = BACKENDS[backend].reason("forward", Call.of(Given(*operands)))
-    return None if reason is None else str(reason)
+    return None if reason is None or reason.is_preference else str(reason)
 
 
 def launch_of(*operands: Any) -> LaunchChoice:

@@ -9,7 +9,6 @@ multiply bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -67,9 +66,7 @@ class Cpu(Backend):
         if call.dtype not in DTYPES:
             return no_kernel("x", call.dtype)
         if task == "backward":
-            if backward.can_run(replace(call, routing=None)):
-                return None
-            return Reason("no kernel for this backward pass", is_loss=False, is_passing=isinstance(load(), str))
+            return backward.reason(call)
         if call.mask_weights_dtype is not None and call.mask_weights_dtype not in DTYPES:
             return Reason(f"no kernel for mask_weights {call.mask_weights_dtype}")
         if call.activation not in ACTIVATIONS:
@@ -80,6 +77,8 @@ class Cpu(Backend):
         return Reason(library, is_passing=True) if isinstance(library, str) else None
 
     def describe(self, task: Task, call: Call) -> Description:
+        if task == "backward":
+            return Description("kernels of this package, instruction set avx512_bf16, and the library's products")
         chosen = isa(call.dtype, call.balanced_rows, call.n_masks, call.weight.format.name)
         return Description(f"kernels of this package, instruction set {chosen}")
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...call import Call
 from ...given import BackwardGiven
+from ..base import Reason
 from . import backward_steps as steps
 from .library import Library, load
 
@@ -35,14 +36,17 @@ _MOST_MASKS_OF_NARROW_TOTALS = 4
 dW would exceed 1.5 times the error of the compiled naive layer, which sums over masks in float32."""
 
 
-def can_run(call: Call) -> bool:
-    """True if `Backward` runs a call, which requires that library GEMMs are faster in bfloat16 than in float32."""
-    if call.device.type != "cpu" or call.dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return False
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # checked first, as `load` may build the kernels
-        return False
-    library = load()
-    return isinstance(library, Library) and library.supports("avx512_bf16", torch.bfloat16)
+def reason(call: Call) -> Reason | None:
+    """Why `Backward` does not run a call. It needs a library whose GEMMs are faster in bfloat16 than in float32."""
+    is_for_bfloat16 = call.dtype is torch.bfloat16 and torch.backends.mkldnn.is_available()
+    # `load` is called last, because it may build the kernels.
+    if is_for_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        library = load()
+        if isinstance(library, str):
+            return Reason(library, is_loss=False, is_passing=True)
+        if library.supports("avx512_bf16", torch.bfloat16):
+            return None
+    return Reason("no kernel for this backward pass", is_loss=False)
 
 
 class Backward:

@@ -86,13 +86,13 @@ class Cuda(Backend):
         kernel = self.choose(call).config.kernel
         if kernel == "tile_wgmma":
             return None
-        if not call.batch_invariant:
-            return Reason(f"for {counted(call.tokens, 'token')} (more than {most})", is_loss=False)
         if kernel == "plain" and call.tokens > MOST_PLAIN_TOKENS:
             return Reason(
                 f"{call.tokens} tokens, above {MOST_PLAIN_TOKENS}, the most that the plain kernel's grid holds"
             )
-        return None
+        if call.batch_invariant:
+            return None
+        return Reason(f"for {counted(call.tokens, 'token')} (more than {most})", is_preference=True, is_loss=False)
 
     def _experts_reason(self, call: Call) -> Reason | None:
         problem = self._layer_reason(call.of_rows(1))
