@@ -129,4 +129,4 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, 
                         weight_format=options.weight_format,
                         activation_format=options.activation_format,
                     )
-                    yield from quantize_x.sources(choose(call, gpu).config, call, gpu)
+                    yield from (step.source for step in quantize_x.plan(choose(call, gpu).config, call, gpu))

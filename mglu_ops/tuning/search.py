@@ -133,8 +133,8 @@ def compile_all(call: Call, gpu: Gpu, configs: Iterable[LaunchConfig]) -> dict[L
 
     def compile_one(config: LaunchConfig) -> None:
         try:
-            for source in config.sources(call, gpu):
-                compile_cubin(*source)
+            for step in config.plan(call, gpu):
+                compile_cubin(*step.source)
         except CompileError as error:
             refused[config] = error
 

@@ -44,7 +44,7 @@ def modes(folder: Path) -> set[int]:
 def sources(*formats: str) -> list[tuple[str, str, dict[str, int]]]:
     """The kernels of `LAYER` for 64 tokens, with the formats of the weight and of x."""
     call = Call.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048, "silu", None, *formats)
-    return quantize_x.sources(choose(call, KNOWN_GPUS[9, 0]).config, call, KNOWN_GPUS[9, 0])
+    return [step.source for step in quantize_x.plan(choose(call, KNOWN_GPUS[9, 0]).config, call, KNOWN_GPUS[9, 0])]
 
 
 def test_a_folder_for_an_image_needs_no_compiler_where_it_is_used(tmp_path, monkeypatch, capsys, compiled):

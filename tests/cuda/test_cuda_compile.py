@@ -165,7 +165,7 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
     """With scales per group of columns, decoding W for each tile of tokens takes longer than writing a decoded copy."""
     call = stored_in(layer_call(torch.bfloat16, 4, 8192), name)
     decoded = replace(launch_of(call, HOPPER), decoded=True, sub=1, stages=3)
-    (_, kernel, *_) = decoded.sources(call, HOPPER)
+    kernel = decoded.plan(call, HOPPER)[0].source
     registers, spills, log = compiled(*kernel)
     assert (kernel[0], spills) == ("decode_weight", 0), log
     assert registers <= 64, log
@@ -201,9 +201,9 @@ def test_calls_whose_products_are_in_fp8(arch: tuple[int, int]) -> None:
     assert not choose(call, KNOWN_GPUS[8, 0]).config.rounds_x
     for one in (few, wide):
         config = choose(one, KNOWN_GPUS[arch]).config
-        (*kernels, rounding) = quantize_x.sources(config, one, KNOWN_GPUS[arch])
-        assert (kernels, rounding[0]) == (config.sources(one, KNOWN_GPUS[arch]), quantize_x.NAME)
-        assert compiled(*rounding)[1] == 0
+        (rounding, *kernels) = quantize_x.plan(config, one, KNOWN_GPUS[arch])
+        assert (kernels, rounding.kernel) == ([*config.plan(one, KNOWN_GPUS[arch])], quantize_x.NAME)
+        assert compiled(*rounding.source)[1] == 0
 
 
 @pytest.mark.long  # test_tile_experts.py compiles one such kernel in the quick tests

@@ -14,10 +14,9 @@ import torch
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS, cuda
-from mglu_ops.backends.cuda import CudaCall, DecodeMma, TileWgmma, launch_tables
+from mglu_ops.backends.cuda import CudaCall, DecodeMma, TileWgmma, launch, launch_tables
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
-from mglu_ops.backends.cuda.kernels import CONFIGS, base, permute_x, tile_wgmma
 from mglu_ops.backends.cuda.tensor_map import MAP_BYTES, Matrix
 from mglu_ops.call import Call, Layout
 from mglu_ops.given import Given
@@ -229,8 +228,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr(CudaCall, "__call__", run)
-    for config in CONFIGS.values():
-        monkeypatch.setattr(config, "sequence", lambda *_: None)
+    monkeypatch.setattr(cuda, "load", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", NoDevice)
     monkeypatch.setattr(dispatch, "_prepared", {})
     return shapes
@@ -310,16 +308,14 @@ def test_tensor_maps_are_encoded_once_for_each_address(n_masks, permuted, monkey
         return bytes([pointer]) * MAP_BYTES
 
     monkeypatch.setattr(Matrix, "encode", encode)
-    for module in (tile_wgmma, permute_x):
-        monkeypatch.setattr(module, "load_kernel", lambda _device, name, *_: name)
-    for module in (tile_wgmma, base):
-        monkeypatch.setattr(module, "Launch", Recorder)
+    monkeypatch.setattr(launch, "load_kernel", lambda _device, name, *_: name)
+    monkeypatch.setattr(launch, "Launch", Recorder)
     Recorder.calls.clear()
     call = Call.contiguous(torch.device("cuda:0"), torch.float16, n_masks, 64, 14336, 4096)
     config = choose(call, KNOWN_GPUS[9, 0]).config
     assert isinstance(config, TileWgmma)
     assert config.permuted == permuted
-    sequence = config.sequence(call, KNOWN_GPUS[9, 0], 0)
+    sequence = launch.load(config.plan(call, KNOWN_GPUS[9, 0]), 0)
     assert (sequence.workspace_bytes > 0) is permuted
     workspace = 9
     for x, weight, masks in ((1, 2, 3), (1, 2, 3), (4, 2, 3), (1, 5, 6)):

@@ -12,10 +12,9 @@ from families import quick_cases, quick_only_for
 from test_cuda_compile import ARCHITECTURES, HOPPER, REGISTERS_PER_SM, compiled, stored_in
 from test_launch_choice import Driver
 
-from mglu_ops.backends.cuda import Plain, driver
+from mglu_ops.backends.cuda import Plain, driver, launch
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK
-from mglu_ops.backends.cuda.kernels import decode_mma, group_tokens, quantize_x
-from mglu_ops.backends.cuda.kernels import experts as launches
+from mglu_ops.backends.cuda.kernels import decode_mma, group_tokens
 from mglu_ops.backends.cuda.kernels.experts import DecodeItems, ExpertLaunch, choose
 from mglu_ops.backends.cuda.launch import parameters
 from mglu_ops.backends.parameters import Parameters
@@ -92,7 +91,7 @@ def test_items_compile_without_spills(arch: tuple[int, int], name: str, n_masks:
     for tokens, model in itertools.product((1, 8, 64), (QWEN3_30B_A3B, MIXTRAL, GPT_OSS)):
         call = experts_call(n_masks, tokens, model, name)
         launch = choose(call, gpu)
-        kernel, target, macros = launch.sources(call, gpu)[0]
+        kernel, target, macros = launch.plan(call, gpu)[-1].source
         if (key := str(sorted(macros.items()))) in seen:
             continue
         seen.add(key)
@@ -110,8 +109,8 @@ def test_other_kernels_of_experts_compile_without_spills(arch: tuple[int, int]) 
     for tokens in (1, 4, 40):
         for is_sorted in (False, True):
             call = experts_call(16, tokens, dtype=torch.float32, is_sorted=is_sorted)
-            for source in choose(call, gpu).sources(call, gpu):
-                _, spills, log = compiled(*source)
+            for step in choose(call, gpu).plan(call, gpu):
+                _, spills, log = compiled(*step.source)
                 assert spills == 0, log
 
 
@@ -160,11 +159,10 @@ def test_what_launches_give_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> No
 
     recorder = Recorder(0)
     monkeypatch.setattr(driver, "_library", lambda: recorder)
-    for module in (group_tokens, quantize_x, launches):
-        monkeypatch.setattr(module, "load_kernel", lambda *_: driver.Kernel(b"", "mglu", 0))
+    monkeypatch.setattr(launch, "load_kernel", lambda *_: driver.Kernel(b"", "mglu", 0))
     call = experts_call(4, 40, name="fp8_row")
     call = replace(call, activation_format="fp8_token", routing=replace(call.routed, index_dtype=torch.int64))
-    sequence = choose(call, HOPPER).sequence(call, HOPPER, 0)
+    sequence = launch.load(choose(call, HOPPER).plan(call, HOPPER), 0)
     pointers = {name: 1 + i for i, name in enumerate((*fields[0].pointers, "expert_ids", "items"))}
     rounded, table = 1 << 20, (1 << 20) + 40 * 2048 * 2
     assert sequence.workspace_bytes == 40 * 2048 * 2 + 16 * (320 // 8 + 129) + 4 * 320

@@ -13,6 +13,7 @@ import torch
 from emulated_kernels import needs_compiler, run
 from torch import Tensor
 
+from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import group_tokens
 from mglu_ops.call import Call
 from mglu_ops.routing import inverse_of, sort_pairs
@@ -28,9 +29,8 @@ def table_of(call: Call, index: Tensor, item_rows: int) -> tuple[Tensor, Tensor]
     words = group_tokens.table_bytes(call, item_rows) // 4
     table = torch.full((words + 64,), -7, dtype=torch.int32)
     pointers = {"expert_ids": index.data_ptr(), "out": table.data_ptr()}
-    integers = group_tokens.integers(call, item_rows)
-    macros = tuple(group_tokens.macros(call).items())
-    run(group_tokens.NAME, macros, 1, pointers, integers, "GroupParams")
+    step = group_tokens.step(call, KNOWN_GPUS[9, 0], "sm_90", item_rows)
+    run(step.kernel, tuple(step.macros.items()), 1, pointers, step.integers, step.struct)
     assert (table[words:] == -7).all()
     return table[: 4 * entries].view(entries, 4), table[4 * entries : words]
 
@@ -76,8 +76,8 @@ def test_the_order_of_rows(rows: int, experts: int) -> None:
     words = group_tokens.order_words(rows, experts)
     memory = torch.full((words + 8,), -7)
     pointers = {"expert_ids": ids.data_ptr(), "out": memory.data_ptr()}
-    macros = tuple(group_tokens.order_macros().items())
-    run(group_tokens.NAME, macros, 1, pointers, group_tokens.integers(call, 1), "GroupParams")
+    step = group_tokens.order_step(call, KNOWN_GPUS[9, 0], "sm_90")
+    run(step.kernel, tuple(step.macros.items()), 1, pointers, step.integers, step.struct)
     order, (pairs, offs) = group_tokens.Order.of(memory[:words], rows, experts), sort_pairs(ids, experts)
     assert torch.equal(order.rows, pairs)
     assert torch.equal(order.places, inverse_of(pairs))

@@ -55,7 +55,7 @@ def test_choices_keep_to_the_limits_and_cover_the_result(arch: tuple[int, int]) 
                 assert config.stages >= 3
                 assert config.threads <= 384
                 assert not (config.permuted and config.sparse)
-                copy = permute_x.copy_bytes(other, config.block_tokens, config.sub)
+                copy = permute_x.step(other, gpu, "sm_90a", config.block_tokens, config.sub).nbytes
                 assert copy >= tokens * other.in_features * 2
                 assert copy % (8 * 128) == 0  # whole warps of permute_x
             elif arch == (9, 0) and dtype is torch.float16 and shape[1] >= 2048:

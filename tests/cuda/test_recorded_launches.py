@@ -27,6 +27,7 @@ from mglu_ops.backends.cuda.choice import choose, choose_experts
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, Gpu
 from mglu_ops.backends.cuda.kernels import experts_down, quantize_x
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice, training_items
+from mglu_ops.backends.cuda.launch import Plan, load
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 
@@ -95,26 +96,25 @@ def mixtures() -> Iterator[tuple[str, Call, int, int | None]]:
 
 def layer_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """All that the driver sees for one call of `mglu::forward`."""
-    sequence = quantize_x.sequence(choose(call, gpu).config, call, gpu, 0)
-    return _sequence_record(recorder, sequence)
+    return _plan_record(recorder, quantize_x.plan(choose(call, gpu).config, call, gpu))
 
 
 def training_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `tile_wgmma` in `mglu::forward_train`, where it runs a call."""
     config = training_choice(call, gpu)
-    return "" if config is None else _sequence_record(recorder, config.sequence(call, gpu, 0))
+    return "" if config is None else _plan_record(recorder, config.plan(call, gpu))
 
 
 def experts_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `mglu::experts_forward` and `mglu::grouped_forward`."""
     launch = choose_experts(call, gpu)
-    return launch.violation(call, gpu) or _sequence_record(recorder, launch.sequence(call, gpu, 0))
+    return launch.violation(call, gpu) or _plan_record(recorder, launch.plan(call, gpu))
 
 
 def experts_training_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     """The same for `mglu::grouped_forward_train`."""
     launch = training_items(call, gpu)
-    return "" if launch is None else _sequence_record(recorder, launch.sequence(call, gpu, 0))
+    return "" if launch is None else _plan_record(recorder, launch.plan(call, gpu))
 
 
 def down_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
@@ -122,15 +122,16 @@ def down_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
     if (problem := experts_down.unsupported_reason(call, gpu)) is not None:
         return problem
     config = experts_down.launch_for(call, gpu)
-    products, combine, pair_bytes, decode, order = experts_down.launches(config, call, gpu, 0)
-    recorder.begin(f"{config} {pair_bytes}")
-    for launch in (decode, order, products, combine):
-        if launch is not None:
-            launch(0, ADDRESSES)
+    steps = experts_down.library_steps(call, gpu) if config is None else experts_down.plan(config, call, gpu)
+    recorder.begin(f"{config} {0 if config is None else config.pair_bytes(call)}")
+    for step in steps:
+        if step is not None:
+            step.load(0)(0, ADDRESSES)
     return "\n".join(recorder.lines)
 
 
-def _sequence_record(recorder: RecordingDriver, sequence: Any) -> str:
+def _plan_record(recorder: RecordingDriver, plan: Plan) -> str:
+    sequence = load(plan, 0)
     recorder.begin(f"workspace {sequence.workspace_bytes}")
     sequence(0, ADDRESSES, WORKSPACE)
     return "\n".join(recorder.lines)

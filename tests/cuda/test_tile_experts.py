@@ -39,7 +39,7 @@ def sorted_by_expert(call: Call) -> Call:
 def check(call: Call, launch: TileItems | None) -> None:
     assert launch is not None
     assert launch.violation(call, HOPPER) is None
-    for kernel, target, macros in launch.sources(call, HOPPER):
+    for kernel, target, macros in (step.source for step in launch.plan(call, HOPPER)):
         registers, spills, log = compiled(kernel, target, macros)
         # csrc/cuda/tile_wgmma.md has these spills, which a single layer does not have.
         weighted = call.mask_weights_dtype is not None and launch.config.mask_groups == 2
@@ -123,11 +123,11 @@ def test_gathers_x_after_grouping() -> None:
     for one, gather in ((call, permute_x.NAME), (in_fp8, quantize_x.NAME)):
         launch = choose(one, HOPPER)
         assert launch is not None
-        assert [kernel for kernel, *_ in launch.sources(one, HOPPER)] == ["tile_wgmma", "group_tokens", gather]
+        assert [step.kernel for step in launch.plan(one, HOPPER)] == ["group_tokens", gather, "tile_wgmma"]
     trained = as_read(sorted_by_expert(expert_call(1, 256)))  # its x is sorted, and is read as it is
     launch = training_items(trained, HOPPER)
     assert launch is not None
-    assert [kernel for kernel, *_ in launch.sources(trained, HOPPER)] == ["tile_wgmma", "group_tokens"]
+    assert [step.kernel for step in launch.plan(trained, HOPPER)] == ["group_tokens", "tile_wgmma"]
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:

@@ -207,17 +207,14 @@ def test_guard_bands(tokens: int, weight_format: str) -> None:
     given = given._replace(**filled | {"weight": weight})
     prepared = BACKENDS["cuda"].prepare("down", Call.of_down(given))
     assert isinstance(prepared, CudaDown)
-    assert prepared.products is not None
+    assert prepared.launches is not None
     out = between(torch.full_like(expected, float("nan")), 7.0)
-    products = between(torch.full((3 * tokens * prepared.pair_bytes,), 255, device="cuda", dtype=torch.uint8), 7)
+    workspace = torch.full((prepared.launches.workspace_bytes,), 255, device="cuda", dtype=torch.uint8)
+    products = between(workspace, 7)
     names = ("y", "weight", "weight_scale", "expert_ids", "expert_weights")
     pointers = {name: 0 if getattr(given, name) is None else getattr(given, name).data_ptr() for name in names}
     stream = torch.cuda.current_stream().cuda_stream
-    first = out if prepared.combine is None else products
-    prepared.products(stream, {**pointers, "out": first.data_ptr()})
-    if prepared.combine is not None:
-        rest = {"products": products.data_ptr(), "places": 0, "out": out.data_ptr()}
-        prepared.combine(stream, {**pointers, **rest})
+    prepared.launches(stream, {**pointers, "places": 0, "out": out.data_ptr()}, products.data_ptr())
     assert torch.equal(out, expected)
     assert bool((bands_of(out) == 7.0).all())
     assert bool((bands_of(products) == 7).all())

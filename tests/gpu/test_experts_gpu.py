@@ -196,9 +196,9 @@ def test_table_of_items(rows: int, experts: int, index_dtype: torch.dtype) -> No
         for one, index in ((call, ids), (layer.over_experts(experts, rows, None), offs)):
             count = group_tokens.max_items(one, item_rows)
             table = torch.full((group_tokens.table_bytes(one, item_rows) // 4,), -7, dtype=torch.int32, device="cuda")
-            copy = group_tokens.copy(one, gpu_of(0), 0, f"sm_{''.join(map(str, gpu_of(0).arch))}", item_rows)
+            step = group_tokens.step(one, gpu_of(0), f"sm_{''.join(map(str, gpu_of(0).arch))}", item_rows)
             stream = torch.cuda.current_stream().cuda_stream
-            copy.launch(stream, {"expert_ids": index.data_ptr(), "out": table.data_ptr()})
+            step.load(0)(stream, {"expert_ids": index.data_ptr(), "out": table.data_ptr()})
             entries = table[: 4 * count].view(count, 4).cpu()
             if not one.routed.is_sorted:
                 assert torch.equal(table[4 * count :].long(), pairs)

@@ -17,6 +17,7 @@ from mglu_ops import dispatch
 from mglu_ops.backends.cuda import TileWgmma
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels.tile_experts import TileItems, choose
+from mglu_ops.backends.cuda.launch import load
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import Given
@@ -143,7 +144,7 @@ def test_guard_bands(tokens: int, d: int, h: int, n_masks: int) -> None:
         mask_weights=between(given.mask_weights, torch.nan),
         expert_ids=between(given.expert_ids, 0),
     )
-    sequence = chosen(given).sequence(Call.of(given), gpu_of(0), 0)
+    sequence = load(chosen(given).plan(Call.of(given), gpu_of(0)), 0)
     out = between(torch.full_like(expected, torch.nan), 7.0)
     workspace = between(torch.full((sequence.workspace_bytes,), 255, dtype=torch.uint8, device="cuda"), 7)
     sequence(torch.cuda.current_stream().cuda_stream, given.in_rows().addresses(out), workspace.data_ptr())
@@ -156,7 +157,7 @@ def test_guard_bands(tokens: int, d: int, h: int, n_masks: int) -> None:
 def test_offs_that_do_not_ascend_lead_nowhere_else(ends: tuple[int, ...]) -> None:
     rows, _ = sorted_rows(make_experts(20, 2, 4, 64, 72, 4, dtype=torch.bfloat16))
     given = on_gpu(rows)._replace(offs=torch.tensor(ends, dtype=torch.int32, device="cuda"))
-    sequence = chosen(given).sequence(Call.of(given), gpu_of(0), 0)
+    sequence = load(chosen(given).plan(Call.of(given), gpu_of(0)), 0)
     out = between(torch.full((40, 72), torch.nan, dtype=torch.bfloat16, device="cuda"), 7.0)
     workspace = between(torch.full((sequence.workspace_bytes,), 255, dtype=torch.uint8, device="cuda"), 7)
     sequence(torch.cuda.current_stream().cuda_stream, given.addresses(out), workspace.data_ptr())

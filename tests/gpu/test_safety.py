@@ -24,7 +24,7 @@ from mglu_ops.backends.cuda.compiler import CompileError
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import base, permute_x
 from mglu_ops.backends.cuda.kernels import pack as packing
-from mglu_ops.backends.cuda.launch import load_kernel, parameters
+from mglu_ops.backends.cuda.launch import load, load_kernel, parameters
 
 pytestmark = pytest.mark.gpu
 
@@ -247,7 +247,7 @@ def test_a_failed_compile_has_the_log_and_leaves_the_context(monkeypatch: pytest
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
     p = Problem(1, 64, 256, 8)
     with pytest.raises(CompileError, match="kMaskGroup divides kMasks"):
-        DecodeMma(mask_group=5, block_tokens=8).sequence(p.call, gpu_of(0), 0)
+        load(DecodeMma(mask_group=5, block_tokens=8).plan(p.call, gpu_of(0)), 0)
     p.check()
     with pytest.raises(ValueError, match="mask_group: got 5, must divide n_masks 8 into whole words"):
         p.run(DecodeMma(mask_group=5, block_tokens=8))
@@ -261,7 +261,7 @@ def test_a_failed_launch_says_why_and_leaves_the_context() -> None:
     too_deep = DecodeMma(tiles=4, stages=60, mask_group=8, block_tokens=8)
     for _ in range(2):  # the failure leaves no partial state
         with pytest.raises(driver.LaunchError, match=r"mglu_decode_mma: \d+ bytes of shared memory: CUDA error 1 "):
-            too_deep.sequence(p.call, gpu_of(0), 0)
+            load(too_deep.plan(p.call, gpu_of(0)), 0)
         p.check()
     kernel = load_kernel(0, "permute_x", "sm_90a" if HOPPER else "sm_80", permute_x.macros(8, 1))
     fields = parameters("params.cuh")

@@ -15,6 +15,7 @@ from training_checks import exact_partials, products_of
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, partials_of, training_choice
+from mglu_ops.backends.cuda.launch import load
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
@@ -36,7 +37,7 @@ def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None 
     launched = config or training_choice(call, gpu)
     assert launched is not None
     assert launched.violation(call, gpu) is None
-    sequence = launched.sequence(call, gpu, 0)
+    sequence = load(launched.plan(call, gpu), 0)
     workspace = torch.empty(sequence.workspace_bytes, dtype=torch.uint8, device="cuda")
     p.launch(sequence, y, workspace, partials=partials.data_ptr())
 

@@ -221,7 +221,7 @@ def test_kernels_that_take_a_format(name: str, tokens: int) -> None:
     call = Call.of(stored_layer(name, torch.bfloat16, tokens, 64, 256, 4)[0])
     assert call.bytes_of_columns(8) == (4 if name == "int4_group" else 8) + 4
     choice = choose(call, hopper)
-    assert choice.config.sources(call, hopper)[0][2]["MGLU_WEIGHT_FORMAT"] == FORMATS[name].code
+    assert choice.config.plan(call, hopper)[-1].macros["MGLU_WEIGHT_FORMAT"] == FORMATS[name].code
     fast = DecodeMma if tokens <= 16 else TileWgmma
     assert isinstance(choice.config, fast)
     assert choice.slow_reason is None

@@ -28,7 +28,7 @@ from .kernels import DecodeMma, LaunchConfig, Plain, TileWgmma, experts_down, gr
 from .kernels import pack as packing
 from .kernels.base import ELEMENTS
 from .kernels.plain import MOST_TOKENS as MOST_PLAIN_TOKENS
-from .launch import LaunchSequence
+from .launch import LaunchSequence, Plan, load
 
 __all__ = ["MOST_TOKENS_FOR_REREADING", "Cuda", "DecodeMma", "LaunchConfig", "Plain", "TileWgmma"]
 
@@ -133,7 +133,7 @@ class Cuda(Backend):
         """True if the cache holds every kernel of a call, so that no compiler is needed."""
         if 0 in call.result_shape:
             return True
-        return all(is_cached(*source) for source in quantize_x.sources(self.choose(call).config, call, gpu))
+        return all(is_cached(*step.source) for step in quantize_x.plan(self.choose(call).config, call, gpu))
 
     def choose(self, call: Call) -> LaunchChoice:
         """Choose the launch of a call.
@@ -180,18 +180,17 @@ class Cuda(Backend):
             gpu = gpu_of(device)
             if task == "down":
                 _check_launch(launch, call, gpu)
-                chosen = launch or experts_down.launch_for(call, gpu)
-                return CudaDown(*experts_down.launches(chosen, call, gpu, device), device)
-            sequence = None if 0 in call.result_shape else self._sequence(call, gpu, device, launch)
-            return CudaCall(sequence, device, call.dtype, call.result_shape)
+                return CudaDown(call, launch, device)
+            launches = None if 0 in call.result_shape else load(self._plan(call, gpu, launch), device)
+            return CudaCall(launches, device, call.dtype, call.result_shape)
 
-    def _sequence(self, call: Call, gpu: Gpu, device: int, launch: Any) -> LaunchSequence:
+    def _plan(self, call: Call, gpu: Gpu, launch: Any) -> Plan:
         if call.routing is not None:
             _check_launch(launch, call, gpu)
-            return (launch or choose_experts(call, gpu)).sequence(call, gpu, device)
+            return (launch or choose_experts(call, gpu)).plan(call, gpu)
         if launch is not None:
             _check_launch(launch, call, gpu, as_read=quantize_x.as_read(launch, call))
-        return quantize_x.sequence(launch or self.choose(call).config, call, gpu, device)
+        return quantize_x.plan(launch or self.choose(call).config, call, gpu)
 
     def can_pack(self, masks: Tensor) -> bool:
         if masks.device.type != "cuda" or masks.dtype not in packing.KINDS or max(masks.shape[-2:]) >= 2**31:

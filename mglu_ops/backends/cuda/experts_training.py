@@ -36,6 +36,7 @@ from .compiler import has_cuda_core
 from .device import gpu_of
 from .kernels import training_steps as steps
 from .kernels.tile_wgmma_training import partials_of, training_items
+from .launch import load
 
 _MULTIPLE = 8
 """out_features and in_features are padded to multiples of 8, since `grouped_mm` needs 16-byte aligned rows, and
@@ -59,7 +60,7 @@ class ForwardTrain:
         device: int = call.device.index
         call, gpu = as_read(call), gpu_of(device)
         launch = training_items(call, gpu)
-        self._sequence = None if launch is None else launch.sequence(call, gpu, device)
+        self._sequence = None if launch is None else load(launch.plan(call, gpu), device)
 
     def __call__(self, given: Given) -> tuple[Tensor, Tensor]:
         sequence = self._sequence

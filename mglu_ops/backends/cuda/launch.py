@@ -1,15 +1,94 @@
-"""Loads kernels, and runs the sequence of launches of a call."""
+"""The plan of a call: the launches that compute it, as data; and the loading and the running of plans."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 from ...sizes import round_up
 from ..parameters import Parameters, read_parameters
 from .compiler import compile_cubin, source_directory
-from .driver import Kernel, Launch
-from .tensor_map import TensorMaps
+from .driver import Kernel, KernelStruct, Launch
+from .tensor_map import Matrix, TensorMaps
+
+Source = tuple[str, str, dict[str, int]]
+"""A kernel to compile: its name, which is that of its file in csrc/cuda, the target such as `sm_90a`, and macros."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a plan: everything about it except addresses.
+
+    Attributes:
+        kernel: the name of the kernel and of its source file.
+        target: the architecture for which the kernel is compiled.
+        macros: the macros with which the source is compiled.
+        grid: blocks in x and in y.
+        threads: threads of a block.
+        shared: dynamic shared memory of a block in bytes.
+        overlap: True for programmatic dependent launch.
+        integers: the values of the integers of the kernel's struct.
+        struct: the struct of the kernel's parameters (csrc/cuda/params.cuh).
+        items: the values of the integers of `ItemParams`, the second struct of a kernel of experts; None without it.
+        maps: the last tensor maps of the struct, in order, as the matrices by the names of their addresses. None stands
+            for an unused map. Matrices whose addresses change together share an entry.
+        writes: what the step writes, as the pointer by which later steps read it; None for the last step, which writes
+            the result.
+        nbytes: the size of what the step writes; 0 for the last step.
+    """
+
+    kernel: str
+    target: str
+    macros: dict[str, int]
+    grid: tuple[int, int]
+    threads: int
+    shared: int
+    overlap: bool
+    integers: Mapping[str, int]
+    struct: str = "Params"
+    items: Mapping[str, int] | None = None
+    maps: tuple[Mapping[str, Matrix | None], ...] = ()
+    writes: str | None = None
+    nbytes: int = 0
+
+    @property
+    def source(self) -> Source:
+        """What is compiled for the step."""
+        return self.kernel, self.target, self.macros
+
+    def load(self, device: int) -> Launch:
+        """Compile and load the kernel on `device`, the current device, and prepare its launch.
+
+        Raises:
+            CompileError: NVRTC refused the kernel.
+            LaunchError: the driver refused the kernel.
+        """
+        second = None if self.items is None else KernelStruct(parameters("params.cuh", "ItemParams"), self.items)
+        return Launch(
+            load_kernel(device, *self.source),
+            self.grid,
+            self.threads,
+            self.shared,
+            overlap=self.overlap,
+            parameters=parameters("params.cuh", self.struct),
+            integers=self.integers,
+            second=second,
+        )
+
+
+Plan = tuple[Step, ...]
+"""The steps of a call, in order. Each step may start only after all earlier ones have ended."""
+
+
+def load(plan: Plan, device: int) -> LaunchSequence:
+    """Compile and load the kernels of a plan on `device`, the current device. Raises the errors of `Step.load`."""
+    *copies, last = plan
+    return LaunchSequence(
+        last.load(device),
+        tuple(CopyLaunch(step.load(device), step.nbytes, step.writes) for step in copies if step.writes is not None),
+        tuple(TensorMaps(**matrices) for matrices in last.maps),
+    )
 
 
 def load_kernel(device: int, name: str, target: str, macros: dict[str, int]) -> Kernel:
@@ -49,7 +128,7 @@ class CopyLaunch:
 
 @dataclass(frozen=True)
 class LaunchSequence:
-    """The launch of a kernel, preceded by launches that copy x or W for it.
+    """A loaded plan.
 
     Attributes:
         kernel: the launch that computes the result.

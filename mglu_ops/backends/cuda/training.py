@@ -39,7 +39,7 @@ from .kernels import backward_gemm
 from .kernels import training_steps as steps
 from .kernels.base import ELEMENTS
 from .kernels.tile_wgmma_training import partials_of, training_choice
-from .launch import LaunchSequence
+from .launch import LaunchSequence, load
 
 FORWARD_CHUNKS = 16
 """The most chunks in forward. With this many, t and all f_i take an eighth of the memory of P and all Q_i."""
@@ -94,7 +94,7 @@ def _tile_sequence(call: Call) -> LaunchSequence | None:
     device: int = call.device.index
     gpu = gpu_of(device)
     choice = training_choice(call, gpu)
-    return None if choice is None else choice.sequence(call, gpu, device)
+    return None if choice is None else load(choice.plan(call, gpu), device)
 
 
 class Backward:

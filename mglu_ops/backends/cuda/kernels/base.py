@@ -12,8 +12,7 @@ import torch
 from ....activations import ACTIVATIONS
 from ....call import Call
 from ..device import MOST_THREADS_PER_BLOCK, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
-from ..driver import Kernel, Launch
-from ..launch import LaunchSequence, load_kernel, parameters
+from ..launch import Plan, Step
 
 ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """The codes of the dtypes in `csrc/cuda/element.cuh`."""
@@ -69,15 +68,21 @@ class LaunchConfig(ABC):
         """The architecture for which the kernel is compiled."""
         return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
 
-    def sources(self, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-        """The sources that are compiled for a call, as `(kernel, target, macros)`."""
-        return [(self.kernel, self.target(gpu), self.macros(call))]
-
-    def sequence(self, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
-        """Compile and load the kernels of a call on `device`, the current device."""
-        kernel = load_kernel(device, self.kernel, self.target(gpu), self.macros(call))
+    def plan(self, call: Call, gpu: Gpu) -> Plan:
+        """The launches of a call in x's dtype, or of one that this configuration rounds itself (`rounds_x`)."""
         shared, overlap = self.requested_shared_bytes(call, gpu), self.overlaps and gpu.arch >= (9, 0)
-        return LaunchSequence(launch_of(kernel, call, self.grid(call, gpu), self.threads, shared, overlap=overlap))
+        return (
+            Step(
+                self.kernel,
+                self.target(gpu),
+                self.macros(call),
+                self.grid(call, gpu),
+                self.threads,
+                shared,
+                overlap,
+                integers(call),
+            ),
+        )
 
     def requested_shared_bytes(self, call: Call, gpu: Gpu) -> int:
         """The dynamic shared memory that a launch requests per block, in bytes."""
@@ -115,14 +120,6 @@ def common_macros(call: Call) -> dict[str, int]:
         "MGLU_WEIGHT_FORMAT": call.weight.format.code,
         "MGLU_MASK_WEIGHTS": -1 if call.mask_weights_dtype is None else ELEMENTS[call.mask_weights_dtype],
     }
-
-
-def launch_of(
-    kernel: Kernel, call: Call, grid: tuple[int, int], threads: int, shared: int = 0, *, overlap: bool
-) -> Launch:
-    """Prepare a launch of a kernel that takes `Params` (csrc/cuda/params.cuh), for the sizes and strides of a call."""
-    fields = parameters("params.cuh")
-    return Launch(kernel, grid, threads, shared, overlap=overlap, parameters=fields, integers=integers(call))
 
 
 def integers(call: Call) -> dict[str, int]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from ....call import Call
 from ....sizes import ceil_div
 from ..device import Gpu
-from ..driver import Launch
-from ..launch import load_kernel
-from .base import ELEMENTS, launch_of
+from ..launch import Step
+from .base import ELEMENTS, integers
 
 NAME = "decode_weight"
 
@@ -20,17 +19,18 @@ def macros(call: Call) -> dict[str, int]:
     return {"MGLU_ELEMENT": ELEMENTS[call.dtype], "MGLU_WEIGHT_FORMAT": call.weight.format.code}
 
 
-def copy_bytes(call: Call) -> int:
-    """The size of the decoded weight in bytes."""
-    return call.out_features * call.in_features * call.dtype.itemsize
-
-
-def blocks(call: Call) -> int:
-    """The blocks of the grid."""
-    return ceil_div(call.out_features * call.in_features * call.weight.bits // 8, _BLOCK_BYTES)
-
-
-def launch(call: Call, gpu: Gpu, device: int, target: str) -> Launch:
-    """Compile and load the kernel, and prepare its launch before a `tile_wgmma`."""
-    kernel = load_kernel(device, NAME, target, macros(call))
-    return launch_of(kernel, call, (blocks(call), 1), 256, overlap=gpu.arch >= (9, 0))
+def step(call: Call, gpu: Gpu, target: str) -> Step:
+    """The step that writes the copy, which later kernels read as the weight."""
+    elements = call.out_features * call.in_features
+    return Step(
+        NAME,
+        target,
+        macros(call),
+        (ceil_div(elements * call.weight.bits // 8, _BLOCK_BYTES), 1),
+        256,
+        0,
+        gpu.arch >= (9, 0),
+        integers(call),
+        writes="weight",
+        nbytes=elements * call.dtype.itemsize,
+    )

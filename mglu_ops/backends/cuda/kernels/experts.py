@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from ....call import Call
 from ....sizes import ceil_div
 from ..device import Gpu
-from ..driver import KernelStruct, Launch
-from ..launch import LaunchSequence, load_kernel, parameters
+from ..launch import Plan, Step
 from . import decode_mma, group_tokens, quantize_x
 from .base import integers
 from .decode_mma import DecodeMma
@@ -71,36 +70,28 @@ class ExpertLaunch:
         items = group_tokens.max_items(call, self.item_rows) if self.grouped else call.tokens
         return items * self.config.grid(self.of_item(call), gpu)[0], 1
 
-    def sources(self, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-        """The sources that are compiled for a call, as `(kernel, target, macros)`."""
-        target = self.config.target(gpu)
-        found = [(self.config.kernel, target, self.macros(call))]
-        if self.grouped:
-            found.append((group_tokens.NAME, target, group_tokens.macros(call)))
-        if self._rounds_x_before(call):
-            found.append((quantize_x.NAME, target, quantize_x.macros(call.one, 0)))
-        return found
-
-    def sequence(self, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
-        """Compile and load the kernels of a call on `device`, the current device."""
-        target = self.config.target(gpu)
+    def plan(self, call: Call, gpu: Gpu) -> Plan:
+        """The launches of a call."""
         tokens = call.of_rows(call.rows_of_x)
-        copies = []
-        if self._rounds_x_before(call):
-            copies.append(quantize_x.copy(tokens, gpu, device, target, 0))
-        if self.grouped:
-            copies.append(group_tokens.copy(call, gpu, device, target, self.item_rows))
-        kernel = Launch(
-            load_kernel(device, self.config.kernel, target, self.macros(call)),
+        kernel = Step(
+            self.config.kernel,
+            self.config.target(gpu),
+            self.macros(call),
             self.grid(call, gpu),
             self.config.threads,
             self.config.requested_shared_bytes(self.of_item(call), gpu),
-            overlap=self.config.overlaps and gpu.arch >= (9, 0),
-            parameters=parameters("params.cuh"),
-            integers=integers(quantize_x.as_read(self.config, tokens)),
-            second=KernelStruct(parameters("params.cuh", "ItemParams"), self._item_integers(call)),
+            self.config.overlaps and gpu.arch >= (9, 0),
+            integers(quantize_x.as_read(self.config, tokens)),
+            items=self._item_integers(call),
         )
-        return LaunchSequence(kernel, tuple(copies))
+        return (*self._copies(call, gpu), kernel)
+
+    def _copies(self, call: Call, gpu: Gpu) -> Plan:
+        """The steps that round x and write the table of items, where they are needed."""
+        target = self.config.target(gpu)
+        rounds_x_before = call.activation_format != "dense" and not self.config.rounds_x
+        rounds = [quantize_x.step(call.of_rows(call.rows_of_x), gpu, target, 0)] if rounds_x_before else []
+        return (*rounds, *([group_tokens.step(call, gpu, target, self.item_rows)] if self.grouped else []))
 
     def violation(self, call: Call, gpu: Gpu) -> str | None:
         """The reason why this launch cannot run a call; None if it can."""
@@ -109,9 +100,6 @@ class ExpertLaunch:
         if self.grid(call, gpu)[0] >= 2**31:
             return f"{call} has more blocks than a grid holds"
         return self.config.violation(self.of_item(call), gpu)
-
-    def _rounds_x_before(self, call: Call) -> bool:
-        return call.activation_format != "dense" and not self.config.rounds_x
 
     def _item_integers(self, call: Call) -> dict[str, int]:
         """The values of the integers of `ItemParams` (csrc/cuda/params.cuh)."""

@@ -6,6 +6,7 @@ The kernels are csrc/cuda/experts_down.cu and csrc/cuda/combine_experts.cu; csrc
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,7 @@ from ....call import Call
 from ....formats import FORMATS
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
-from ..driver import Launch
-from ..launch import load_kernel, parameters
+from ..launch import Plan, Source, Step
 from . import decode_weight, group_tokens
 from .base import ELEMENTS, weight_is_vectorizable
 
@@ -150,19 +150,6 @@ def _target(gpu: Gpu) -> str:
     return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
 
 
-def sources(config: ExpertsDown | None, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-    """The sources that are compiled for a call, as `(kernel, target, macros)`. `config` is None for library GEMMs."""
-    if config is None:
-        found = [(COMBINE, _target(gpu), combine_macros(call, None))]
-        if _orders(call):
-            found.append((group_tokens.NAME, _target(gpu), group_tokens.order_macros()))
-        if not call.weight.format.is_dense:
-            found.append((decode_weight.NAME, _target(gpu), decode_weight.macros(call.one)))
-        return found
-    found = [(NAME, _target(gpu), config.macros(call))]
-    return found if config.block_tokens == 1 else [*found, (COMBINE, _target(gpu), combine_macros(call, config))]
-
-
 def unsupported_reason(call: Call, gpu: Gpu) -> str | None:
     """The reason why neither these kernels nor library GEMMs take a call; None if one of them does."""
     layer = call.one
@@ -260,16 +247,17 @@ def _fit(config: ExpertsDown, call: Call, gpu: Gpu) -> ExpertsDown | None:
             return None
 
 
-def products_launch(config: ExpertsDown, call: Call, gpu: Gpu, device: int) -> Launch:
-    """Compile and load the kernel of the products on `device`, the current device, and prepare its launch."""
-    return Launch(
-        load_kernel(device, NAME, _target(gpu), config.macros(call)),
+def plan(config: ExpertsDown, call: Call, gpu: Gpu) -> Plan:
+    """The launches of a call: the products and, except for a single token, their sum."""
+    products = Step(
+        NAME,
+        _target(gpu),
+        config.macros(call),
         config.grid(call, gpu),
         config.threads,
         config.shared_bytes(call),
-        overlap=gpu.arch >= (9, 0),
-        parameters=parameters("params.cuh", "DownParams"),
-        integers={
+        gpu.arch >= (9, 0),
+        {
             "weight_stride": call.routed.weight_stride,
             "weight_row_stride": call.weight.layout.strides[0],
             "scale_stride": call.routed.scale_stride,
@@ -279,39 +267,55 @@ def products_launch(config: ExpertsDown, call: Call, gpu: Gpu, device: int) -> L
             "out_features": call.out_features,
             "in_features": call.in_features,
         },
+        struct="DownParams",
     )
+    if config.block_tokens == 1:
+        return (products,)
+    products = replace(products, writes="products", nbytes=config.pair_bytes(call) * call.tokens)
+    return products, combine_step(call, config, gpu)
 
 
-def combine_launch(call: Call, config: ExpertsDown | None, gpu: Gpu, device: int) -> Launch:
-    """Compile and load the kernel that adds the products of `config`, or of the library, and prepare its launch."""
-    assert call.routed.top_k is not None
-    out_features = call.out_features
-    return Launch(
-        load_kernel(device, COMBINE, _target(gpu), combine_macros(call, config)),
-        (call.tokens // call.routed.top_k, ceil_div(out_features, _COMBINE_THREADS * _vector(call))),
+def combine_step(call: Call, config: ExpertsDown | None, gpu: Gpu) -> Step:
+    """The step that adds the products of `config`, or of the library if it is None."""
+    return Step(
+        COMBINE,
+        _target(gpu),
+        combine_macros(call, config),
+        (call.rows_of_x, ceil_div(call.out_features, _COMBINE_THREADS * _vector(call))),
         _COMBINE_THREADS,
         0,
-        overlap=gpu.arch >= (9, 0),
-        parameters=parameters("params.cuh", "CombineParams"),
-        integers={
+        gpu.arch >= (9, 0),
+        {
             "id_bytes": call.routed.index_dtype.itemsize,
             "experts": call.routed.experts,
-            "out_features": out_features,
+            "out_features": call.out_features,
         },
+        struct="CombineParams",
     )
 
 
-def launches(
-    config: ExpertsDown | None, call: Call, gpu: Gpu, device: int
-) -> tuple[Launch | None, Launch | None, int, Launch | None, Launch | None]:
-    """Prepare the first five arguments of `CudaDown`. A launch that is not needed is None."""
-    if config is None:
-        decode = None
-        if not call.weight.format.is_dense:
-            stack = replace(call.one, out_features=call.routed.experts * call.out_features)
-            decode = decode_weight.launch(stack, gpu, device, _target(gpu))
-        order = group_tokens.order(call, gpu, device, _target(gpu)) if _orders(call) else None
-        return None, combine_launch(call, None, gpu, device), 0, decode, order
-    products = products_launch(config, call, gpu, device)
-    combine = None if config.block_tokens == 1 else combine_launch(call, config, gpu, device)
-    return products, combine, config.pair_bytes(call), None, None
+class LibrarySteps(NamedTuple):
+    """The steps around the products of the library."""
+
+    decode: Step | None
+    """Copies a weight in 8 or 4 bits to y's dtype; None for a dense weight."""
+    order: Step | None
+    """Sorts the rows by expert; None if torch sorts them."""
+    combine: Step
+    """Adds the products of each token."""
+
+
+def library_steps(call: Call, gpu: Gpu) -> LibrarySteps:
+    """The steps of a call for which `uses_library` is true."""
+    decode = None
+    if not call.weight.format.is_dense:
+        stack = replace(call.one, out_features=call.routed.experts * call.out_features)
+        decode = decode_weight.step(stack, gpu, _target(gpu))
+    order = group_tokens.order_step(call, gpu, _target(gpu)) if _orders(call) else None
+    return LibrarySteps(decode, order, combine_step(call, None, gpu))
+
+
+def sources(config: ExpertsDown | None, call: Call, gpu: Gpu) -> list[Source]:
+    """What is compiled for a call; `config` is None for the library's products."""
+    steps = library_steps(call, gpu) if config is None else plan(config, call, gpu)
+    return [step.source for step in steps if step is not None]

@@ -13,8 +13,7 @@ from torch import Tensor
 from ....call import Call
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
-from ..driver import Launch
-from ..launch import CopyLaunch, load_kernel, parameters
+from ..launch import Step
 
 NAME = "group_tokens"
 
@@ -24,16 +23,6 @@ MOST_ROWS = 1 << 20
 _WARPS = 16
 """The warps of the only block. Each counts the experts of its share of the rows."""
 _ENTRY_BYTES = 16
-
-
-def macros(call: Call) -> dict[str, int]:
-    """The macros of the source."""
-    return {"MGLU_SORTED": int(call.routed.is_sorted)}
-
-
-def order_macros() -> dict[str, int]:
-    """The macros of the source for an `Order` instead of a table of items."""
-    return {"MGLU_SORTED": 0, "MGLU_ORDER": 1}
 
 
 def max_items(call: Call, item_rows: int) -> int:
@@ -46,38 +35,38 @@ def table_bytes(call: Call, item_rows: int) -> int:
     return _ENTRY_BYTES * max_items(call, item_rows) + (0 if call.routed.is_sorted else 4 * call.tokens)
 
 
-def integers(call: Call, item_rows: int) -> dict[str, int]:
-    """The values of the integers of `GroupParams` (csrc/cuda/params.cuh)."""
-    return {
-        "id_bytes": call.routed.index_dtype.itemsize,
-        "experts": call.routed.experts,
-        "rows": call.tokens,
-        "item_rows": item_rows,
-        "max_items": max_items(call, item_rows),
-    }
+def step(call: Call, gpu: Gpu, target: str, item_rows: int) -> Step:
+    """The step that writes the table of items, which the next kernel reads as `items`."""
+    sorts = {"MGLU_SORTED": int(call.routed.is_sorted)}
+    return _step(call, gpu, target, sorts, item_rows, "items", table_bytes(call, item_rows))
 
 
-def copy(call: Call, gpu: Gpu, device: int, target: str, item_rows: int) -> CopyLaunch:
-    """Compile and load the kernel, and prepare its launch, which writes the `items` of the next kernel."""
-    launch = _launch(call, gpu, device, target, macros(call), item_rows)
-    return CopyLaunch(launch, table_bytes(call, item_rows), "items")
+def order_step(call: Call, gpu: Gpu, target: str) -> Step:
+    """The step that writes an `Order` instead of a table of items."""
+    nbytes = 8 * order_words(call.tokens, call.routed.experts)
+    return _step(call, gpu, target, {"MGLU_SORTED": 0, "MGLU_ORDER": 1}, 1, "order", nbytes)
 
 
-def order(call: Call, gpu: Gpu, device: int, target: str) -> Launch:
-    """Compile and load the kernel, and prepare a launch that writes an `Order`."""
-    return _launch(call, gpu, device, target, order_macros(), 1)
-
-
-def _launch(call: Call, gpu: Gpu, device: int, target: str, macros: dict[str, int], item_rows: int) -> Launch:
-    groups = call.routed.experts + 1
-    return Launch(
-        load_kernel(device, NAME, target, macros),
+def _step(call: Call, gpu: Gpu, target: str, macros: dict[str, int], item_rows: int, writes: str, nbytes: int) -> Step:
+    experts = call.routed.experts
+    return Step(
+        NAME,
+        target,
+        macros,
         (1, 1),
         32 * _WARPS,
-        round_up(4 * groups * (2 if call.routed.is_sorted else 2 + _WARPS), 16),
-        overlap=gpu.arch >= (9, 0),
-        parameters=parameters("params.cuh", "GroupParams"),
-        integers=integers(call, item_rows),
+        round_up(4 * (experts + 1) * (2 if call.routed.is_sorted else 2 + _WARPS), 16),
+        gpu.arch >= (9, 0),
+        {
+            "id_bytes": call.routed.index_dtype.itemsize,
+            "experts": experts,
+            "rows": call.tokens,
+            "item_rows": item_rows,
+            "max_items": max_items(call, item_rows),
+        },
+        struct="GroupParams",
+        writes=writes,
+        nbytes=nbytes,
     )
 
 

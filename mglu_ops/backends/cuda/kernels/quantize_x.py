@@ -5,13 +5,10 @@ For `tile_wgmma` the copy is in float8_e4m3fn with scales. For other kernels it 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ....call import Call
 from ....sizes import round_up
 from ..device import Gpu
-from ..driver import Launch
-from ..launch import CopyLaunch, LaunchSequence, load_kernel, parameters
+from ..launch import Plan, Step
 from .base import ELEMENTS, LaunchConfig, integers
 
 NAME = "quantize_x"
@@ -25,20 +22,22 @@ def macros(call: Call, block_tokens: int) -> dict[str, int]:
     return {"MGLU_ELEMENT": ELEMENTS[call.dtype], "MGLU_TOKEN_COLUMNS": block_tokens}
 
 
-def copy(call: Call, gpu: Gpu, device: int, target: str, block_tokens: int) -> CopyLaunch:
-    """Compile and load the kernel, and prepare its launch before another kernel."""
+def step(call: Call, gpu: Gpu, target: str, block_tokens: int) -> Step:
+    """The step that writes the copy, which later kernels read as x."""
     rows = round_up(call.tokens, block_tokens) if block_tokens else call.tokens
     row_bytes = round_up(call.in_features, 128) + 4 if block_tokens else call.in_features * call.dtype.itemsize
-    launch = Launch(
-        load_kernel(device, NAME, target, macros(call, block_tokens)),
+    return Step(
+        NAME,
+        target,
+        macros(call, block_tokens),
         (rows, 1),
         _THREADS,
         0,
-        overlap=gpu.arch >= (9, 0),
-        parameters=parameters("params.cuh"),
-        integers=integers(call),
+        gpu.arch >= (9, 0),
+        integers(call),
+        writes="x",
+        nbytes=rows * row_bytes,
     )
-    return CopyLaunch(launch, rows * row_bytes, "x")
 
 
 def as_read(config: LaunchConfig, call: Call) -> Call:
@@ -46,20 +45,8 @@ def as_read(config: LaunchConfig, call: Call) -> Call:
     return call if call.activation_format == "dense" or config.rounds_x else call.with_rounded_x()
 
 
-def sources(config: LaunchConfig, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-    """The sources that are compiled for a call with this launch, as `(kernel, target, macros)`."""
+def plan(config: LaunchConfig, call: Call, gpu: Gpu) -> Plan:
+    """The launches of a call, with one that rounds x first if the configuration does not round it itself."""
     read = as_read(config, call)
-    found = config.sources(read, gpu)
-    if read is not call:
-        found.append((NAME, config.target(gpu), macros(call, 0)))
-    return found
-
-
-def sequence(config: LaunchConfig, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
-    """Compile and load the kernels of a call on `device`, the current device, with a rounding of x first if needed."""
-    read = as_read(config, call)
-    found = config.sequence(read, gpu, device)
-    if read is call:
-        return found
-    rounded = copy(call, gpu, device, config.target(gpu), 0)
-    return replace(found, copies=(rounded, *found.copies))
+    steps = config.plan(read, gpu)
+    return steps if read is call else (step(call, gpu, config.target(gpu), 0), *steps)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from ....call import Call, Layout
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
-from ..driver import KernelStruct, Launch
-from ..launch import CopyLaunch, LaunchSequence, load_kernel, parameters
-from ..tensor_map import Matrix, TensorMaps
+from ..launch import Plan, Step
+from ..tensor_map import Matrix
 from . import group_tokens, permute_x, quantize_x, tile_wgmma
 from .base import integers, mask_alignment
 from .experts import ExpertLaunch
@@ -53,39 +52,32 @@ class TileItems(ExpertLaunch):
         cluster = self.config.cluster
         return cluster * min(tiles, gpu.multiprocessors // cluster), 1
 
-    def sources(self, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-        gather = [self._gather_source(call, gpu)] if self._gathers else []
-        return [*super().sources(call, gpu), *gather]
-
-    def sequence(self, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
-        target, copies, layer = self.config.target(gpu), [], self._layer(call)
-        if self._rounds_x_before(call):
-            tokens = call.of_rows(call.rows_of_x)
-            copies.append(quantize_x.copy(tokens, gpu, device, target, 0))
-        copies.append(group_tokens.copy(call, gpu, device, target, self.item_rows))
-        if self._gathers:
-            copies.append(self._gather(call, gpu, device))
-        kernel = Launch(
-            load_kernel(device, self.config.kernel, target, self.macros(call)),
-            self.grid(call, gpu),
-            self.config.threads,
-            self.config.shared_bytes(layer),
-            overlap=True,
-            parameters=parameters("params.cuh", "TrainingItemParams" if self.config.results(layer) else "TileParams"),
-            integers=integers(layer),
-            second=self._item_struct(call),
-        )
+    def plan(self, call: Call, gpu: Gpu) -> Plan:
+        config, layer = self.config, self._layer(call)
         stacked = replace(layer, out_features=call.routed.experts * call.out_features)
-        x, weight, masks = self.config.matrices(stacked)
+        x, weight, masks = config.matrices(stacked)
         if self._gathers:
-            item, columns, width = (1, 128, self.columns(call)) if self.config.fp8 else (2, 64, self.columns(call))
-            height = min(self.config.block_tokens, call.tokens)
+            item, columns, width = (1, 128, self.columns(call)) if config.fp8 else (2, 64, self.columns(call))
+            height = min(config.block_tokens, call.tokens)
             x = Matrix(item, width, call.tokens, item * width, columns, height, swizzle=True)
-        maps = [TensorMaps(x=x), TensorMaps(weight=weight, packed_masks=masks)]
-        if results := self.config.results(layer):
-            tokens_of_results = {name: replace(matrix, box_height=1) for name, matrix in results.items()}
-            maps += [TensorMaps(**results), TensorMaps(**tokens_of_results)]
-        return LaunchSequence(kernel, tuple(copies), tuple(maps))
+        maps: list[dict[str, Matrix | None]] = [{"x": x}, {"weight": weight, "packed_masks": masks}]
+        if results := config.results(layer):
+            rows = {name: replace(matrix, box_height=1) for name, matrix in results.items()}
+            maps += [{**results}, {**rows}]
+        kernel = Step(
+            config.kernel,
+            config.target(gpu),
+            self.macros(call),
+            self.grid(call, gpu),
+            config.threads,
+            config.shared_bytes(layer),
+            True,
+            integers(layer),
+            struct="TrainingItemParams" if results else "TileParams",
+            items=self._item_integers(call),
+            maps=tuple(maps),
+        )
+        return (*self._copies(call, gpu), *([self._gather(call, gpu)] if self._gathers else []), kernel)
 
     def violation(self, call: Call, gpu: Gpu) -> str | None:
         return next(self._all(call, gpu), None)
@@ -118,35 +110,30 @@ class TileItems(ExpertLaunch):
         """The columns of the gathered x."""
         return round_up(call.in_features, self.config.chunk_columns * self.config.sub)
 
-    def _item_struct(self, call: Call) -> KernelStruct:
-        return KernelStruct(parameters("params.cuh", "ItemParams"), self._item_integers(call))
-
-    def _gather_source(self, call: Call, gpu: Gpu) -> tuple[str, str, dict[str, int]]:
-        target = self.config.target(gpu)
-        if self.config.fp8:
-            return quantize_x.NAME, target, quantize_x.macros(call.one, 1) | _ITEMS
-        settings = permute_x.macros(_GATHERED_TOGETHER, self.config.sub)
-        return permute_x.NAME, target, settings | _ITEMS | {"MGLU_PERMUTED": int(self.config.permuted)}
-
-    def _gather(self, call: Call, gpu: Gpu, device: int) -> CopyLaunch:
+    def _gather(self, call: Call, gpu: Gpu) -> Step:
         columns, rows = self.columns(call), call.tokens
         if self.config.fp8:  # each row has a scale of 4 bytes
+            kernel, macros = quantize_x.NAME, quantize_x.macros(call.one, 1)
             blocks, nbytes = rows, rows * (columns + 4)
         else:
+            kernel, macros = permute_x.NAME, permute_x.macros(_GATHERED_TOGETHER, self.config.sub)
+            macros |= {"MGLU_PERMUTED": int(self.config.permuted)}
             gathered = round_up(rows, _GATHERED_TOGETHER) * columns
             blocks, nbytes = ceil_div(gathered, permute_x.BLOCK_ELEMENTS), 2 * rows * columns
         read = replace(quantize_x.as_read(self.config, call.one), leading=(call.rows_of_x,))
-        launch = Launch(
-            load_kernel(device, *self._gather_source(call, gpu)),
+        return Step(
+            kernel,
+            self.config.target(gpu),
+            macros | _ITEMS,
             (blocks, 1),
             256,
             0,
-            overlap=True,
-            parameters=parameters("params.cuh"),
-            integers=integers(read) | {"tokens": rows},
-            second=self._item_struct(call),
+            True,
+            integers(read) | {"tokens": rows},
+            items=self._item_integers(call),
+            writes="x",
+            nbytes=nbytes,
         )
-        return CopyLaunch(launch, nbytes, "x")
 
 
 _ITEMS = {"MGLU_ITEMS": 1}

@@ -13,9 +13,8 @@ import torch
 from ....call import Call
 from ....sizes import ceil_div, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
-from ..driver import Launch
-from ..launch import CopyLaunch, LaunchSequence, load_kernel, parameters
-from ..tensor_map import Matrix, TensorMaps
+from ..launch import Plan, Step
+from ..tensor_map import Matrix
 from . import decode_weight, permute_x, quantize_x
 from .base import (
     LaunchConfig,
@@ -134,16 +133,6 @@ class TileWgmma(LaunchConfig):
             "MGLU_CLUSTER": self.cluster,
         }
 
-    def sources(self, call: Call, gpu: Gpu) -> list[tuple[str, str, dict[str, int]]]:
-        found = super().sources(call, gpu)
-        if self.decoded:
-            found.append((decode_weight.NAME, self.target(gpu), decode_weight.macros(call)))
-        if self.permuted:
-            found.append((permute_x.NAME, self.target(gpu), permute_x.macros(self.block_tokens, self.sub)))
-        if self.fp8:
-            found.append((quantize_x.NAME, self.target(gpu), quantize_x.macros(call, self.block_tokens)))
-        return found
-
     def matrices(self, call: Call) -> tuple[Matrix | None, Matrix, Matrix | None]:
         """The matrices that TMA reads: x, W and the masks. None for x if it is a copy, and for unaligned masks."""
         call = self.as_read(call)
@@ -172,37 +161,36 @@ class TileWgmma(LaunchConfig):
         """The matrices that TMA writes: none in inference, where threads store the result."""
         return {}
 
-    def sequence(self, call: Call, gpu: Gpu, device: int) -> LaunchSequence:
-        results = self.results(call)
-        struct = "TrainingTileParams" if results else "TileParams"
-        kernel = Launch(
-            load_kernel(device, self.kernel, self.target(gpu), self.macros(call)),
-            self.grid(call, gpu),
-            self.threads,
-            self.requested_shared_bytes(call, gpu),
-            overlap=True,
-            parameters=parameters("params.cuh", struct),
-            integers=integers(call),
-        )
-        x, weight, masks = self.matrices(call)
+    def plan(self, call: Call, gpu: Gpu) -> Plan:
         copies, target = [], self.target(gpu)
         if self.decoded:
-            decode = decode_weight.launch(call, gpu, device, target)
-            copies.append(CopyLaunch(decode, decode_weight.copy_bytes(call), "weight"))
+            copies.append(decode_weight.step(call, gpu, target))
         if self.permuted:
             # The main kernel reads W before it waits for `permute_x`. W is decoded by then, because `permute_x` itself
             # waits for `decode_weight`.
-            tile = self.block_tokens, self.sub
-            permute = permute_x.launch(call, gpu, device, target, *tile)
-            copies.append(CopyLaunch(permute, permute_x.copy_bytes(call, *tile), "x"))
+            copies.append(permute_x.step(call, gpu, target, self.block_tokens, self.sub))
         if self.fp8:
-            copies.append(quantize_x.copy(call, gpu, device, target, self.block_tokens))
+            copies.append(quantize_x.step(call, gpu, target, self.block_tokens))
+        x, weight, masks = self.matrices(call)
         # x has an entry of its own, because the address of x changes with every call, but that of W with every layer.
-        maps = [] if x is None else [TensorMaps(x=x)]
-        maps.append(TensorMaps(weight=weight, packed_masks=masks))
+        maps: list[dict[str, Matrix | None]] = [] if x is None else [{"x": x}]
+        maps.append({"weight": weight, "packed_masks": masks})
+        results = self.results(call)
         if results:
-            maps.append(TensorMaps(**results))
-        return LaunchSequence(kernel, tuple(copies), tuple(maps))
+            maps.append({**results})
+        kernel = Step(
+            self.kernel,
+            target,
+            self.macros(call),
+            self.grid(call, gpu),
+            self.threads,
+            self.requested_shared_bytes(call, gpu),
+            True,
+            integers(call),
+            struct="TrainingTileParams" if results else "TileParams",
+            maps=tuple(maps),
+        )
+        return (*copies, kernel)
 
     def _violations(self, call: Call, gpu: Gpu) -> Iterator[str]:
         yield from aligned_violations(self.kernel, call, self.rows)

@@ -25,7 +25,7 @@ from .tile_wgmma_costs import costs_of
 class TrainingTile(TileWgmma):
     """The launch configuration of `tile_wgmma` in training.
 
-    Its `LaunchSequence` also takes the address of `partials`. The result `[tokens, out_features]` and `partials` are
+    Its plan also takes the address of `partials`. The result `[tokens, out_features]` and `partials` are
     contiguous and 16-byte aligned. `partials` is `[tokens, n_masks + 1, out_features]` in x's dtype, or
     `[tokens, 2 n_masks + 1, out_features]` with mask weights:
 
