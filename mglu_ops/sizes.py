@@ -2,10 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+
+class Size(int):
+    """An integer that also holds the expression by which it was computed from named values.
+
+    It compares as the integer that it is, so code that gets Sizes decides as for these values. Sums, differences,
+    products and quotients (`//`) of Sizes, `least` and `greatest` are Sizes; the result of anything else is an int.
+
+    Attributes:
+        expression: the expression in the syntax that Python and C++ share, with the functions `floor_div`, `least` and
+            `greatest`.
+    """
+
+    expression: str
+
+    def __new__(cls, value: int, expression: str) -> Size:  # noqa: PYI034 (typing.Self needs Python 3.11)
+        size = super().__new__(cls, value)
+        size.expression = expression
+        return size
+
+    def __add__(self, other: int) -> Size:
+        if text(other) == "0":
+            return self
+        return Size(int(self) + int(other), f"({text(self)} + {text(other)})")
+
+    def __radd__(self, other: int) -> Size:
+        return Size(int(other) + int(self), f"({text(other)} + {text(self)})")
+
+    def __sub__(self, other: int) -> Size:
+        return Size(int(self) - int(other), f"({text(self)} - {text(other)})")
+
+    def __rsub__(self, other: int) -> Size:
+        return Size(int(other) - int(self), f"({text(other)} - {text(self)})")
+
+    def __mul__(self, other: int) -> Size:
+        if text(other) == "1":
+            return self
+        return Size(int(self) * int(other), f"({text(self)} * {text(other)})")
+
+    def __rmul__(self, other: int) -> Size:
+        if text(other) == "1":
+            return self
+        return Size(int(other) * int(self), f"({text(other)} * {text(self)})")
+
+    def __floordiv__(self, other: int) -> Size:
+        if text(other) == "1":
+            return self
+        return Size(int(self) // int(other), f"floor_div({text(self)}, {text(other)})")
+
+    def __rfloordiv__(self, other: int) -> Size:
+        return Size(int(other) // int(self), f"floor_div({text(other)}, {text(self)})")
+
+    def __neg__(self) -> Size:
+        return Size(-int(self), f"(-{text(self)})")
+
+
+def text(size: int) -> str:
+    """The expression of a `Size`, or the digits of another integer."""
+    return size.expression if isinstance(size, Size) else str(int(size))
+
+
+def least(a: int, b: int) -> int:
+    """The smaller of two sizes."""
+    return _extreme(min, "least", a, b)
+
+
+def greatest(a: int, b: int) -> int:
+    """The larger of two sizes."""
+    return _extreme(max, "greatest", a, b)
+
+
+def _extreme(function: Callable[[int, int], int], name: str, a: int, b: int) -> int:
+    found = function(a, b)
+    return Size(found, f"{name}({text(a)}, {text(b)})") if isinstance(a, Size) or isinstance(b, Size) else found
 
 
 def ceil_div(size: int, step: int) -> int:

@@ -1,45 +1,42 @@
 """Compiles CUDA kernels into `libmglu_ops.so`, for the layers of packages and for chosen GPU architectures.
 
-`backends.cuda.choice` chooses the launch for every number of tokens. This module writes the choices to a table in which
-C++ looks them up.
+`backends.cuda.plans` has the plans of a layer. This module compiles their kernels, and writes the plans as C++ tables.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..activations import ACTIVATIONS
-from ..backends.cuda import DecodeMma, Plain, TileWgmma
-from ..backends.cuda.choice import choose, choose_experts
 from ..backends.cuda.compiler import compile_cubin
 from ..backends.cuda.device import Gpu, gpu_of_architecture
-from ..backends.cuda.kernels import decode_weight, experts_down, group_tokens, permute_x, quantize_x
-from ..backends.cuda.kernels.base import ELEMENTS, LaunchConfig
-from ..backends.cuda.kernels.tile_experts import TileItems
+from ..backends.cuda.kernels.base import ELEMENTS
+from ..backends.cuda.launch import Plan, Source, Step, parameters
+from ..backends.cuda.plans import (
+    MOST_EXPERT_ROWS,
+    MOST_EXPERTS,
+    AnyLayerPlan,
+    any_layer_plans,
+    layer_plans,
+    plans_for_any_shape,
+)
+from ..backends.cuda.tensor_map import Matrix
 from ..call import Call
-from ..sizes import ceil_div
+from ..sizes import Size, text
 from .package import LayerInfo, read_info
 from .seal import PackageError
 
-TABLE = "mglu_kernels.inc"
-"""The file that `csrc/library/cuda/kernels.cpp` includes."""
-
-MAX_TOKENS = 512
-"""The most tokens of one launch without experts (kMaxTokens in csrc/library/cuda/launch.cpp)."""
-
-_MANY_SMS = 1 << 30
-"""A number of SMs that limits no grid. C++ limits the grid of a persistent kernel to the SMs of its GPU instead."""
+TABLE = "mglu_plans.inc"
+"""The file that `csrc/library/cuda/plan.cpp` includes."""
 
 
 def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
-    """Compile the kernels of the layers of `packages` for `archs`, and write them and their table to `folder`.
+    """Compile the kernels of the layers of `packages` for `archs`, and write them and their plans to `folder`.
 
     Raises:
         ValueError: an architecture is not of the form sm_90, or unknown, or one of the two lists is empty.
@@ -50,15 +47,20 @@ def write(folder: Path, archs: Sequence[str], packages: Sequence[str | Path]) ->
         raise ValueError("kernels are compiled for an architecture and for a package's layers: give both")
     gpus = [gpu_of_architecture(capability(arch)) for arch in archs]
     layers = list(dict.fromkeys(layer for package in packages for layer in _layers(package)))
-    cubins = _Cubins(folder)
-    tuned = [line for gpu in gpus for layer in layers for line in _tuned(layer, gpu, cubins)]
+    table = _Table(folder)
+    rows = [row for gpu in gpus for layer in layers for row in _rows(layer, gpu, table)]
     kinds = {replace(layer, out_features=0, in_features=0) for layer in layers if not layer.experts}
-    plain = [line for gpu in gpus for kind in kinds for line in _plain(kind, gpu, cubins)]
-    tables = {"Cubin kCubins": cubins.lines, "TunedLaunch kTuned": tuned, "PlainKernel kPlain": plain}
-    text = [*cubins.embedded, "namespace mglu::cuda {"]
-    for name, lines in tables.items():
-        text += [f"constexpr {name}[] = {{", *(f"    {line}," for line in lines), "    {}};"]
-    (folder / TABLE).write_text("\n".join([*text, "}  // namespace mglu::cuda", ""]))
+    rows += [row for gpu in gpus for kind in kinds for row in _rows_of_any_shape(kind, gpu, table)]
+    (folder / TABLE).write_text(table.text("of_packages", rows))
+
+
+def plans_of_any_layer() -> str:
+    """The text of `csrc/library/cuda/any_layer.inc`, the plans for layers that a library was not built for."""
+    table = _Table(None)
+    rows = [_row_of_any_shape(found, _row(rounds_x=found.rounds_x), table) for found in any_layer_plans()]
+    limits = f"constexpr std::int64_t kMostExperts = {MOST_EXPERTS}, kMostRows = {MOST_EXPERT_ROWS};"
+    head = "// Written by mglu_ops/packaging/device_code.py (`plans_of_any_layer`).\n"
+    return head + table.text("of_any_layer", rows, limits)
 
 
 def capability(arch: str) -> tuple[int, int]:
@@ -76,44 +78,49 @@ def _layers(package: str | Path) -> list[LayerInfo]:
     return info.layers
 
 
-class _Cubins:
-    """Compiles kernels into a folder, each once, and numbers them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.embedded: list[str] = []
-        self.lines: list[str] = []
-        self._found: dict[tuple[Any, ...], int] = {}
-
-    def index(self, kernel: str, target: str, defines: dict[str, int]) -> int:
-        key = (kernel, target, *sorted(defines.items()))
-        if key not in self._found:
-            number = self._found[key] = len(self._found)
-            (self.folder / f"{number}.cubin").write_bytes(compile_cubin(kernel, target, defines))
-            self.embedded.append(f'MGLU_EMBED(mglu_cubin_{number}, "{number}.cubin");')
-            self.lines.append(_row(kernel=f'"mglu_{kernel}"', code=f"mglu_cubin_{number}"))
-        return self._found[key]
-
-    def indices(self, sources: Sequence[tuple[str, str, dict[str, int]]]) -> dict[str, int]:
-        """Map the names of kernels, given as `(kernel, target, macros)`, to their numbers."""
-        return {kernel: self.index(kernel, target, macros) for kernel, target, macros in sources}
+# --- Rows of the table -----------------------------------------------------------------------------------------------
 
 
-# --- Tables ---------------------------------------------------------------------------------------------------------
+def _rows(layer: LayerInfo, gpu: Gpu, table: _Table) -> Iterator[str]:
+    """Yield a row for each plan of a layer."""
+
+    def call_of(rows: int) -> Call:
+        """The call with contiguous tensors, as the plans need them. C++ copies an x with other strides."""
+        return layer.call(torch.device("cuda"), rows)
+
+    try:
+        for found in layer_plans(call_of, gpu):
+            yield _row(
+                variant=_variant(call_of(1), gpu),
+                out_features=layer.out_features,
+                in_features=layer.in_features,
+                experts=layer.experts,
+                top_k=layer.top_k,
+                first_rows=found.first_rows,
+                last_rows=found.last_rows,
+                steps=table.steps(found.plan),
+            )
+    except ValueError as error:
+        shape = [layer.experts, layer.out_features, layer.in_features]
+        raise PackageError(f"mglu::experts_down of a weight {shape} has no kernel for the library: {error}") from error
 
 
-def _call(layer: LayerInfo, tokens: int) -> Call:
-    """A call with contiguous tensors, as the tuned launches need them. The library copies an x with other strides."""
-    return layer.call(torch.device("cuda"), tokens)
+def _rows_of_any_shape(kind: LayerInfo, gpu: Gpu, table: _Table) -> Iterator[str]:
+    """Yield the rows of layers that differ from those of a package in shape only."""
+    call = replace(kind, out_features=64, in_features=64).call(torch.device("cuda"), 1)
+    for found in plans_for_any_shape(call, gpu, has_experts=False, is_sorted=False):
+        yield _row_of_any_shape(found, _variant(call, gpu), table)
 
 
-def _row(**fields: object) -> str:
-    """A C++ initializer with named fields, in the order in which csrc/library/cuda/kernels.h declares them.
-
-    Omitted fields get their default values.
-    """
-    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
-    return f"{{{', '.join(f'.{name} = {text}' for name, text in texts.items())}}}"
+def _row_of_any_shape(found: AnyLayerPlan, variant: str, table: _Table) -> str:
+    return _row(
+        variant=variant,
+        experts=-1 if found.has_experts else 0,
+        top_k=-1 if found.has_experts and not found.is_sorted else 0,
+        first_rows=found.first_rows,
+        last_rows=found.last_rows,
+        steps=table.steps(found.plan),
+    )
 
 
 def _variant(call: Call, gpu: Gpu) -> str:
@@ -125,174 +132,110 @@ def _variant(call: Call, gpu: Gpu) -> str:
         rounds_x=call.activation_format != "dense",
         n_masks=call.n_masks,
         activation=ACTIVATIONS[call.activation].code,
-        mask_weight=-1 if weights is None else ELEMENTS[weights],
+        mask_weights=-1 if weights is None else ELEMENTS[weights],
     )
 
 
-def _tuned(layer: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
-    """Yield a row for each range of numbers of tokens with the same launch.
+def _row(**fields: object) -> str:
+    """A C++ initializer with named fields, in the order in which csrc/library/cuda/plan.h declares them.
 
-    Launches are chosen for some numbers of tokens. Other numbers take the launch of the next larger one.
+    Omitted fields get their default values.
     """
-    launch_of = _launch if not layer.experts else _expert_launch if layer.n_masks else _down_launch
-    first = 1
-    for launch, run in groupby(_chosen_tokens(layer), lambda tokens: launch_of(layer, gpu, tokens, cubins)):
-        last = list(run)[-1]
-        if launch is not None:
-            yield _row(
-                variant=_variant(_call(layer, 1), gpu),
-                out_features=layer.out_features,
-                in_features=layer.in_features,
-                first_tokens=first,
-                last_tokens=last,
-                **launch,
-            )
-        first = last + 1
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
+    return f"{{{', '.join(f'.{name} = {value}' for name, value in texts.items())}}}"
 
 
-def _chosen_tokens(layer: LayerInfo) -> list[int]:
-    """The numbers of tokens for which launches are chosen: each up to 512, and for experts powers of two above that."""
-    if not layer.experts:
-        return list(range(1, MAX_TOKENS + 1))
-    most = (group_tokens.MOST_ROWS if layer.n_masks else experts_down.MOST_ROWS) // max(layer.top_k, 1)
-    powers = (1 << bits for bits in range(10, 21))
-    return sorted(tokens for tokens in {*range(1, MAX_TOKENS + 1), *powers, most} if tokens <= most)
+# --- C++ declarations ------------------------------------------------------------------------------------------------
 
 
-def _launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
-    """The launch-dependent fields of a `TunedLaunch`; None if the plain kernel is chosen.
+class _Table:
+    """C++ declarations: cubins, functions that evaluate sizes, and arrays, each once."""
 
-    The fields are the same for every GPU of an architecture. C++ adapts them to the GPU's number of SMs and shared
-    memory.
-    """
-    call = _call(layer, tokens)
-    config = choose(call, gpu).config
-    if isinstance(config, Plain):
-        return None
-    target = config.target(gpu)
-    tile_tokens = config.block_tokens if isinstance(config, TileWgmma) and config.fp8 else 0
-    kernel = cubins.index(config.kernel, target, config.macros(call))
-    decode = permute = _row(cubin=-1, blocks=0, bytes=0)
-    if isinstance(config, TileWgmma):
-        if config.decoded:
-            cubin = cubins.index(decode_weight.NAME, target, decode_weight.macros(call))
-            decode = _row(cubin=cubin, blocks=decode_weight.blocks(call), bytes=decode_weight.copy_bytes(call))
-        if config.permuted:
-            tile = config.block_tokens, config.sub
-            cubin = cubins.index(permute_x.NAME, target, permute_x.macros(*tile))
-            permute = _row(cubin=cubin, blocks=permute_x.blocks(call, *tile), bytes=permute_x.copy_bytes(call, *tile))
-    return {
-        "cubin": kernel,
-        "blocks": config.grid(call, replace(gpu, multiprocessors=_MANY_SMS))[0],
-        **_settings(config, call, gpu),
-        "quantize_x": _row(cubin=_quantize_x(call, target, tile_tokens, cubins), block_tokens=tile_tokens),
-        "decode_weight": decode,
-        "permute_x": permute,
-        "boxes": _boxes(config, call),
-    }
+    def __init__(self, folder: Path | None) -> None:
+        """`folder` is for the cubins; None for steps that C++ compiles itself."""
+        self._folder = folder
+        self._embedded: list[str] = []
+        self._declared: dict[str, str] = {}
+        self._cubins: dict[tuple[object, ...], str] = {}
 
+    def text(self, name: str, rows: Sequence[str], *more: str) -> str:
+        """The file with a table of plans in the namespace `name`. The table ends with an empty row."""
+        declarations = [template.replace("@", symbol) for template, symbol in self._declared.items()]
+        lines = [*self._embedded, f"namespace mglu::cuda::{name} {{", *more, *declarations]
+        lines += ["constexpr Plan kPlans[] = {", *(f"    {row}," for row in rows), "    {}};"]
+        return "\n".join([*lines, f"}}  // namespace mglu::cuda::{name}", ""])
 
-def _settings(config: LaunchConfig, call: Call, gpu: Gpu) -> dict[str, object]:
-    """The fields of a `TunedLaunch` from `cluster` to `overlap`."""
-    return {
-        "cluster": config.cluster if isinstance(config, (DecodeMma, TileWgmma)) else 1,
-        "persistent": isinstance(config, TileWgmma),
-        "threads": config.threads,
-        "shared_bytes": config.shared_bytes(call),
-        "blocks_per_sm": config.blocks_per_sm if isinstance(config, DecodeMma) else 0,
-        "overlap": config.overlaps and gpu.arch >= (9, 0),
-    }
+    def steps(self, plan: Plan) -> str:
+        return self._array("Step", map(self._step, plan))
 
+    def _step(self, step: Step) -> str:
+        fields = parameters("params.cuh", step.struct)
+        items = {} if step.items is None else {"items": self._struct("ItemParams", step.items)}
+        macros = [] if step.target else [(name, self._size(value)) for name, value in sorted(step.macros.items())]
+        maps = [self._map(name, matrix) for entry in step.maps for name, matrix in entry.items()]
+        return _row(
+            kernel=_quoted(f"mglu_{step.kernel}"),
+            source=_quoted(f"{step.kernel}.cu"),
+            code=self._cubin(step.source) if step.target else "nullptr",
+            macros=self._array("Macro", (f"{{{_quoted(name)}, {value}}}" for name, value in macros)),
+            grid_x=self._size(step.grid[0]),
+            grid_y=self._size(step.grid[1]),
+            threads=int(step.threads),
+            shared_bytes=self._size(step.shared),
+            overlap=step.overlap,
+            parameters=self._struct(step.struct, step.integers),
+            **items,
+            unused_maps=len(fields.maps) - len(maps),
+            maps=self._array("Map", maps),
+            writes=_quoted(step.writes or ""),
+            bytes=self._size(step.nbytes),
+        )
 
-def _boxes(config: LaunchConfig, call: Call) -> str:
-    """The `Boxes` of a launch."""
-    if not isinstance(config, TileWgmma):
-        return _row(tokens=0, rows=0, weight_item_bytes=0, weight_columns=0, mask_bytes=0, swizzle_masks=False)
-    _, weight, masks = config.matrices(call)
-    return _row(
-        tokens=config.block_tokens,
-        rows=weight.box_height,
-        weight_item_bytes=weight.item,
-        weight_columns=weight.box_width,
-        mask_bytes=0 if masks is None else masks.box_width,
-        swizzle_masks=masks is not None and masks.swizzle,
-    )
+    def _struct(self, name: str, integers: Mapping[str, int]) -> str:
+        fields = parameters("params.cuh", name)
+        return _row(
+            pointers=self._array("std::string_view", map(_quoted, fields.pointers)),
+            longs=self._array("Size", (self._size(integers[field]) for field in fields.longs)),
+            ints=self._array("Size", (self._size(integers[field]) for field in fields.ints)),
+        )
 
+    def _map(self, name: str, matrix: Matrix | None) -> str:
+        if matrix is None:
+            return "{}"
+        sizes = ("width", "height", "pitch", "box_width", "box_height")
+        return _row(
+            pointer=_quoted(name),
+            item_bytes=matrix.item,
+            **{size: self._size(getattr(matrix, size)) for size in sizes},
+            swizzle=matrix.swizzle,
+        )
 
-def _expert_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object]:
-    """The same fields for a layer of experts."""
-    call = layer.call(torch.device("cuda"), tokens)
-    launch = choose_experts(call, gpu)
-    config, item = launch.config, launch.of_item(call)
-    kernels = cubins.indices(launch.sources(call, gpu))
-    gather, columns, fp8_tokens = -1, 0, 0
-    if isinstance(launch, TileItems):
-        fp8_tokens = launch.config.block_tokens if launch.config.fp8 else 0
-        gather, columns = kernels.pop(quantize_x.NAME if fp8_tokens else permute_x.NAME), launch.columns(call)
-    items = group_tokens.max_items(call, launch.item_rows) if launch.grouped else call.tokens
-    return {
-        "cubin": kernels[config.kernel],
-        "blocks": launch.grid(call, replace(gpu, multiprocessors=_MANY_SMS))[0] // items,
-        **_settings(config, item, gpu),
-        "quantize_x": _row(cubin=kernels.get(quantize_x.NAME, -1), block_tokens=fp8_tokens),
-        "boxes": _boxes(config, item),
-        "items": _row(
-            experts=layer.experts,
-            top_k=layer.top_k,
-            rows=launch.item_rows,
-            group_tokens=kernels.get(group_tokens.NAME, -1),
-            gather=gather,
-            columns=columns,
-        ),
-    }
+    def _size(self, value: int) -> str:
+        """The initializer of a `Size`: a constant, or a function of the values of a call."""
+        if not isinstance(value, Size):
+            return f"{{{int(value)}}}"
+        expression = re.sub(r"\b[a-z]\w*\b(?!\()", r"v.\g<0>", text(value))
+        return f"{{0, {self._declare('size', f'inline std::int64_t @(const Values& v) {{ return {expression}; }}')}}}"
 
+    def _array(self, element: str, values: Iterable[str]) -> str:
+        joined = ", ".join(values)
+        return self._declare("array", f"constexpr {element} @[] = {{{joined}}};") if joined else "{}"
 
-def _down_launch(layer: LayerInfo, gpu: Gpu, tokens: int, cubins: _Cubins) -> dict[str, object] | None:
-    """The launch-dependent fields for `mglu::experts_down`; None if shared memory cannot hold the sorted rows.
+    def _declare(self, prefix: str, template: str) -> str:
+        """The symbol of a declaration, in which @ stands for the symbol."""
+        return self._declared.setdefault(template, f"{prefix}_{len(self._declared)}")
 
-    For many rows per expert, Python uses `grouped_mm` instead (`experts_down.uses_library`), but C++ does not.
-    """
-    call = layer.call(torch.device("cuda"), tokens)
-    if tokens == 1 and (problem := experts_down.unsupported_reason(call, gpu)):
-        shape = [layer.experts, layer.out_features, layer.in_features]
-        raise PackageError(f"mglu::experts_down of a weight {shape} has no kernel for the library: {problem}")
-    config = experts_down.choose(call, gpu)
-    if config is None:
-        return None
-    kernels = cubins.indices(experts_down.sources(config, call, gpu))
-    return {
-        "cubin": kernels[experts_down.NAME],
-        "blocks": ceil_div(layer.out_features, config.rows) * config.parts,
-        "cluster": 1,
-        "persistent": config.block_tokens > 1,
-        "threads": config.threads,
-        "shared_bytes": config.shared_bytes(call) - config.order_bytes(call),
-        "blocks_per_sm": config.blocks_per_sm,
-        "overlap": gpu.arch >= (9, 0),
-        "items": _row(
-            experts=layer.experts,
-            top_k=layer.top_k,
-            rows=config.block_tokens,
-            combine=kernels.get(experts_down.COMBINE, -1),
-            pair_bytes=config.pair_bytes(call),
-        ),
-    }
+    def _cubin(self, source: Source) -> str:
+        kernel, target, macros = source
+        key = (kernel, target, *sorted(macros.items()))
+        if key not in self._cubins:
+            assert self._folder is not None
+            number = len(self._cubins)
+            symbol = self._cubins[key] = f"mglu_cubin_{number}"
+            (self._folder / f"{number}.cubin").write_bytes(compile_cubin(kernel, target, macros))
+            self._embedded.append(f'MGLU_EMBED({symbol}, "{number}.cubin");')
+        return self._cubins[key]
 
 
-def _quantize_x(call: Call, target: str, block_tokens: int, cubins: _Cubins) -> int:
-    """The number of the cubin that rounds x: to tiles of `block_tokens` tokens in fp8, or with 0 to x's dtype.
-
-    The kernel writes tiles of `block_tokens` tokens in fp8. If `block_tokens` is 0, it writes rounded values in x's
-    dtype.
-    """
-    if call.activation_format == "dense":
-        return -1
-    return cubins.index(quantize_x.NAME, target, quantize_x.macros(call, block_tokens))
-
-
-def _plain(kind: LayerInfo, gpu: Gpu, cubins: _Cubins) -> Iterator[str]:
-    for tokens in (1, 4):
-        call, config = _call(kind, tokens), Plain(block_tokens=tokens)
-        index = cubins.index(config.kernel, config.target(gpu), config.macros(call))
-        quantize = _quantize_x(call, config.target(gpu), 0, cubins)
-        yield _row(variant=_variant(call, gpu), tokens=tokens, cubin=index, quantize_x=quantize)
+def _quoted(name: str) -> str:
+    return f'"{name}"'

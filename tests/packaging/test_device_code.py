@@ -19,12 +19,12 @@ from library_fixtures import needs_compiler
 from processes import run
 from small_packages import write_small_package
 
-from mglu_ops.backends.cuda import Plain, TileWgmma, driver
+from mglu_ops.backends.cuda import Plain, TileWgmma, driver, plans
 from mglu_ops.backends.cuda import launch as compiler_of_launches
 from mglu_ops.backends.cuda.choice import LaunchChoice, choose, choose_experts
 from mglu_ops.backends.cuda.device import Gpu, gpu_of_architecture
-from mglu_ops.backends.cuda.kernels import experts, experts_down, quantize_x
-from mglu_ops.backends.cuda.launch import LaunchSequence, parameters
+from mglu_ops.backends.cuda.kernels import experts, quantize_x
+from mglu_ops.backends.cuda.launch import Plan, load, parameters
 from mglu_ops.backends.parameters import MAP_BYTES
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
@@ -72,15 +72,15 @@ def write_table(folder: Path, layers: list[LayerInfo]) -> str:
 
 
 def compile_table(folder: Path) -> None:
-    """Compile the table into `kernels.o`, with warnings as errors."""
+    """Compile the table into `plan.o`, with warnings as errors."""
     root = source_directory()
-    names = "plain", "quantize_x", "group_tokens"
-    embedded = "".join(f'MGLU_EMBED(source_{name}, "cuda/{name}.cu");\n' for name in names)
-    sources = ", ".join(f'source("{name}.cu", source_{name})' for name in names)
+    names = [path.name for path in (root / "cuda").glob("*.cu*")]
+    embedded = "".join(f'MGLU_EMBED(source_{number}, "cuda/{name}");\n' for number, name in enumerate(names))
+    sources = ", ".join(f'source("{name}", source_{number})' for number, name in enumerate(names))
     # CMake writes this file in a real build.
     (folder / "mglu_sources.inc").write_text(f"{embedded}#define MGLU_SOURCES(source) {sources}\n")
     folders = [f"-I{folder}", f"-Wa,-I{folder}", f"-Wa,-I{root}"]
-    compile_cpp(folder / "kernels.o", "-c", *folders, root / "library/cuda/kernels.cpp")
+    compile_cpp(folder / "plan.o", "-c", *folders, root / "library/cuda/plan.cpp")
 
 
 def compile_cpp(out: Path, *arguments: str | Path) -> None:
@@ -95,22 +95,22 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder, layer = tmp_path_factory.mktemp("launches"), replace(LAYER, n_masks=request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_code, "compile_cubin", lambda *_: b"\x7fELF")
-        patch.setattr(device_code, "choose", choose_or_decode)
+        patch.setattr(plans, "choose", choose_or_decode)
         write_table(folder, [*layers_with(layer.n_masks), *MIXTURES, *DOWNS])
     compile_table(folder)
     compile_cpp(folder / "libcuda.so.1", "-shared", "-fPIC", HERE / "fake_driver.cpp")
     (folder / "libnvrtc.so").symlink_to("libcuda.so.1")
     library = source_directory() / "library"
     sources = [library / "tensor.cpp", library / "cuda/driver.cpp", library / "cuda/launch.cpp"]
-    compile_cpp(folder / "print_launches", HERE / "print_launches.cpp", *sources, folder / "kernels.o", "-ldl")
+    compile_cpp(folder / "print_launches", HERE / "print_launches.cpp", *sources, folder / "plan.o", "-ldl")
     return folder / "print_launches", layer
 
 
 @cache  # a choice takes milliseconds, and the fixture and a test both make those of 512 numbers of tokens
 def choose_or_decode(call: Call, gpu: Gpu) -> LaunchChoice:
-    """The usual choice, but 512 tokens of a weight in fewer bits read copies of W and x, whatever is faster."""
+    """The usual choice, but 512 tokens or more of a weight in fewer bits read copies of W and x, whatever is faster."""
     choice = choose(call, gpu)
-    if call.tokens < device_code.MAX_TOKENS or call.weight.format.is_dense:
+    if call.tokens < 512 or call.weight.format.is_dense:
         return choice
     if choice.config.rounds_x:
         choice = choose(call.with_rounded_x(), gpu)
@@ -201,7 +201,7 @@ def addresses(layer: LayerInfo) -> dict[str, int]:
     missing = [] if layer.mask_weights_dtype else ["mask_weights"]
     missing += ["weight_scale"] if layer.weight_format == "dense" else []
     found |= dict.fromkeys(missing, 0)
-    return {**found, "items": 0, "y": found["x"], "expert_weights": found["mask_weights"]}
+    return {**found, "items": 0, "places": 0, "y": found["x"], "expert_weights": found["mask_weights"]}
 
 
 @pytest.fixture
@@ -213,61 +213,88 @@ def driver_of_python(monkeypatch: pytest.MonkeyPatch) -> PrintingDriver:
     return printing
 
 
-def launched(printing: PrintingDriver, sequence: LaunchSequence, pointers: dict[str, int]) -> list[str]:
-    """The printed lines of a sequence of launches."""
+def launched(printing: PrintingDriver, plan: Plan, pointers: dict[str, int]) -> list[str]:
+    """The printed lines of a plan."""
+    sequence = load(plan, 0)
     printing.lines = [f"allocate {sequence.workspace_bytes}"] if sequence.workspace_bytes else []
     sequence(0, pointers, WORKSPACE)
     return printing.lines
 
 
+def call_of(layer: LayerInfo, tokens: int) -> Call:
+    """A call with 64-bit ids or 32-bit offs."""
+    call = layer.call(torch.device("cuda"), tokens)
+    if call.routing is None:
+        return call
+    return replace(call, routing=replace(call.routing, index_dtype=torch.int64 if layer.top_k else torch.int32))
+
+
 def launches(printing: PrintingDriver, layer: LayerInfo, tokens: int, sms: int) -> list[str]:
-    """The CUDA backend's launches, chosen for a usual GPU and launched on a GPU with `sms` SMs."""
+    """The CUDA backend's launches of a call, chosen for a usual GPU and launched on a GPU with `sms` SMs.
+
+    A number of tokens for which the table has no choice of its own takes that of the next larger number. More tokens
+    than one launch takes are several launches.
+    """
     chosen_for = gpu_of_architecture((9, 0))
-    gpu = replace(chosen_for, multiprocessors=sms)
-    call = device_code._call(layer, tokens)
-    sequence = quantize_x.sequence(choose_or_decode(call, chosen_for).config, call, gpu, 0)
-    return [f"{tokens} tokens", *launched(printing, sequence, addresses(layer))]
+    gpu, counts, lines = replace(chosen_for, multiprocessors=sms), plans._row_counts(call_of(layer, 1)), []
+    most, rows, item = counts[-1], max(layer.top_k, 1), getattr(torch, layer.dtype).itemsize
+    for first in range(0, tokens, most):
+        count = min(most, tokens - first)
+        launch = plans._launch(call_of(layer, next(one for one in counts if one >= count)), chosen_for)
+        assert launch is not None
+        pointers = addresses(layer)
+        steps = {"x": first * layer.in_features * item, "y": rows * first * layer.in_features * item}
+        steps |= {"out": first * layer.out_features * item, "expert_ids": 8 * rows * first}
+        steps |= {"expert_weights": 4 * rows * first}
+        pointers |= {name: pointers[name] + step for name, step in steps.items()}
+        lines += launched(printing, launch(call_of(layer, count), gpu), pointers)
+    return [f"{tokens} tokens", *lines]
 
 
+def assert_cpp_launches(
+    program: Path, printing: PrintingDriver, layer: LayerInfo, counts: Iterable[int], sms: int
+) -> None:
+    """Check that C++ launches what Python launches for some numbers of tokens, without a warning."""
+    printed, errors = printed_launches(program, layer, counts, sms, torch.int64 if layer.top_k else torch.int32)
+    assert printed == [line for count in counts for line in launches(printing, layer, count, sms)]
+    assert errors == ""
+
+
+@pytest.fixture
+def _decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "choose", choose_or_decode)
+
+
+@pytest.mark.usefixtures("_decoded")
 @pytest.mark.parametrize("sms", [2, 78, 132, 144])
 def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
+    """The largest number of tokens takes two launches."""
     path, dense = program
-    tokens = range(1, device_code.MAX_TOKENS + 1) if sms == 132 else (1, 2, 8, 16, 17, 64, 200, 512)
+    few = range(1, 513) if sms == 132 else (1, 2, 8, 16, 17, 64, 200, 512)
     for layer in layers_with(dense.n_masks):
-        printed, errors = printed_launches(path, layer, tokens, sms)
-        assert printed == [line for count in tokens for line in launches(driver_of_python, layer, count, sms)]
-        assert errors == ""
+        assert_cpp_launches(path, driver_of_python, layer, (*few, 513, 5000, 300000), sms)
 
 
-def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(
+@one_program
+@pytest.mark.usefixtures("_decoded")
+def test_cpp_and_python_compute_the_same_sizes(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
 ) -> None:
-    """A launch takes at most 512 tokens, so 600 tokens take two."""
-    path, layer = program
-    gpu = gpu_of_architecture((9, 0))
-    for known in layers_with(layer.n_masks):
-        missing = replace(known, out_features=2048, in_features=64)
-        printed, errors = printed_launches(path, missing, (1, 5, 600), 132)
-        expected = []
-        for tokens in (1, 5, 600):
-            expected.append(f"{tokens} tokens")
-            for first in range(0, tokens, device_code.MAX_TOKENS):
-                call = device_code._call(missing, min(tokens - first, device_code.MAX_TOKENS))
-                sequence = quantize_x.sequence(Plain(block_tokens=1 if call.tokens == 1 else 4), call, gpu, 0)
-                pointers = addresses(missing)
-                pointers |= {"x": pointers["x"] + 2 * 64 * first, "out": pointers["out"] + 2 * 2048 * first}
-                expected += launched(driver_of_python, sequence, pointers)
-        assert printed == expected
-        shape = [2048, 64 // FORMATS[missing.weight_format].packed]
-        assert errors.count(f"no tuned kernel for a layer with weight {shape}") == 1
-
-
-def expert_call(layer: LayerInfo, tokens: int) -> Call:
-    """A call with 64-bit ids, or with 32-bit offs."""
-    call = layer.call(torch.device("cuda"), tokens)
-    return replace(call, routing=replace(call.routed, index_dtype=torch.int64 if layer.top_k else torch.int32))
+    """Launches are the same for 200 numbers of rows for which the table has no choice of its own, a layer of each kind
+    in turn.
+    """
+    path, dense = program
+    layers = [*layers_with(dense.n_masks), *MIXTURES, *DOWNS]
+    generator = torch.Generator().manual_seed(0)
+    for number in range(200):
+        layer = layers[number % len(layers)]
+        counts = plans._row_counts(call_of(layer, 1))
+        most = min(counts[-1], 2**16)
+        rows = int(2 ** (9 + (most.bit_length() - 10) * float(torch.rand((), generator=generator)))) + 3
+        assert rows not in counts
+        assert_cpp_launches(path, driver_of_python, layer, [rows], 132)
 
 
 @one_program
@@ -275,22 +302,13 @@ def expert_call(layer: LayerInfo, tokens: int) -> Call:
 def test_cpp_launches_the_experts_that_python_launches(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
-    """Above 512 tokens, C++ uses the launch that was chosen for the next power of two."""
     path, _ = program
-    chosen_for = gpu_of_architecture((9, 0))
-    gpu, kernels = replace(chosen_for, multiprocessors=sms), set()
+    gpu, kernels, counts = gpu_of_architecture((9, 0)), set(), (1, 2, 7, 16, 17, 64, 65, 200, 512, 600, 2048, 30000)
     for layer in MIXTURES:
-        counts = (1, 2, 7, 16, 17, 64, 65, 200, 512, 600, 2048, 30000)
-        expected = []
+        assert_cpp_launches(path, driver_of_python, layer, counts, sms)
         for tokens in counts:
-            chosen = next(count for count in device_code._chosen_tokens(layer) if count >= tokens)
-            launch = choose_experts(layer.call(torch.device("cuda"), chosen), chosen_for)
-            kernels |= {kernel for kernel, *_ in launch.sources(expert_call(layer, tokens), gpu)}
-            sequence = launch.sequence(expert_call(layer, tokens), gpu, 0)
-            expected += [f"{tokens} tokens", *launched(driver_of_python, sequence, addresses(layer))]
-        printed, errors = printed_launches(path, layer, counts, sms, torch.int64 if layer.top_k else torch.int32)
-        assert printed == expected
-        assert errors == ""
+            call = call_of(layer, tokens)
+            kernels |= {step.kernel for step in choose_experts(call, gpu).plan(call, gpu)}
     assert kernels == {"decode_mma", "tile_wgmma", "plain", "group_tokens", "permute_x", "quantize_x"}
 
 
@@ -300,59 +318,61 @@ def test_cpp_launches_the_down_projections_that_python_launches(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
     """Calls with more rows than one launch can sort take several launches."""
-    path, _ = program
-    chosen_for = gpu_of_architecture((9, 0))
-    gpu = replace(chosen_for, multiprocessors=sms)
     for layer in DOWNS:
-        item, counts = getattr(torch, layer.dtype).itemsize, (1, 2, 9, 40, 300, 512, 700, 5000)
-        most, expected = experts_down.MOST_ROWS // layer.top_k, []
-        for tokens in counts:
-            expected.append(f"{tokens} tokens")
-            for first in range(0, tokens, most):
-                call = expert_call(layer, min(most, tokens - first))
-                rows = first * layer.top_k
-                chosen = next(one for one in device_code._chosen_tokens(layer) if one * layer.top_k >= call.tokens)
-                config = experts_down.choose(layer.call(torch.device("cuda"), chosen), chosen_for)
-                products, combine, *_ = experts_down.launches(config, call, gpu, 0)
-                pointers = addresses(layer)
-                steps = {"y": rows * layer.in_features * item, "out": first * layer.out_features * item}
-                steps |= {"expert_ids": 8 * rows, "expert_weights": 4 * rows}
-                pointers |= {name: pointers[name] + step for name, step in steps.items()}
-                driver_of_python.lines = expected
-                if combine is None:
-                    products(0, pointers)
-                    continue
-                expected.append(f"allocate {4 * call.tokens * layer.out_features}")
-                products(0, {**pointers, "out": WORKSPACE})
-                combine(0, {**pointers, "products": WORKSPACE, "places": 0})
-        printed, errors = printed_launches(path, layer, counts, sms, torch.int64)
-        assert printed == expected
-        assert errors == ""
+        assert_cpp_launches(program[0], driver_of_python, layer, (1, 2, 9, 40, 300, 512, 700, 5000), sms)
+
+
+def test_the_plans_for_any_layer_are_those_of_python() -> None:
+    written = (source_directory() / "library/cuda/any_layer.inc").read_text()
+    assert written == device_code.plans_of_any_layer(), "write the file anew: see its first line"
+
+
+def plain_plan(call: Call) -> Plan:
+    """The plan of the plain kernel by which C++ runs calls of layers that the table lacks."""
+    config, gpu = Plain(block_tokens=1 if call.rows_of_x == 1 else 4), gpu_of_architecture((9, 0))
+    if call.routing is not None:
+        return experts.ExpertLaunch(config, grouped=True).plan(call, gpu)
+    return quantize_x.plan(config, call, gpu)
+
+
+def assert_runs_on_plain(
+    program: Path, printing: PrintingDriver, layer: LayerInfo, counts: tuple[int, ...], is_compiled: bool
+) -> None:
+    """Check the launches of a layer that the table lacks, and the sources that C++ compiles."""
+    expected, sources = [], set()
+    for tokens in counts:
+        plan = plain_plan(call_of(layer, tokens))
+        sources |= {(f"{step.kernel}.cu", *sorted(step.macros.items())) for step in plan}
+        expected += [f"{tokens} tokens", *launched(printing, plan, addresses(layer))]
+    printed, errors = printed_launches(program, layer, counts, 132, torch.int64 if layer.top_k else torch.int32)
+    assert [line for line in printed if not line.startswith("compile")] == expected
+    found = set()
+    for source, arch, _, *defines in (line.split()[1:] for line in printed if line.startswith("compile")):
+        values = (define.removeprefix("-D").split("=") for define in defines)
+        found.add((source, *sorted((name, int(value)) for name, value in values)))
+        assert arch == "-arch=sm_90"
+    assert found == (sources if is_compiled else set())
+    assert errors.count("no tuned kernel for a layer with weight") == 1
+
+
+def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(
+    program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
+) -> None:
+    """The kernels are in the table if a layer differs from one of a package in its shape only."""
+    path, layer = program
+    for known in layers_with(layer.n_masks):
+        missing = replace(known, out_features=2048, in_features=64)
+        assert_runs_on_plain(path, driver_of_python, missing, (1, 5, 600), is_compiled=False)
+        other = replace(missing, mask_weights_dtype="float32")
+        assert_runs_on_plain(path, driver_of_python, other, (1, 5, 600), is_compiled=True)
 
 
 @one_program
 def test_cpp_compiles_plain_kernels_for_experts_that_are_not_in_the_table(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
 ) -> None:
-    path, _ = program
-    gpu = gpu_of_architecture((9, 0))
     for known in MIXTURES:
-        missing, counts, expected, compiled = replace(known, experts=5), (1, 7, 300), [], set()
-        for tokens in counts:
-            call = expert_call(missing, tokens)
-            launch = experts._plain(call)
-            compiled |= {(f"{kernel}.cu", *sorted(macros.items())) for kernel, _, macros in launch.sources(call, gpu)}
-            sequence = launch.sequence(call, gpu, 0)
-            expected += [f"{tokens} tokens", *launched(driver_of_python, sequence, addresses(missing))]
-        printed, errors = printed_launches(path, missing, counts, 132, torch.int64 if known.top_k else torch.int32)
-        assert [line for line in printed if not line.startswith("compile")] == expected
-        commands = [line.split()[1:] for line in printed if line.startswith("compile")]
-        assert len(commands) == len(compiled)
-        for source, arch, _, *defines in commands:
-            values = (define.removeprefix("-D").split("=") for define in defines)
-            assert (source, *sorted((name, int(value)) for name, value in values)) in compiled
-            assert arch == "-arch=sm_90"
-        assert errors.count("no tuned kernel for a layer with weight") == 1
+        assert_runs_on_plain(program[0], driver_of_python, replace(known, experts=5), (1, 7, 300), is_compiled=True)
 
 
 @one_program
@@ -383,6 +403,6 @@ def test_the_kernels_of_a_package_are_compiled_and_embedded(n_masks: int, tmp_pa
     for kernel in ("mglu_decode_mma", "mglu_plain", "mglu_quantize_x"):
         assert table.count(f'kernel = "{kernel}"') >= 2  # one for each of two layers
     embedded = re.findall(r'"(\d+\.cubin)"', table)
-    assert len(embedded) == table.count("code = mglu_cubin_")
+    assert len(embedded) == len(set(re.findall(r"code = (\w+)", table)))
     assert all((tmp_path / name).read_bytes().startswith(b"\x7fELF") for name in embedded)
     compile_table(tmp_path)

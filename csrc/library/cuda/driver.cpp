@@ -133,14 +133,18 @@ const DeviceFacts& current_device() {
     return known->emplace(device, facts).first->second;
 }
 
-Function load(const void* cubin, const char* kernel, unsigned shared_bytes) {
+Function load(const void* cubin, const char* kernel) {
     const Driver& cuda = driver();
     void *module = nullptr, *function = nullptr;
     cuda.check(cuda.load_module(&module, cubin), kernel);
     cuda.check(cuda.get_function(&function, module, kernel), kernel);
-    if (shared_bytes > kSharedBytesByDefault)
-        cuda.check(cuda.set_attribute(function, kMaxDynamicSharedSize, static_cast<int>(shared_bytes)), kernel);
     return function;
+}
+
+void allow_shared(Function function, unsigned shared_bytes, const char* kernel) {
+    if (shared_bytes <= kSharedBytesByDefault) return;
+    const Driver& cuda = driver();
+    cuda.check(cuda.set_attribute(function, kMaxDynamicSharedSize, static_cast<int>(shared_bytes)), kernel);
 }
 
 void launch(Function function, const Geometry& geometry, void* stream, void* parameters, void* items) {

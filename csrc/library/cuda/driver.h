@@ -23,9 +23,11 @@ struct DeviceFacts {
 // The device of the current context. The driver is asked once per process and device.
 const DeviceFacts& current_device();
 
-// Loads a kernel into the current context, for launches with up to `shared_bytes` of dynamic shared memory.
+// Loads a kernel into the current context.
 using Function = void*;
-Function load(const void* cubin, const char* kernel, unsigned shared_bytes);
+Function load(const void* cubin, const char* kernel);
+// Lets launches of a kernel request up to `shared_bytes` of dynamic shared memory.
+void allow_shared(Function function, unsigned shared_bytes, const char* kernel);
 
 struct Geometry {
     unsigned grid_x, grid_y, threads, shared_bytes;

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ....call import Call
-from ....sizes import ceil_div, round_up
+from ....sizes import ceil_div, greatest, least, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from .base import LaunchConfig, aligned_violations, common_macros, has_aligned_rows, mask_alignment
 
@@ -82,16 +82,16 @@ class DecodeMma(LaunchConfig):
         ring = self.stages * ROWS * call.bytes_of_columns(self.stage_columns)
         columns = round_up(call.in_features, self.stage_columns)
         sums = round_up(4 * (call.n_masks + 1) * ROWS * self.token_columns(call.tokens), 128)
-        rows_of_x = (columns * 2 + 16) * min(call.tokens, self.block_tokens)
+        rows_of_x = (columns * 2 + 16) * least(call.tokens, self.block_tokens)
         if call.tokens == 1 and call.weight.bits == 4:  # a zero follows each element of x
             rows_of_x = columns * 4
         scales = round_up(4 * ROWS * self.tiles, 128) if _scales_rows(call) else 0
-        return scales + max(warps * ring + rows_of_x, warps * sums) + 32
+        return scales + greatest(warps * ring + rows_of_x, warps * sums) + 32
 
     def requested_shared_bytes(self, call: Call, gpu: Gpu) -> int:
         """Request so much that an SM cannot hold more than `blocks_per_sm` blocks, which spreads them over all SMs."""
         share = gpu.shared_bytes_per_sm // (self.blocks_per_sm + 1)
-        return max(self.shared_bytes(call), share - RESERVED_SHARED_BYTES_PER_BLOCK + 128)
+        return greatest(self.shared_bytes(call), share - RESERVED_SHARED_BYTES_PER_BLOCK + 128)
 
     def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         blocks = ceil_div(call.out_features, ROWS * self.tiles) * ceil_div(call.tokens, self.block_tokens)

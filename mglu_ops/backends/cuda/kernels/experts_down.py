@@ -12,7 +12,7 @@ import torch
 
 from ....call import Call
 from ....formats import FORMATS
-from ....sizes import ceil_div, round_up
+from ....sizes import ceil_div, least, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..launch import Plan, Source, Step
 from . import decode_weight, group_tokens
@@ -86,7 +86,7 @@ class ExpertsDown:
         """The blocks of the grid in x and in y. For several tokens the kernel is persistent: all blocks reside."""
         blocks = ceil_div(call.out_features, self.rows)
         if self.block_tokens > 1:
-            blocks = min(blocks * self.parts * self._most_items(call), gpu.multiprocessors * self.blocks_per_sm)
+            blocks = least(blocks * self.parts * self._most_items(call), gpu.multiprocessors * self.blocks_per_sm)
         return blocks, 1
 
     def pair_bytes(self, call: Call) -> int:
@@ -95,7 +95,7 @@ class ExpertsDown:
         return 4 * self.parts * out_features + (ceil_div(out_features, self.rows) if self.parts > 1 else 0)
 
     def _most_items(self, call: Call) -> int:
-        return min(call.tokens, call.tokens // self.block_tokens + call.routed.experts)
+        return least(call.tokens, call.tokens // self.block_tokens + call.routed.experts)
 
     def violation(self, call: Call, gpu: Gpu) -> str | None:
         """The reason why this configuration cannot run a call; None if it can."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....call import Call
-from ....sizes import ceil_div, round_up
+from ....sizes import ceil_div, least, round_up
 from ..device import Gpu
 from ..launch import Step
 
@@ -27,7 +27,7 @@ _ENTRY_BYTES = 16
 
 def max_items(call: Call, item_rows: int) -> int:
     """The most items that a call can have, for any ids."""
-    return min(call.tokens, call.tokens // item_rows + call.routed.experts + 1)
+    return least(call.tokens, call.tokens // item_rows + call.routed.experts + 1)
 
 
 def table_bytes(call: Call, item_rows: int) -> int:

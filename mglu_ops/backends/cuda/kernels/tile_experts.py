@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ....call import Call, Layout
-from ....sizes import ceil_div, round_up
+from ....sizes import ceil_div, least, round_up
 from ..device import Gpu
 from ..launch import Plan, Step
 from ..tensor_map import Matrix
@@ -50,7 +50,7 @@ class TileItems(ExpertLaunch):
     def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         tiles = group_tokens.max_items(call, self.item_rows) * ceil_div(call.out_features, self.config.rows)
         cluster = self.config.cluster
-        return cluster * min(tiles, gpu.multiprocessors // cluster), 1
+        return cluster * least(tiles, gpu.multiprocessors // cluster), 1
 
     def plan(self, call: Call, gpu: Gpu) -> Plan:
         config, layer = self.config, self._layer(call)
@@ -58,7 +58,7 @@ class TileItems(ExpertLaunch):
         x, weight, masks = config.matrices(stacked)
         if self._gathers:
             item, columns, width = (1, 128, self.columns(call)) if config.fp8 else (2, 64, self.columns(call))
-            height = min(config.block_tokens, call.tokens)
+            height = least(config.block_tokens, call.tokens)
             x = Matrix(item, width, call.tokens, item * width, columns, height, swizzle=True)
         maps: list[dict[str, Matrix | None]] = [{"x": x}, {"weight": weight, "packed_masks": masks}]
         if results := config.results(layer):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ....call import Call
-from ....sizes import ceil_div, round_up
+from ....sizes import ceil_div, least, round_up
 from ..device import RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from ..launch import Plan, Step
 from ..tensor_map import Matrix
@@ -115,7 +115,7 @@ class TileWgmma(LaunchConfig):
     def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         token_tiles = ceil_div(ceil_div(call.tokens, self.block_tokens), self.cluster)
         tiles = ceil_div(call.out_features, self.rows) * token_tiles
-        return self.cluster * min(tiles, gpu.multiprocessors // self.cluster), 1
+        return self.cluster * least(tiles, gpu.multiprocessors // self.cluster), 1
 
     def macros(self, call: Call) -> dict[str, int]:
         return common_macros(self.as_read(call)) | {
@@ -139,7 +139,7 @@ class TileWgmma(LaunchConfig):
         x = None
         if not (self.permuted or self.fp8):
             pitch = 2 * (call.x.strides[0] if call.tokens > 1 else call.in_features)
-            x = Matrix(2, call.in_features, call.tokens, pitch, 64, min(self.block_tokens, call.tokens), swizzle=True)
+            x = Matrix(2, call.in_features, call.tokens, pitch, 64, least(self.block_tokens, call.tokens), swizzle=True)
         rows = self.rows // self.cluster
         item, packed = call.weight.dtype.itemsize, call.weight.format.packed
         pitch = call.weight.layout.strides[0] * item
