@@ -27,7 +27,7 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
-// Sets the bit of each lane in which a >= b is false, as it is with NaN.
+// Sets the bit of each lane in which a >= b is false, as it is if a or b is NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
     return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_NGE_UQ)));
 }
@@ -81,7 +81,7 @@ MGLU_INLINE Vec load_octet(const Fp8* p) {  // see to_float; the copy of the sig
     return {_mm256_cvtph_ps(_mm_or_si128(digits, carried))};
 }
 
-// Doubles for the lanes of a Vec, for sums that need more precision than float32.
+// One double for each lane of a Vec, for sums that need more precision than float32.
 struct Wide {
     __m256d low, high;
 };

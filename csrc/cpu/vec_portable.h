@@ -36,13 +36,13 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
     return {bit_cast<Vec::Floats8>(magnitude_bits | (bits_of(sign) & ~0x7fffffff))};
 }
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) { return choose(a.v < b.v, yes, no); }
-// Sets the bit of each lane in which a >= b is false, as it is with NaN.
+// Sets the bit of each lane in which a >= b is false, as it is if a or b is NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
     std::uint32_t lanes = 0;
     for (int i = 0; i < 8; ++i) lanes |= static_cast<std::uint32_t>(!(a.v[i] >= b.v[i])) << i;
     return lanes;
 }
-// Rounds numbers with |a| < 2^22: the last bit of a + magic has the value 1.
+// Rounds to whole numbers, if |a| < 2^22. The last bit of a + magic has the value 1, so the addition itself rounds.
 MGLU_INLINE Vec round_even(Vec a) {
     const Vec magic = broadcast(0x1.8p23f);
     return (a + magic) - magic;
@@ -74,7 +74,7 @@ MGLU_INLINE Vec load_octet(const E* p) {
     return a;
 }
 
-// Doubles for the lanes of a Vec, for sums that need more precision than float32.
+// One double for each lane of a Vec, for sums that need more precision than float32.
 struct Wide {
     using Doubles8 = double __attribute__((vector_size(64)));
     Doubles8 v;
