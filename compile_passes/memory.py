@@ -44,7 +44,7 @@ class Modes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter the same autocasts and inference modes for a `with` block."""
+        """Enter these autocasts and inference modes for a `with` block."""
         with ExitStack() as stack:
             for node in self.blocks:
                 entered: Any = node.target
@@ -64,16 +64,22 @@ class Memory:
         self.modes = dict(_modes(graph))
         self.storages: dict[Node, frozenset[Hashable]] = {}
         self.misdescribed: set[int] = set()
-        """The ids of example values that are wrong before some call, which changes their shape or gradient."""
+        """The ids of example values whose shape or `requires_grad` a call changes in place.
+
+        Tracing recorded the state after the call, which is wrong for the nodes before it.
+        """
         self.is_differentiated_around = False
-        """True if a surrounding graph computes gradients that can be differentiated again."""
+        """True if a graph around this one computes gradients that can be differentiated again (`Surroundings`)."""
         self.differentiating: list[Node] = []  # calls of autograd whose gradients can be differentiated again
         self.writes_inputs = False  # True if some node writes to an input or constant of the graph
         self._parents: dict[Hashable, tuple[Hashable, int]] = {}
         """The union-find tree: for a joined storage, its parent and the position of the join."""
         self._sizes: dict[Hashable, int] = {}
         self._given: dict[Hashable, int] = {}
-        """The position of the input, parameter or constant of each storage; for a joined storage, that of the join."""
+        """For a storage of an input, parameter or constant, the position of its node.
+
+        If such a storage is joined to another root, the root has the position of the join.
+        """
         self._writes: dict[Hashable, tuple[list[int], list[Node]]] = {}
         self._returned = graph.output_node().all_input_nodes
         for node in graph.nodes:
@@ -91,7 +97,7 @@ class Memory:
         held = {storage for i in effect.shares for storage in self.storages[inputs[i]]}
         own = set(_traced(node))
         if held and effect.is_known and own and own <= held:
-            held = own  # the example value is more precise, for example if the call has several results
+            held = own  # the example value is more precise, for example for a call with several results
         held = held | own
         if not effect.is_known and not own and not node.users:
             held = set()  # the call returns nothing
@@ -201,7 +207,7 @@ def _differentiates(node: Node) -> bool:
 
 
 class Surroundings:
-    """The graphs of a module and of the bodies of its higher-order operators, such as `checkpoint`."""
+    """The graphs of a module, including the bodies of its higher-order operators, such as `checkpoint`."""
 
     def __init__(self, module: GraphModule) -> None:
         self._calls: dict[GraphModule, list[Node]] = {}  # the calls of each body
