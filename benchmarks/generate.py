@@ -46,8 +46,8 @@ PROTOCOL = (
     "the logits after the prompt, of packed against naive masks"
 )
 MAX_DISTANCE = 0.1
-"""Allowed relative distance between the logits with packed and with naive masks. Both round to bfloat16 in every layer.
-Wrong masks give a distance of about 1."""
+"""Allowed relative distance between the logits with packed and with naive masks. The two differ because both round to
+bfloat16 in every layer. Wrong masks give a distance of about 1."""
 LLAMA = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -85,7 +85,7 @@ def packed(module: PlainMGLU) -> nn.Module:
 
 
 class Form(NamedTuple):
-    """A form of the model. It may have packed masks, the fusion pass, and `triton.enable_pdl` set by hand."""
+    """A form of the model: with packed masks or not, the fusion pass or not, Inductor's `triton.enable_pdl` or not."""
 
     name: str
     packed: bool = False
@@ -135,7 +135,7 @@ def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
             for layer in model.model.layers:
                 mlp = PlainMGLU(config.hidden_size, config.intermediate_size, n_masks)
                 layer.mlp = mlp.to(torch.bfloat16).requires_grad_(False)
-                if form.packed:  # freeze layer by layer, because the logits of all layers need much memory
+                if form.packed:  # freeze layer by layer, so that mask logits of only one layer take memory
                     mglu_ops.freeze(layer, replace={PlainMGLU: packed})
     return model
 
