@@ -84,7 +84,7 @@ struct ValueAndDerivative {
     float value, derivative;
 };
 
-// activate() and its derivative. At points where an activation has no derivative, this one agrees with torch
+// Computes activate() and its derivative. Where an activation has no derivative, the result agrees with torch
 // (mglu_ops/activations.py): for relu it is 0 at 0, and 1 at NaN.
 template <Activation kActivation, bool kFast>
 __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gate) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gat
         normal_distribution<kFast>(gate, probability, density);
         return {gate * probability, fmaf(gate, density, probability)};
     } else if constexpr (kActivation == Activation::gelu_tanh) {
-        // (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (gate + 0.044715 gate^3).
+        // s is (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (gate + 0.044715 gate^3).
         const float square = gate * gate;
         const float s = sigmoid<kFast>(gate * fmaf(0.071354816f, square, 1.59576912f));
         const float value = gate * s;

@@ -76,8 +76,8 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const Rows& row
     constexpr int kPlane = Shape::kRows * Shape::kColumns;
     constexpr int kOutputsAtOnce = Shape::kThreads / kMaskLanes;
     int thread = threadIdx.x;
-    if constexpr (Shape::kRowsFirst)
-        keep_in_register(thread);  // else addresses are computed before the mainloop, which has no registers to spare
+    // This keeps the compiler from computing addresses before the mainloop, which has no registers to spare.
+    if constexpr (Shape::kRowsFirst) keep_in_register(thread);
     const int mask_lane = thread % kMaskLanes;
     for (int base = 0; base < kOutputs; base += kOutputsAtOnce) {
         const int output = base + thread / kMaskLanes;
