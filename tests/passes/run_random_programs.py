@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # import this worki
 
 OUTCOMES = ("fused", "refused", "silent", "skipped", "failed")
 Key = tuple[int, int | None]
-"""The seed of a block, or the seed and the index of a perturbed program."""
+"""`(seed, None)` for a block, and `(seed, index)` for a perturbed program."""
 
 
 def start_process() -> None:

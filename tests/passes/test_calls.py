@@ -61,7 +61,7 @@ UNKNOWN = Effect(FIRST, FIRST, draws=True, is_known=False)
     ("node", "effect"),
     [
         (call(torch.add, "a", "b"), NONE),
-        (call(operator.and_, "bits", "bits"), NONE),  # not in place: the trailing underscore avoids a keyword
+        (call(operator.and_, "bits", "bits"), NONE),  # not in place: `and_` ends in `_` because `and` is a keyword
         # Writes
         (call("add_", "a", "b"), WRITES),
         (call(operator.iadd, "a", "b"), WRITES),

@@ -1,4 +1,4 @@
-"""Errors inside of the pass: an error of a rule costs one node its value; another error leaves the graph unchanged."""
+"""Errors inside of the pass: an error in a rule leaves one node without a value, any other the graph unchanged."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def test_strict_mode_raises_an_error_of_the_pass(monkeypatch: pytest.MonkeyPatch
 def test_an_error_while_nodes_are_made_leaves_the_graph_as_it_was(
     written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of two layers fails after the nodes of the first were made. With `written`, the view is a copy."""
+    """The second of two layers fails after the nodes of the first were made.
+
+    With `written`, the program writes to a tensor, so that the view is a copy of the graph.
+    """
 
     def two(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
         copy = weight.clone()

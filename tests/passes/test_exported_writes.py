@@ -42,7 +42,7 @@ def flip(tensor: Tensor) -> None:
 torch.library.define("mglu_tests::flip_", "(Tensor(a!) mask) -> ()")
 torch.library.impl("mglu_tests::flip_", "CompositeExplicitAutograd", flip)
 
-# Some of these expressions are views of some tensors and copies of other tensors. No schema tells which.
+# Expressions of a tensor t. Some are views of t or copies, depending on its strides or dtype, which no schema tells.
 VIEWS = (
     "{t}",
     "{t}[0]",
@@ -175,7 +175,7 @@ _COUNTS = [0]
 
 @torch.library.impl("mglu_tests::count", "CompositeExplicitAutograd")
 def _count(mask: Tensor) -> Tensor:
-    """Return another value at each call, without saying so in the schema."""
+    """Return a different value at each call, which the schema does not declare."""
     _COUNTS[0] += 1
     return mask ^ bool(_COUNTS[0] % 2)
 

@@ -1,4 +1,4 @@
-"""Mask weights, masks and results that are also used elsewhere, and tensors that require a gradient."""
+"""Layers with mask weights, with masks or results that have other users, and with some tensors trained."""
 
 from __future__ import annotations
 
