@@ -10,7 +10,7 @@ MGLU_BEGIN_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,amx-
 namespace mglu::cpu {
 namespace {
 
-constexpr std::int64_t kProductsPerTask = 1 << 20;  // minimum of a task, which takes as long as waking a thread
+constexpr std::int64_t kProductsPerTask = 1 << 20;  // a task of this size takes as long as waking a thread
 
 #include "vec_avx512.h"
 #include "mask_words.h"

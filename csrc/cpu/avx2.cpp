@@ -14,7 +14,7 @@ constexpr int kMasksAtOnce = 8;                     // most masks in a pass over
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 6;                    // features of a register tile: 12 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 6;                 // features of a register tile with float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 17;  // minimum of a task, which takes as long as waking a thread
+constexpr std::int64_t kProductsPerTask = 1 << 17;  // a task of this size takes as long as waking a thread
 
 #include "vec_avx2.h"
 #include "mask_table.h"

@@ -14,7 +14,7 @@ constexpr int kMasksAtOnce = 8;                     // most masks in a pass over
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 12;                   // features of a register tile: 24 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 12;                // features of a register tile with float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 17;  // minimum of a task, which takes as long as waking a thread
+constexpr std::int64_t kProductsPerTask = 1 << 17;  // a task of this size takes as long as waking a thread
 
 #include "vec_avx512.h"
 #include "row_sums_avx512.h"

@@ -182,7 +182,7 @@ MGLU_END_AVX512
 namespace mglu::cpu {
 namespace {
 
-constexpr std::int64_t kElementsPerTask = 1 << 15;  // minimum of a task, which takes as long as waking a thread
+constexpr std::int64_t kElementsPerTask = 1 << 15;  // a task of this size takes as long as waking a thread
 
 bool are_sizes(std::int64_t n_masks, std::int64_t rows, std::int64_t columns) {
     return n_masks >= 0 && n_masks <= kMaxMasks && rows >= 0 && columns >= 0;

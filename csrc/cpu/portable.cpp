@@ -9,7 +9,7 @@ constexpr int kMasksAtOnce = 4;      // most masks in a pass over a row with 1 t
 constexpr bool kReadsBytes = false;  // decoding 8-bit weights in memory is faster here
 constexpr int kTileFeatures = 3;     // features of a register tile: 6 sums take 12 of 16 registers
 constexpr int kFloat64Features = 2;  // features of a register tile with float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 16;  // minimum of a task, which takes as long as waking a thread
+constexpr std::int64_t kProductsPerTask = 1 << 16;  // a task of this size takes as long as waking a thread
 
 #include "vec_portable.h"
 #include "mask_table.h"

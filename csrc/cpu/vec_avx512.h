@@ -35,9 +35,9 @@ MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
 // Sets the bit of each lane in which a >= b is false, as it is if a or b is NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NGE_UQ); }
 MGLU_INLINE Vec round_even(Vec a) { return {_mm512_roundscale_ps(a.v, 0)}; }
-// a * 2^n for a whole number n.
+// Returns a * 2^n for a whole number n.
 MGLU_INLINE Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
-// [a0 + a1, a2 + a3, .., b0 + b1, ..]
+// Returns [a0 + a1, a2 + a3, .., b0 + b1, ..].
 MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
@@ -107,7 +107,7 @@ MGLU_INLINE Vec load_octet(const W* p) {
     return floats_of(p, _mm_set1_epi64x(bytes));
 }
 
-// [a0 .. a7 + a8 .. a15, b0 .. b7 + b8 .. b15]
+// Adds the two halves of each vector. The lower half of the result has the sums of a, the upper half the sums of b.
 MGLU_INLINE Vec half_sums(Vec a, Vec b) {
     const Vec low{_mm512_insertf32x8(a.v, _mm512_castps512_ps256(b.v), 1)};
     const Vec high{_mm512_insertf32x8(b.v, _mm512_extractf32x8_ps(a.v, 1), 0)};

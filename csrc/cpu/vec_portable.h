@@ -47,12 +47,12 @@ MGLU_INLINE Vec round_even(Vec a) {
     const Vec magic = broadcast(0x1.8p23f);
     return (a + magic) - magic;
 }
-// a * 2^n for a whole number n in [-126, 127].
+// Returns a * 2^n for a whole number n in [-126, 127].
 MGLU_INLINE Vec scale_by_power(Vec a, Vec n) {
     const Vec::Ints8 exponent = (__builtin_convertvector(n.v, Vec::Ints8) + 127) << 23;
     return {a.v * bit_cast<Vec::Floats8>(exponent)};
 }
-// [a0 + a1, a2 + a3, .., b0 + b1, ..]
+// Returns [a0 + a1, a2 + a3, .., b0 + b1, ..].
 MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     return {Vec::Floats8{a.v[0] + a.v[1], a.v[2] + a.v[3], a.v[4] + a.v[5], a.v[6] + a.v[7], b.v[0] + b.v[1],
                          b.v[2] + b.v[3], b.v[4] + b.v[5], b.v[6] + b.v[7]}};

@@ -1,9 +1,9 @@
 // The activations of the gate, in float32. Names and codes agree with mglu_ops/activations.py and csrc/cpu/activation.h
 // (tests/operators/test_parameters.py).
 //
-// With kFast, exponentials and divisions are the hardware's approximations: a relative error of 1e-6 to 1e-5 for a
-// third of the instructions. Kernels set kFast if they round the result to 16 bits, since the rounding error is at
-// least 50 times as large.
+// With kFast, exponentials and divisions are the hardware's approximations, which have a relative error of 1e-6 to 1e-5
+// and take a third of the instructions. Kernels set kFast if they round the result to 16 bits, since the rounding error
+// is at least 50 times as large.
 #pragma once
 #include "ptx.cuh"
 
@@ -79,7 +79,6 @@ __device__ __forceinline__ void normal_distribution(float x, float& probability,
     }
 }
 
-// The value and the derivative of an activation at a gate.
 struct ValueAndDerivative {
     float value, derivative;
 };

@@ -132,8 +132,8 @@ __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32
         const Part second = part_at(p, index, rank, 1);
         const bool shares_gradient = share_gradient(p, index, rank);
         const int first_column = column_at(p, index) + rank * kBoxes * 64;
-        int product = 0;  // the i of the stage, for grad_x
-        int chunk = 0;    // chunk of d for grad_x, of tokens for D_i
+        int product = 0;  // for grad_x, the i of the stage
+        int chunk = 0;    // index of a chunk of d for grad_x, or of tokens for D_i
         for (int step = 0; step < steps; ++step) {
             const u32 slot = ring + position.slot * kStageBytes;
             const u32 barrier = full + 8 * position.slot;

@@ -10,7 +10,7 @@
 
 namespace mglu {
 
-// The shapes of a block. It has kTiles tiles of kRows rows of W. kParts neighbouring warps share a tile, each with a
+// The shape of a block, which has kTiles tiles of kRows rows of W. kParts neighbouring warps share a tile, each with a
 // part of k. Each warp has left its sums in shared memory, kWarpBytes apart, as float [1 + kMasks][kRows][kColumns], or
 // with kRowsFirst [1 + kMasks][kColumns][kRows]. The first of these matrices is t = x W^T, and the others are the s_i =
 // x (M_i * W)^T of each mask.

@@ -36,7 +36,8 @@ struct SignFlips {
 };
 
 // The mask bytes of two neighbouring octets A and B (of 8 columns) of a row of W. These 2 x kMasks bytes are contiguous
-// in the packed format. Here they are rearranged into words (A_i, A_i+1, B_i, B_i+1).
+// in the packed format. Here they are rearranged into words (A_i, A_i+1, B_i, B_i+1), where A_i is mask i's byte of
+// octet A.
 template <int kMasks>
 struct MaskWords {
     static constexpr int kWords = (kMasks + 1) / 2;

@@ -75,7 +75,7 @@ __device__ __forceinline__ void prefetch(const void* source) { asm volatile("pre
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's latest groups are in flight.
+// Waits until at most kPending of this thread's commit groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -251,8 +251,8 @@ __device__ __forceinline__ void keep_in_register(T& value) {
     else asm volatile("" : "+r"(value));
 }
 
-// 2^x and 1 / x in one instruction each, with a relative error of at most 2^-22. Subnormal operands and results become
-// 0.
+// These functions compute 2^x and 1 / x in one instruction each, with a relative error of at most 2^-22. Subnormal
+// operands and results become 0.
 __device__ __forceinline__ float exp2_approximate(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -327,7 +327,7 @@ __device__ __forceinline__ u32 transpose(u32 fragment) {
 
 // Returns the value of lane 4 n + lane % 4. With a constant n the shuffle needs no register for the source lane.
 __device__ __forceinline__ float shuffle_from_quad(float value, int n) {
-    constexpr int kOwnLowBits = 3 << 8 | 31;  // bits 0 and 1 of the source lane are those of this lane
+    constexpr int kOwnLowBits = 3 << 8 | 31;  // the source lane keeps bits 0 and 1 of this lane
     float result;
     asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xffffffff;"
                  : "=f"(result)

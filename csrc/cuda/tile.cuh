@@ -29,7 +29,7 @@ constexpr bool kPermutedX = MGLU_PERMUTED != 0;    // p.x is the copy that permu
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks, whose rows must be 16-byte aligned
 constexpr bool kExperts = kItems == Items::table;
 #if defined(MGLU_TRAIN) && MGLU_TRAIN
-constexpr bool kTrain = true;                // also write the partial derivatives (tile_training.cuh)
+constexpr bool kTrain = true;                // also writes the partial derivatives (tile_training.cuh)
 constexpr int kBoxTokens = MGLU_BOX_TOKENS;  // tokens of a box that TMA stores, a multiple of 8
 #else
 constexpr bool kTrain = false;
@@ -71,9 +71,9 @@ constexpr int kConsumerRegisters =
 
 // A stage of the ring holds
 //
-// - x [kStageChunks][kTokens][64], with the 16-byte vector v of row r at v ^ (r % 8);
-// - W [kStageChunks][kBlockRows][64], swizzled in the same way (weight_offset());
-// - masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. kMaskSpan makes the number of mask
+// - x [kStageChunks][kTokens][64], with the 16-byte vector v of row r in position v ^ (r % 8); - W
+// [kStageChunks][kBlockRows][64], swizzled in the same way (weight_offset()); - masks [kStageChunks /
+// kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. kMaskSpan makes the number of mask
 //   bytes a multiple of 16, the unit of TMA.
 //
 // For sparse products x is [kStageChunks][2][kTokens][64]. Each half of a chunk has 32 columns, first the even ones,
