@@ -32,7 +32,7 @@ _TORCH = ("torch", "_operator", "math")  # modules whose functions only call ope
 _OUTSIDE_OF_OPERATORS = ("torch._dynamo", "torch.autograd", "torch.utils")
 """Parts of torch whose functions do more than call operators. For example, helpers of Dynamo register hooks."""
 
-_GUARDS_OF_EXPORT = "_guards_fn"  # the module with which `ExportedProgram.module()` checks the sizes of its inputs
+_GUARDS_OF_EXPORT = "_guards_fn"  # name of the submodule of `ExportedProgram.module()` that checks the sizes of inputs
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def _masked_by_any_call(recogniser: Recogniser, node: Node) -> Iterator[Hashable
 
 
 def _masked_in_a_product(recogniser: Recogniser, node: Node) -> Iterator[tuple[Hashable, Hashable, list[Hashable]]]:
-    """`(weight, form, other operands)` for weights that a product masks itself, as `einsum` of x, W and M does."""
+    """`(weight, form, other operands)` for weights that are masked inside of a product: `einsum` of x, W and M."""
     operands = node.all_input_nodes
     if recogniser.value(node) is not None or len(operands) < 3 or not recogniser.view.effect(node).multiplies:
         return

@@ -89,7 +89,10 @@ def _has_current_gradients(graph: Graph) -> bool:
 
 
 def _recorded_results(graph: Graph) -> list[Node]:
-    """The results of a graph that have a value, and the nearest inputs with values of results added by another pass."""
+    """The results of a graph that have example values.
+
+    Another pass may have added a result without a value. It is replaced by its nearest inputs that have values.
+    """
     found: list[Node] = []
     pending, seen = [graph.output_node()], set()
     while pending:

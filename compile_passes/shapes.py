@@ -66,7 +66,7 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 def requires_grad(argument: Any) -> bool:
     """True if a node's tensor required a gradient during tracing."""
     value = tensor_example(argument)
-    while value is not None and functorch.is_functorch_wrapped_tensor(value):  # as inside of `vmap`
+    while value is not None and functorch.is_functorch_wrapped_tensor(value):  # `vmap` wraps tensors
         value = functorch.get_unwrapped(value)
     return value is not None and value.requires_grad
 

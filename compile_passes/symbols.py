@@ -174,7 +174,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "clamp", clamp, _elementwise("clamp", torch.clip, "clip", *_aten("clip"))
     yield "clamp_min", "input, min", _elementwise("clamp_min")
     yield "maximum", _TWO, _elementwise("maximum", torch.ops.aten.max.other)
-    yield "max", _TWO, (torch.max, "max")  # elementwise with a tensor; with a number it reduces a dimension
+    yield "max", _TWO, (torch.max, "max")  # elementwise if `other` is a tensor; a number is the dimension to reduce
     yield "threshold", "input, threshold, value, -inplace", (F.threshold, torch.threshold, *_aten("threshold"))
     yield "sign", "input", _elementwise("sign", torch.sgn, "sgn", *_aten("sgn"))
     yield "heaviside", "input, values", _elementwise("heaviside")

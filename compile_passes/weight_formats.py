@@ -338,7 +338,7 @@ def _is_8_bit(node: Node) -> bool:
 
 
 def _represents(wide: torch.dtype | None, narrow: torch.dtype | None) -> bool:
-    """True if `wide` represents every number of `narrow`. Handles floats of 8 bits, which torch cannot promote."""
+    """True if `wide` represents every number of `narrow`. Unlike `holds`, this also works for floats of 8 bits."""
     if wide is None or narrow is None:
         return False
     if wide.is_floating_point and wide.itemsize == 1:

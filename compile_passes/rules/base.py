@@ -81,7 +81,7 @@ def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
         if not isinstance(value, Bundle) or value.size is not None or value.dim != dim:
             return None
         item = value.items[index]
-        # A term that is taken out of a stack has no value here. Then no sum includes it, and the term itself is a site.
+        # A term that was put on a stack and is taken from it again gets no value, so the term itself becomes a site.
         return None if isinstance(item, Gated) and symbol_of(base) == "stack" else item
     part = range_of(node)
     if part is None:

@@ -283,7 +283,7 @@ def filled(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("getitem", "select")
 def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`masks[i]`."""
+    """`masks[i]`: one mask of a stack."""
     found = slice_of(node)
     if found is None:
         return None

@@ -402,7 +402,7 @@ def test_a_stored_weight_has_no_gradient(trained: str, grad: bool) -> None:
 
 
 def test_a_parameter_that_is_decoded_without_a_gradient() -> None:
-    """The operator does not read the stored weight: while gradients are recorded, it rejects scales that require one."""
+    """The operator does not read the stored weight, because it rejects scales that require a gradient."""
 
     @torch.no_grad()
     def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
