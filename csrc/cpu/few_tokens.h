@@ -25,7 +25,7 @@ template <class E, class W>
 struct Rows {
     const W* weights[kChunkRows];
     const std::uint8_t* bits[kChunkRows];  // bytes of the first mask of this pass
-    std::int64_t n_masks;                  // distance in bytes from 8 columns to the next 8
+    std::int64_t n_masks;                  // of the call; also the distance in bytes from octet to octet in `bits`
     const Operand<E>* x;
     std::int64_t x_stride;
     std::int64_t octets;

@@ -29,8 +29,8 @@ ForwardFunction find_forward(Isa isa, DType dtype) {
 constexpr std::int64_t kMinTokensForAmx = 4;
 constexpr std::int64_t kMaxMasksForDots = 2;
 
-// For more tokens than this, 8-bit weights are decoded once, in memory, since few_tokens.h decodes weights again for
-// every two tokens.
+// With more tokens than this, 8-bit weights are decoded once, in memory. few_tokens.h would decode them again for every
+// two tokens.
 constexpr std::int64_t kMaxTokensInRegisters = 8;
 
 // True if decoding in registers is faster than forward_decoded, which decodes in memory.

@@ -90,9 +90,9 @@ struct SparseMetadata {
     }
 };
 
-// The A operands of two sparse MMAs: the even weights, or the odd ones, of 16 rows and 64 columns. MMA number `half`
-// takes columns 32 half to 32 half + 31. Its metadata selector is `half` too, since the lanes q = 2 half and 2 half + 1
-// hold the mask bits of these columns.
+// The A operands of two sparse MMAs: the even or the odd weights of 16 rows and 64 columns. MMA number `half` takes
+// columns 32 half to 32 half + 31. Its metadata selector is `half` too, since the lanes q = 2 half and 2 half + 1 hold
+// the mask bits of these columns.
 struct SparseWeights {
     u32 value[2][4];
 

@@ -97,7 +97,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 #define MGLU_TEST "try_wait"
 #endif
 
-// Waits for the end of the phase with this parity (0 for the first).
+// Waits for the end of the phase with this parity (0 for the first phase).
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{\n\t.reg .pred done;\n\tagain:\n\tmbarrier." MGLU_TEST
                  ".parity.shared.b64 done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(barrier),

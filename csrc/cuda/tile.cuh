@@ -71,9 +71,9 @@ constexpr int kConsumerRegisters =
 
 // A stage of the ring holds
 //
-// - x [kStageChunks][kTokens][64], with the 16-byte vector v of row r in position v ^ (r % 8); - W
-// [kStageChunks][kBlockRows][64], swizzled in the same way (weight_offset()); - masks [kStageChunks /
-// kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. kMaskSpan makes the number of mask
+// - x [kStageChunks][kTokens][64], with the 16-byte vector v of row r in position v ^ (r % 8);
+// - W [kStageChunks][kBlockRows][64], swizzled in the same way (weight_offset());
+// - masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. kMaskSpan makes the number of mask
 //   bytes a multiple of 16, the unit of TMA.
 //
 // For sparse products x is [kStageChunks][2][kTokens][64]. Each half of a chunk has 32 columns, first the even ones,
