@@ -3,8 +3,8 @@
 python -m benchmarks.train_model --out DIR [--resume]
 
 A step is forward, backward and AdamW (fused) on random tokens. As in the paper, SwiMGLU replaces SwiGLU and nothing
-else changes, so all models have the same widths. With one mask, SwiMGLU has as many parameters as SwiGLU,
-if its mask logits count. Blocks and loss are compiled. `--resume` works as in benchmarks/train.py.
+else changes, so all models have the same widths. With one mask, SwiMGLU has as many parameters as SwiGLU, if
+its mask logits count. Blocks and loss are compiled. `--resume` works as in benchmarks/train.py.
 """
 
 from __future__ import annotations
