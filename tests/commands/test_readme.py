@@ -31,7 +31,7 @@ EVERY_PAGE = pytest.mark.parametrize("page", pages.all_pages(), ids=name_of)
 
 
 def commands(page: str) -> list[str]:
-    """The commands of a page, without their comments: lines that are indented or stand in a bash fence."""
+    """The commands of a page without their comments. They are indented by four spaces, or are in a bash fence."""
     indented = re.findall(r"^    (.+)$", page, flags=re.MULTILINE)
     lines = [line.partition("#")[0].strip() for line in [*indented, *"\n".join(snippets(page, "bash")).splitlines()]]
     return [line for line in lines if re.match(r"(make|pip|python) ", line)]
