@@ -1,4 +1,4 @@
-"""In batch-invariant mode, a row has the same bits in every batch, with every kernel."""
+"""In batch-invariant mode, the result of a row has the same bits in every batch, with every kernel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def invariant() -> Iterator[None]:
 
 
 def assert_rows_agree(p: Problem, x: Tensor) -> None:
-    """Compare bits of a whole batch with smaller batches: the first rows, the last rows, and one from the middle."""
+    """Compare the bits of a batch with smaller batches: its first rows, its last rows, and one row from the middle."""
 
     def run(rows: Tensor) -> Tensor:
         return torch.ops.mglu.forward(rows, p.weight, p.packed, p.activation)

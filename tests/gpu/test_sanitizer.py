@@ -16,7 +16,7 @@ MISSING = not Path(SANITIZER).is_file()
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(  # `make gpu-sanitize` fails without it
+    pytest.mark.skipif(  # `make gpu-sanitize` must fail without compute-sanitizer
         MISSING and os.environ.get("MGLU_REQUIRE_GPU") != "1",
         reason="needs compute-sanitizer, which is part of the CUDA toolkit",
     ),
