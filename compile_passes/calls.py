@@ -2,9 +2,9 @@
 
 This module has no list of functions. It runs each call once on fake tensors. The call dispatches to operators, and
 their schemas and tags tell which arguments the call writes to, and if it draws random numbers. The storages of the
-results tell which arguments share memory with the results. If a call cannot be run, the schemas of its overloads
-decide. A call without schemas is unknown: the pass assumes that the call writes to all of its arguments, returns them,
-and draws random numbers.
+results tell which arguments share memory with the results. If a call cannot be run, the schemas of its overloads tell
+its effects. A call without schemas is unknown: the pass assumes that the call writes to all of its arguments, returns
+them, and draws random numbers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
     """The effect of a call, found by running it on fake tensors; None if that fails."""
     inputs, watch = node.all_input_nodes, _Watch()
     given = [example(item) for item in inputs]
-    if any(value is None for value in given):  # here None is an unknown example value, not an argument
+    if any(value is None for value in given):  # tracing recorded no value
         return None
     # On an empty tensor an operator may skip its work, and then the run would not show its side effects.
     if any(type(n) is int and n == 0 for value in tensors_in(given) for n in value.shape):
@@ -239,7 +239,7 @@ def _name(node: Node) -> str:
 
 
 def call_key(node: Node, *, any_number: bool = False) -> Hashable:
-    """A key that is equal for calls of one function with equal arguments. Input nodes count by their positions.
+    """A key that is equal for calls of one function with equal arguments. Each input node is replaced by its position.
 
     With `any_number` all integers count as equal, because the side effects of `x[i] = y` do not depend on i.
     """
@@ -291,7 +291,7 @@ def _overloads(node: Node) -> Sequence[torch._ops.OpOverload]:
     if not isinstance(target, torch._ops.OpOverloadPacket):
         name = target if isinstance(target, str) else (_find_builtin(target) or target.__name__).removeprefix("aten::")
         target = getattr(torch.ops.aten, name, None)
-    if not isinstance(target, torch._ops.OpOverloadPacket):  # a name that every Python object has, such as __eq__
+    if not isinstance(target, torch._ops.OpOverloadPacket):  # for a name like `__eq__`, `getattr` finds a Python method
         return []
     return [getattr(target, name) for name in target.overloads() if "out" not in name]
 

@@ -3,7 +3,7 @@
 Inductor has one slot for passes on the graph before autograd: the setting `pre_grad_custom_pass`. Since torch 2.13
 settings belong to a thread. Another library can replace the settings at any time, for one thread or for one compilation
 (vLLM sets its own pass in `config_patches`). So a pass in the slot would silently be missing from some compilations.
-Therefore this module wraps a function of Inductor that each compilation calls once its settings are final. During that
+Therefore this module wraps a function of Inductor that each compilation calls after its settings are final. During that
 call, the wrapper appends the fusion pass to the passes in the slot.
 """
 
@@ -132,7 +132,7 @@ def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[Fus
 
 
 def _seen(report: FusionReport, elsewhere: int) -> str:
-    """A sentence about the graphs compiled in a block, and about the number `elsewhere` compiled by other threads."""
+    """A sentence about the graphs compiled in a block. Other threads compiled `elsewhere` graphs in the meantime."""
     if not report.graphs and not elsewhere:
         return (
             "no graph was compiled in the block; either no compiled model was called in it, or Dynamo reused code that "
@@ -169,7 +169,7 @@ def _drop_compiled_code() -> None:
                     # entry against its limit of compilations per function.
                     guards.id_matched_objs = {"": weakref.ref(_drop_compiled_code)}
                     entry.guard_manager.extra_state.invalidate(entry, guards)
-            # Dynamo runs a function eagerly after too many compilations; reset that too.
+            # If Dynamo has compiled a function too many times, it runs the function eagerly. Let it compile again.
             set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
@@ -244,8 +244,8 @@ def _pass_to_add() -> FusionPass | None:
 def _settings_of(fusion_pass: FusionPass) -> dict[str, Any]:
     """The settings under which Inductor runs a pass.
 
-    If torch has a setting for it, the pass runs before the lookup in the compile cache. So a warm start reports the
-    same layers as a cold start, and the cache looks up the fused graph.
+    If this version of torch allows it, the pass runs before the lookup in the compile cache. So a warm start reports
+    the same layers as a cold start, and the cache looks up the fused graph.
     """
     early = {"pre_grad_pass_timing": "early"} if hasattr(inductor_config, "pre_grad_pass_timing") else {}
     return {_SLOT: fusion_pass, **early}

@@ -174,7 +174,7 @@ def _roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
       of a difference with the masked weight.
 
     Two slices of one stack also count as two functions of the stack, as in a layer with many masks. Stacked weights of
-    experts that share a mask are excluded, because their slices would make them a stack of masks.
+    experts that share a mask are excluded, because otherwise the stack of weights would count as a stack of masks.
     """
     bare = set(_keys_of_bare_weights(graph, recogniser))
     functions: dict[Role, set[Hashable]] = {}

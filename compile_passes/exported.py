@@ -197,7 +197,7 @@ class _Folder:
         self._state: dict[str, Any] = dict(program.state_dict)
         self._held: dict[Node, Tensor] = {}  # the tensor of each parameter, buffer and constant
         self._written_at_end: set[Hashable] = set()
-        """The storages of buffers that the program updates. Its graph does not write to them: it returns new values."""
+        """The storages of buffers that the program updates. The graph does not write to them but returns new values."""
         self._made: dict[Hashable, Node] = {}  # new buffers, keyed by contents, because layers may share packed masks
         placeholders = self.graph.find_nodes(op="placeholder")
         self._specs = dict(zip(placeholders, program.graph_signature.input_specs, strict=True))

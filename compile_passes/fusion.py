@@ -183,7 +183,10 @@ def _fuse_site(
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """A note for each layer, perhaps empty: if several operators read its weight, and why it reads a decoded weight."""
+    """A note for each layer, or an empty text.
+
+    A note says that several operators read the layer's weight, or why the layer's operator reads a decoded weight.
+    """
     keys = [recogniser.key(layer.weight) for layer in layers]
     notes = []
     for key, layer in zip(keys, layers, strict=True):
@@ -208,7 +211,7 @@ def _cause(error: Exception) -> str:
 
 
 def _no_new_guards(graph: Graph) -> AbstractContextManager[None]:
-    """Raise an error if the block adds a guard on a symbolic size: reading a graph must not specialise the graph."""
+    """A context in which a new guard on a symbolic size raises an error: reading a graph must not specialise it."""
     modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
     env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
     if env is None:
@@ -221,7 +224,7 @@ def _errors_on_new_guards(env: Any) -> Iterator[None]:
     """Do what `ShapeEnv.error_on_new_guards` does, which torch 2.11 lacks.
 
     A `ShapeEnv` calls its method `_check_frozen` before it adds a guard or a run-time assertion. In torch 2.11 that
-    method only logs. An error raised there leaves the guards and the known sizes unchanged.
+    method only logs. If the method raises an error, the guards and the known sizes stay unchanged.
     """
 
     def refuse(expression: Any, value: Any) -> None:

@@ -142,8 +142,7 @@ def with_strides_of(view: View, root: Node, nodes: Sequence[Node]) -> Node:
     """Run new nodes on fake tensors in the place of `root`, and give their result the strides of `root`.
 
     Returns:
-        The last of `nodes`; or if its strides differ from those of `root`, a new node that copies it to the strides of
-        `root`.
+        The last of `nodes`, or a new node that copies it if its strides differ from the strides of `root`.
 
     Raises:
         Refusal: a node raises an error, or the result has another shape, dtype or `requires_grad` than `root`, or its
@@ -181,7 +180,7 @@ class _Trial:
         self._values: dict[Node, Any] = {}
 
     def fake(self, node: Node) -> Any:
-        """A fake tensor, or a tuple of them, like the example value of a node."""
+        """A fake copy of the example value of a node: a tensor, or a tuple of tensors."""
 
         def fake(value: Any) -> Any:
             copy = fake_copy(self._fake_mode, value)

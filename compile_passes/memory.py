@@ -1,8 +1,8 @@
 """Tracks which nodes share memory, which nodes write to it, and under which modes each node runs.
 
 In a graph that was just traced, the example values of a tensor and of its views share a storage. In a program that was
-saved and loaded they do not, because each example value was stored separately. There the side effects of calls tell
-which nodes share memory (`calls.py`).
+saved and loaded they do not, because each example value was stored separately. For such a program, the side effects of
+calls tell which nodes share memory (`calls.py`).
 
 The result of a call with unknown effects may be a view of any argument. So the storages of the arguments are *joined*:
 from the position of the call on, a write to one joined storage counts as a write to all. Joined storages form trees
@@ -139,7 +139,7 @@ class Memory:
         return storage
 
     def share(self, node: Node, others: Iterable[Node], position: int) -> bool:
-        """True if a node shares memory with one of the others at a position."""
+        """True if a node shares memory with one of `others` at a position."""
         roots = {self._root(storage, position) for storage in self.storages[node]}
         return any(self._root(storage, position) in roots for other in others for storage in self.storages[other])
 

@@ -32,7 +32,7 @@ _Form = tuple[Hashable, Hashable]  # the key of a weight, and the key of one of 
 
 _ITSELF = "itself"  # the key of the form that is the weight itself
 
-_Path = tuple[Node, ...]  # the nodes that compute a tensor from a form, and first the form's node if no rule knows it
+_Path = tuple[Node, ...]  # the nodes from a form to a tensor; the form's own node comes first if no rule knows it
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Weight:
     """The forms of one weight, and the products that they reach."""
 
     forms: dict[Node, set[Hashable]] = field(default_factory=dict)  # for each node that holds forms, their keys
-    by_x: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # for the key of each x, the forms it multiplies
+    by_x: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # for each x (its key), the forms that multiply x
     reached: set[Node] = field(default_factory=set)  # the nodes from the forms to the products, including the products
 
 

@@ -69,7 +69,7 @@ def _evaluated(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype)
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda item: tensors[item].clone())
         try:
             result = as_function(node)(*args, **kwargs)
-        except Exception:  # a mask may never have one of these values in the program, so any error may be raised
+        except Exception:  # the program may never run the call on these values, so the call may raise any error
             return None
         if result.dtype != dtype:
             return None

@@ -52,9 +52,10 @@ def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Non
 
 
 def _is_like(given: Any, recorded: Any) -> bool:
-    """True if an input is like the recorded value: a tensor of the same kind and shape, or an equal other value.
+    """True if an input is like the recorded value.
 
-    A recorded symbolic size or number fits any number.
+    Two tensors are alike if dtype, device, shape and `requires_grad` agree; a symbolic size fits any size. A symbolic
+    number fits any number. Other values must be equal.
     """
     if isinstance(recorded, _SYMBOLIC):
         return isinstance(given, _NUMBER)
@@ -141,7 +142,7 @@ def _without_side_effects(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
-    """The fake version of a real tensor (the same one at every call); any other value unchanged."""
+    """The fake version of a real tensor (the same tensor at every call); any other value unchanged."""
     is_real = isinstance(value, torch.Tensor) and not is_fake(value)
     return mode.from_tensor(value, static_shapes=True) if is_real else value
 

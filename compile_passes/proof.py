@@ -67,8 +67,8 @@ class Layer:
     def hides_nan(self) -> bool:
         """True if the program may return NaN for a mask logit that is NaN, where the operator uses a mask of 0.
 
-        A mask that is only a comparison with the logit is 0 or 1 for NaN. A float mask may be NaN, and a
-        straight-through sum of a NaN logit is NaN.
+        A comparison of a NaN logit gives 0 or 1. But a float mask may be NaN, and a straight-through sum of a NaN logit
+        is NaN.
         """
         masks = [mask for mask, _ in self.masks if mask.proof not in (None, "constant")]
         return any(mask.rounding or mask.carrier or dtype_of(mask.bits) in FLOATING for mask in masks)

@@ -228,7 +228,7 @@ def _as_column(graph: Graph, layer: Layer, mask_weight: MaskWeight | float) -> N
             return mask_weight.node
         whole = _masks_last(graph, layer, mask_weight.node, mask_weight.dim)
         return graph.call_method("narrow", (whole, -1, mask_weight.index, 1))
-    tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # only its shape counts, which is that of the column
+    tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # read only for its shape `[..., 1]`
     if not isinstance(mask_weight, MaskWeight):
         return graph.call_function(torch.full_like, (tokens, mask_weight), {"dtype": layer.dtype})
     number = mask_weight.node

@@ -20,7 +20,7 @@ from .symbols import as_call
 
 
 def example(node: Any) -> Any:
-    """The example value of a node: the fake value that tracing recorded. An argument other than a node is returned.
+    """The example value of a node: the fake value that tracing recorded. Any other argument is returned unchanged.
 
     Dynamo records the value as `example_value`, and `torch.export` as `val`.
     """
@@ -117,7 +117,7 @@ def is_matrix(argument: Any) -> bool:
 
 
 def holds_experts(argument: Any) -> bool:
-    """True if an argument is a node whose tensor has three dimensions, like the weights `[E, d, h]` of experts."""
+    """True if an argument is a node whose tensor has three dimensions: `[experts, out_features, in_features]`."""
     return dims(argument) == 3
 
 

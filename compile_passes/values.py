@@ -74,7 +74,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number, or a tensor filled with it."""
+    """A number, or a tensor filled with one number."""
 
     value: Number
 
@@ -199,7 +199,7 @@ class Gated:
     """A sum of terms with the same x, weight and activation: a layer or a part of one."""
 
     terms: tuple[Term, ...]
-    rest: Node | None = None  # the residual: anything else that the sum contains
+    rest: Node | None = None  # the residual: a tensor that the sum contains besides the terms
     whole: Node | None = None  # with a residual, the node that holds the sum of the terms alone, if the graph has one
     rest_first: bool = False  # True if the residual is the first operand, which may decide the strides of the sum
 
@@ -245,7 +245,7 @@ def first_of(value: Value) -> Value:
 
 
 def projection_of(value: Value) -> Projection | None:
-    """A projection from which a value is computed: the gate of a term; for a bundle, a projection of its first item."""
+    """A projection from which a value is computed: for a sum, the first gate; for a bundle, a projection of item 0."""
     value = first_of(value)
     if isinstance(value, Gated):
         return value.terms[0].gate
@@ -278,7 +278,7 @@ def opposite(mask: Mask) -> Mask:
 
 
 def merge(a: Mask, b: Mask) -> Mask | None:
-    """The mask that `a` and `b` describe; None if they are different masks or carry gradients in different tensors."""
+    """The mask that `a` and `b` describe; None for different masks, or if gradients flow through different tensors."""
     if a.key != b.key:
         return None
     if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:
@@ -310,7 +310,7 @@ def same_function(a: Binary | None, b: Binary | None) -> bool:
 
 
 def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
-    """`a + sign * b` for two functions of one mask. An operand None stands for 1. None if the masks differ."""
+    """`a + sign * b` for functions of one mask; None if the masks differ. An operand `None` is the constant 1."""
     known = a or b
     if known is None:
         return None

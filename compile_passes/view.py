@@ -100,8 +100,8 @@ class View:
     def _writes_a_function(self, node: Node) -> bool:
         """True if a node writes a function of a tensor's old value to all of the tensor, and the graph made the tensor.
 
-        False if autograd does not record a write to a tensor with a gradient, as under `no_grad`: the gradient would
-        stay while the value changes.
+        False for a write to a tensor with a gradient that autograd does not record, as under `no_grad`: the value
+        changes, but the gradient stays the gradient of the old value.
         """
         effect, inputs = self.memory.effects[node], node.all_input_nodes
         if effect.writes != {0} or not node.args or node.args[0] is not inputs[0]:

@@ -59,7 +59,7 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
 def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
     """The weight times a mask, or a bundle of the weight times each mask of a stack.
 
-    A mask `[E, d, h]` of experts' weights is one mask, not a stack.
+    A mask `[experts, out, in]` of the weights of experts is one mask, not a stack.
     """
     count = mask.mask.stack
     if holds_experts(weighted.weight) or count is None:  # also for a symbolic count, which the proof refuses
@@ -305,7 +305,7 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
 
 @rule("flatten", "reshape")
 def interleaved_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`stack([W * M, W * (1 - M)], 1)` flattened to `[d * 2, h]`, which interleaves the rows of the weights."""
+    """`stack([W * M, W * (1 - M)], 1)` flattened to `[out * 2, in]`, which interleaves the rows of the weights."""
     stack = recogniser.through(call.args[0])
     if stack is None or stack.symbol != "stack" or dimension(stack.args[1], call.args[0]) != 1:
         return None
@@ -318,7 +318,7 @@ def interleaved_weights(recogniser: Recogniser, node: Node, call: Call) -> Value
 
 @rule("flatten", "reshape")
 def flattened_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A stack of weights `[n, d, h]` flattened to `[n * d, h]`."""
+    """A stack of weights `[n, out, in]` flattened to `[n * out, in]`."""
     source, *_ = call.args
     value, before = recogniser.value(source), tensor_example(source)
     if not isinstance(value, Bundle) or value.dim != 0 or before is None:

@@ -9,7 +9,7 @@ failed. It exits with 1 if there was a failure.
 
     blocks --seed 7                  print and run one program
     perturbed --seed 7 --index 1234  print and run one program
-    perturbed --every 7              run all perturbed programs of seed 7 instead of samples (thousands)
+    perturbed --every 7              run all perturbed programs of seed 7, which are thousands
 """
 
 from __future__ import annotations

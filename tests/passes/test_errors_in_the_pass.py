@@ -1,4 +1,7 @@
-"""Errors inside of the pass: an error in a rule leaves one node without a value, any other the graph unchanged."""
+"""Errors inside of the pass.
+
+If a rule raises an error, the node that it reads gets no value. After any other error, the graph is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def _left_alone(capture: Capture) -> None:
 @pytest.mark.usefixtures("broken_rule")
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_rule_that_raises_an_error_knows_nothing_of_a_node(strict: bool) -> None:
-    """Other layers of the graph are still fused, and the report counts the error."""
+    """Other layers of the graph are still fused, and the report lists the error."""
 
     def two(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
         return layer(x, weight, masks) + torch.relu(2 * x).sum()

@@ -68,7 +68,7 @@ PRODUCTS = {
     "einsum, weight [E, h, d]": "einsum('eth,ehd->etd', x, {a})",
 }
 
-# The mask m{i} and its complement n{i}, from logits
+# Statements that make the mask m{i} from the logits l
 MASKS_OF_LOGITS = {
     "slice": "m{i} = ste(l[:, {i}])",
     "slice of all": "M = ste(l); m{i} = M[:, {i}]",
@@ -191,7 +191,7 @@ REFUSED = {
     "g = x @ (w * m).mT; x.add_(1); silu(g) * (x @ (w * ~m).mT)": "project different inputs",
     "g = x @ (w * m).mT; (silu(g) * (x @ (w * ~m).mT), g)": "which the operator would replace",
     "torch.sin(x @ (w * m).mT) * (x @ (w * ~m).mT)": "reads a product with a masked weight by `sin`",
-    # Products that broadcast x or the weight, and products that add or sum other things than the operator
+    # Products that broadcast x or the weight, or that differ from the operator's product in another way
     "silu(x[:1] @ (w * m).mT) * (x[:1] @ (w * ~m).mT)": "by `matmul`",
     "silu(x[0] @ (w * m).mT) * (x[0] @ (w * ~m).mT)": "by `matmul`",
     "silu(x @ (w[:1] * m[:1]).mT) * (x @ (w[:1] * ~m[:1]).mT)": "by `matmul`",
@@ -203,7 +203,7 @@ REFUSED = {
     "silu(einsum('eth,edh,edh->etd', x, w, m.double())) * einsum('eth,edh->etd', x, w * ~m)": "by `einsum`",
     # One weight with a stack of masks, which are not experts
     "silu(x @ (w[0] * m).mT) * (x @ (w[0] * ~m).mT)": "by `matmul`",
-    # Weights of experts that are masked together, before a loop selects one
+    # Weights of experts that are masked together, before one expert is selected or two weights are concatenated
     "a, b = w * m, w * ~m; silu(linear(x[0], a[0])) * linear(x[0], b[0])": "by `getitem`",
     "y = x @ cat([w * m, w * ~m], 1).mT; silu(y[..., :8]) * y[..., 8:]": "by `cat`",
 }

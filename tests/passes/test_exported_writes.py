@@ -42,7 +42,7 @@ def flip(tensor: Tensor) -> None:
 torch.library.define("mglu_tests::flip_", "(Tensor(a!) mask) -> ()")
 torch.library.impl("mglu_tests::flip_", "CompositeExplicitAutograd", flip)
 
-# Expressions of a tensor t. Some are views of t or copies, depending on its strides or dtype, which no schema tells.
+# Expressions of a tensor t. Some are a view or a copy, depending on the strides of t; schemas do not tell which.
 VIEWS = (
     "{t}",
     "{t}[0]",
@@ -91,7 +91,7 @@ def writing_model(mask: str, *writes: tuple[int, str, str], copied: bool = False
     masks = torch.rand(2, 6, 8) > 0.5
     tensors = {"weight": parameter(6, 8), "logits": parameter(6, 8), "masks": masks}
     if "second" in (mask, *(name for _, name, _ in writes)):
-        tensors["second"] = masks[1]  # added only on demand: torch cannot decompose writes to shared buffers
+        tensors["second"] = masks[1]  # only if used, because torch cannot decompose writes to shared buffers
     steps = [f"m = ({mask}){'.clone()' if copied else ''}", "g = linear(x, weight * m)"]
     steps += ["v = linear(x, weight * flipped(m))", "y = silu(g) * v", "y"]
     for place, name, write in sorted(writes, reverse=True):

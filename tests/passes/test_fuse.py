@@ -112,7 +112,7 @@ def test_fuse_in_a_backend(
     """A graph that another pass has changed is run again to record examples, and its shapes stay symbolic."""
     backend = Backend(inputs, before)
     _check(backend, layer(), training, dynamic=dynamic)
-    graphs = {True: 1, None: 2, False: 3}[dynamic]  # with None, sizes become dynamic once they change
+    graphs = {True: 1, None: 2, False: 3}[dynamic]  # with None, a size becomes dynamic when it changes
     assert backend.operators == ["forward_ste" if training else "forward"] * graphs
     if before is not None:
         (result,) = backend.fused[-1].graph.output_node().all_input_nodes

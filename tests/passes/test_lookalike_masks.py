@@ -95,7 +95,7 @@ def test_function_of_a_compared_mask(name: str) -> None:
     "name", sample((name for name, (dtype, _) in MASK_FUNCTIONS.items() if dtype is torch.float64), every=16)
 )
 def test_function_of_a_straight_through_mask(name: str) -> None:
-    """For a straight-through mask, the function must have the complement's values and its derivatives at 0 and 1."""
+    """With a straight-through mask, gradients depend on the derivatives of the function at 0 and 1."""
     check(with_factor(name, "straight-through", on_value=True), ALL)
 
 

@@ -66,7 +66,7 @@ class Watched(Both):
 
 
 def check(program: Program) -> str:
-    """The verdict on a program. A program that autograd or Dynamo rejects, or with a size from data, is skipped."""
+    """The verdict on a program: skipped, if autograd or Dynamo rejects it, or if a size depends on data."""
     try:
         wanted = outcomes(program, program.function())
     except Exception:
@@ -104,7 +104,7 @@ COMMON: dict[str, tuple[str, ...]] = {
         for kind, mask in {
             "bool": "m.tril()",
             "float": "torch.tril(f)",
-            "DropConnect": "torch.rand_like(W) < 2",  # all True, so eager and compiled agree
+            "DropConnect": "torch.rand_like(W) < 2",  # always True, so that eager and compiled results agree
             "dropout": "F.dropout(torch.ones_like(W), 0.0)",
         }.items()
     },

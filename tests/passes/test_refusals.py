@@ -358,7 +358,7 @@ def test_layer_is_accepted(source: str, mode: str) -> None:
 def test_numbers_that_the_dtype_of_the_layer_cannot_hold(numbers: tuple[float, float]) -> None:
     """Each term is fused alone, because as mask weights in float16 the numbers would be 0 or infinite.
 
-    Eager multiplies by them in float32.
+    Eager multiplies by the numbers in float32.
     """
 
     def function(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
