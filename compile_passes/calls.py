@@ -291,7 +291,7 @@ def _overloads(node: Node) -> Sequence[torch._ops.OpOverload]:
     if not isinstance(target, torch._ops.OpOverloadPacket):
         name = target if isinstance(target, str) else (_find_builtin(target) or target.__name__).removeprefix("aten::")
         target = getattr(torch.ops.aten, name, None)
-    if not isinstance(target, torch._ops.OpOverloadPacket):  # for a name like `__eq__`, `getattr` finds a Python method
+    if not isinstance(target, torch._ops.OpOverloadPacket):  # None, or a Python method such as `__eq__`
         return []
     return [getattr(target, name) for name in target.overloads() if "out" not in name]
 

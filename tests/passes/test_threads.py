@@ -248,7 +248,7 @@ def test_enabled_fusion_holds_in_threads_beside_a_block() -> None:
 
 
 def test_blocks_of_asyncio_tasks_do_not_mix() -> None:
-    """Two tasks run in one thread. The block of a task also holds in a thread of the executor that the task starts."""
+    """Two tasks run in one thread. The block of a task also holds in a worker thread that the task starts."""
 
     async def task(n_masks: int) -> FusionReport:
         with mglu_ops.fusion(strict=True) as report:

@@ -57,7 +57,7 @@ def program(source: str, *, training: bool = False, dtype: torch.dtype = torch.f
 
 
 MASKED = "a, b = W * M, W * ~M"
-# The strides of a layer's result decide if the later `flatten` gives a view or a copy. The program writes to it.
+# The strides of a layer's result decide if `flatten` gives a view or a copy, and so if the write to it changes y.
 STRIDES = (
     f"{MASKED}; {LAYER}; y = y + x.t(); z = y.flatten(); z.mul_(2); y, z",
     f"{MASKED}; {LAYER}; y = x.t() + y; z = y.flatten(); z.mul_(2); y, z",
@@ -194,7 +194,7 @@ def test_a_layer_in_a_region_is_fused_without_what_follows_it(region: str, train
 
 
 def test_a_square_weight_and_its_transpose_are_two_layers() -> None:
-    """Gate and value have complementary masks. Only the layout of their products shows that the weights differ."""
+    """Only the layouts of the products show that the gate multiplies the weight, and the value its transpose."""
 
     def function(x: Any, weight: Any, m: Any) -> Any:
         return torch.nn.functional.silu(torch.nn.functional.linear(x, weight * m)) * (x @ (weight * (1 - m)))
