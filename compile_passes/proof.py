@@ -55,7 +55,7 @@ class Layer:
 
     @property
     def is_of_experts(self) -> bool:
-        """True if the layer has experts: the weight is `[E, out_features, in_features]`."""
+        """True if the layer has experts, and so a weight `[experts, out_features, in_features]`."""
         return holds_experts(self.weight)
 
     @property
