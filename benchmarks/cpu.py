@@ -58,7 +58,10 @@ def read_loop() -> Callable[[Tensor, Tensor], None]:
 
 
 def layers_for(bytes_of_layer: int) -> int:
-    """The number of layers that `CACHES_OF_LAYERS` asks for. It is even, because a SwiGLU layer takes two weights."""
+    """The number of layers that are `CACHES_OF_LAYERS` times as large as the last-level cache.
+
+    It is even, because a SwiGLU layer takes the weights of two MGLU layers.
+    """
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     last_cache = max(int(size.read_text().removesuffix("K\n")) * 1024 for size in sizes)
     return 2 * -(-CACHES_OF_LAYERS * last_cache // (2 * bytes_of_layer))

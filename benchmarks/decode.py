@@ -42,7 +42,7 @@ BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
 MAX_AUTOTUNED_MASKS = 4
 """max-autotune is measured up to this number of masks. With more masks it compiles for minutes. With many tokens it
-chooses the library's GEMMs, as the default mode does."""
+chooses torch's GEMMs, as the default mode does."""
 
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
@@ -185,7 +185,7 @@ class Sweep:
     """Numbers of tokens for which `Problem.tuned` is set."""
     settle_seconds: float = 0.0
     weight_formats: tuple[str, ...] = ("dense",)
-    """Weight formats. Problems in another format than "dense" have the name of their format in the rows."""
+    """Weight formats. In the rows, problems in another format than "dense" are named after their format."""
 
     def quick(self) -> Sweep:
         """A sweep of one problem of the smallest shape, for a quick check."""

@@ -163,7 +163,7 @@ def sharing(model: Decoder) -> Decoder:
 
 
 def capture_step(decoding: Decoding, name: str) -> Captured:
-    """Compile a step, capture it as a graph and check it."""
+    """Compile a step, capture it as a CUDA graph, and measure its error."""
     decoding.model.compile_parts(lambda part: part.compile(fullgraph=True, dynamic=False, options=OPTIONS))
     captured = capture(Variant(name, lambda _: decoding.step(), 1))
 

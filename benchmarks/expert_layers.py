@@ -40,7 +40,7 @@ def route(model: Model, tokens: int, skewed: bool, device: str) -> Tensor:
 
 
 class ExpertLayers:
-    """Distinct layers of experts with the same input: MGLU and SwiGLU of equal width, maybe with down projections.
+    """Distinct layers of experts with the same input: MGLU and SwiGLU of equal width, optionally with down projections.
 
     Args:
         model: the sizes.

@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def is_first_of_shape(self) -> bool:
-        """True for a model's first problem. There, variants that compile once for all numbers of tokens compile."""
+        """True for a model's first problem, for which `bench` discards the code compiled for other models."""
         return self.tokens == TOKENS[0] and self.routing == next(iter(ROUTINGS))
 
     def is_in(self, rows: Sequence[Row]) -> bool:

@@ -44,7 +44,7 @@ def load(results: Path, name: str) -> pd.DataFrame:
 
 
 def fastest(rows: pd.DataFrame, prefix: str | tuple[str, ...], by: str | list[str]) -> pd.DataFrame:
-    """The fastest correct row of each problem, among variants whose name begins with `prefix` or one of its members.
+    """The fastest correct row of each problem, among variants whose name begins with a prefix or one of several.
 
     The columns `by` identify a problem, and become the index.
     """
@@ -104,7 +104,10 @@ def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "
 
 
 def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: pd.Series) -> pd.DataFrame:
-    """Arrange `cells`, one per row, by the values of `lines` and `columns`, which stay in the order of the rows."""
+    """Arrange `cells`, one for each of `rows`, in a frame.
+
+    Values of the columns `lines` become the index, and values of the column `columns` the columns, in their order.
+    """
     return rows.assign(cell=cells).pivot_table("cell", lines, columns, aggfunc="first", sort=False)
 
 

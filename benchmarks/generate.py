@@ -112,7 +112,7 @@ class Problem:
 
     @property
     def variants(self) -> list[tuple[Form, int]]:
-        """All forms with their numbers of masks. SwiGLU has 0."""
+        """All forms with their numbers of masks, 0 for SwiGLU."""
         return [(form, 0) for form in SWIGLU] + [(form, n_masks) for n_masks in self.masks for form in MGLUS]
 
     def is_in(self, rows: Sequence[Row]) -> bool:

@@ -1,4 +1,4 @@
-"""The table of jobs in README.md: which layer to take, what it gains over SwiGLU, and what it costs."""
+"""The table in README.md of jobs, such as serving: the layer to take, its gain over SwiGLU, and its cost."""
 
 from __future__ import annotations
 

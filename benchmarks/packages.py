@@ -1,4 +1,4 @@
-"""Times a layer in an exported package, called by torch's proxy executor, called by the shim, or compiled into it.
+"""Times layers of exported packages, called by torch's proxy executor or the shim, or compiled into the package.
 
 python -m benchmarks.packages --out benchmarks/results [--device cuda]
 """

@@ -38,7 +38,7 @@ RC: Any = {
 
 
 class Style(NamedTuple):
-    """A colour of Okabe and Ito's palette, which is safe for the colour-blind, and a marker and a line style."""
+    """A colour of Okabe and Ito's palette, which is safe for the colour-blind, with a marker and a line style."""
 
     color: str
     marker: str
@@ -49,7 +49,7 @@ CEILING = Style("#000000", "", "--")
 CUDA = Style("#0072B2", "o")
 TRITON = Style("#009E73", "s")
 THIN: Any = {"color": CEILING.color, "linestyle": CEILING.linestyle, "linewidth": 1}
-"""The line of a ratio of 1."""
+"""Style of a line that marks a ratio of 1."""
 SWIGLU = Style("#CC79A7", "", "-.")
 COMPILED = Style("#E69F00", "^")
 EAGER = Style("#D55E00", "v")
@@ -103,7 +103,7 @@ def latency_by_masks(rows: pd.DataFrame) -> Figure:
 
 
 def speedup_over_swiglu(rows: pd.DataFrame) -> Figure:
-    """The time of the fastest SwiGLU divided by ours, by number of tokens, with a panel for each shape."""
+    """The speed-up over the fastest SwiGLU by number of tokens, with a panel for each shape."""
     ours = chosen(rows, swiglu=("SwiGLU", ["layer", "tokens"]))
     speedup = (ours.swiglu / ours.microseconds).dropna()
     layers = rows.layer.unique()

@@ -93,7 +93,7 @@ def routes(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("tokens")
 def floors(rows: pd.DataFrame) -> Iterator[str]:
-    """Times of the chosen backend by tokens and masks, also as multiples of the floor."""
+    """Times of the chosen backend by tokens and masks, also as multiples of the floor (`ceiling.floor`)."""
     ours = chosen(rows, floor=("floor", PROBLEM))
     cells = (shown(ours) + ", " + (ours.microseconds / ours.floor).map(ratio)).unstack("n_masks")
     for layer in rows.layer.unique():

@@ -69,7 +69,7 @@ class Problem:
 
     Attributes:
         work: INFERENCE or TRAIN.
-        shape: `(out_features, in_features)` of the gated projection, in a layer of experts of each expert's.
+        shape: `(out_features, in_features)` of the gated projection. Each expert has a projection of this shape.
         weight_format: format of the gated projection's weight.
         experts: number of experts, or 0 for a dense layer.
         top_k: number of experts per token.

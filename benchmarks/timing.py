@@ -142,7 +142,7 @@ class GraphTimer:
 
 
 def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_seconds: float = 0.0) -> None:
-    """Replay graphs in turn and add their times, in `rounds` rounds, or fewer if a round is long.
+    """Replay graphs in turn and append to their `times`, in `rounds` rounds, or fewer if a round is long.
 
     A graph is replayed for `settle_seconds` before its clock starts, and then timed for `settle_seconds`.
     """

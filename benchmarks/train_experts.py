@@ -40,7 +40,7 @@ TOKENS = 8192
 MASKS = (1, 4)
 LOADS = ("balanced", "zipf")
 CHECKED_ROWS = 256
-"""Two experts are compared with float64, the first and the last that have rows, in up to this number of rows each."""
+"""Up to this many rows of two experts, the first and the last that have rows, are compared with float64."""
 PROTOCOL = (
     "calls between two events, variants in turns whose order changes; a turn repeats its call for 60 ms and is then "
     "timed for 60 ms or one call; median over 5 to 9 rounds, us per forward and backward; gradients dropped before "

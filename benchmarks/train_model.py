@@ -36,8 +36,8 @@ PROTOCOL = (
     "the distance of all gradients to the naive model's, before the first step"
 )
 MAX_DISTANCE = 0.1
-"""Allowed distance between the gradients of the fused and the naive model, relative to the naive model's norm.
-Both models round to bfloat16 in every layer. Wrong masks or gradients give a distance of about 1."""
+"""Allowed distance between the gradients of the fused and the naive model, relative to the norm of the naive model's
+gradients. Both models round to bfloat16 in every layer. Wrong masks or gradients give a distance of about 1."""
 LEARNING_RATE = 1e-5
 
 

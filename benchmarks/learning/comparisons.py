@@ -32,7 +32,7 @@ about the corpus `python` that were added later have no `noise`, so that the est
 ERRORS = 2.0
 """Standard errors that a difference must exceed to be more than noise: about 95% confidence."""
 QUANTILES = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""The 97.5% quantile of Student's t by degrees of freedom from 0, for which there is none."""
+"""97.5% quantiles of Student's t by the number of degrees of freedom. With 0, there is no quantile."""
 
 
 class Difference(NamedTuple):
@@ -161,7 +161,7 @@ MEASURES = {"held_out": "held out", "train": "last text"}
 
 
 def structure(results: Path) -> str:
-    """The paired differences of 2:4 masks and their rivals on both texts."""
+    """The paired differences of 2:4 masks and their rivals on the corpora `pinned` and `pinned_earlier`."""
     columns: dict[str, tuple[Study, str]] = {}
     for corpus in ("pinned", "pinned_earlier"):
         studies = {about: Study(results, corpus, measure) for measure, about in MEASURES.items()}
@@ -183,7 +183,7 @@ def repeats(results: Path) -> str:
 
 
 def verdict(found: Difference | None, within: float = 0.0) -> str:
-    """What the runs say about a claim. `found` is the loss of its worse layer minus that of its better layer."""
+    """What the runs say about a claim. `found` is the loss of `worse` minus the loss of `better`."""
     if found is None:
         return "not run"
     if math.isnan(found.mean):
@@ -200,7 +200,7 @@ def claims(results: Path) -> str:
     for claim in CLAIMS.itertuples():
         found = study.difference(claim.worse, claim.better)
         perplexities, nats = "curve against curve", ""
-        if claim.better_perplexity > 0:  # the paper gives perplexities
+        if claim.better_perplexity > 0:  # false for NaN: the paper has only curves
             perplexities = f"{claim.better_perplexity} against {claim.worse_perplexity}"
             nats = f"{math.log(claim.worse_perplexity / claim.better_perplexity):+.3f}"
         lines.append([claim.claim, claim.where, perplexities, nats, found or "", verdict(found, claim.within)])

@@ -14,7 +14,7 @@ each byte is a token, so that the hash depends on nothing but the text.
 Packages are held out as a whole. A manual page or an RFC counts as a package, and in Linux a folder or file of the
 second level. In `FOLDER/python`, a package is a folder or file of the fourth level, because losses on hundreds of small
 packages differ less by seed. Held-out files are dropped if another package has the same file, or if training text has
-most of their lines. More than 100 MB of a kind is subsampled at random, as for the committed results;
+most of their lines. A kind with more than 100 MB is subsampled at random, as for the committed results;
 `--megabytes inf` takes all of it. The text is not committed; the results name its hash and its sizes.
 """
 
@@ -76,7 +76,7 @@ MOST_HELD_OUT = 2_500_000
 LARGEST_HELD_OUT = 0.25
 """Packages larger than this fraction of all held-out text are not held out, unless all packages are larger."""
 COMMON_LINES = 0.5
-"""The largest fraction of a held-out file's lines that training text may have."""
+"""Held-out files are dropped if training text has a larger fraction of their lines."""
 SHORTEST_LINE = 20
 """The shortest line, in characters, that counts as common to two files; shorter lines occur anywhere by chance."""
 
@@ -104,7 +104,7 @@ class Sizes:
     Attributes:
         kind: the kinds of text, joined by "+", or the name of the folder from which the text was read.
         digest: the first 16 digits of a hash of all tokens, of how they are divided, and of the tokenizer.
-        parts: if there are several kinds of text, the numbers above for each kind, by name of the field.
+        parts: for each of several kinds of text, the fields above that are numbers; empty for a single kind.
     """
 
     kind: str
@@ -175,7 +175,7 @@ def files(folders: Sequence[Path], suffixes: Sequence[str], depth: int = 1) -> I
 
 
 def read(paths: Iterable[tuple[str, Path]]) -> list[Document]:
-    """Read files that are UTF-8 text of a reasonable size, without duplicates, in the order of their hashes."""
+    """Read UTF-8 files of 64 bytes to `LARGEST_FILE`, without duplicates, in the order of their hashes."""
     found: dict[bytes, Document] = {}
     for package, path in paths:
         try:

@@ -83,7 +83,7 @@ AGAIN = (
 )
 """Routes (`top_k`) and ablations with our recipe, with gains that let every result start as large as the sum of four
 masks. The result of a mask on only the gate or only the value starts as large as the sum of two masks. Without masks,
-it has 8 times the variance of one mask."""
+the result has 8 times the variance of the result of one mask."""
 
 
 SAME_WEIGHTS = round(2 / 3, 4)
@@ -96,7 +96,7 @@ def same_load(n_masks: int) -> float:
 
 
 def same_training(n_masks: int) -> float:
-    """The width at which SwiGLU's feed-forward layer trains with as many FLOPs: `n_masks + 2` products against 3."""
+    """The width at which SwiGLU's layer, with 3 products, trains with the FLOPs of SwiMGLU's, with `n_masks + 2`."""
     return (n_masks + 2) / 3
 
 
@@ -129,7 +129,8 @@ GELU_GATES = tuple(best_with("gelu", n_masks) for n_masks in (1, 4))
 OTHER_GATES = (
     # GLU of equal width.
     *(leveled_glu(activation) for activation in ("relu", "relu_squared", "gelu", "silu")),
-    # Equal bytes per token: LU and GLU read as many bytes as masks, and masks read as many as SwiGLU.
+    # Equal bytes per token: LU and GLU that read as many bytes as SwiMGLU with 1 or 4 masks, and masks that read as
+    # many bytes as SwiGLU.
     *(leveled_lu("relu_squared", 1.5 * same_load(n_masks)) for n_masks in (1, 4)),
     *(leveled_glu(gate, same_load(n_masks)) for gate in ("relu", "relu_squared") for n_masks in (1, 4)),
     *(best_with(gate, n, round(1 / same_load(n), 4)) for gate in ("relu", "relu_squared") for n in (1, 4)),
@@ -149,10 +150,10 @@ EQUAL_FP8_BYTES = (
     *(best_with("relu", n_masks, round(1 / same_fp8_load(n_masks), 4)) for n_masks in (1, 4)),
 )
 EQUAL_TIME = (
-    # SwiGLU's 11.9 ms a step.
+    # As fast as SwiGLU: 11.9 ms a step.
     leveled_lu("relu_squared", 1.5625),
     *(best_with("relu", n_masks, width) for n_masks, width in ((1, 0.875), (4, 0.375))),
-    # The 18.7 ms of four masks.
+    # As fast as four masks: 18.7 ms a step.
     leveled_lu("relu_squared", 4.0625),
     leveled_glu("silu", 2.625),
     best_with("relu", 1, 2.375),

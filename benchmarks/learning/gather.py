@@ -19,7 +19,7 @@ from benchmarks.records import read_table, write_table
 
 RESULTS = Path("benchmarks/results/learning")
 SHARED = ("protocol", "corpus")
-"""Names of the facts that all runs of a table share, up to the first dot of the name."""
+"""All runs of a table share the facts whose name, up to its first dot, is one of these."""
 ONLY_IN_CURVES = ("step", "megabytes", "seconds", "gate_ratios")
 """Columns of a point that the row of a run leaves out, for example because the head of the run has them."""
 
@@ -76,7 +76,7 @@ def merged(old: Sequence[dict[str, str]], new: Sequence[dict[str, str]]) -> list
 
 
 def done(paths: Iterable[Path], digest: str) -> set[str]:
-    """The names of the runs in tables that read the corpus with this digest. A path is a table, or a folder of tables.
+    """The names of the runs on the corpus with this digest, in tables of runs. A path is a table or a folder of tables.
 
     Raises:
         FileNotFoundError: a path has no table of runs.

@@ -82,7 +82,7 @@ def frontier(points: pd.DataFrame, cost: str) -> pd.DataFrame:
 
 
 def pareto(results: Path) -> Figure:
-    """The held-out loss by bytes read a token and by training operations, with the best layer for each cost."""
+    """The held-out loss by bytes read per token and by training operations, with the best layer for each cost."""
     figure, panels = plots.figure_of(4, 3.0, sharex=False, columns=2)
     costs = {"megabytes": "MB read a token", "pflop": "PFLOP of training"}
     for axes, (cost, size) in zip(panels, product(costs, ("25M", "90M")), strict=True):

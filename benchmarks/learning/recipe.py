@@ -295,7 +295,7 @@ def drawn_apart(make: Projection) -> Projection:
 KINDS: dict[str, type] = {
     one.name: {"top_k": int, "start": str, "vocabulary": int}.get(one.name, type(one.default)) for one in fields(Recipe)
 }
-"""Name of a field of a recipe -> the type of its values besides None."""
+"""Name of a field of a recipe -> the type of its values other than None."""
 
 
 def projection_weights(model: LanguageModel) -> list[nn.Parameter]:
@@ -311,7 +311,10 @@ def projection_weights(model: LanguageModel) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def take_over(model: LanguageModel, teacher: Mapping[str, Tensor], init: str) -> None:
-    """Convert a trained SwiGLU model, whose state dict is `teacher`, into the MGLU model `model`, by method `init`."""
+    """Set the MGLU model `model` to a conversion of a trained SwiGLU model, whose state dict is `teacher`.
+
+    `init` is a key of `mglu_ops.nn.conversion.WEIGHTS`.
+    """
     kept = {name: value for name, value in teacher.items() if ".projection." not in name}
     missing, unexpected = model.load_state_dict(kept, strict=False)
     assert not unexpected, unexpected

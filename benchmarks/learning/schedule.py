@@ -15,8 +15,8 @@ WARM_UP = 0.1
 EVALUATIONS = 6
 """Points of a learning curve. Evaluating 2 MB of held-out text at each point takes 7% of a short run's time."""
 MOST_TOKENS = 2_500_000
-"""Points before the last read about this many held-out tokens of each kind of text. From longer texts they read batches
-that are spread evenly."""
+"""All points of a curve except the last evaluate about this many held-out tokens of each kind of text. In longer texts,
+they evaluate batches that are spread evenly."""
 
 
 class Windows:
@@ -77,5 +77,5 @@ def rate(step: int, steps: int, last: float) -> float:
 
 
 def points(steps: int) -> list[int]:
-    """The numbers of steps after which the curve has a point."""
+    """The numbers of steps after which the learning curve has a point."""
     return sorted({max(1, round(steps * i / EVALUATIONS)) for i in range(1, EVALUATIONS + 1)})

@@ -67,7 +67,7 @@ def run(
         device: "cuda" or "cpu".
         limit: the most seconds; the run stops at the last point of its curve that it expects to reach in time.
         compiled: whether blocks and loss are compiled.
-        keeps_weights: whether the trained weights are written to `NAME.weights`. A GLU model's always are.
+        keeps_weights: whether the trained weights are written to `NAME.weights`. The weights of GLU are always written.
 
     Raises:
         TimeoutError: another process trains this run.

@@ -42,7 +42,7 @@ class Progress:
     seconds: float = 0.0
     """The time of the steps, without evaluation and compilation."""
     peak_mb: float = float("nan")
-    """The peak of GPU memory in the steps, in megabytes, without the text; NaN on a CPU."""
+    """The peak of GPU memory in the steps, in megabytes, without the memory of the training text; NaN on a CPU."""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -130,7 +130,7 @@ class Training:
         return cross_entropy(self.model.logits(batch[:, :-1]).flatten(0, 1).float(), predicted)
 
     def warm_up(self) -> None:
-        """Run what steps and evaluations compile, then restore the initial parameters and optimiser."""
+        """Compile what steps and evaluations need by running them, then restore the initial state."""
         parameters = [parameter.detach().clone() for parameter in self.model.parameters()]
         for step in (0, self.steps - 1) if self.recipe.continuous else (0,):  # masks are hard in the last step
             self.progress.step = step
@@ -143,7 +143,7 @@ class Training:
         self.progress = Progress()
 
     def advance(self, last: int) -> None:
-        """Take steps until `last` are done in all, and add a point to the learning curve."""
+        """Take steps until `last` steps are done in total, and add a point to the learning curve."""
         before, begin = self.progress.step, time.perf_counter()
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -183,14 +183,14 @@ class Training:
 
     @torch.no_grad()
     def nats(self, batch: Tensor) -> Tensor:
-        """The loss on held-out windows, as a sum over their tokens."""
+        """The loss on held-out windows in nats, as a sum over their tokens."""
         with torch.autocast(self.device, torch.bfloat16):
             return self.model(batch).double() * batch[:, 1:].numel()
 
     def point(self, loss: float, worst: float) -> dict[str, Any]:
         """The point of the learning curve after the steps taken so far.
 
-        `loss` is the mean loss of the steps since the last point, and `worst` their largest, in nats a token.
+        `loss` is the mean and `worst` the largest loss of the steps since the previous point, in nats per token.
         """
         row: dict[str, Any] = {
             "step": self.progress.step,
