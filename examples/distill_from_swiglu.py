@@ -3,7 +3,7 @@
     python examples/distill_from_swiglu.py
 
 The teacher is a small Llama, which is trained first on Python's source files. Your own teacher can be any model in the
-table of mglu_ops/transformers/README.md, loaded with `AutoModelForCausalLM.from_pretrained(...)`. The page also says
+table of mglu_ops/transformers/README.md, loaded with `AutoModelForCausalLM.from_pretrained(...)`. That README also says
 how to convert and save other models. The example takes about two minutes on 2 CPU cores. In a clone,
 `pip install ".[transformers]"` installs what it needs.
 """

@@ -125,7 +125,7 @@ def test_the_blocks_compile_once() -> None:
     counter = torch._dynamo.testing.CompileCounter()
     decoding.model.compile_parts(lambda part: part.compile(backend=counter, fullgraph=True, dynamic=False))
     error, eager = decoding.errors(decoding.step)
-    assert counter.frame_count == 3  # start, block, head
+    assert counter.frame_count == 3  # the start, one block and the head
     assert error == eager < 1e-5
 
 

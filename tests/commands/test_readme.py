@@ -106,7 +106,7 @@ def test_commands_of_a_page_name_targets_modules_and_files_that_exist(page: Path
 
 @EVERY_PAGE
 def test_a_page_installs_from_the_clone_and_never_by_name(page: Path) -> None:
-    """No public index has a project of this name, so anyone could register one there."""
+    """No public index has a project of this name, so anyone could register one, and users would install it."""
     text = page.read_text()
     assert not re.search(r"""pip install[^\n]*["' ]mglu[-_]ops""", text)
 

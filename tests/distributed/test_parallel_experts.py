@@ -36,7 +36,7 @@ def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
     run_on_ranks(expert_parallel.run_checks, tmp_path, *ON_CPU, list(expert_parallel.CHECKS), ranks=4)
 
 
-@pytest.mark.long  # the quick tests run the snippets of the page on two ranks (test_parallel.py)
+@pytest.mark.long  # the quick tests exchange tokens in the snippets of mglu_ops/parallel/README.md
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_exchange_tokens_equal_one_process(ranks: int, tmp_path: Path) -> None:
     checks = list(token_exchange.CHECKS)

@@ -20,7 +20,7 @@ from mglu_ops.given import Given
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:mglu..forward runs on the backend"),  # unaligned rows
+    pytest.mark.filterwarnings("ignore:mglu..forward runs on the backend"),  # warns of unaligned rows
 ]
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -124,7 +124,7 @@ def test_override_of_tiles(config: LaunchConfig) -> None:
 @pytest.mark.parametrize("n_masks", [1, 4, 8])
 @pytest.mark.parametrize("tokens", [20, 60])  # on Hopper, 20 tokens run sparse tiles, and 60 tokens dense tiles
 def test_layouts_of_x_for_tiles(tokens: int, n_masks: int) -> None:
-    """Rows of x that overlap, or that TMA cannot load, are permuted first. Rows with gaps are read in place."""
+    """If rows of x overlap, or TMA cannot load them, x is permuted first. Rows with gaps are read in place."""
     p = Problem(tokens, 128, 256, n_masks)
     wide = torch.randn(tokens, 512, device="cuda", dtype=p.x.dtype)
     window = wide.flatten()[: tokens * 8 + 248].as_strided((tokens, 256), (8, 1))

@@ -233,7 +233,7 @@ def test_many_experts_and_rows() -> None:
 def test_calls_without_kernels() -> None:
     call, gpu = Call.of_down(problem(4, 2, 3, 64, 128)), gpu_of(0)
     many = replace(call, leading=(10_000, 2))
-    assert experts_down.launch_for(many, gpu) is None  # None: the operator uses library GEMMs
+    assert experts_down.launch_for(many, gpu) is None  # such calls use torch's GEMMs
     for other, reason in (
         (replace(call, dtype=torch.float32), "float32"),
         (replace(call, in_features=132), "aligned vectors"),

@@ -181,7 +181,7 @@ def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: st
 # --- Experts ---------------------------------------------------------------------------------------------------------
 
 EXPERT_TOKENS = (1, 5, 40, 200)
-"""They cover three paths: decode_mma finds its items itself, decode_mma reads a table of items, and tile_wgmma."""
+"""Numbers of tokens for three paths: decode_mma without and with a table of items, and tile_wgmma."""
 FORMS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16, "weighted": True, "weight_format": "fp8_block", "activation_format": "fp8_token"},

@@ -37,7 +37,7 @@ pytestmark = [
     ],
 )
 def test_the_sanitizer_finds_no_error(tool: str, kernels: tuple[str, ...]) -> None:
-    """Runs the calls of `sanitizer_suite.py` that launch one of `kernels`, or all calls."""
+    """Runs the calls of `sanitizer_suite.py` that launch one of `kernels`, or all calls if `kernels` is empty."""
     # By default, synccheck tracks fewer barriers than clusters use, and breaks kernels that use more.
     barriers = ("--num-cuda-barriers", "65536") if tool == "synccheck" else ()
     ours = ("--kernel-name", "kns=mglu_")

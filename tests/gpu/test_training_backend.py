@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STEPS = Steps("cuda", [(3, 520), (257, 4096), (5, 37), (19, 1004), (1, 8), (2, 1), (0, 24), (4, 0)])
-"""Sizes as (rows, columns). They include columns that are not multiples of 8 or 16, and sizes of 0."""
+"""Checks in sizes (rows, columns), some with columns that are not multiples of 8 or 16, and some of size 0."""
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -114,7 +114,7 @@ def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int])
 
 @pytest.mark.alone(gibibytes=24)
 def test_more_than_2_31_elements() -> None:
-    """The last rows of each step must have the same bits as if they were computed alone."""
+    """The last rows of each kernel's result must have the same bits as if they were computed alone."""
     tokens, entries, columns = 2**16 + 3, 4, 2**13 + 8
     partials, grad = torch.empty(tokens, entries, columns, dtype=BF16, device="cuda").normal_(), normal(tokens, columns)
     scaled = steps.scale(grad, partials)
@@ -140,7 +140,7 @@ def test_more_than_2_31_elements() -> None:
 
 @pytest.fixture(params=["own kernels", "library GEMMs"])
 def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Force our own GEMMs or torch's, whichever is faster, and forget calls that were prepared before."""
+    """Force our own GEMMs or torch's, no matter which is faster, and forget calls that were prepared before."""
     monkeypatch.setattr(dispatch, "_prepared", {})
     if request.param == "own kernels":
         monkeypatch.setattr(backward_gemm, "is_faster", lambda gpu, rows, columns, depth: rows * columns > 0)

@@ -84,7 +84,7 @@ def test_processes_that_share_a_folder_leave_out_each_others_runs(text, prepared
     common = ["experiments", "--only", "layers", "--out", str(out), "--corpus", str(prepared), "--device", "cpu"]
     monkeypatch.setattr("sys.argv", [*common, "--done"])
     out.mkdir()
-    with FileLock(out / f"{one.name}.lock", timeout=0):  # held as by a process that trains `one`
+    with FileLock(out / f"{one.name}.lock", timeout=0):  # as if another process trained `one`
         experiments.main()
     assert f"{one.name}: another process trains it" in capsys.readouterr().out
     assert [path.name for path in out.glob("*.csv")] == [f"{other.name}.csv"]

@@ -143,8 +143,8 @@ def test_plots_show_the_losses(tmp_path):
     assert lines["the paper's recipe"] == [[4, 0.75]]
     assert lines["our recipe"] == [[1, pytest.approx(0.71)]]
     assert lines["SwiGLU"] == [[n_masks, 0.73] for n_masks in (1, 2, 4, 8, 16)]
-    assert [[1, 0.70], [1, 0.72]] in lines.values()  # from the best seed to the worst
-    assert main(["bench", "plots", "--out", str(tmp_path)]) == 0  # without any other result
+    assert [[1, 0.70], [1, 0.72]] in lines.values()  # a bar from the best seed to the worst
+    assert main(["bench", "plots", "--out", str(tmp_path)]) == 0  # works without other results
     for name, label in {"by_masks": "our recipe", "pareto": "lowest loss at no higher cost"}.items():
         assert label in (tmp_path / f"learning_{name}.svg").read_text()
 

@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(text, tmp_path):
 
 
 def assert_distilled(run: training.Training) -> None:
-    """Check that the loss is the cross entropy against the teacher's probabilities, and that the teacher stays."""
+    """Check that the loss is the cross entropy against the teacher's probabilities. The teacher must not change."""
     batch = run.windows.batch(0)
     before = [parameter.clone() for parameter in run.teacher.parameters()]
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_accumulators_flip_a_share_of_the_bits_if_gradients_are_noise():
         masks.step_accumulators(accumulators, scale * torch.randn(200, 300), 1e-3)
         assert float(accumulators.abs().max()) <= 1
         flips.append(float((before != (accumulators > 0)).float().mean()))
-    # An accumulator that crosses 0 overshoots it, by half of a step of 0.03. So about a tenth fewer bits flip.
+    # An accumulator that crosses 0 overshoots it, by about half a step of 0.03. So about a tenth fewer bits flip.
     for part in (flips[:100], flips[100:]):
         assert sum(part) / 100 == pytest.approx(1e-3, rel=0.2)
 
