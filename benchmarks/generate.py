@@ -124,7 +124,7 @@ PROBLEMS = [*(Problem("Llama-3.2 1B", batch, (1, 4)) for batch in (1, 8, 32)), P
 
 
 def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
-    """A model with random weights in bfloat16. `n_masks` 0 is SwiGLU."""
+    """A model with random weights in bfloat16. With `n_masks` 0 it has SwiGLU."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -84,7 +84,7 @@ class Captured(GraphTimer):
 def relative_error(output: Tensor | None, expected: Tensor) -> float:
     """The relative error of `mglu_ops.accuracy`, but infinite if the output is missing or has NaN.
 
-    NaN itself would not do as an error: no comparison with a budget holds for it, and `max` may drop it.
+    NaN would be no error, because `NaN > budget` is false, and `max` may drop NaN.
     """
     error = float("nan") if output is None else accuracy.relative_error(output, expected)
     return float("inf") if math.isnan(error) else error

@@ -40,7 +40,7 @@ PROTOCOL = (
     "optimiser and activations"
 )
 MOST_NAMES = 100
-"""If there are at most this many held-out packages, the head of a result names them."""
+"""The head of a result names up to this many held-out packages. If there are more, it has only their number."""
 SAVE_SECONDS = 120.0
 """Seconds between two checkpoints of a run. They limit what is lost if the run is killed."""
 
