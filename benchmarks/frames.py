@@ -90,7 +90,7 @@ def share(ours_over_theirs: float) -> str:
 
 
 def many(count: int, thing: str) -> str:
-    """A number of things, such as "1 token" or "8 tokens"."""
+    """A count and its noun, such as "1 token" or "8 tokens"."""
     return f"{count} {thing}{'s' * (count > 1)}"
 
 

@@ -323,7 +323,8 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     # SwiGLU and SwiMGLU at three sizes.
     "sizes": [
         *seeds([replace(one, size=size) for size in ("25M", "90M") for one in SIZED]),
-        *seeds([replace(one, size="10M") for one in SIZED], range(8)),  # they differ more by seed, but are cheap
+        # The smallest models differ more between seeds, but are cheap, so they have eight seeds.
+        *seeds([replace(one, size="10M") for one in SIZED], range(8)),
         *seeds([replace(one, size=size) for size in ("10M", "25M") for one in SIZED_EIGHT]),
         *seeds([replace(one, size="90M") for one in SIZED_EIGHT], SEEDS[:2]),
     ],
