@@ -93,7 +93,7 @@ class SourceProgram:
     traces = False
     """True if AOTAutograd traces a graph with a fused layer before the graph runs."""
     rounding = SAME
-    """Relative errors up to this one count as rounding, unless the program casts to a narrower dtype."""
+    """Relative errors up to this value count as rounding, unless the program casts to a narrower dtype."""
 
     @property
     def arguments(self) -> list[str]:
