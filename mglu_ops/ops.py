@@ -151,7 +151,7 @@ experts_forward, experts_down, experts_down_backward = _layers
 
 
 def _check_real(tensors: dict[str, Tensor]) -> None:
-    """Check that the arguments of a kernel are dense and that their storages hold them."""
+    """Check that the arguments of a kernel are dense, and that each lies within its storage."""
     for name, tensor in tensors.items():
         check_dense(name, tensor)
     check_memory(**tensors)

@@ -207,7 +207,7 @@ class _StandIn(nn.Module):
 
 
 def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) -> tuple[str, bool]:
-    """Return a feed-forward layer's activation, and whether its joined matrix has the rows of up before those of gate.
+    """Return a layer's activation, and True if a single matrix holds gate and up, with the rows of up first.
 
     Raises:
         TypeError: the layer does not compute `down(act(gate(x)) * up(x))`.

@@ -1,4 +1,4 @@
-"""Mixtures of MGLU experts: the experts (fused, or in plain PyTorch), their down projections, and the layer of both."""
+"""Mixtures of MGLU experts: the experts (fused, or in plain PyTorch), their down projections, and the whole layer."""
 
 from __future__ import annotations
 

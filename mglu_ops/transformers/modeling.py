@@ -55,7 +55,7 @@ class MGLUPreTrainedMixin(_Model):
     def _load_pretrained_model(
         model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
-        """Load a checkpoint as Transformers does, and refuse it if its masks or weights do not fit (`loading.py`)."""
+        """Load a checkpoint as Transformers does. `loading.py` refuses masks and weights that do not fit the model."""
         loader = PreTrainedModel._load_pretrained_model
         source = str(load_config.pretrained_model_name_or_path or "state_dict")
         if expected_keys is not None:  # Transformers loads the weights of an adapter

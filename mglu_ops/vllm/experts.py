@@ -51,7 +51,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
         renormalize: divide the weights of a token by their sum.
     """
     router = _router(top_k=top_k, global_num_experts=logits.shape[1], renormalize=renormalize)
-    return router.select_experts(logits, logits, torch.int32)  # of its first argument, the router reads only the sizes
+    return router.select_experts(logits, logits, torch.int32)  # the router reads only the sizes of the first argument
 
 
 @route.register_fake
@@ -82,7 +82,7 @@ class ColumnParallelExperts(ColumnParallelMGLU):
 
 
 class RowParallelDown(nn.Module):
-    """The down projections of experts. This rank has some columns of each expert's, or all columns of some experts'.
+    """The down projections of experts. This rank has some columns of each expert's weight, or some whole weights.
 
     Args:
         config: a config with `hidden_size`, and with the format of the weight if `mglu_ops.quantize` has quantized it.

@@ -71,7 +71,7 @@ def test_a_mixture_has_the_groups_of_a_layer(tmp_path: Path) -> None:
 
 
 def test_the_trainer_of_transformers_decays_logits(tmp_path: Path) -> None:
-    """The mixin is needed because `Trainer` alone decays logits. If this test fails, that is no longer so."""
+    """The mixin is needed because `Trainer` alone decays logits. If this test fails, the mixin may be unnecessary."""
     model = tiny()
     optimizer = trainer(model, tmp_path, Trainer).create_optimizer()
     assert group_of(optimizer, mglus(model)[0].mask_logits)["weight_decay"] == 0.1

@@ -62,7 +62,7 @@ class Ranks:
 
 
 def _packing(ranks: Ranks) -> None:
-    """Pack and unpack masks. DTensor caches what it knows of a call, but not for a call with another `in_features`."""
+    """Pack and unpack masks. DTensor must not reuse what it cached for a call with another `in_features`."""
     for in_features in (24, 21, 20):  # a row of packed masks has three bytes for each of them
         masks = make_layer(in_features=in_features).masks
         packed = torch.ops.mglu.pack_masks(masks)

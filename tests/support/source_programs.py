@@ -142,7 +142,7 @@ _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 
 
 def sides(statement: str) -> tuple[str, str]:
-    """A statement in two parts: the targets of an assignment with its `=` (or nothing), and the rest."""
+    """A statement in two parts: the targets of an assignment with its `=`, which may be missing, and the rest."""
     block, targets, rest = _STATEMENT.fullmatch(statement).groups("")
     return block + targets, rest
 

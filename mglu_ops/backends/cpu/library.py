@@ -62,7 +62,7 @@ class Library:
         return str(self._isa(DTYPES[dtype], tokens, n_masks, weight_format.code).decode())
 
     def supports(self, isa: str, dtype: torch.dtype) -> bool:
-        """True if this machine and this library support an instruction set."""
+        """True if this machine and this library support an instruction set for a dtype."""
         return bool(self._supports(ISAS[isa], DTYPES[dtype]))
 
     def forward(self, call: bytes) -> None:

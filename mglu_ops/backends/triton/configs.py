@@ -55,9 +55,9 @@ def choose(n_masks: int, tokens: int, *, wide: bool) -> Config:
 
 # The keys of the tables are the number of masks, rounded up to a power of two.
 
-# A program has one warp. Two or four warps would sum through shared memory with a barrier, which for 4 masks takes 41
-# and 46 us instead of 38 us. With 128 groups, each thread has four 16-byte loads in flight. With 64 groups, a program
-# needs fewer registers for its sums, so more warps run at once.
+# A program has one warp. Several warps would sum through shared memory with a barrier: for 4 masks, two warps take
+# 41 us and four take 46 us, but one takes 38 us. With 128 groups, each thread has four 16-byte loads in flight. With 64
+# groups, a program needs fewer registers for its sums, so more warps run at once.
 _MATVEC = {
     1: MatvecConfig(groups=128),  # 30.6, 10.3
     2: MatvecConfig(groups=128),  # 32.6, 11.1
@@ -67,8 +67,8 @@ _MATVEC = {
 }
 
 # The most tokens for `matvec_kernel`. With 2 tokens, a second program finds the row of W in the cache. This is faster
-# than a nearly empty tile of 8 or 16 tokens for 1 mask (37.9, 13.3) and for 2 masks (44.4, 15.9). For 4 masks the two
-# ways take equally long (62.7, 21.5).
+# than a nearly empty tile of 8 or 16 tokens for 1 mask (37.9, 13.3) and for 2 masks (44.4, 15.9). For 4 masks,
+# both kernels take equally long (62.7, 21.5).
 _MATVEC_TOKENS = {1: 2, 2: 2, 4: 1, 8: 1, 16: 1}
 
 # The configurations of a key are in order of block_tokens. The last one is also for all larger numbers of tokens.
