@@ -38,7 +38,7 @@ if torch.distributed.is_available():
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Trainer classes when they are used: importing them takes longer than all other imports."""
+    """Import the Trainer classes when they are used: importing them takes longer than all other imports together."""
     if name not in ("MGLUTrainer", "MGLUTrainerMixin"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import training
