@@ -1,4 +1,4 @@
-"""Times layers whose x is rounded to fp8, the same layers with 16-bit x, and the library's fp8 GEMMs."""
+"""Times layers whose x is rounded to fp8, the same layers with 16-bit x, and fp8 GEMMs by torch._scaled_mm."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _run(layers: Layers, activation_format: str, i: int) -> Tensor:
 
 
 def _gemm(layers: Layers, fast: bool) -> Variant:
-    """The library's GEMM of rounded x and one weight, with the scales of x and of the weight."""
+    """The product by torch._scaled_mm of x rounded to fp8 and one weight, with their scales."""
     (stored, scale), scales = quantize_activation(layers.x), layers.scales
 
     def run(i: int) -> Tensor:

@@ -19,11 +19,11 @@ OPTIONS: dict[Mode, dict[str, str | int | bool | Callable[..., object]]] = {
     "coordinate descent": {"coordinate_descent_tuning": True},
     "max-autotune": {"coordinate_descent_tuning": True, "max_autotune": True},
 }
-"""Mode, except "eager" -> options of torch.compile."""
+"""Options of torch.compile in each mode except "eager"."""
 
 
 def naive(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-    """The layer as a user spells it. Masks `[n_masks, d, h]` are bool or have the weight's dtype."""
+    """The layer as a user writes it. Masks `[n_masks, d, h]` are bool or have the weight's dtype."""
     terms = [
         F.silu(F.linear(x, weight * mask)) * F.linear(x, weight * (~mask if mask.dtype is torch.bool else 1 - mask))
         for mask in masks
@@ -88,6 +88,6 @@ SWIGLU = (
 
 
 def in_modes(baselines: Collection[Baseline], tuned: bool, autotuned: bool) -> list[Baseline]:
-    """The baselines to measure. `tuned` adds coordinate descent, and with `autotuned` also max-autotune."""
+    """The baselines to measure. Coordinate descent needs `tuned`, and max-autotune needs `tuned` and `autotuned`."""
     left_out = {"coordinate descent": not tuned, "max-autotune": not (tuned and autotuned)}
     return [baseline for baseline in baselines if not left_out.get(baseline.mode)]

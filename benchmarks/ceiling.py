@@ -1,4 +1,4 @@
-"""Lower bounds of a layer's time: the time to read W and the masks once, and the time of the library's GEMMs."""
+"""Lower bounds of a layer's time: the time to read W and the masks once, and the time of its GEMMs by torch.mm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GEMM_TOKENS = 8192
 GEMM_LAYERS = 2
 """Number of layers that the GEMM rotates through. The results of these layers are several times as large as L2."""
 MIN_GEMM_TOKENS = 16
-"""With fewer tokens, reads take longer than arithmetic, for any number of masks."""
+"""With fewer tokens, reads take longer than arithmetic for any number of masks, so GEMMs are not timed."""
 MAX_SEPARATE_GEMM_TOKENS = 64
 """Up to this number of tokens, the GEMM is timed after the other variants, and not interleaved with them. The GEMM
 draws so much power that short, memory-bound kernels after it run up to 20% slower."""
@@ -71,7 +71,7 @@ def reader(weights: list[Tensor], masks: list[Tensor]) -> Callable[[int], None]:
 
 
 def gemm(weights: list[Tensor]) -> Variant:
-    """The library's GEMM of `GEMM_TOKENS` tokens and a weight."""
+    """The product of `GEMM_TOKENS` tokens and a weight by torch.mm."""
     x = torch.randn(GEMM_TOKENS, weights[0].shape[1], device="cuda").to(weights[0].dtype)
     return Variant(
         GEMM,

@@ -1,6 +1,6 @@
 """Times the compilation of models with and without the fusion pass, and the pass alone.
 
-Models are a stack of MGLU layers, and models without MGLU layers, which the pass must hardly slow down: chains of
+One model is a stack of MGLU layers. The pass must hardly slow down the others, which have no MGLU layers: chains of
 elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
 
 python -m benchmarks.compile_time --out benchmarks/results
@@ -45,10 +45,10 @@ from mglu_ops.nn import GLU, NaiveMGLU
 ROUNDS = 3
 WIDTH, HIDDEN = 64, 128
 MOST_NODES_TO_COMPILE = {"relu": 10}
-"""Step -> number of nodes of the longest chain that Inductor compiles here: 100 nodes of relu take it 11 minutes.
+"""Step -> number of nodes of the longest chain that Inductor compiles here. It takes 11 minutes for 100 nodes of relu.
 
-Longer chains are only traced, by Dynamo and AOTAutograd. Tracing is faster than compilation. So the time of the pass
-divided by that of tracing is an upper bound of its share of the whole compilation."""
+Longer chains are only traced, by Dynamo and AOTAutograd. Since tracing is faster than compilation, the time of the pass
+divided by the time of tracing is an upper bound of the pass's share of a compilation."""
 MOST_LAYERS_TO_COMPILE = {"padded MLP": 200, "MLP with dropout": 40, "split attention": 100, "masked tanh": 400}
 """Kind of model -> number of layers that Inductor compiles within a minute. Deeper models are only traced."""
 PROTOCOL = (
@@ -96,7 +96,7 @@ def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
     copy, report = Graph(graph.owning_module), FusionReport()
     copy.output(copy.graph_copy(graph, {}))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="mglu_ops")  # the pass warns if it fails
+        warnings.filterwarnings("error", message="mglu_ops")  # a failure of the pass is only a warning
         gc.disable()
         try:
             start = time.thread_time()
@@ -109,7 +109,7 @@ def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
 
 
 def time_of_compilation(function: Callable[..., Any], x: Tensor, backend: str) -> float:
-    """Seconds of a first call. Caches are empty, so that no earlier compilation helps this one."""
+    """Seconds of a first call, with empty caches."""
     torch._dynamo.reset()
     with fresh_cache(), inductor_config.patch(fx_graph_cache=False):
         return wall_microseconds(lambda: torch.compile(function, backend=backend)(x)) / 1e6
@@ -129,7 +129,8 @@ class Case:
         build: returns the model and its input.
         backend: `inductor` to compile the model, or `aot_eager` to trace it only.
         may_report: allow the report to mention products that look like parts of an MGLU layer.
-        layers: number of MGLU layers, all of which the pass must fuse. A model with 0 is compiled only without fusion.
+        layers: number of MGLU layers, all of which the pass must fuse. A model without any is compiled only without
+            fusion.
         n_masks: number of masks of each MGLU layer.
     """
 
@@ -169,7 +170,7 @@ def masked(kind: str, layers: int) -> Case:
         f"{kind}, {layers} layers",
         lambda: (Masked(kind, layers), torch.randn(TOKENS, FEATURES)),
         "inductor" if layers <= MOST_LAYERS_TO_COMPILE.get(kind, layers) else "aot_eager",
-        may_report=kind == "split attention",  # its scores are masked by a mask and by its complement
+        may_report=kind == "split attention",  # it looks like MGLU: scores under a mask and its complement
     )
 
 

@@ -45,7 +45,7 @@ PROTOCOL = (
 
 
 def read_loop() -> Callable[[Tensor, Tensor], None]:
-    """Build a function that reads two tensors with torch's threads, with the compiler of our kernels."""
+    """Compile a function that reads two tensors on torch's threads. It uses the compiler that builds our kernels."""
     library = load()
     assert isinstance(library, Library), library
     source, out = Path(__file__).parent / "read_loop.c", Path(tempfile.mkdtemp()) / "read_loop.so"
@@ -58,7 +58,10 @@ def read_loop() -> Callable[[Tensor, Tensor], None]:
 
 
 def layers_for(bytes_of_layer: int) -> int:
-    """The number of layers needed to exceed the caches. It is even, because SwiGLU takes two weights."""
+    """The number of layers that are `CACHES_OF_LAYERS` times as large as the last-level cache.
+
+    It is even, because a SwiGLU layer takes the weights of two MGLU layers.
+    """
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     last_cache = max(int(size.read_text().removesuffix("K\n")) * 1024 for size in sizes)
     return 2 * -(-CACHES_OF_LAYERS * last_cache // (2 * bytes_of_layer))
@@ -117,7 +120,7 @@ def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, l
     i, running = 0, variants
     while running:
         for offset, variant in enumerate(running):
-            # Take another layer than the previous variant, whose layer is still in the cache.
+            # The previous variant's layer is still in the cache, so take another one.
             layer = (i + offset * (count // 2 + 1)) % count % variant.layers
             times[variant.name].append(wall_microseconds(partial(variant.run, layer)))
         i += 1
@@ -128,9 +131,9 @@ def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, l
 def bench(layers: Layers, seconds: float, formats: Sequence[str], baselines: Sequence[str]) -> list[dict[str, Any]]:
     """Measure one problem and return its rows. Every variant runs for `seconds`.
 
-    A row has the columns of `records.Row` up to `dtype`, and also:
+    A row has the columns `variant` to `dtype` of `records.Row`, followed by:
         least, median: times per layer in microseconds.
-        fraction_of_reading: the read loop's least time for the same bytes, divided by `least`.
+        fraction_of_reading: the read loop's least time for the dense weight and the masks, divided by `least`.
         error: relative error against float64, or NaN for SwiGLU and the read loop.
         isa: instruction set of our kernel for the dense weight, empty for all other variants.
     """

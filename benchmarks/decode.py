@@ -42,7 +42,7 @@ BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
 MAX_AUTOTUNED_MASKS = 4
 """max-autotune is measured up to this number of masks. With more masks it compiles for minutes. With many tokens it
-chooses the library's GEMMs, as the default mode does."""
+chooses torch's GEMMs, as the default mode does."""
 
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
@@ -117,11 +117,11 @@ class Problem:
         shape: `(out_features, in_features)`.
         tokens: number of tokens.
         n_masks: number of masks.
-        dtype: of x and the weights.
+        dtype: dtype of x and of dense weights.
         weight_format: the format of the weights of MGLU and SwiGLU.
         baselines: members of `BASELINES` to measure besides the read ceiling and the chosen backend.
         tuned: also compile the naive layer and SwiGLU in the modes of torch.compile that compile for long.
-        settle_seconds: as in `harness.measure`. With more than `MAX_SEPARATE_GEMM_TOKENS` tokens, it is at least
+        settle_seconds: passed to `harness.measure`. With more than `MAX_SEPARATE_GEMM_TOKENS` tokens, it is at least
             `SETTLE_SECONDS`.
     """
 
@@ -185,10 +185,10 @@ class Sweep:
     """Numbers of tokens for which `Problem.tuned` is set."""
     settle_seconds: float = 0.0
     weight_formats: tuple[str, ...] = ("dense",)
-    """Weight formats. Problems in another format than "dense" have the name of their format in the rows."""
+    """Weight formats. In the rows, problems in another format than "dense" are named after their format."""
 
     def quick(self) -> Sweep:
-        """A sweep of the smallest problem only, to see that everything works."""
+        """A sweep of one problem of the smallest shape, for a quick check."""
         (d, h), case = min(self.shapes.items())
         return replace(self, shapes={(d, h): case}, tokens=self.tokens[:1], masks=self.masks[:1], settle_seconds=0.0)
 

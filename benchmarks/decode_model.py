@@ -3,9 +3,9 @@
 python -m benchmarks.decode_model --out DIR [--fp8] [--resume]
 
 The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles the start,
-one block and the head. A whole step is one CUDA graph, which passes its tokens to the next step. The logits are
-compared with float64 for the same tokens: their error may be at most `ERROR_OVER_EAGER` times the error of the model
-in eager mode.
+one block for all blocks, and the head. A whole step is one CUDA graph, which passes its tokens to the next step. The
+logits are compared with float64 for the same tokens: their error may be at most `ERROR_OVER_EAGER` times the error of
+the model in eager mode.
 `--resume` works as in benchmarks/train.py.
 
 With `--fp8`, all linear layers except the head have fp8 weights with a scale per row. MGLU uses `mglu_ops.quantize`.
@@ -53,7 +53,7 @@ ERROR_OVER_EAGER = 1.5
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes of a model, the number of sequences, and the numbers of masks to measure. 0 masks are SwiGLU.
+    """The sizes of a model, the number of sequences, and the numbers of masks to measure; 0 stands for SwiGLU.
 
     Each model is compiled `compilations` times with an empty cache, because coordinate descent finds different kernels
     each time. The fastest compilation counts.
@@ -71,7 +71,7 @@ class Problem:
 
 
 SMALL = Problem(Sizes(layers=2, vocabulary=1024), masks=(0, 1))
-"""A problem to see that everything works."""
+"""A small problem for a quick check."""
 IN_BFLOAT16 = [
     Problem(sizes, batch, compilations=3 if (sizes, batch) == (Sizes(), 1) else 1)
     for sizes, batch in product(MODELS.values(), (1, 8, 32))
@@ -116,7 +116,7 @@ class Decoding:
         self.position.zero_()
 
     def errors(self, step: Callable[[], Tensor]) -> tuple[float, float]:
-        """Relative errors of logits against float64: of `step`, which decodes a token, and of the eager model."""
+        """Relative errors of the logits against float64: for `step`, which decodes a token, and for the eager model."""
         self.restart()
         given, logits = [], []
         for _ in range(CHECKED_TOKENS):
@@ -137,7 +137,7 @@ def logits_of(model: Decoder, tokens: Sequence[Tensor]) -> Tensor:
 def in_float64(model: Decoder) -> Decoder:
     """Let a model decode in float64. To save memory, a block's parameters are in float64 only while it runs.
 
-    Weights in fp8, and their scales, are not converted.
+    fp8 weights and their scales are not converted.
     """
 
     def convert(block: nn.Module, dtype: torch.dtype) -> None:
@@ -163,7 +163,7 @@ def sharing(model: Decoder) -> Decoder:
 
 
 def capture_step(decoding: Decoding, name: str) -> Captured:
-    """Compile a step, capture it as a graph and check it."""
+    """Compile a step, capture it as a CUDA graph, and measure its error."""
     decoding.model.compile_parts(lambda part: part.compile(fullgraph=True, dynamic=False, options=OPTIONS))
     captured = capture(Variant(name, lambda _: decoding.step(), 1))
 
@@ -179,7 +179,7 @@ def capture_step(decoding: Decoding, name: str) -> Captured:
 
 
 def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
-    """Time all models, compilations and read ceilings in turn, and return a row for each."""
+    """Time every compilation of each model, and each model's read ceiling, in turn. Return a row for each."""
     sizes, batch = problem.sizes, problem.batch
     models = {n: build(sizes, n, "cuda", torch.bfloat16, batch, fp8=problem.fp8) for n in problem.masks}
     weight_bytes = {n_masks: model.weight_bytes() for n_masks, model in models.items()}

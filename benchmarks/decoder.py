@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model. Defaults are those of Llama-3.2 1B, except `context`, the number of tokens in the cache."""
+    """Sizes of a model, by default Llama-3.2 1B's. `context` is the number of tokens that fit in the cache."""
 
     layers: int = 16
     hidden: int = 2048
@@ -48,7 +48,7 @@ def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def angles(sizes: Sizes) -> Tensor:
-    """The angles of the rotation, float64 `[context, head_width / 2]`, by position."""
+    """The angles of the rotation at each position, float64 `[context, head_width / 2]`."""
     halves = torch.arange(0, sizes.head_width, 2, dtype=torch.float64) / sizes.head_width
     return torch.outer(torch.arange(sizes.context, dtype=torch.float64), sizes.rope_base**-halves)
 
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.register_buffer("values", cache.clone())
 
     def forward(self, x: Tensor, position: Tensor, rotation: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """Map x `[batch, hidden]` to the same shape. `seen`, bool `[context]`, marks the tokens in the cache."""
+        """Map x `[batch, hidden]` to the same shape. `seen`, bool `[context]`, marks the positions to attend to."""
         batch = x.shape[0]
         heads = self.inputs(x).view(batch, -1, 1, self.head_width)
         query, key, value = heads.split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
@@ -116,7 +116,7 @@ class Start(nn.Module):
         self.register_buffer("sine", angles(sizes).sin().to(self.embedding.weight))
 
     def forward(self, token: Tensor, position: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        """The arguments of a block except the position, from token `[batch]` and position `[1]`."""
+        """x, the rotation and `seen` for the blocks, from token `[batch]` and position `[1]`."""
         seen = torch.arange(self.cosine.shape[0], device=position.device) <= position
         return self.embedding(token), (self.cosine[position], self.sine[position]), seen
 

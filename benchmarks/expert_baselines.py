@@ -1,7 +1,7 @@
 """Fast implementations of SwiGLU's experts: torch's batched and grouped products, and Triton kernels.
 
-A pair is a token and one of its experts. T is the number of tokens, K is top_k and E the number of experts. Pair
-t K + k belongs to the k-th expert of token t.
+T is the number of tokens, E the number of experts, and K the number of experts per token (top_k). A pair is a token and
+one of its experts: pair t K + k is token t with its k-th expert.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK = 1024
 
 
 def _batched(x: Tensor, weight: Tensor, pairs: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The products of each row p of x with the weight `[E, d, h]` of expert `pairs[p]`."""
+    """The products of each row p of x with the matrix of expert `pairs[p]`. `weight` is `[E, d, h]`."""
     y = torch.bmm(x[:, None], weight[pairs].to(x.dtype).mT)[:, 0]
     return y if scale is None else y * scale[pairs].to(x.dtype)
 
@@ -55,7 +55,7 @@ def batched_layer(x: Tensor, both: Tensor, down: Tensor, ids: Tensor, expert_wei
 
 
 def _sorted(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The pairs sorted by expert, and the end of each expert's pairs, int32 `[E]`."""
+    """The pairs sorted by expert, and int32 `[E]`: the position in this order at which each expert's pairs end."""
     sorted_ids, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(sorted_ids, torch.arange(experts, device=ids.device), right=True)
     return order, ends.to(torch.int32)
@@ -122,11 +122,11 @@ TILES = (
     Tile(128, 64, 64, 8, 4),
     Tile(128, 128, 64, 8, 3),
 )
-"""Tiles of the gated projection. Tiles that fit the number of pairs per expert are tried, and the fastest counts."""
+"""Tiles of the gated projection. `tiles_for` selects the tiles to measure, and the fastest of them counts."""
 
 
 def tiles_for(pairs: float) -> list[Tile]:
-    """The tiles to try. `pairs` is the mean number of pairs of the experts in use."""
+    """The tiles to measure. `pairs` is the mean number of pairs of the experts in use."""
     near = 2 ** (ceil(pairs) - 1).bit_length()
     return [tile for tile in TILES if tile.pairs in {min(max(one, 16), 128) for one in (near // 2, near, 2 * near)}]
 
@@ -141,11 +141,12 @@ class _Blocks(NamedTuple):
 
 
 def _kernels() -> Any:
-    return importlib.import_module("benchmarks.expert_kernels")  # late, because Triton reads TRITON_INTERPRET at import
+    # Triton reads TRITON_INTERPRET when it is imported, so this module must not import it at once.
+    return importlib.import_module("benchmarks.expert_kernels")
 
 
 def _align(ids: Tensor, experts: int, tile: Tile) -> _Blocks:
-    """Sort pairs into blocks on the device. With one token, all experts differ, so nothing is sorted."""
+    """Sort pairs into blocks on the device. One token's experts all differ, so each of its pairs is a block."""
     if ids.shape[0] == 1:
         return _Blocks(ids, ids, ids, ids.numel())
     pairs, filled = ids.numel(), min(ids.numel(), experts)
@@ -195,7 +196,7 @@ def triton_layer(tile: Tile, x: Tensor, both: Tensor, down: Tensor, ids: Tensor,
     """The whole layer, `[T, h]`."""
     blocks = _align(ids, both.shape[0], tile)
     y = _product(x, both, None, None, ids, blocks, tile)
-    wide = tile._replace(columns=2 * tile.columns)  # one product instead of two, so a tile has room for more columns
+    wide = tile._replace(columns=2 * tile.columns)  # this projection has no value, so a tile has room for more columns
     return _product(y, down, None, expert_weights, ids, blocks, wide).view(*ids.shape, -1).sum(1)
 
 

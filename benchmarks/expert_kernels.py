@@ -1,9 +1,9 @@
 """SwiGLU's experts in Triton, as in vLLM's fused_moe: one kernel sorts tokens by expert, and another multiplies.
 
-A pair is a token and one of its experts. Pair t K + k belongs to the k-th expert of token t. The first kernel sorts
-the pairs by expert into blocks of BLOCK_M, and pads the last block of each expert. Each program of the second kernel
-computes a tile of a block. In contrast to vLLM's kernel, the programs of the gated projection compute gate and value
-together, and apply the activation.
+A pair is a token and one of its experts. With K experts per token, pair t K + k is token t with its k-th expert. The
+first kernel sorts the pairs by expert into blocks of BLOCK_M, and pads the last block of each expert. Each program of
+the second kernel computes a tile of a block. In contrast to vLLM's kernel, the programs of the gated projection compute
+gate and value together, and apply the activation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def align_kernel(ids, pairs, experts, used, n_pairs, BINS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load(at, inside, WHOLE_STEPS: tl.constexpr):
-    """Load a step of a tile of weights, with zeros where `inside` is false."""
+    """Load `BLOCK_K` columns of a tile of weights. Columns outside the weight, where `inside` is false, are 0."""
     if WHOLE_STEPS:
         return tl.load(at)
     return tl.load(at, mask=inside[:, None], other=0.0)
@@ -91,7 +91,7 @@ def experts_kernel(
         expert_weights: a factor for each pair, read unless GATED.
         out: `[n_pairs, D]`.
         pairs: output of `align_kernel`, read if ALIGNED.
-        experts: output of `align_kernel` if ALIGNED. Otherwise each pair is a block, and has its expert here.
+        experts: expert of each block, output of `align_kernel` if ALIGNED. Otherwise each pair is a block.
         used: output of `align_kernel`, read if ALIGNED.
         n_pairs: number of pairs.
         D: number of columns of the result.
@@ -116,7 +116,7 @@ def experts_kernel(
     expert = tl.load(experts + block).to(tl.int64)
     exists = pair < n_pairs
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = expert * (2 * D if GATED else D) + columns % D  # wraps around, so that loads need no mask
+    rows = expert * (2 * D if GATED else D) + columns % D  # columns past D wrap around, so loads need no mask
     steps = tl.arange(0, BLOCK_K)
     x_tile = x + (pair // TOP_K).to(tl.int64)[:, None] * H + steps[None, :]
     weight_tile = weight + rows[None, :] * H + steps[:, None]

@@ -40,17 +40,17 @@ def route(model: Model, tokens: int, skewed: bool, device: str) -> Tensor:
 
 
 class ExpertLayers:
-    """Distinct layers of experts with the same input: MGLU and SwiGLU of equal width, maybe with down projections.
+    """Distinct layers of experts with the same input: MGLU and SwiGLU of equal width, optionally with down projections.
 
     Args:
         model: the sizes.
         tokens: number of rows of the input.
-        skewed: as in `route`.
+        skewed: experts have unequal probabilities, as in `route`.
         weight_format: "dense", or a format with one scale per row.
         masks: numbers of masks.
         whole: the layers have down projections too.
-        dtype: of x and dense weights.
-        device: of all tensors.
+        dtype: dtype of x and dense weights.
+        device: device of all tensors.
         count: number of layers. By default, the experts in use of all layers together exceed `COLD_BYTES`, even with
             one mask.
 
@@ -58,8 +58,8 @@ class ExpertLayers:
         x: `[tokens, h]`.
         ids: chosen experts `[tokens, top_k]`, for each layer.
         expert_weights: `[tokens, top_k]`, for each layer.
-        both: SwiGLU's stored weights `[E, 2 d, h]` with gates above values, for each layer.
-        both_scales: scales `[E, 2 d]` of `both`, or None for dense weights.
+        both: SwiGLU's stored weights `[E, 2 d, h]` of E experts with gates above values, for each layer.
+        both_scales: scales `[E, 2 d]` of `both`, or None for dense weights, for each layer.
         weights, scales: MGLU's stored weights `[E, d, h]` and scales `[E, d]`, copies of SwiGLU's gates.
         packed: number of masks -> packed masks `[E, d, h / 8, n_masks]`, for each layer.
         down: dense weights `[E, h, d]` of the down projections, for each layer. Empty unless `whole`.
@@ -95,7 +95,7 @@ class ExpertLayers:
 
         self.both: list[Tensor] = []
         self.both_scales: list[Tensor | None] = []
-        for _ in range(count):  # quantize expert by expert: it takes several times the memory of the weight
+        for _ in range(count):  # quantizing takes much memory, so it runs expert by expert
             made = [self.format.quantize(random(2 * d, h)) for _ in range(experts)]
             scales = [scale for _, scale in made if scale is not None]
             self.both.append(torch.stack([stored for stored, _ in made]))
@@ -120,7 +120,7 @@ class ExpertLayers:
         return gate, value
 
     def _of_experts(self, i: int, width: int, result_of: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The results of all pairs, from `result_of(expert, pairs)`. Pair t K + k is the k-th expert of token t."""
+        """The results of all pairs, from `result_of(expert, pairs)`. Pair `t * top_k + k` is token t's k-th expert."""
         pairs = self.ids[i].flatten()
         result = torch.empty(len(pairs), width, dtype=torch.float64, device=pairs.device)
         for expert in pairs.unique().tolist():

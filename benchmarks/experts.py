@@ -1,8 +1,8 @@
-"""Times layers of experts, reads of the experts in use, and SwiGLU in its fastest forms.
+"""Times expert layers with MGLU and with SwiGLU in its fastest forms, and a kernel that only reads their weights.
 
 timeout 580 python -m benchmarks.experts experts_layer --out DIR [--resume]
 
-`python -m mglu_ops bench experts experts_fp8 experts_layer` measures the same.
+`python -m mglu_ops bench experts experts_fp8 experts_layer` measures all three tables.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Problem:
         model: the sizes.
         tokens: number of tokens.
         routing: a key of `ROUTINGS`.
-        weight_format: of the gated projection.
+        weight_format: format of the gated projection's weight.
         whole: also measure the down projection and the sum over a token's experts.
     """
 
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def is_first_of_shape(self) -> bool:
-        """True for a shape's first problem, at which forms that compile once for all numbers of tokens compile anew."""
+        """True for a model's first problem, for which `bench` discards the code compiled for other models."""
         return self.tokens == TOKENS[0] and self.routing == next(iter(ROUTINGS))
 
     def is_in(self, rows: Sequence[Row]) -> bool:
@@ -87,12 +87,12 @@ PROBLEMS = {
 
 
 def quick(name: str) -> list[Problem]:
-    """A small variant of a table's first problem, to see that everything works."""
+    """A small variant of a table's first problem, for a quick check."""
     return [replace(PROBLEMS[name][0], model=SMALL, tokens=16)]
 
 
 def our_variants(layers: ExpertLayers, whole: bool) -> dict[int, Variant]:
-    """Number of masks -> our operators."""
+    """Number of masks -> the variant that runs our operators."""
 
     def run(n_masks: int, i: int) -> Tensor:
         stored = layers.scales[i], layers.format.name
@@ -110,9 +110,9 @@ def our_variants(layers: ExpertLayers, whole: bool) -> dict[int, Variant]:
 
 
 def ceilings(layers: ExpertLayers, whole: bool) -> dict[int, Variant]:
-    """Number of masks -> a kernel that reads as many bytes as the experts in use have.
+    """Number of masks -> a kernel that reads as many bytes as the weights and masks of the experts in use.
 
-    A whole layer has W and the down projection, which together are as large as SwiGLU's two weights.
+    For a whole layer it reads SwiGLU's two weights, which are as large as W and the down projection together.
     """
     stored = layers.both if whole else layers.weights
     weights = [weight[:used] for weight, used in zip(stored, layers.used, strict=True)]
@@ -132,7 +132,7 @@ def launches(variant: Variant) -> int:
 
 
 def runs(variant: Variant) -> bool:
-    """True if torch runs the variant. Otherwise, print the error."""
+    """Run a variant once. If torch raises an error, print it and return False."""
     try:
         first_call(variant.name, lambda: variant.run(0))
     except RuntimeError as refusal:
@@ -176,9 +176,9 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
 
 
 def fastest_tile(variants: Sequence[Variant], timings: dict[str, Timing]) -> list[Variant]:
-    """The variants, with only the fastest tile of the Triton kernel.
+    """The variants without the slower tiles of the Triton kernel.
 
-    Tiles with wrong results stay too, so that somebody sees them.
+    Tiles with wrong results are kept, so that the result shows them.
     """
     tiles = [timings[one.name].microseconds for one in variants if one.name.startswith(TRITON)]
     least = min((time for time in tiles if not math.isnan(time)), default=0.0)

@@ -1,4 +1,4 @@
-"""Results as pandas frames, and frames as Markdown. Measuring does not import this module, nor pandas."""
+"""Results as pandas frames, and frames as Markdown. Measuring needs neither this module nor pandas."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pandas as pd
 from benchmarks.records import read_table
 
 EXTRA = ("chosen", "left_out", "peak_mb", "errors", "bits_repeat")
-"""Names in `Row.extra` that are columns of every frame, also where no row has them."""
+"""Keys of `Row.extra` that are columns of every frame, even if no row has them."""
 
 
 def load(results: Path, name: str) -> pd.DataFrame:
-    """The rows of `<name>.csv` in the folder of the results. The frame's `attrs` hold their environment.
+    """The rows of `<name>.csv` in a folder of results. The frame's `attrs` hold the facts at the head of the file.
 
     The frame has the columns of the file, except that each name in `extra` has a column of its own and `least` is
     called `microseconds`. Two columns are added: `layer`, such as `8192 x 2048`, and `rate`, in tokens per second.
@@ -46,7 +46,7 @@ def load(results: Path, name: str) -> pd.DataFrame:
 def fastest(rows: pd.DataFrame, prefix: str | tuple[str, ...], by: str | list[str]) -> pd.DataFrame:
     """The fastest correct row of each problem, among variants whose name begins with a prefix or one of several.
 
-    The columns `by` tell problems apart, and become the index.
+    The columns `by` identify a problem, and become the index.
     """
     found = rows[rows.variant.str.startswith(prefix) & rows.microseconds.notna()]
     return found.sort_values("microseconds", kind="stable").drop_duplicates(by).set_index(by).sort_index()
@@ -57,11 +57,11 @@ def swiglu_time(rows: pd.DataFrame) -> float:
     return float(rows.microseconds[rows.variant.str.startswith("SwiGLU")].min())
 
 
-# --- The text of a figure: empty where it is missing ------------------------------------------------------------------
+# --- Figures as text; a missing figure is an empty text ---------------------------------------------------------------
 
 
 def form(pattern: str) -> Callable[[float], str]:
-    """The function that formats a figure by a pattern."""
+    """A function that formats a figure by a pattern."""
     return lambda figure: "" if math.isnan(figure) else pattern.format(figure)
 
 
@@ -80,22 +80,22 @@ def duration(time: float) -> str:
 
 
 def speedup(theirs_over_ours: float) -> str:
-    """How many times as fast our variant is, in bold where it is slower than theirs."""
+    """A speed-up such as `1.25x`, in bold if our variant is slower than theirs."""
     return f"**{ratio(theirs_over_ours)}, slower**" if theirs_over_ours < 1 else ratio(theirs_over_ours)
 
 
 def share(ours_over_theirs: float) -> str:
-    """Our figure as a percentage of theirs, such as `64%`, in bold where ours is larger."""
+    """Our figure as a percentage of theirs, such as `64%`, in bold if ours is larger."""
     return form("**{:.0%}, more**" if ours_over_theirs > 1 else "{:.0%}")(ours_over_theirs)
 
 
 def many(count: int, thing: str) -> str:
-    """A number of things, such as "1 token" or "8 tokens"."""
+    """A count and its noun, such as "1 token" or "8 tokens"."""
     return f"{count} {thing}{'s' * (count > 1)}"
 
 
 def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "microseconds") -> pd.Series:
-    """A figure of each row as text. A row without a time gets the reason (`left_out`) instead, or "wrong"."""
+    """A figure of each row as text. For a row without a time, the text is its `left_out`, or else "wrong"."""
     cells = rows[column].map(form).astype(object)
     return cells.where(rows.microseconds.notna(), rows.left_out.astype(object).fillna("wrong"))
 
@@ -104,21 +104,24 @@ def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "
 
 
 def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: pd.Series) -> pd.DataFrame:
-    """A cell for each row at its line and its column. Lines and columns are in the order of the rows."""
+    """Arrange `cells`, one for each of `rows`, in a frame.
+
+    Values of the columns `lines` become the index, and values of the column `columns` the columns, in their order.
+    """
     return rows.assign(cell=cells).pivot_table("cell", lines, columns, aggfunc="first", sort=False)
 
 
 def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
-    """A table from the cells of its head and its lines."""
+    """A Markdown table from the cells of its head and its lines."""
     head = list(head)
     every: list[Sequence[object]] = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in every)
 
 
 def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
-    """A table of a frame, which may be given as its columns by name. The levels of its index are the first columns.
+    """A Markdown table of a frame, or of columns by name. The levels of the index are the first columns.
 
-    `corner` is the name of the first column. A column of the frame whose name is a number is for so many masks.
+    `corner` is the heading of the first column. An int as a name of a column is a number of masks.
     """
     cells = pd.DataFrame(cells)
     levels = ["n_m" if name == "n_masks" else name for name in cells.index.names[1:]]
@@ -130,13 +133,13 @@ def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
 Parts: TypeAlias = Callable[[pd.DataFrame], Iterable[str]]
 """Makes the parts of a table from the rows of a result."""
 TABLES: dict[str, Callable[[Path], str]] = {}
-"""Name of a table -> the function that makes it from the folder of the results. `table` enters most of the tables."""
+"""Name of a table -> the function that makes it from a folder of results. `table` adds to this dict."""
 
 
 def table(*names: str, result: str | None = None) -> Callable[[Parts], Parts]:
-    """Enter a function in `TABLES` under each name; `result` names the CSV file if its name differs.
+    """Add the decorated function to `TABLES` under each name; `result` names the CSV file if its name differs.
 
-    The table stands below a line that says where, with which torch and at which commit it was measured.
+    A line above the table states the file, the device, torch's version and the commits.
     """
 
     def enter(parts: Parts) -> Parts:

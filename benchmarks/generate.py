@@ -46,8 +46,8 @@ PROTOCOL = (
     "the logits after the prompt, of packed against naive masks"
 )
 MAX_DISTANCE = 0.1
-"""Allowed relative distance between the logits with packed and with naive masks. Both round to bfloat16 in every layer.
-Wrong masks give a distance of about 1."""
+"""Allowed relative distance between the logits with packed and with naive masks. The two differ because both round to
+bfloat16 in every layer. Wrong masks give a distance of about 1."""
 LLAMA = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -85,7 +85,7 @@ def packed(module: PlainMGLU) -> nn.Module:
 
 
 class Form(NamedTuple):
-    """A form of the model. It may have packed masks, the fusion pass, and `triton.enable_pdl` set by hand."""
+    """A form of the model: with packed masks or not, the fusion pass or not, Inductor's `triton.enable_pdl` or not."""
 
     name: str
     packed: bool = False
@@ -112,7 +112,7 @@ class Problem:
 
     @property
     def variants(self) -> list[tuple[Form, int]]:
-        """All forms with their numbers of masks. SwiGLU has 0."""
+        """All forms with their numbers of masks, 0 for SwiGLU."""
         return [(form, 0) for form in SWIGLU] + [(form, n_masks) for n_masks in self.masks for form in MGLUS]
 
     def is_in(self, rows: Sequence[Row]) -> bool:
@@ -124,7 +124,7 @@ PROBLEMS = [*(Problem("Llama-3.2 1B", batch, (1, 4)) for batch in (1, 8, 32)), P
 
 
 def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
-    """A model with random weights in bfloat16. `n_masks` 0 is SwiGLU."""
+    """A model with random weights in bfloat16. With `n_masks` 0 it has SwiGLU."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def model_of(config: Any, n_masks: int, form: Form, device: str) -> Any:
             for layer in model.model.layers:
                 mlp = PlainMGLU(config.hidden_size, config.intermediate_size, n_masks)
                 layer.mlp = mlp.to(torch.bfloat16).requires_grad_(False)
-                if form.packed:  # freeze layer by layer, because the logits of all layers need much memory
+                if form.packed:  # freeze layer by layer, so that mask logits of only one layer take memory
                     mglu_ops.freeze(layer, replace={PlainMGLU: packed})
     return model
 

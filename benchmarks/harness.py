@@ -57,7 +57,7 @@ class Captured(GraphTimer):
         self.error, self.budget = float("nan"), float("inf")
 
     def replay(self) -> None:
-        """Run all layers once. A reference to this bound method keeps the layers alive; one to the graph does not."""
+        """Run all layers once. Unlike a reference to the graph, one to this bound method keeps the layers alive."""
         self.graph.replay()
 
     def check(self, dtype: torch.dtype) -> None:
@@ -84,7 +84,7 @@ class Captured(GraphTimer):
 def relative_error(output: Tensor | None, expected: Tensor) -> float:
     """The relative error of `mglu_ops.accuracy`, but infinite if the output is missing or has NaN.
 
-    A missing output thus exceeds every budget, also after taking the maximum of several errors.
+    NaN would be no error, because `NaN > budget` is false, and `max` may drop NaN.
     """
     error = float("nan") if output is None else accuracy.relative_error(output, expected)
     return float("inf") if math.isnan(error) else error
@@ -98,7 +98,7 @@ def capture(variant: Variant) -> Captured:
     def warm_up() -> None:
         with torch.cuda.stream(stream):
             for _ in range(2):
-                variant.run(0)  # compiles, loads and warms up outside the graph
+                variant.run(0)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
 
@@ -115,7 +115,7 @@ def measure(
     """Check variants against the error budget of `dtype`, and time them together with `time_graphs`.
 
     Returns:
-        Name of a variant -> its timing.
+        The timing of each variant, by name.
     """
     captured = [capture(variant) for variant in variants]
     for one in captured:

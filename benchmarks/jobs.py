@@ -1,4 +1,4 @@
-"""The table of jobs in README.md: which layer to take, what it gains over SwiGLU, and what it costs."""
+"""The table in README.md of jobs, such as serving: the layer to take, its gain over SwiGLU, and its cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def jobs(results: Path) -> str:
     """The table, with a row for each job."""
 
     def gain(name: str, query: str, *tokens: int, ours: str = "mglu", n_masks: int = 1) -> str:
-        """The speed of our fastest variant relative to the fastest SwiGLU, for each number of tokens."""
+        """The speed-ups of our fastest variant over the fastest SwiGLU as text, one for each number of tokens."""
         rows = load(results, name)
         each = [rows.query(f"{query} and tokens == {number}") for number in tokens]
         return ", ".join(_ratio(problem, ours, n_masks) for problem in each)

@@ -36,10 +36,10 @@ def mglu(x: Tensor, weight: Tensor, packed: Tensor) -> Tensor:
 
 
 class Layers:
-    """Distinct layers of one shape. An MGLU layer has one weight and masks. A SwiGLU layer has two of the weights.
+    """Distinct random layers of one shape. An MGLU layer has one weight and masks.
 
-    There are `count` MGLU layers. By default, the layers and their results take more than a gigabyte. x and dense
-    weights have `dtype`.
+    There are `count` MGLU layers. A SwiGLU layer takes the weights of two of them. By default, the layers and their
+    results take more than a gigabyte, so weights do not come from a cache. x and dense weights have `dtype`.
 
     Attributes:
         x: input `[tokens, h]` of all layers.

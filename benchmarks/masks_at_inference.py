@@ -33,9 +33,9 @@ class Way(NamedTuple):
 
     Attributes:
         backend: the backend of torch.compile, or None for eager mode.
-        packed: words for the table that say when masks are computed from logits, or packed.
+        packed: text for the table that says when masks are computed from logits or packed.
         frozen: `mglu_ops.freeze` freezes the model first.
-        freezing: Inductor freezes the graph.
+        freezing: Inductor's option `freezing`, which computes constants when the model is compiled.
     """
 
     backend: str | Callable[..., Any] | None
@@ -54,7 +54,7 @@ WAYS = {
 
 
 def times_of(model: NaiveMGLU, x: Tensor, way: Way, rounds: int) -> tuple[list[float], Tensor]:
-    """Microseconds of each call, and the result."""
+    """Microseconds of each call after five warm-up calls, and the result."""
     torch._dynamo.reset()
     call: Callable[[Tensor], Tensor] = model
     if way.backend is not None:

@@ -14,7 +14,7 @@ TOKENS = FEATURES
 """Number of tokens of models with masked activations: equal to FEATURES, so that activations have a weight's shape."""
 NODES_PER_STEP = 3
 
-# Steps of a chain of elementwise operators, each of `NODES_PER_STEP` nodes. Values stay finite in long chains.
+# Each step is `NODES_PER_STEP` elementwise nodes of a graph. Values stay finite in long chains of steps.
 STEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "tanh": lambda h: h + 0.1 * torch.tanh(h),
     "silu": lambda h: h - 0.1 * F.silu(h),
@@ -23,7 +23,7 @@ STEPS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator] # it has no types
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator] # torch does not annotate it
 def unknown(h: Tensor) -> Tensor:
     """A call whose effects the pass does not know. It might write to its argument and return it."""
     return h + 1
@@ -137,7 +137,7 @@ class UNet(nn.Module):
 
 
 class PaddedMLP(nn.Module):
-    """A residual MLP. A mask of the activations sets padding to 0 before and after the MLP."""
+    """A residual MLP. A mask sets the activations of padding to 0 before and after the MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class MaskedTanh(nn.Module):
 
 
 class MaskedTanhStep(nn.Module):
-    """Two elementwise operators without weights. A stack of them has no matrix product before its end."""
+    """Two elementwise operators without weights. A stack of these layers has no matrix product before the last one."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return torch.tanh(x * mask)

@@ -1,4 +1,4 @@
-"""Times the overhead of a call besides the GPU's work: host time of each call, and the first use of a kernel.
+"""Times what a call costs besides the GPU's work: host time of every call, and the first use of a kernel.
 
 Host time: a round times 100 calls of a small layer, and waits for the GPU only afterwards.
 
@@ -50,7 +50,7 @@ def layer(tokens: int, d: int, h: int, n_masks: int) -> tuple[Tensor, Tensor, Te
 
 
 def host_times(call: Callable[[], object], rounds: int) -> list[float]:
-    """The host time per call in microseconds, for each round."""
+    """The host time per call in microseconds, for each round after `WARMUP_ROUNDS`."""
     times = []
     for _ in range(WARMUP_ROUNDS + rounds):
         torch.cuda.synchronize()
@@ -107,7 +107,7 @@ def first_use(tokens: int, n_masks: int, cache: Path) -> tuple[str, float]:
 
 
 def first_use_rows(processes: int, at_once: int) -> list[Row]:
-    """Measure each kernel cold and warm, always in new processes. `at_once` processes run side by side."""
+    """Time the first call of each kernel, cold and warm, in new processes. Up to `at_once` of them run side by side."""
 
     def times_of(use: tuple[int, int]) -> tuple[str, list[float], list[float]]:
         cold, warm = [], []
@@ -128,7 +128,7 @@ def first_use_rows(processes: int, at_once: int) -> list[Row]:
 
 
 def run(out: Path, rounds: int = 200, processes: int = 2, at_once: int = 4) -> list[Row]:
-    """Measure `overheads.csv`. Each first use runs in `processes` processes. `at_once` of all processes run at once."""
+    """Measure `overheads.csv`. `processes` is the number of cold and of warm processes for each first use."""
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
     parts = {"host time": partial(host_rows, rounds), "first use": partial(first_use_rows, processes, at_once)}
     return measure(list(parts), lambda name: parts[name](), out, "overheads", protocol)

@@ -1,4 +1,4 @@
-"""Times a layer in an exported package. torch's proxy executor or the shim calls it, or its code is in the package.
+"""Times layers of exported packages, called by torch's proxy executor or the shim, or compiled into the package.
 
 python -m benchmarks.packages --out benchmarks/results [--device cuda]
 """
@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shim": {"shim": True},
     "composite, in the package": {"backend": "composite"},
 }
-"""Name of a variant -> its arguments of `mglu_ops.export`."""
+"""Name of a variant -> its arguments to `mglu_ops.export`."""
 
 
 class Chain(nn.Module):

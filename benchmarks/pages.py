@@ -11,15 +11,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks import frames, jobs, summary, tables, tables_train  # noqa: F401 (the last two enter their tables in frames)
+from benchmarks import frames, jobs, summary, tables, tables_train  # noqa: F401 (imports that register tables)
 from benchmarks.learning import comparisons, formats
 from benchmarks.learning import tables as learning
 
 ROOT = Path(__file__).parents[1]
 EVERY_TABLE = ROOT / "benchmarks" / "results" / "tables.md"
-"""The page of the tables that stand on no other page."""
+"""Page for the tables that no other page shows."""
 FOLDERS = ("benchmarks", "compile_passes", "csrc", "mglu_ops")
-"""Folders that are searched for pages, besides the root itself."""
+"""Folders that are searched for pages. Pages in the root itself are found too."""
 TABLES: dict[str, Callable[[Path], str]] = {
     "jobs": jobs.jobs,
     **summary.TABLES,
@@ -28,7 +28,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "learning_formats": formats.table,
     **comparisons.TABLES,
 }
-"""Name of a table to the function that makes it from the folder of the results."""
+"""Name of a table -> the function that makes it from a folder of results."""
 MARKED = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
 
@@ -62,9 +62,9 @@ def fill_pages(results: Path) -> list[Path]:
 
 
 def write_tables(out: Path) -> Path:
-    """Write `tables.md` into another folder of results: the committed page, with the tables of the results there.
+    """Write `tables.md` into a folder of results: a copy of the committed page with the tables of that folder.
 
-    Tables that otherwise stand on other pages follow under their names.
+    Tables that only other pages show follow, each under its name. Sections without results are left out.
 
     Raises:
         FileNotFoundError: the folder has no result of any table.

@@ -1,4 +1,4 @@
-"""Plots of the results, drawn from nothing but the CSV files, so that the same files give the same bytes."""
+"""Plots of the results. They depend on nothing but the CSV files, so the same files give the same bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 5.0
-"""Width of a plot in inches. A phone shows this width without making the text smaller."""
+"""Width of a panel in inches. Phones show this width without shrinking the text."""
 RC: Any = {
     "font.size": 9,
     "axes.grid": True,
@@ -27,18 +27,18 @@ RC: Any = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": 9,
-    "figure.facecolor": "white",  # also where the page is dark
+    "figure.facecolor": "white",  # keeps dark text readable on dark pages
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "legend.fontsize": 8,
     "lines.markersize": 5,
-    "svg.fonttype": "none",  # text stays text
+    "svg.fonttype": "none",  # text is stored as text, not as outlines
     "svg.hashsalt": "mglu_ops",
 }
 
 
 class Style(NamedTuple):
-    """A colour of Okabe and Ito's palette, which is safe for the colour-blind, and a marker and a line style."""
+    """A colour of Okabe and Ito's palette, which is safe for the colour-blind, with a marker and a line style."""
 
     color: str
     marker: str
@@ -49,7 +49,7 @@ CEILING = Style("#000000", "", "--")
 CUDA = Style("#0072B2", "o")
 TRITON = Style("#009E73", "s")
 THIN: Any = {"color": CEILING.color, "linestyle": CEILING.linestyle, "linewidth": 1}
-"""The line of a ratio of 1."""
+"""Style of a line that marks a ratio of 1."""
 SWIGLU = Style("#CC79A7", "", "-.")
 COMPILED = Style("#E69F00", "^")
 EAGER = Style("#D55E00", "v")
@@ -57,7 +57,7 @@ BY_MASKS = {1: CUDA, 2: Style("#56B4E9", "P"), 4: COMPILED, 8: TRITON, 16: EAGER
 
 
 def figure_of(panels: int, height: float, sharex: bool = True, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure and its panels, from top to bottom or in several columns. Each panel has a height in inches."""
+    """A figure and its panels, row by row. `height` is the height of a panel in inches."""
     from matplotlib.figure import Figure
 
     lines = panels // columns
@@ -73,7 +73,7 @@ def draw_line(axes: Axes, label: str, style: Style, points: Iterable[tuple[float
 
 
 def powers_of_two(axes: Axes, label: str, ticks: Iterable[int]) -> None:
-    """Give ticks to an axis of numbers of masks or tokens. It leaves out 0, the number of masks of other layers."""
+    """Make the x axis logarithmic, with a tick for each number in `ticks` except 0 (layers without masks)."""
     ticks = sorted({*ticks} - {0})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, map(str, ticks))
@@ -81,7 +81,7 @@ def powers_of_two(axes: Axes, label: str, ticks: Iterable[int]) -> None:
 
 
 def draw_legend(figure: Figure, axes: Axes) -> None:
-    """Draw one legend below all panels, with the labels of a panel."""
+    """Draw one legend below all panels, with the labels of the panel `axes`."""
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
@@ -103,7 +103,7 @@ def latency_by_masks(rows: pd.DataFrame) -> Figure:
 
 
 def speedup_over_swiglu(rows: pd.DataFrame) -> Figure:
-    """The time of the fastest SwiGLU divided by ours, by number of tokens, with a panel for each shape."""
+    """The speed-up over the fastest SwiGLU by number of tokens, with a panel for each shape."""
     ours = chosen(rows, swiglu=("SwiGLU", ["layer", "tokens"]))
     speedup = (ours.swiglu / ours.microseconds).dropna()
     layers = rows.layer.unique()
@@ -120,13 +120,14 @@ def speedup_over_swiglu(rows: pd.DataFrame) -> Figure:
 
 
 def roofline(rows: pd.DataFrame) -> Figure:
-    """The rate by operations per byte, for each number of masks and tokens, with a panel for each shape.
+    """The rate in TFLOP/s over the FLOP per byte: a line for each number of masks, and a panel for each shape.
 
-    The roofs are the highest rate at which the kernel of the read ceiling reads, and the rate of the library's GEMMs.
+    The sloped roof is the highest rate at which the kernel of the read ceiling reads. The flat roof is the rate of
+    `ceiling.gemm`.
     """
-    products = 2 * (rows.n_masks + 1) * rows.tokens  # operations for each element of W
+    products = 2 * (rows.n_masks + 1) * rows.tokens  # FLOP per element of W
     rows = rows.assign(
-        intensity=products / (2 + rows.n_masks / 8),  # operations a byte of W and masks
+        intensity=products / (2 + rows.n_masks / 8),  # FLOP per byte of W (16 bits) and masks
         teraflops=1e-6 * products * rows.out_features * rows.in_features / rows.microseconds,
     )
     layers = rows.groupby("layer", sort=False)
@@ -150,7 +151,7 @@ def roofline(rows: pd.DataFrame) -> Figure:
 
 
 def draw_bars(axes: Axes, figures: pd.DataFrame, labels: pd.DataFrame) -> None:
-    """Draw a group of labelled bars for each line of a frame, whose columns are numbers of masks; 0 is SwiGLU."""
+    """Draw a group of bars for each row of `figures`, with a bar for each column: a number of masks, 0 for SwiGLU."""
     height = 0.8 / figures.shape[1]
     for i, (n_masks, column) in enumerate(figures.items()):
         places = [line + (i - (figures.shape[1] - 1) / 2) * height for line in range(len(figures))]
@@ -218,7 +219,7 @@ def draw(results: Path, out: Path) -> list[Path]:
 
 
 def save(picture: Callable[..., Figure], rows: Sequence[Any], path: Path, source: str | None = None) -> Path:
-    """Draw a picture of `rows` into an SVG file. Its metadata name the source and nothing that may change."""
+    """Draw a picture of `rows` into an SVG file. Its metadata name the source but no date and no version."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)

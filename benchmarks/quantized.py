@@ -16,7 +16,7 @@ from mglu_ops.formats import FORMATS, WeightFormat
 from mglu_ops.nn import GLU
 
 Weights = tuple[Tensor, ...]
-"""The tensors of one layer."""
+"""The weights and scales of one layer."""
 
 
 def decoded_swiglu(
@@ -33,7 +33,7 @@ def row_scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def row_scaled_swiglu(x: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor) -> Tensor:
-    """SwiGLU with one scale per row, which multiplies the products instead of the weights."""
+    """SwiGLU with one scale per row. The scales multiply the products instead of the weights."""
     return F.silu(row_scaled(x, gate, gate_scale)) * row_scaled(x, up, up_scale)
 
 
@@ -63,8 +63,8 @@ def int4_swiglu(x: Tensor, both: Tensor, scales: Tensor) -> Tensor:
 
 def int4_packed(weight: Tensor, scale: Tensor) -> Weights:
     """Convert the weight and scales of `int4_group` to the layout of torch's kernel for int4."""
-    swapped = (weight << 4) | (weight >> 4)  # torch has even columns in the upper four bits
-    zeros = torch.zeros_like(scale)  # torch stores w + 8 too, and adds a zero point to the scaled weight
+    swapped = (weight << 4) | (weight >> 4)  # torch stores even columns in the upper four bits
+    zeros = torch.zeros_like(scale)  # both formats store w + 8; torch adds a zero point to the scaled weight
     return torch._convert_weight_to_int4pack(swapped, 8), torch.stack((scale, zeros), -1).transpose(0, 1).contiguous()
 
 

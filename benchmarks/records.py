@@ -1,7 +1,7 @@
 """Result tables: their rows, and the CSV files that hold them.
 
-A result is one file, `<name>.csv`. Its first lines start with `#` and say what the figures depend on besides the code
-(commit, device, versions, protocol), one `# name: value` a line. The table follows, with its column names first.
+A result is one file, `<name>.csv`. Its first lines have the form `# name: value` and state the commit, the device, the
+versions and the protocol. The table follows, with its column names first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Row:
         out_features: rows of the weight.
         in_features: columns of the weight.
         n_masks: number of masks; 0 for a layer without masks.
-        dtype: of x and the weight.
+        dtype: dtype of x and the weight.
         microseconds: median time per layer, or per call; NaN if the result was wrong, or nothing was measured.
         spread: distance between the quartiles of the times, in microseconds.
         fraction_of_ceiling: time of the read ceiling divided by this row's time; NaN if there is no read ceiling.
@@ -76,7 +76,7 @@ class Row:
         budget: float = math.inf,
         extra: dict[str, object] | None = None,
     ) -> Row:
-        """The row of some times in microseconds. Its time is NaN without times, or if the error exceeds the budget."""
+        """Build a row from times in microseconds. Its time is NaN if `times` is empty or `error` exceeds `budget`."""
         median, spread = summarise(times) if times else (math.nan, math.nan)
         problem = case, variant, tokens, *shape, n_masks, str(dtype).removeprefix("torch.")
         return cls(*problem, math.nan if error > budget else median, spread, error=error, extra=extra or {})
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The columns that tell a row of a result from all others."""
+        """The values that identify a row within a result."""
         return self.case, self.variant, self.tokens, self.shape, self.n_masks, self.dtype, self.extra.get("compilation")
 
     @property
@@ -124,7 +124,7 @@ def version(distribution: str) -> str:
 
 
 def environment(protocol: str) -> dict[str, str]:
-    """What a result depends on: the code's commit and the conditions. The head of every table lists these facts."""
+    """The facts at the head of every result: the commit, the device, versions and the protocol."""
     git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     return {
         # In a copy of the code without git history, MGLU_COMMIT names the commit.
@@ -141,7 +141,8 @@ def environment(protocol: str) -> dict[str, str]:
 def write(rows: Iterable[Row], out: Path, name: str, facts: str | Mapping[str, str]) -> None:
     """Write rows, at least one, to `<name>.csv` in a folder. Floats have six digits.
 
-    `facts` are the environment of the rows. For rows that this process has measured, the protocol is enough.
+    `facts` is the environment in which the rows were measured. If this process measured them, `facts` may be the
+    protocol alone.
     """
     table = [
         {column: float(f"{value:.6g}") if isinstance(value, float) else value for column, value in asdict(row).items()}
@@ -163,7 +164,7 @@ def write_table(table: Sequence[Mapping[str, Any]], environment: Mapping[str, st
 
 
 def write_whole(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Write a file by a function of a path. If the process is killed, the file is complete or not there at all."""
+    """Call `write_to` with a temporary path and rename the result to `path`, so that `path` is never half written."""
     temporary = path.with_name(f"{path.name}.tmp")
     write_to(temporary)
     temporary.replace(path)
@@ -186,7 +187,7 @@ def read_table(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
 
 
 def read(out: Path, name: str) -> list[Row]:
-    """The rows of `<name>.csv`, as `write` left them; none if there is no such table."""
+    """The rows of a `<name>.csv` that `write` wrote; an empty list if there is no such file."""
     path = out / f"{name}.csv"
     lines = read_table(path)[1] if path.is_file() else []
     kinds: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
@@ -195,7 +196,7 @@ def read(out: Path, name: str) -> list[Row]:
 
 
 def parser_of(about: str, resume: bool = False) -> argparse.ArgumentParser:
-    """A parser with the options that the commands of benchmarks share: `--out` and, for `measure`, `--resume`."""
+    """A parser with the option `--out`, which all benchmarks have, and `--resume` for benchmarks that can resume."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     if resume:
@@ -212,9 +213,10 @@ def measure(
     protocol: str,
     resume: bool = False,
 ) -> list[Row]:
-    """Measure problem by problem. After each, print its rows and write all rows so far: a command may be stopped.
+    """Measure the problems in turn, each with `bench`.
 
-    With `resume`, the rows of a result that is in the folder stay, and problems with `is_in(rows)` are left out.
+    After each problem, its rows are printed and all rows so far are written, so a command that is stopped loses little.
+    With `resume`, the rows of an existing `<name>.csv` are kept, and problems whose `is_in(rows)` is true are skipped.
 
     Returns:
         All rows of the result.

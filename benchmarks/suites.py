@@ -56,7 +56,7 @@ class Suite(NamedTuple):
     Attributes:
         about: what the suite shows, in a line.
         run: takes the folder of the results, writes the suite's results into it, and returns the rows that it measured.
-        quick: as `run`, but for a small problem, to see that everything works. Its times mean little.
+        quick: like `run`, but only for a small problem. It checks that the suite works; its times mean little.
         needs: the packages that the suite needs; `GPU` stands for a CUDA GPU and the package for its kernels.
     """
 
@@ -80,7 +80,7 @@ def _experts(name: str, about: str) -> dict[str, Suite]:
 
 def _tables(out: Path) -> Sequence[Row]:
     """Fill the pages from the committed results. For another folder of results, write all tables into that folder."""
-    from benchmarks import pages  # with pandas, which measuring does not need
+    from benchmarks import pages  # imports pandas, which measuring does not need
 
     changed = pages.fill_pages(out) if out.resolve() == RESULTS.resolve() else [pages.write_tables(out)]
     print(*changed, sep="\n")
@@ -209,13 +209,13 @@ def listing() -> str:
 
 
 def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
-    """Run the suites of these names, or all, with `out` as the folder for results and plots.
+    """Run the named suites, or all that can run here. `out` is the folder for results and plots.
 
     Returns:
         The number of rows whose result was wrong.
 
     Raises:
-        SuiteError: as in `select`; or results are missing from which tables or plots are made.
+        SuiteError: for the reasons that `select` gives, or if results for tables or plots are missing.
     """
     wrong: list[Row] = []
     for name, suite in select(names).items():

@@ -78,11 +78,11 @@ def cell(ours: float, swiglu: float, naive: float, form: Callable[[float], str] 
 def line(
     label: str, rows: pd.DataFrame, ours: str = "mglu", naive: str = NAIVE, column: str = "microseconds"
 ) -> list[str]:
-    """A line for one problem at several numbers of masks.
+    """The cells of one problem's row: label, fastest SwiGLU, and our figure for each number of masks.
 
     `ours` and `naive` are prefixes of variant names. If the dispatch chose one of our variants, only that one counts.
-    `column` is "microseconds" or "peak_mb", and is taken from the fastest variants. Some results have a SwiGLU for each
-    number of masks, and others have one SwiGLU for all numbers.
+    `column` is "microseconds" or "peak_mb", and is taken from the fastest variants. If a result has no SwiGLU for a
+    number of masks, the least SwiGLU of any number counts.
     """
     form = duration if column == "microseconds" else "{:.0f} MB".format
     chosen = rows[rows.chosen] if rows.chosen.any() else rows
@@ -107,4 +107,4 @@ def summary(name: str, results: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {name: partial(summary, name) for name in WORK}
-"""Name of a table to the function that makes it from the folder of the results."""
+"""Name of a table -> the function that makes it from a folder of results."""

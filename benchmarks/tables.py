@@ -18,14 +18,14 @@ ONE_TOKEN = {
     "naive, best of torch.compile": "naive compiled",
     "naive, eager": "naive eager",
 }
-"""Label of a line -> the beginning of the names of its variants."""
+"""Label of a line -> the prefix of its variants' names."""
 PAPER = Path(__file__).with_name("paper.csv")
 MODEL_OF = {f"{sizes.intermediate} x {sizes.hidden}": name for name, sizes in MODELS.items()}
-"""Size of a gated projection -> the name of the model with that size in `decode_model`."""
+"""Size of a gated projection -> the model in `decode_model` with layers of that size."""
 
 
 def one_token_times(rows: pd.DataFrame) -> pd.DataFrame:
-    """The least microseconds of one layer, with a line for each number of masks and a column for each label."""
+    """The least microseconds per layer: a row for each number of masks, and a column for each label."""
     columns = {label: fastest(rows, prefix, "n_masks").microseconds for label, prefix in ONE_TOKEN.items()}
     found = pd.DataFrame(columns, index=sorted({*rows.n_masks} - {0}))
     return found.dropna(axis=1, how="all").assign(**{"SwiGLU, fastest": swiglu_time(rows)})
@@ -33,18 +33,18 @@ def one_token_times(rows: pd.DataFrame) -> pd.DataFrame:
 
 @table("one_token", "sustained")
 def one_token(rows: pd.DataFrame) -> Iterator[str]:
-    """Microseconds per layer, shape by shape; lines are variants, columns numbers of masks."""
+    """Microseconds per layer: a table for each shape, with variants as rows and numbers of masks as columns."""
     for layer, here in rows.groupby("layer", sort=False):
         yield grid(f"{layer}, us", one_token_times(here).map(us).T)
 
 
 @table("paper", result="one_token")
 def paper(rows: pd.DataFrame) -> Iterator[str]:
-    """The paper's two tables as one, with the times of our GPU beside those of the paper's."""
+    """The paper's table of each layer, with our GPU's times in lines below the paper's."""
     variants = {"CUDA": "mglu cuda", "Triton": "mglu triton", "Torch": "naive eager", "GLU": "SwiGLU eager"}
     printed = pd.read_csv(PAPER, comment="#").set_index("n_m")
     printed["GPU"] += ", paper"
-    printed[[*variants]] *= 1000  # milliseconds
+    printed[[*variants]] *= 1000  # from milliseconds to microseconds
     for layer, here in rows.groupby("layer", sort=False):
         ours = pd.DataFrame({label: fastest(here, name, "n_masks").microseconds for label, name in variants.items()})
         ours = ours.assign(GLU=ours.GLU.min(), GPU=f"**{rows.attrs['device']}**").dropna()
@@ -58,10 +58,10 @@ def paper(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def chosen(rows: pd.DataFrame, **others: tuple[str, list[str]]) -> pd.DataFrame:
-    """The rows that the dispatch chose, by problem.
+    """The rows of the backend that the dispatch chose, indexed by `PROBLEM`.
 
-    `others` maps the name of a further column to a prefix and some columns. The further column holds the least
-    microseconds of the variants that begin with the prefix, among the rows with the same values in these columns.
+    Each argument `name=(prefix, columns)` adds a column `name`. For each row it holds the least microseconds of the
+    variants that begin with `prefix`, among the rows that agree with this row in `columns`.
     """
     ours = rows[rows.chosen]
     for name, (prefix, columns) in others.items():
@@ -93,7 +93,7 @@ def routes(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("tokens")
 def floors(rows: pd.DataFrame) -> Iterator[str]:
-    """Times of the chosen backend by tokens and masks, also as multiples of the floor."""
+    """Times of the chosen backend by tokens and masks, also as multiples of the floor (`ceiling.floor`)."""
     ours = chosen(rows, floor=("floor", PROBLEM))
     cells = (shown(ours) + ", " + (ours.microseconds / ours.floor).map(ratio)).unstack("n_masks")
     for layer in rows.layer.unique():
@@ -102,10 +102,10 @@ def floors(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("formats")
 def formats(rows: pd.DataFrame) -> Iterator[str]:
-    """Layers with weights in 8 and 4 bits: us, the share of reading, and how many times as fast as the fastest SwiGLU.
+    """Layers with weights in 8 and 4 bits: us, fraction of the read ceiling, and speed-up over the fastest SwiGLU.
 
-    An fp8 layer is compared with the fastest SwiGLU in any form of fp8. A layer in another format is compared with the
-    fastest SwiGLU in the same format.
+    A layer in `fp8_row` or `fp8_block` is compared with the fastest SwiGLU in either of them. A layer in any other
+    format is compared with the fastest SwiGLU in its own format.
     """
     problem = ["layer", "tokens", "kind"]
     rows["kind"] = rows.case.replace({"fp8_row": "fp8", "fp8_block": "fp8"})
@@ -123,8 +123,8 @@ def activations(rows: pd.DataFrame) -> Iterator[str]:
     """Layers with x in fp8: microseconds, two ratios to cuBLAS, and the speed-up over the same layer with 16-bit x.
 
     Each ratio divides our time by that of n_masks + 1 fp8 GEMMs. The GEMMs of the first ratio promote their sums to
-    float32, as our kernels do. The GEMMs of the second ratio use fast accumulation. Both weight formats have the same
-    GEMMs.
+    float32, as our kernels do. The GEMMs of the second ratio use fast accumulation. Layers in `fp8_block` are
+    compared with the GEMMs of `fp8_row`.
     """
     problem = ["layer", "tokens", "case", "n_masks"]
     times = {name: here.set_index(problem).microseconds for name, here in rows.groupby("variant")}
@@ -143,8 +143,8 @@ def activations(rows: pd.DataFrame) -> Iterator[str]:
 def experts(rows: pd.DataFrame) -> Iterator[str]:
     """Layers of experts, with a line for each number of tokens.
 
-    A cell has the microseconds, the launches if they were counted, the time as a multiple of the read ceiling, and how
-    many times as fast it is as the fastest SwiGLU.
+    A cell has the microseconds, the launches if they were counted, the time as a multiple of the read ceiling, and the
+    speed-up over the fastest SwiGLU.
     """
     rows["cell"] = shown(rows)
     if "launches" in rows:
@@ -172,7 +172,7 @@ def models(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def title(layer: str, sequences: int) -> str:
-    """The name of the model with such layers in `decode_model`, and a number of sequences."""
+    """A title such as `Llama-3.1 8B, 8 sequences`, from the size of the model's layers."""
     return f"{MODEL_OF.get(layer, layer)}, {many(sequences, 'sequence')}"
 
 
@@ -203,21 +203,21 @@ def generate(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("masks_at_inference", result="masks_at_inference_cuda")
 def masks_at_inference(rows: pd.DataFrame) -> Iterator[str]:
-    """Microseconds per call, by the way in which a naive layer is fused."""
+    """Microseconds per call of a naive layer, for each way to fuse it."""
     cells = in_order(rows, ["variant", "packed"], "n_masks", shown(rows))
     yield grid("us a call", cells.rename_axis(index={"packed": "masks are made or packed"}))
 
 
 @table("overheads")
 def overheads(rows: pd.DataFrame) -> Iterator[str]:
-    """Host time per call, and the first call of a kernel in a process."""
+    """The host's microseconds per call, and the microseconds of a kernel's first call in a process."""
     rows = rows.set_index(["variant", "tokens", "n_masks"])
     for case, here in rows.groupby("case", sort=False):
         yield grid(case, {"us": shown(here), "spread, us": here.spread.map(us)})
 
 
 def with_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `is_one`, true if one rank ran, and `one`, the microseconds of one rank for the same work."""
+    """Add two columns: `is_one`, true if one rank ran, and `one`, the microseconds of one rank for the same work."""
     problem = ["layer", "case", "tokens", "n_masks"]
     rows = rows.assign(is_one=rows.variant == rows.variant.iloc[0])
     return rows.join(rows[rows.is_one].set_index(problem).microseconds.rename("one"), on=problem)
@@ -225,7 +225,7 @@ def with_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
 
 @table("tensor_parallel")
 def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
-    """Microseconds per layer on one rank and on several, and how many times as fast several ranks are."""
+    """Microseconds per layer on one rank and on several, and the speed-up of several ranks over one."""
     several = with_one_rank(rows).query("not is_one").sort_values("tokens", kind="stable")
     gain = (several.one / several.microseconds).map(speedup).where(several.microseconds.notna(), "")
     cell = several.one.map(us) + ", " + shown(several) + ": " + gain
@@ -236,7 +236,7 @@ def tensor_parallel(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("parallelism", result="tensor_parallel")
 def parallelism(rows: pd.DataFrame) -> Iterator[str]:
-    """The fastest way on one rank or several, for each layer and number of tokens, and its gain over one rank."""
+    """The fastest variant for each layer and number of tokens, on one rank or several, and its gain over one rank."""
     problem = ["layer", "case", "n_masks", "tokens"]
     best = with_one_rank(rows).sort_values("microseconds", kind="stable").drop_duplicates(problem).sort_index()
     cell = best.variant.where(best.is_one, best.variant + ": " + (best.one / best.microseconds).map(ratio))
@@ -246,7 +246,7 @@ def parallelism(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("cpu_one_token", "cpu_one_token_xeon", "cpu_tokens", "cpu_tokens_xeon", "cpu_tokens_zen4")
 def cpu(rows: pd.DataFrame) -> Iterator[str]:
-    """The least times of each problem, in microseconds."""
+    """The least times of each problem in microseconds, and speed-ups."""
     problem = ["dtype", "tokens", "n_masks"]
     variants = (rows[rows.variant == name] for name in ("mglu cpu", "read loop", "naive compiled"))
     ours, reading, naive = (variant.set_index(problem) for variant in variants)
@@ -266,7 +266,7 @@ def cpu(rows: pd.DataFrame) -> Iterator[str]:
 
 @table("cpu_formats")
 def cpu_formats(rows: pd.DataFrame) -> Iterator[str]:
-    """The median times of a token, and how many times as fast weights in 8 bits are as weights in x's dtype."""
+    """Median microseconds for one token, and the speed-up of 8-bit weights over weights in x's dtype."""
     times = in_order(rows, ["dtype", "n_masks"], "variant", rows["median"])
     dense = times["mglu cpu"]
     cells = {"only reading in x's dtype": times["read loop"].map(us), "W in x's dtype": dense.map(us)}
@@ -282,7 +282,7 @@ def compile_time(rows: pd.DataFrame) -> Iterator[str]:
     seconds = in_order(rows, "case", "variant", rows.microseconds).reindex(columns=variants) / 1e6
     without = seconds["naive compiled"].fillna(seconds.compiled).fillna(seconds.traced)
     # Tracing is only a part of compiling. If a model was only traced, compiling it takes more than the measured time,
-    # and the share of the pass is less.
+    # and the pass's share is less than the measured one.
     more, less = (seconds.traced.notna().map({True: word, False: ""}) for word in ("more than ", "less than "))
     cells = {
         "without fusion, s": more + without.map("{:.1f}".format),

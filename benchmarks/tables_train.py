@@ -18,7 +18,7 @@ TIMES = {**NAMES, OPERATOR: "operator", MODULE: "module", GEMMS: "GEMMs alone"}
 @table("train", "train_cpu")
 def train(rows: pd.DataFrame) -> Iterator[str]:
     """Times, errors and, on a GPU, peak memory of a training step of one layer."""
-    # SwiGLU is measured once for all numbers of masks, and shown beside each number.
+    # SwiGLU is measured once for all numbers of masks, and shown for each number.
     swiglu = rows[rows.variant == SWIGLU].drop(columns="n_masks")
     swiglu = swiglu.merge(rows[PROBLEM].drop_duplicates(), on=["layer", "tokens"])
     every = pd.concat([rows[rows.variant != SWIGLU], swiglu], ignore_index=True)
@@ -53,7 +53,7 @@ def train(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def errors(rows: pd.DataFrame) -> str:
-    """The largest errors of the naive and the fused layer, and the largest ratio of the two in one problem."""
+    """The largest errors of the naive and the fused layer, and the largest ratio of the fused to the naive error."""
     found = rows.dropna(subset="errors").set_index(PROBLEM)
     naive, fused = (
         pd.DataFrame(of.errors.tolist(), of.index, Results._fields, dtype=float)

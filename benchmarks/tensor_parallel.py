@@ -4,8 +4,8 @@ torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor_parallel --out DIR
     [--mixtures 128x768x2048x8]
 
 A dense layer is `down_proj(mglu(x))`: column parallel, then row parallel with a sum over the ranks. A layer of experts
-includes its router. It is divided by experts, by rows, or by experts with separate tokens on each rank. Every rank also
-holds the whole layer and runs it alone. Without GPUs the ranks are CPU processes, which only shows that everything
+includes its router, and is divided by experts, by rows, or by experts with separate tokens on each rank. Every rank
+also holds the whole layer and runs it alone. Without GPUs the ranks are CPU processes, which only shows that everything
 works.
 """
 
@@ -69,8 +69,8 @@ class Problem:
 
     Attributes:
         work: INFERENCE or TRAIN.
-        shape: `(out_features, in_features)` of the gated projection, or of one expert's.
-        weight_format: of the gated projection.
+        shape: `(out_features, in_features)` of the gated projection. Each expert has a projection of this shape.
+        weight_format: format of the gated projection's weight.
         experts: number of experts, or 0 for a dense layer.
         top_k: number of experts per token.
     """
@@ -89,7 +89,7 @@ class Problem:
         return f"{self.work}{stored}" + (f", {self.experts} experts" if self.experts else "")
 
     def divisions(self, ranks: int) -> dict[str, Any]:
-        """Name of a division -> its plan for `parallelize_module`."""
+        """The plan for `parallelize_module` of each way to divide the layer, by name."""
         if not self.experts:
             return {f"{ranks} ranks": {"mglu": ColwiseMGLU(), "down_proj": RowwiseParallel()}}
         return {
@@ -145,7 +145,7 @@ def layer_of(problem: Problem, ranks: Ranks) -> nn.Module:
     layer: nn.Module
     if problem.experts:
         layer = MGLUExpertsFeedForward(problem.experts, h, d, problem.top_k, **kind)
-        nn.init.eye_(layer.gate.weight)  # see `inputs_of`
+        nn.init.eye_(layer.gate.weight)  # routes by the first features of x; see `inputs_of`
     else:
         layer = MGLUFeedForward(h, d, **kind)
     for tensor in layer.state_dict().values():

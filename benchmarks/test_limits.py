@@ -1,4 +1,4 @@
-"""Tests of limits: the time of the fusion pass, and with pytest-benchmark the time of one token.
+"""Tests of limits on the time of the fusion pass and, with pytest-benchmark, on the time of one token.
 
 `python -m pytest benchmarks` runs them.
 """
@@ -39,7 +39,7 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _inductor_is_loaded() -> None:
-    """Load Inductor before the tests. Loading it in the first test would make the pass's share of time look smaller."""
+    """Load Inductor before the tests, so that the first test does not count loading as a part of the compilation."""
     function, x = chain("tanh", 10).build()
     time_of_compilation(function, x, "inductor")
 
@@ -55,7 +55,7 @@ def test_pass_is_a_small_share_of_the_compilation_without_it(case: Case) -> None
 
 @pytest.mark.parametrize("step", STEPS)
 def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
-    """Per node, a chain of 5000 nodes takes at most twice as long as a chain of 100. The fastest runs count."""
+    """Per node, the pass takes at most twice as long on 5000 nodes as on 100. The fastest runs count."""
     times = []
     for length, repeats in ((100, 20), (5000, 3)):
         function, x = chain(step, length).build()
@@ -70,7 +70,7 @@ def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none")
 @pytest.mark.parametrize("problem", Sweep(masks=(1, 4, 8, 16)).problems(), ids=str)
 def test_one_token(benchmark: Any, problem: Problem) -> None:
-    """The chosen kernel reaches 70% of the read ceiling. A round replays a graph over more than 1 GB of layers once.
+    """The chosen kernel reaches 70% of the read ceiling. A round replays a graph of layers of more than 1 GB once.
 
     `extra_info` holds the microseconds per layer, and the fraction of the read ceiling in the same process.
     """

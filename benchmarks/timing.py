@@ -20,8 +20,8 @@ MIN_SETTLED_ROUNDS = 5
 MAX_SECONDS_OF_ROUNDS = 1.5
 """All rounds together take at most about this time, unless `MIN_ROUNDS` rounds take longer."""
 SETTLE_SECONDS = 0.05
-"""If the power limit lowers the clocks, a graph is replayed for this time before its clock starts, and then timed
-for this time. A library GEMM loses 10% of its rate after about 50 ms (benchmarks/README.md, "Bursts and clocks")."""
+"""Where the power limit matters, a graph is replayed for this time before its timing starts, and then timed for this
+time. The power limit slows a GEMM of torch.mm by 10% after about 50 ms (benchmarks/README.md, "Bursts and clocks")."""
 
 LOAD_SECONDS = 0.06
 """A call that is not a graph is repeated for this time before its clock starts, and then timed for this time."""
@@ -86,8 +86,8 @@ def first_call(name: str, call: Callable[[], object]) -> None:
 
 
 def _calls_in(seconds: float, call: Callable[[], object], clock: Clock) -> int:
-    """The number of consecutive calls, at least 1, that together take a time of `seconds`."""
-    call()  # allocates memory again that `memory.release` may have freed
+    """The number of consecutive calls, at least 1, that together take `seconds`."""
+    call()  # allocates memory again that `release` may have freed
     few = max(1, math.ceil(seconds / 4 * 1e6 / clock(call)))
     return max(1, math.ceil(seconds * 1e6 / clock(call, few)))
 
@@ -103,11 +103,11 @@ def under_load(
 
     Args:
         calls: name -> function to time. Each function must have run before, so that nothing is compiled here.
-        clock: measures a number of calls. It must start at once, because the load just before is part of the method. A
-            barrier between ranks is short enough to come first.
+        clock: measures a number of calls. It must start at once, so that the load before it still has its effect. A
+            barrier between ranks may come first, because it is short.
         rounds: the largest number of rounds.
         seconds: a call is repeated for this time before its clock starts, and then timed for this time.
-        most_seconds: no further round begins after this time, once there are `MIN_SETTLED_ROUNDS`.
+        most_seconds: no further round begins after this time, once `MIN_SETTLED_ROUNDS` are done.
     """
     counts = {name: _calls_in(seconds, call, clock) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -142,7 +142,7 @@ class GraphTimer:
 
 
 def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_seconds: float = 0.0) -> None:
-    """Replay graphs in turn and add their times, in at most `rounds` rounds, or fewer if a round is long.
+    """Replay graphs in turn and append to their `times`, in `rounds` rounds, or fewer if a round is long.
 
     A graph is replayed for `settle_seconds` before its clock starts, and then timed for `settle_seconds`.
     """
@@ -157,12 +157,12 @@ def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_secon
 
 
 def allocated(device: str) -> float:
-    """The megabytes that tensors hold now."""
+    """The memory that tensors hold now, in MB; NaN on a CPU."""
     return torch.cuda.memory_allocated() / 1e6 if device == "cuda" else float("nan")
 
 
 def peak(call: Callable[[], object], device: str) -> float:
-    """The peak of megabytes that all tensors hold during a call, including tensors from before the call."""
+    """The peak memory of all tensors during a call, in MB, including tensors from before it; NaN on a CPU."""
     if device != "cuda":
         return float("nan")
     torch.cuda.synchronize()

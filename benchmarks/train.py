@@ -63,7 +63,7 @@ def problems(
 
 
 def candidates(training: Training) -> dict[str, Step]:
-    """Name of a variant -> its step."""
+    """The step of each variant, by name."""
     found = steps(training)
     if training.naive.n_masks == 1:  # SwiGLU has no masks, so one measurement per shape and number of tokens is enough
         found[SWIGLU] = swiglu_step(training)

@@ -40,7 +40,7 @@ TOKENS = 8192
 MASKS = (1, 4)
 LOADS = ("balanced", "zipf")
 CHECKED_ROWS = 256
-"""The results of this number of rows of an expert are compared with float64, for the first and the last with rows."""
+"""Up to this many rows of two experts, the first and the last that have rows, are compared with float64."""
 PROTOCOL = (
     "calls between two events, variants in turns whose order changes; a turn repeats its call for 60 ms and is then "
     "timed for 60 ms or one call; median over 5 to 9 rounds, us per forward and backward; gradients dropped before "
@@ -175,12 +175,12 @@ def operator(naive: NaiveExperts) -> Layer:
 
 
 def steps(training: Training) -> dict[str, Step]:
-    """Name of a variant -> its step. All steps share parameters. Compiled variants compile at their first call."""
+    """The step of each variant, by name. All steps share parameters. Compiled variants compile at their first call."""
     naive = training.naive
     trick = ExpertsByComplement(naive.weight, naive.mask_logits, naive.offs)
     layers: dict[str, Layer] = {NAIVE: compiled(naive), TRICK: compiled(trick), OPERATOR: operator(naive)}
     found = {name: Step(training, layer, naive.parameters()) for name, layer in layers.items()}
-    if naive.mask_logits.shape[1] == 1:  # SwiGLU has no masks
+    if naive.mask_logits.shape[1] == 1:  # SwiGLU has no masks, so it is measured only once for all numbers of masks
         swiglu = SwigluExperts(naive)
         found[SWIGLU] = Step(training, compiled(swiglu), swiglu.parameters())
     return found

@@ -23,7 +23,7 @@ from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 Layer = Callable[[Tensor], Tensor]
 
 CASE = "training step"
-"""The rows' value of the column `case`."""
+"""Value of the column `case` in all rows."""
 NAIVE = "naive compiled"
 TRICK = "complement trick compiled"
 FUSED = "fused"
@@ -95,7 +95,7 @@ class Step:
 
 
 def steps(training: Training) -> dict[str, Step]:
-    """Name of a variant -> its step. All steps share parameters. Compiled variants compile at their first call."""
+    """The step of each variant, by name. All steps share parameters. Compiled variants compile at their first call."""
     naive = training.naive
 
     def form(kind: Callable[..., Any], **arguments: Any) -> Any:
@@ -131,7 +131,7 @@ def swiglu_step(training: Training) -> Step:
 def gemms_step(training: Training) -> Callable[[], None]:
     """Only the three GEMMs that no step can avoid, with stacked weights `[(n_masks + 1) d, h]`.
 
-    The gradient of the n_masks + 1 projections has the size of their result, so the result takes its place.
+    The gradient of the n_masks + 1 projections has the size of the projections, which take its place here.
     """
     x = training.x.detach()
     n_masks, d, h = training.naive.n_masks, *training.naive.weight.shape
@@ -194,7 +194,7 @@ class Oracle:
 
 
 class Exact(Protocol):
-    """An `Oracle`, of one layer or of experts."""
+    """The interface of `Oracle`, in this file and in train_experts.py."""
 
     training: Any
     grad_output: Tensor

@@ -3,8 +3,8 @@
 python -m benchmarks.train_model --out DIR [--resume]
 
 A step is forward, backward and AdamW (fused) on random tokens. As in the paper, SwiMGLU replaces SwiGLU and nothing
-else changes, so all models have the same widths. With one mask, a model has as many parameters as with SwiGLU,
-including mask logits. Blocks and loss are compiled. `--resume` works as in benchmarks/train.py.
+else changes, so all models have the same widths. With one mask, SwiMGLU has as many parameters as SwiGLU, if
+its mask logits count. Blocks and loss are compiled. `--resume` works as in benchmarks/train.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
 Precision = Literal["autocast", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-"""`autocast` is bfloat16 autocast with float32 parameters, and `bfloat16` has parameters in bfloat16."""
+"""`autocast`: float32 parameters under bfloat16 autocast. `bfloat16`: parameters in bfloat16."""
 LENGTH = 2048
 PROTOCOL = (
     "forward, backward and AdamW(fused=True); blocks and loss compiled; random tokens, sequences of 2048; between two "
@@ -36,8 +36,8 @@ PROTOCOL = (
     "the distance of all gradients to the naive model's, before the first step"
 )
 MAX_DISTANCE = 0.1
-"""Allowed distance between the gradients of the fused and the naive model, relative to the norm of the naive model's.
-Both models round to bfloat16 in every layer. Wrong masks or gradients give a distance of about 1."""
+"""Allowed distance between the gradients of the fused and the naive model, relative to the norm of the naive model's
+gradients. Both models round to bfloat16 in every layer. Wrong masks or gradients give a distance of about 1."""
 LEARNING_RATE = 1e-5
 
 
@@ -72,7 +72,7 @@ class Problem:
 
 
 SMALL = Problem("350M", Model(replace(MODELS["350M"].sizes, layers=2, context=128), batch=1), "autocast", 1)
-"""A problem to see that everything works."""
+"""A small problem for a quick check."""
 PROBLEMS = [
     Problem(name, model, precision, n_masks)
     for (name, model), precision, n_masks in product(MODELS.items(), PRECISIONS, (1, 2, 4))
@@ -139,7 +139,7 @@ def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[
         return torch.optim.AdamW(of.parameters(), lr=LEARNING_RATE, fused=True)
 
     def add(name: str, training: Training, held: float) -> None:
-        """Run the first steps of a model. `held` is the memory of other models."""
+        """Run the first steps of a model. `held` is the memory of other models in MB."""
         for _ in range(2):
             training.step()
         found[name] = training
@@ -169,7 +169,7 @@ def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[
 def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
-    """Measure one problem, and return a row for each model. `train.bench` describes the arguments."""
+    """Measure one problem, and return a row for each model. `bench` in benchmarks/train.py describes the arguments."""
     release(device)
     found, columns, distance = trainings(problem, device)
     release(device)

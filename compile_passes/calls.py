@@ -2,9 +2,9 @@
 
 This module has no list of functions. It runs each call once on fake tensors. The call dispatches to operators, and
 their schemas and tags tell which arguments the call writes to, and if it draws random numbers. The storages of the
-results tell which arguments share memory with the results. If a call cannot be run, the schemas of its overloads
-decide. A call without schemas is unknown: the pass assumes that the call writes to all of its arguments, returns them,
-and draws random numbers.
+results tell which arguments share memory with the results. If a call cannot be run, the schemas of its overloads tell
+its effects. A call without schemas is unknown: the pass assumes that the call writes to all of its arguments, returns
+them, and draws random numbers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .symbols import is_inplace_name
 _TORCH = ("torch", "_operator", "math")  # modules whose functions only call operators
 
 _OUTSIDE_OF_OPERATORS = ("torch._dynamo", "torch.autograd", "torch.utils")
-"""Parts of torch whose functions do more than call operators. Dynamo's helpers register gradient hooks, for example."""
+"""Parts of torch whose functions do more than call operators. For example, helpers of Dynamo register hooks."""
 
-_GUARDS_OF_EXPORT = "_guards_fn"  # the module with which `ExportedProgram.module()` checks the sizes of its inputs
+_GUARDS_OF_EXPORT = "_guards_fn"  # name of the submodule of `ExportedProgram.module()` that checks the sizes of inputs
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def _unknown(node: Node) -> Effect:
 class Watcher:
     """Finds the side effects of the calls of a graph. Calls with equal keys (`call_key`) are run once.
 
-    The calls run in a separate fake mode, in which each symbolic size is replaced by its number during tracing. So the
-    tracer learns nothing new about its sizes.
+    The calls run in a separate fake mode, in which each symbolic size is replaced by the number that it had during
+    tracing. So the calls add no guards on symbolic sizes.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Watcher:
         if node.op in ("placeholder", "get_attr", "output"):
             return NONE
         if isinstance(target, torch._ops.HigherOrderOperator):
-            # If nothing reads the results, the operator is called for its side effects, as `register_hook` is.
+            # If nothing reads the results, the operator is called for side effects that the bodies may not show.
             return _effect_of_bodies(node, bodies_of(node)) if node.users else _unknown(node)
         if node.op == "call_module":
             body = submodule(node.graph, node)
@@ -96,7 +96,7 @@ def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
     """The effect of a call, found by running it on fake tensors; None if that fails."""
     inputs, watch = node.all_input_nodes, _Watch()
     given = [example(item) for item in inputs]
-    if any(value is None for value in given):  # here None is an unknown example value, not an argument
+    if any(value is None for value in given):  # tracing recorded no value
         return None
     # On an empty tensor an operator may skip its work, and then the run would not show its side effects.
     if any(type(n) is int and n == 0 for value in tensors_in(given) for n in value.shape):
@@ -134,7 +134,7 @@ def fake_copy(mode: FakeTensorMode, value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number; for a symbolic one, its value during tracing. Sizes that depend on data (unbacked) become 5."""
+    """A number; for a symbolic number, its value during tracing. Sizes that depend on data (unbacked) become 5."""
     if isinstance(value, (int, float)):
         return value
     if value.node.hint is not None:
@@ -187,13 +187,13 @@ class _Watch(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Operator:
-    """What the schema and the tags of an operator say: its arguments, the arguments it writes to, and more."""
+    """What the schema and the tags of an operator say."""
 
-    names: tuple[str, ...]
-    written: tuple[str, ...]
+    names: tuple[str, ...]  # the arguments
+    written: tuple[str, ...]  # the arguments that the operator writes to
     draws: bool
     multiplies: bool
-    reshapes: bool
+    reshapes: bool  # True if the operator changes the shape of its first argument
 
     @property
     def may_write(self) -> bool:
@@ -221,8 +221,8 @@ def _multiplies(op: torch._ops.OpOverload) -> bool:
 
 
 def _is_of_torch(node: Node) -> bool:
-    """True if a node calls a function that only calls operators."""
-    module = _module(node.target) or "torch"  # the name of a method has no module
+    """True if a node calls a function of torch or of Python that only calls operators."""
+    module = _module(node.target) or "torch"  # the target of a method call is a name, which has no module
     is_of_torch = module.split(".")[0] in _TORCH and not module.startswith(_OUTSIDE_OF_OPERATORS)
     return is_of_torch or node.target is getattr
 
@@ -239,7 +239,7 @@ def _name(node: Node) -> str:
 
 
 def call_key(node: Node, *, any_number: bool = False) -> Hashable:
-    """A key that is equal for calls of one function with equal arguments. Input nodes count by their positions.
+    """A key that is equal for calls of one function with equal arguments. Each input node is replaced by its position.
 
     With `any_number` all integers count as equal, because the side effects of `x[i] = y` do not depend on i.
     """
@@ -291,7 +291,7 @@ def _overloads(node: Node) -> Sequence[torch._ops.OpOverload]:
     if not isinstance(target, torch._ops.OpOverloadPacket):
         name = target if isinstance(target, str) else (_find_builtin(target) or target.__name__).removeprefix("aten::")
         target = getattr(torch.ops.aten, name, None)
-    if not isinstance(target, torch._ops.OpOverloadPacket):  # a name that every Python object has, such as __eq__
+    if not isinstance(target, torch._ops.OpOverloadPacket):  # None, or a Python method such as `__eq__`
         return []
     return [getattr(target, name) for name in target.overloads() if "out" not in name]
 

@@ -3,7 +3,7 @@
 Inductor has one slot for passes on the graph before autograd: the setting `pre_grad_custom_pass`. Since torch 2.13
 settings belong to a thread. Another library can replace the settings at any time, for one thread or for one compilation
 (vLLM sets its own pass in `config_patches`). So a pass in the slot would silently be missing from some compilations.
-Therefore this module wraps a function of Inductor that each compilation calls once its settings are final. During that
+Therefore this module wraps a function of Inductor that each compilation calls after its settings are final. During that
 call, the wrapper appends the fusion pass to the passes in the slot.
 """
 
@@ -65,12 +65,12 @@ def enable_fusion(*, strict: bool = False, assume_binary: bool = False) -> Fusio
 
     This function drops compiled code in all threads, even while a thread runs it, and the next call of a model compiles
     again. Otherwise Dynamo, which looks up code by class and shapes, would silently run a new model on the unfused code
-    of an older model. If another thread is compiling, this function waits for it. A call that does not change the
-    options neither drops code nor waits.
+    of an older model. If another thread is compiling, this function waits until the thread has finished. A call that
+    does not change the options neither drops code nor waits.
 
     The options belong to the process. Any thread may call this function or `disable_fusion`, and the last call holds
-    for every compilation that begins after it. In its thread, a `fusion()` block overrides these options. A forked
-    process inherits them; a spawned process does not, and must call this function itself.
+    for every compilation that begins after it. A `fusion()` block overrides these options in the thread that enters it.
+    A forked process inherits the options; a spawned process must call this function itself.
 
     Passes of other libraries in Inductor's slot `pre_grad_custom_pass` run first. To exclude one model from fusion,
     compile it with `options={"pre_grad_custom_pass": compile_passes.entry.NoFusion()}`.
@@ -132,7 +132,7 @@ def fusion(*, strict: bool = False, assume_binary: bool = False) -> Iterator[Fus
 
 
 def _seen(report: FusionReport, elsewhere: int) -> str:
-    """A sentence about the graphs compiled in a block, and about the `elsewhere` graphs that other threads compiled."""
+    """A sentence about the graphs compiled in a block. Other threads compiled `elsewhere` graphs in the meantime."""
     if not report.graphs and not elsewhere:
         return (
             "no graph was compiled in the block; either no compiled model was called in it, or Dynamo reused code that "
@@ -169,7 +169,7 @@ def _drop_compiled_code() -> None:
                     # entry against its limit of compilations per function.
                     guards.id_matched_objs = {"": weakref.ref(_drop_compiled_code)}
                     entry.guard_manager.extra_state.invalidate(entry, guards)
-            # Dynamo runs a function eagerly after too many compilations; reset that too.
+            # If Dynamo has compiled a function too many times, it runs the function eagerly. Let it compile again.
             set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
@@ -225,7 +225,7 @@ def adding_the_pass(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pass_to_add() -> FusionPass | None:
-    """The current pass, which first runs the passes in the slot.
+    """A copy of the current pass that first runs the passes in the slot.
 
     None if there is no current pass, or if the slot already has a pass of mglu_ops.
     """
@@ -244,8 +244,8 @@ def _pass_to_add() -> FusionPass | None:
 def _settings_of(fusion_pass: FusionPass) -> dict[str, Any]:
     """The settings under which Inductor runs a pass.
 
-    Where torch lets us choose, the pass runs before the lookup in the compile cache. So a warm start reports the same
-    layers as a cold one, and the key of the cache is the fused graph.
+    If this version of torch allows it, the pass runs before the lookup in the compile cache. So a warm start reports
+    the same layers as a cold start, and the cache looks up the fused graph.
     """
     early = {"pre_grad_pass_timing": "early"} if hasattr(inductor_config, "pre_grad_pass_timing") else {}
     return {_SLOT: fusion_pass, **early}

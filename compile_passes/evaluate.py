@@ -7,8 +7,8 @@ A graph is read in three steps. Each visits every node once, so the time is line
 
 1. *Roles*: which float and integer tensors are used as masks, and which weights they mask. Only the use of a float
    tensor tells if it is a mask or a weight, because both factors of `W * m` are float tensors.
-2. *Masks and weights* (`rules.WEIGHT_RULES`). A float tensor that is the mask of a role has a second value, a mask.
-   This value counts only where the tensor multiplies the weight of the role (`factor`).
+2. *Masks and weights* (`rules.WEIGHT_RULES`). A float tensor that is the mask of a role also has an assumed value, a
+   mask. The assumed value counts only where the tensor multiplies the weight of the role (`factor`).
 3. *Layers* (`rules.LAYER_RULES`): products of x and a weight, activations, terms and sums. This step is skipped if no
    weight is masked, and it reads only weights that are masked somewhere in the graph.
 """
@@ -46,7 +46,7 @@ class Evaluation(Recogniser):
         `constants` returns the value of a node of the original graph, if the value is the same at every run; else None.
         """
         super().__init__(view)
-        self.errors: list[str] = []  # errors that rules raised; then the rule counts as not knowing the node
+        self.errors: list[str] = []  # errors that rules raised; a rule that fails counts as not knowing the node
         graph = view.graph
         self._constants = constants
         self._roles = frozenset(_roles_of_masks(graph, self))
@@ -64,7 +64,10 @@ class Evaluation(Recogniser):
                     self._values[node] = self._evaluate(node, LAYER_RULES_BY_SYMBOL, self._values.get)
 
     def _assume(self, node: Node, is_mask: bool) -> None:
-        """Record the value that a node would have if tensors used as masks were binary, if it has another value now."""
+        """Record the value that a node would have if tensors used as masks were binary, if this differs from its value.
+
+        `is_mask` is True if the node is a tensor that is used as a mask.
+        """
         is_known = isinstance(self._values[node], (Scalar, Levels, Binary, Bundle))
         if is_mask and not is_known and dtype_of(node) is not torch.bool:
             self._assumed[node] = self.unproved(node)
@@ -125,7 +128,7 @@ class Evaluation(Recogniser):
         return self.new_mask(node, "bool", rounding=0) if is_bool else None
 
     def _constant_mask(self, node: Node, bits: torch.Tensor) -> Binary:
-        """A mask with known values. Two nodes hold the same mask if their values are equal, or are M and 1 - M."""
+        """A mask with known values. Two nodes with equal values, or with M and 1 - M, get the same mask."""
         first = bits.flatten()[:1]
         inverted = bool(first.any())
         digest = hashlib.sha256(bytes_of((bits ^ first).contiguous())).hexdigest()
@@ -150,8 +153,8 @@ _ARITHMETIC = frozenset(
 _LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
 """Symbols of operations on a mask, or on a mask and a number, whose result is a function of that mask.
 
-An operation that makes a mask from something else, such as `round` from a sigmoid, is neither in `_ARITHMETIC` nor in
-`_LOGIC`, because the result of the operation is the mask itself.
+An operation that turns another tensor into a mask, such as `round` of a sigmoid, is neither in `_ARITHMETIC` nor in
+`_LOGIC`, because its result is the mask itself and not a function of a mask.
 """
 
 Role = tuple[Hashable, Hashable]
@@ -170,8 +173,8 @@ def _roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
     - One arithmetic function of m multiplies the weight, and the unmasked weight is an operand of another product, or
       of a difference with the masked weight.
 
-    Two slices of one stack also count as two functions of the stack, as in a layer with many masks. If experts share a
-    mask, their stacked weights are excluded, because they would otherwise count as a stack of masks.
+    Two slices of one stack also count as two functions of the stack, as in a layer with many masks. Stacked weights of
+    experts that share a mask are excluded, because otherwise the stack of weights would count as a stack of masks.
     """
     bare = set(_keys_of_bare_weights(graph, recogniser))
     functions: dict[Role, set[Hashable]] = {}
@@ -212,7 +215,10 @@ def _of_several_functions(functions: Mapping[Role, set[Hashable]], arithmetic: C
 
 
 def _masked_products(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """`(weight, factor)` for each product, in both orders, and each `where` and the like, looking through copies."""
+    """`(weight, factor)` for the calls that may mask a weight, such as `mul` (in both orders) and `where`.
+
+    A copy of a tensor counts as the tensor.
+    """
     for node in graph.nodes:
         call = as_call(node)
         if call is None or call.symbol not in ("mul", "where", "masked_fill", "index_put", "einsum"):
@@ -308,7 +314,7 @@ def _weight_operand(call: Call) -> Node | None:
 
 
 def _keys_of_masked_weights(graph: Graph, recogniser: Recogniser) -> Iterator[Hashable]:
-    """The keys of masked weights, and of weights whose product is masked by output feature: `F.linear(x, W) * m`."""
+    """The keys of masked weights, and of each weight W in a product that is masked afterwards: `F.linear(x, W) * m`."""
     for node in graph.nodes:
         value = recogniser.value(node)
         if isinstance(value, (Bundle, Weighted)):

@@ -125,12 +125,12 @@ def _lower_to_aten(graph: Graph) -> None:
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     for node in list(graph.nodes):
         is_arithmetic = node.target in (operator.add, operator.mul) and isinstance(node.meta.get("val"), Tensor)
-        is_result = node.op == "call_method" or is_arithmetic  # new, though it has the example value of a root
+        is_result = node.op == "call_method" or is_arithmetic  # new, though it has the `val` of the root it replaces
         is_new = "val" not in node.meta or is_result
         if not is_new or node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
-        with mode or nullcontext():  # so that calls without inputs, such as `arange`, make tensors of this mode
+        with mode or nullcontext():  # so that calls without inputs, such as `arange`, make fake tensors of this mode
             traced = make_fx(_as_function_of(node, inputs))(*(item.meta["val"] for item in inputs)).graph
         copies: dict[Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
         with graph.inserting_before(node):
@@ -192,12 +192,12 @@ class _Folder:
         self._module = copy.deepcopy(program.graph_module)
         self.graph: Graph = self._module.graph
         for node, original in zip(self.graph.nodes, program.graph.nodes, strict=True):
-            node.name = original.name  # copying renames nodes that are named like a builtin, and specs refer to names
+            node.name = original.name  # copying may rename a node, but the specs refer to the original name
         inline_no_grad(self._module, trains=False)
         self._state: dict[str, Any] = dict(program.state_dict)
         self._held: dict[Node, Tensor] = {}  # the tensor of each parameter, buffer and constant
         self._written_at_end: set[Hashable] = set()
-        """The storages of buffers that the program updates. A functional graph returns their new values at the end."""
+        """The storages of buffers that the program updates. The graph does not write to them but returns new values."""
         self._made: dict[Hashable, Node] = {}  # new buffers, keyed by contents, because layers may share packed masks
         placeholders = self.graph.find_nodes(op="placeholder")
         self._specs = dict(zip(placeholders, program.graph_signature.input_specs, strict=True))
@@ -214,7 +214,7 @@ class _Folder:
     def constant_nodes(self) -> list[Node]:
         """The nodes that are functions of parameters, buffers and constants alone, in the order of the graph.
 
-        Nodes whose storage anything writes to are excluded, because the next run of the program sees the write.
+        A node is excluded if anything writes to its storage, because the next run of the program reads the new value.
         """
         memory = Memory(self.graph)
         memory.write_at_end(self._written_at_end)
@@ -287,7 +287,7 @@ class _Folder:
 
 
 _PURE_NAMESPACES = ("aten", "prims", "mglu")
-"""Namespaces of operators with no side effects (such as reading a file) but those in their schemas and tags."""
+"""Namespaces of operators whose schemas and tags declare all side effects. Other operators may, say, read a file."""
 
 
 def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
@@ -303,7 +303,7 @@ def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
 
 
 _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
-"""Symbols of the calls that read a weight. A mask also has another user, which computes its complement."""
+"""Symbols of the calls that read a weight. A mask also has a user with another symbol, which makes its complement."""
 
 
 def _values_of_constants(folder: _Folder) -> Callable[[Node], Tensor | None]:
@@ -316,7 +316,10 @@ def _values_of_constants(folder: _Folder) -> Callable[[Node], Tensor | None]:
 
 
 def _may_tell(node: Node) -> bool:
-    """True if the users of a constant may read it as a mask or number. Values cannot tell: a weight may be 0 and 1."""
+    """True if the users of a constant may read it as a mask or a number.
+
+    The users decide and not the values, because a weight may also hold only 0 and 1.
+    """
     example = tensor_example(node)
     if example is None or example.dim() not in (0, 2, 3) or example.is_complex():
         return False

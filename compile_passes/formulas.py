@@ -33,8 +33,8 @@ A float32 holds 7 digits, and people write sqrt(2 / pi) with 8 or more.
 
 EXACT = 11  # significant digits in which an activation's coefficients must agree in float64
 
-_MOST_TERMS = 8  # terms in the sum of a formula
-_MOST_ATOMS = 48  # atoms of a formula, at all depths; gelu_tanh has 9
+_MOST_TERMS = 8  # the most terms in the sum of a formula
+_MOST_ATOMS = 48  # the most atoms in a formula, counted at all depths; gelu_tanh has 9
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ LIKE_RELU: Mapping[str, tuple[str, str]] = {CLAMP: ("clamp(min=0)", "1"), MAXIMU
 
 @dataclass(frozen=True)
 class Scaled:
-    """`scale * activation`. For a relu with another derivative at 0, `kink` is `CLAMP` or `MAXIMUM`."""
+    """`scale * activation`. `kink` is `CLAMP` or `MAXIMUM` for a relu whose derivative at 0 is not 0, else None."""
 
     activation: str
     scale: float

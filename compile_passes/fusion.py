@@ -167,8 +167,8 @@ def _fuse_site(
     """Add the replacement of a site to `replaced`, keyed by the site's root. If the site is refused, try its parts.
 
     Returns:
-        `(is_fused, refused)`: True if anything is replaced, and the refused parts with their reasons. If no part is
-        replaced, `refused` is the whole site with its reason.
+        `(is_fused, refused)`: True if anything is replaced, and the refused parts with their reasons. If nothing is
+        replaced, `refused` has only the whole site with its reason.
     """
     if site.root in replaced:
         return True, []
@@ -183,7 +183,10 @@ def _fuse_site(
 
 
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
-    """A note for each layer: that several operators read its weight, or why it reads a decoded weight. Else empty."""
+    """A note for each layer, or an empty text.
+
+    A note says that several operators read the layer's weight, or why the layer's operator reads a decoded weight.
+    """
     keys = [recogniser.key(layer.weight) for layer in layers]
     notes = []
     for key, layer in zip(keys, layers, strict=True):
@@ -208,7 +211,7 @@ def _cause(error: Exception) -> str:
 
 
 def _no_new_guards(graph: Graph) -> AbstractContextManager[None]:
-    """Raise an error if the block adds a guard on a symbolic size, because reading a graph must not specialise it."""
+    """A context in which a new guard on a symbolic size raises an error: reading a graph must not specialise it."""
     modes = (getattr(tensor_example(node), "fake_mode", None) for node in graph.nodes)
     env = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)
     if env is None:
@@ -218,10 +221,10 @@ def _no_new_guards(graph: Graph) -> AbstractContextManager[None]:
 
 @contextmanager
 def _errors_on_new_guards(env: Any) -> Iterator[None]:
-    """Replace `ShapeEnv.error_on_new_guards`, which torch 2.11 lacks.
+    """Do what `ShapeEnv.error_on_new_guards` does, which torch 2.11 lacks.
 
     A `ShapeEnv` calls its method `_check_frozen` before it adds a guard or a run-time assertion. In torch 2.11 that
-    method only logs. An error raised there leaves the guards and the known sizes unchanged.
+    method only logs. If the method raises an error, the guards and the known sizes stay unchanged.
     """
 
     def refuse(expression: Any, value: Any) -> None:
@@ -282,7 +285,7 @@ def fuse(
 
 
 def _copy(gm: GraphModule) -> GraphModule:
-    """A module with a copy of the graph, and with the metadata that a Dynamo backend reads later."""
+    """A graph module with a copy of the graph of `gm`, and with the metadata that a Dynamo backend reads."""
     copied = GraphModule(gm, copy.deepcopy(gm.graph))
     copied.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):  # tells AOTAutograd which inputs are parameters
@@ -335,11 +338,11 @@ def _source_hash() -> str:
 class FusionPass(CustomGraphPass):
     """The pass as an object for Inductor's `pre_grad_custom_pass`. It first runs the passes `before`.
 
-    Pickling keeps the options and drops the report, for compile caches and worker processes.
+    Compile caches and worker processes pickle the pass. Pickling keeps the options and drops the report.
 
     Attributes:
         has_run: True if the pass was called.
-        surroundings: the graphs of the module that is compiled.
+        surroundings: the graphs of the module that is being compiled.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ def _check_users(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -
 def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
     """Refuse a layer that is computed under two grad modes or autocasts, or inside of a functorch transform.
 
-    The masks of the layer may be computed under another mode, such as `no_grad`. The masks' example values tell if they
-    have gradients.
+    The masks of the layer may be computed under another mode, such as `no_grad`, because their example values tell if
+    they have gradients.
     """
     view = recogniser.view
     wanted = view.modes(root)
@@ -139,14 +139,14 @@ def _is_computed(recogniser: Recogniser, node: Node) -> bool:
 
 
 def with_strides_of(view: View, root: Node, nodes: Sequence[Node]) -> Node:
-    """Try new nodes before `root`, and give their result the strides of `root`.
+    """Run new nodes on fake tensors in the place of `root`, and give their result the strides of `root`.
 
     Returns:
-        The last of `nodes`; or if its strides differ from those of `root`, a new node that copies it to the strides of
-        `root`.
+        The last of `nodes`, or a new node that copies it if its strides differ from the strides of `root`.
 
     Raises:
-        Refusal: the nodes cannot run there, or their result has another shape, dtype or `requires_grad`.
+        Refusal: a node raises an error, or the result has another shape, dtype or `requires_grad` than `root`, or its
+            copies cannot have the strides of `root`.
     """
     trial, result = _Trial(view, root), nodes[-1]
     found, wanted = trial.run(nodes), trial.fake(root)
@@ -162,7 +162,7 @@ def with_strides_of(view: View, root: Node, nodes: Sequence[Node]) -> Node:
         result, found = copy[-1], trial.run(copy)
         if _strides(found) != _strides(wanted):
             raise Refusal(f"`{root.name}` has strides {wanted.stride()}, which no copy of the operator's result has")
-    # Autograd refuses writes to a view that was made under `no_grad`.
+    # A later node may write to the result, and autograd refuses writes to a view that was made under `no_grad`.
     if found._is_view() and torch.is_grad_enabled() and not requires_grad(root):
         result = result.graph.call_method("clone", (result,))
     return result
@@ -174,13 +174,13 @@ class _Trial:
     def __init__(self, view: View, root: Node) -> None:
         self._modes, self._root = view.modes(root), root
         self._fake_mode = FakeTensorMode()
-        # In inference mode, a view of a tensor from outside is an error for functional tensors only, and AOTAutograd
-        # traces functional tensors.
+        # AOTAutograd traces functional tensors. Only for them is it an error if inference mode makes a view of a tensor
+        # from outside, so the trial uses them as well.
         self._functional_mode = FunctionalTensorMode() if self._modes.in_inference_mode else None
         self._values: dict[Node, Any] = {}
 
     def fake(self, node: Node) -> Any:
-        """A fake tensor, or a tuple of them, like the example value of a node."""
+        """A fake copy of the example value of a node: a tensor, or a tuple of tensors."""
 
         def fake(value: Any) -> Any:
             copy = fake_copy(self._fake_mode, value)

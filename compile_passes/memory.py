@@ -1,8 +1,8 @@
 """Tracks which nodes share memory, which nodes write to it, and under which modes each node runs.
 
 In a graph that was just traced, the example values of a tensor and of its views share a storage. In a program that was
-saved and loaded they do not, because each example value was stored separately. There the side effects of calls tell
-which nodes share memory (`calls.py`).
+saved and loaded they do not, because each example value was stored separately. For such a program, the side effects of
+calls tell which nodes share memory (`calls.py`).
 
 The result of a call with unknown effects may be a view of any argument. So the storages of the arguments are *joined*:
 from the position of the call on, a write to one joined storage counts as a write to all. Joined storages form trees
@@ -44,7 +44,7 @@ class Modes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter the same autocasts and inference modes for a `with` block."""
+        """Enter these autocasts and inference modes for a `with` block."""
         with ExitStack() as stack:
             for node in self.blocks:
                 entered: Any = node.target
@@ -64,16 +64,22 @@ class Memory:
         self.modes = dict(_modes(graph))
         self.storages: dict[Node, frozenset[Hashable]] = {}
         self.misdescribed: set[int] = set()
-        """The ids of example values that are wrong before some call, which changes their shape or gradient."""
+        """The ids of example values whose shape or `requires_grad` a call changes in place.
+
+        Tracing recorded the state after the call, which is wrong for the nodes before it.
+        """
         self.is_differentiated_around = False
-        """True if a surrounding graph computes gradients that can be differentiated again."""
+        """True if a graph around this one computes gradients that can be differentiated again (`Surroundings`)."""
         self.differentiating: list[Node] = []  # calls of autograd whose gradients can be differentiated again
         self.writes_inputs = False  # True if some node writes to an input or constant of the graph
         self._parents: dict[Hashable, tuple[Hashable, int]] = {}
         """The union-find tree: for a joined storage, its parent and the position of the join."""
         self._sizes: dict[Hashable, int] = {}
         self._given: dict[Hashable, int] = {}
-        """The position of the input, parameter or constant of each storage; for a joined storage, that of the join."""
+        """For a storage of an input, parameter or constant, the position of its node.
+
+        If such a storage is joined to another root, the root has the position of the join.
+        """
         self._writes: dict[Hashable, tuple[list[int], list[Node]]] = {}
         self._returned = graph.output_node().all_input_nodes
         for node in graph.nodes:
@@ -91,7 +97,7 @@ class Memory:
         held = {storage for i in effect.shares for storage in self.storages[inputs[i]]}
         own = set(_traced(node))
         if held and effect.is_known and own and own <= held:
-            held = own  # the example value is more precise, for example if the call has several results
+            held = own  # the example value is more precise, for example for a call with several results
         held = held | own
         if not effect.is_known and not own and not node.users:
             held = set()  # the call returns nothing
@@ -133,7 +139,7 @@ class Memory:
         return storage
 
     def share(self, node: Node, others: Iterable[Node], position: int) -> bool:
-        """True if a node shares memory with one of the others at a position."""
+        """True if a node shares memory with one of `others` at a position."""
         roots = {self._root(storage, position) for storage in self.storages[node]}
         return any(self._root(storage, position) in roots for other in others for storage in self.storages[other])
 
@@ -201,7 +207,7 @@ def _differentiates(node: Node) -> bool:
 
 
 class Surroundings:
-    """The graphs of a module and of the bodies of its higher-order operators, such as `checkpoint`."""
+    """The graphs of a module, including the bodies of its higher-order operators, such as `checkpoint`."""
 
     def __init__(self, module: GraphModule) -> None:
         self._calls: dict[GraphModule, list[Node]] = {}  # the calls of each body

@@ -1,12 +1,12 @@
 """Finds near misses: one input x is multiplied by two masked forms of one weight, but no layer was found.
 
-A site needs a gated product that the rules know. If a program has none, only this module makes the report mention the
-program. A near miss names the nodes that read a masked weight, or a value computed from one, in a way that no rule
-knows.
+A site needs a gated product that the rules know. Without one, the report would be silent about the program. So this
+module reports a near miss, which names the nodes that read a masked weight, or a value computed from it, in a way that
+no rule knows.
 
 A *form* of a weight is the weight itself or a masked version of it. One pass over the graph follows each form for at
-most `_FARTHEST` nodes, so the time is linear in the length of the graph. A tensor that multiplies x after more nodes
-than that counts as an activation, not as a weight.
+most `_FARTHEST` nodes, so the time is linear in the length of the graph. What is computed after more nodes counts as an
+activation, not as a weight.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _Form = tuple[Hashable, Hashable]  # the key of a weight, and the key of one of 
 
 _ITSELF = "itself"  # the key of the form that is the weight itself
 
-_Path = tuple[Node, ...]  # the nodes that follow a form; the form's own node comes first if no rule knows that node
+_Path = tuple[Node, ...]  # the nodes from a form to a tensor; the form's own node comes first if no rule knows it
 
 
 @dataclass
 class _Weight:
     """The forms of one weight, and the products that they reach."""
 
-    forms: dict[Node, set[Hashable]] = field(default_factory=dict)  # the forms that each node holds
-    by_x: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # the forms that multiply each x
+    forms: dict[Node, set[Hashable]] = field(default_factory=dict)  # for each node that holds forms, their keys
+    by_x: dict[Hashable, set[Hashable]] = field(default_factory=dict)  # for each x (its key), the forms that multiply x
     reached: set[Node] = field(default_factory=set)  # the nodes from the forms to the products, including the products
 
 
 def find_near_misses(recogniser: Recogniser, found: set[Node]) -> dict[Hashable, SiteReport]:
-    """The near misses of a graph, by the key of the weight. Nodes of layers that were `found` do not count."""
+    """The near misses of a graph, by the key of the weight. `found` has the nodes of layers, which do not count."""
     misses = {}
     for key, weight in _weights(recogniser, found).items():
         is_multiplied = any(len(forms) > 1 for forms in weight.by_x.values())
@@ -90,7 +90,7 @@ def _carried_on(
 ) -> dict[_Form, _Path]:
     """The forms that a node passes on to its users.
 
-    A product with x ends the paths of its forms, and is recorded in `weights` unless it is one of the nodes `noted`.
+    The paths of forms end at a product with x. The product is recorded in `weights`, unless it is in `noted`.
     """
     passed: dict[_Form, _Path] = {}
     if symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
@@ -125,7 +125,7 @@ def _masked_by_any_call(recogniser: Recogniser, node: Node) -> Iterator[Hashable
 
 
 def _masked_in_a_product(recogniser: Recogniser, node: Node) -> Iterator[tuple[Hashable, Hashable, list[Hashable]]]:
-    """`(weight, form, other operands)` for weights that a product masks itself, as `einsum` of x, W and M does."""
+    """`(weight, form, other operands)` for weights that are masked inside of a product: `einsum` of x, W and M."""
     operands = node.all_input_nodes
     if recogniser.value(node) is not None or len(operands) < 3 or not recogniser.view.effect(node).multiplies:
         return
@@ -142,7 +142,7 @@ def _is_real(node: Node) -> bool:
 
 
 def _forms_at(recogniser: Recogniser, node: Node, masked: frozenset[Hashable]) -> Iterator[_Form]:
-    """The forms that a node holds: a masked weight, the weight itself, or a function of it with the same shape."""
+    """The forms that a node holds: a masked weight, the weight itself, or a function of the weight with its shape."""
     known = list(_known_forms(recogniser, recogniser.value(node)))
     if known:
         yield from known
@@ -182,8 +182,7 @@ def _miss(recogniser: Recogniser, reached: set[Node], found: set[Node]) -> SiteR
     """The near miss of a weight. `reached` has the nodes from its forms to products with x, products included.
 
     The near miss is at the first node that no rule knows, among `reached` and the nodes computed from them. If rules
-    know all of these nodes, the near miss is at the last product. If also nothing uses the products, the result is
-    None.
+    know all of these nodes, the near miss is at the last product, or None if nothing uses the products.
     """
     pending, seen = list(reached), reached | set(recogniser.imagined)
     unknown = [node for node in reached if not _is_known(recogniser, node)]
@@ -235,7 +234,7 @@ def _has_a_body(node: Node) -> bool:
 
 def _is_known(recogniser: Recogniser, node: Node) -> bool:
     value = recogniser.value(node)
-    if node.target is overwritten:  # a tensor after a write: the report names the writing node instead
+    if node.target is overwritten:  # this node holds a tensor after a write; the report names the node that writes
         return True
     return (value is not None and not isinstance(value, Product)) or symbol_of(node) in ("split", "unbind")
 
@@ -274,8 +273,8 @@ def _reading(recogniser: Recogniser, node: Node) -> str:
 
 # Under `DistributedDataParallel` (DDP), Dynamo splits a graph wherever the parameters read so far fill a bucket of
 # gradients. It compiles each part separately, so that a bucket is sent while the backward pass of earlier parts runs.
-# A split can come before any node that reads a parameter, even inside a layer. Then a part has a gate without its
-# value, or a layer whose mask comes from another part as a plain tensor. The report says that the graph was split.
+# A split can come before any node that reads a parameter, even inside a layer. Then a part may have a gate without its
+# value, or a layer whose mask is an input, computed by another part. The report says that the graph was split.
 
 
 def is_part_of_a_split_graph() -> bool:

@@ -1,8 +1,9 @@
 """Evaluates elementwise functions of a mask with torch, at the two values that a mask can have.
 
 An elementwise function of a mask is determined by its values at 0 and 1. So this module runs the call of a node, with
-all its arguments, on a tensor `[0, 1]` of the mask's dtype. Autograd gives the slopes. The values are exactly those of
-torch: `m - 1` of uint8 gives 255, 0.5 is 0 in an integer tensor, 0.999 is 1 in bfloat16, and True + True is True.
+all its arguments, on a tensor `[0, 1]` of the mask's dtype. Autograd gives the slopes. Because torch computes the
+values, its rules for each dtype hold: `m - 1` of uint8 gives 255, 0.5 is 0 in an integer tensor, 0.999 is 1 in
+bfloat16, and True + True is True.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def evaluate(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype) -
         The values and slopes. None if a value is not finite, if the result does not have `dtype` (the dtype of the
         node), or if the call raises an error, as `7 % M` does at M = 0.
     """
-    if node.op == "call_module":  # not cached, because the name may be another module in another graph
+    if node.op == "call_module":  # not cached, because in another graph the same name may be another module
         return _evaluated(node, operands, dtype)
     key = (call_key(node), tuple(operands.values()), dtype)
     found = _results.get(key)
@@ -68,7 +69,7 @@ def _evaluated(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype)
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda item: tensors[item].clone())
         try:
             result = as_function(node)(*args, **kwargs)
-        except Exception:  # the program may never have these values, so the call may raise any error
+        except Exception:  # the program may never run the call on these values, so the call may raise any error
             return None
         if result.dtype != dtype:
             return None
@@ -87,7 +88,10 @@ def _slopes(result: torch.Tensor, leaves: Sequence[torch.Tensor], length: int) -
 
 
 def _tensor(operand: Operand, length: int) -> torch.Tensor:
-    """An operand as a tensor of `length` elements. One value is copied, not expanded, because calls may write to it."""
+    """An operand as a tensor of `length` elements, or without dimensions for a number.
+
+    A single value is repeated without sharing memory (unlike `expand`), because the call may write to the tensor.
+    """
     values = operand.values[0] if operand.is_number else operand.values * (length // len(operand.values))
     tensor = torch.tensor(values, dtype=operand.dtype, device="cpu")
     return tensor.requires_grad_() if operand.has_gradient else tensor

@@ -32,7 +32,7 @@ def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Non
 
     Args:
         gm: the graph module, whose nodes receive `meta["example_value"]`.
-        inputs: one real or fake input per placeholder; None for the values recorded at the placeholders.
+        inputs: one real or fake input per placeholder. If None, the values recorded at the placeholders are the inputs.
 
     Raises:
         ValueError: `inputs` are missing, too few or too many, or the module rejects them.
@@ -52,7 +52,11 @@ def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Non
 
 
 def _is_like(given: Any, recorded: Any) -> bool:
-    """True if an input has the type, dtype, shape and so on of the recorded value. A symbolic size fits any size."""
+    """True if an input is like the recorded value.
+
+    Two tensors are alike if dtype, device, shape and `requires_grad` agree; a symbolic size fits any size. A symbolic
+    number fits any number. Other values must be equal.
+    """
     if isinstance(recorded, _SYMBOLIC):
         return isinstance(given, _NUMBER)
     if not isinstance(recorded, torch.Tensor):
@@ -86,7 +90,10 @@ def _has_current_gradients(graph: Graph) -> bool:
 
 
 def _recorded_results(graph: Graph) -> list[Node]:
-    """The results of a graph. For a result that another pass added without a value, its nearest inputs with values."""
+    """The results of a graph that have example values.
+
+    Another pass may have added a result without a value. It is replaced by its nearest inputs that have values.
+    """
     found: list[Node] = []
     pending, seen = [graph.output_node()], set()
     while pending:
@@ -122,7 +129,7 @@ def _run(gm: GraphModule, inputs: Sequence[Any], *, anew: bool) -> None:
 def _without_side_effects(mode: FakeTensorMode) -> Iterator[None]:
     """Run a graph in the fake mode of another tracer without adding guards or changing the grad mode."""
     allowed = mode.allow_non_fake_inputs
-    mode.allow_non_fake_inputs = True  # such as parameters of modules that a graph calls
+    mode.allow_non_fake_inputs = True  # for example parameters of modules that the graph calls
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
@@ -135,7 +142,7 @@ def _without_side_effects(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
-    """The fake version of a real tensor (the same one at every call); any other value unchanged."""
+    """The fake version of a real tensor (the same tensor at every call); any other value unchanged."""
     is_real = isinstance(value, torch.Tensor) and not is_fake(value)
     return mode.from_tensor(value, static_shapes=True) if is_real else value
 
@@ -169,7 +176,7 @@ _set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
-    """Move the bodies of `torch.no_grad()` into the graph that calls them, where this changes no result or gradient.
+    """Move the bodies of `torch.no_grad()` into the graph that calls them, unless this changes a result or gradient.
 
     A program that `torch.export` traced with grad mode on has `wrap_with_set_grad_enabled(False, body, *operands)`
     where the model turned gradients off. The pass reads one graph at a time, so it would not see a mask that such a
@@ -181,13 +188,13 @@ def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
         trains: True if gradients of the graph's results are needed. Then an inlined body reads detached operands, so
             that the body still records no gradient. A body that turns gradients on is not inlined, because the graph
             does not tell if gradients are on around the call.
-            If False, bodies of both kinds are inlined. Only a body that writes in place reads detached operands,
-            because the body may write to a parameter.
+            If False, bodies that turn gradients on are inlined too. Only a body that writes in place reads detached
+            operands, because the body may write to a parameter.
     """
     kept: set[Node] = set()
-    without_gradient: set[Node] = set()  # nodes of inlined bodies
+    without_gradient: set[Node] = set()  # the nodes of inlined bodies, which record no gradient
     while calls := [call for call in _calls(module.graph) if call not in kept]:
-        call = calls[0]  # calls inside of its body come next, once they are in the graph of `module`
+        call = calls[0]  # calls inside of its body follow in later iterations, when they are in the graph of `module`
         if _can_inline(call, without_gradient if trains else None):
             _inline(module, call, without_gradient if trains or _writes(call) else None)
         else:
@@ -202,8 +209,8 @@ def _calls(graph: Graph) -> list[Node]:
 def _can_inline(call: Node, without_gradient: set[Node] | None) -> bool:
     """True if the body of a call can be inlined.
 
-    If gradients are needed, `without_gradient` holds the nodes of the bodies inlined so far. Then the body must record
-    no gradient, and operands that may have to be detached need example values.
+    `without_gradient` is None if no gradients are needed. Otherwise it holds the nodes of the bodies inlined so far.
+    Then the body must record no gradient, and operands that may have to be detached need example values.
     """
     turns_on, body_node, *operands = call.args
     body = submodule(call.graph, body_node)

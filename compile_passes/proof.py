@@ -43,19 +43,19 @@ class Layer:
     transposed: bool
     masks: tuple[tuple[Mask, bool], ...]  # for each term, the mask, and True if the gate uses its complement
     activation: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # the dtype of the projections and of the result
     trains_masks: bool
     mask_weights: tuple[MaskWeight | float, ...]  # one per term, or none at all
     scale: float  # the number that multiplies the sum
     interior: tuple[Node, ...]  # the nodes that the operator replaces, in the order of the graph
     stored: StoredWeight | None = None  # the stored weight, if the program decodes it from a format of the operator
-    why_decoded: str = ""  # why the operator reads a decoded weight (from 8 or 4 bits), not the stored one; or empty
+    why_decoded: str = ""  # for a weight decoded from 8 or 4 bits: why the operator cannot read the stored weight
     takes_views: bool = True  # False in inference mode, where torch.compile rejects new views of outside tensors
-    offs: Node | None = None  # the ends of the experts' rows of x `[S, h]`; None without experts, and for x `[E, t, h]`
+    offs: Node | None = None  # for experts whose rows are joined in one matrix x: where each expert's rows end
 
     @property
     def is_of_experts(self) -> bool:
-        """True if the layer has experts: the weight is `[E, out_features, in_features]`."""
+        """True if the layer has experts, and so a weight `[experts, out_features, in_features]`."""
         return holds_experts(self.weight)
 
     @property
@@ -67,8 +67,8 @@ class Layer:
     def hides_nan(self) -> bool:
         """True if the program may return NaN for a mask logit that is NaN, where the operator uses a mask of 0.
 
-        A comparison with NaN gives a mask of 0 or 1. But a float mask may be NaN, and a straight-through sum of a NaN
-        logit is NaN.
+        A comparison of a NaN logit gives 0 or 1. But a float mask may be NaN, and a straight-through sum of a NaN logit
+        is NaN.
         """
         masks = [mask for mask, _ in self.masks if mask.proof not in (None, "constant")]
         return any(mask.rounding or mask.carrier or dtype_of(mask.bits) in FLOATING for mask in masks)
@@ -78,7 +78,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     """Prove that a site is MGLU and may be replaced, and describe the layer.
 
     Raises:
-        Refusal: a condition does not hold. The reason names every condition that fails.
+        Refusal: a condition does not hold. The message names the first conditions that fail.
     """
     reasons = _Reasons()
     reasons.of(_check_number, site)
@@ -226,7 +226,7 @@ def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
 
 
 def _check_weight_scale(site: Site) -> float:
-    """The number c that multiplies all masked weights: their mask factors are 0 and c instead of 0 and 1."""
+    """The number c that multiplies all masked weights: each weight is multiplied by 0 or c, and not by 0 or 1."""
     scales = {scale_of(projection.factor) for projection in site.projections if projection.factor is not None}
     if len(scales) > 1:
         numbers = ", ".join(f"{scale:g}" for scale in scales)
@@ -269,8 +269,8 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
     """True if the masks are trained.
 
     Raises:
-        Refusal: only some masks are trained, or the operator would pass the masks another gradient than the program
-            does.
+        Refusal: only some masks are trained, or the masks would receive a different gradient from the operator than
+            from the program.
     """
     factors = [projection.factor for projection in site.projections if projection.factor is not None]
     if any(factor.zero_gradient for factor in factors) and requires_grad(site.root):
@@ -295,7 +295,7 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
 
 
 def _trains(site: Site, term: Term) -> bool:
-    """True if a gradient reaches the mask of a term. Under `no_grad` none does, even for trained parameters."""
+    """True if a gradient reaches the mask of a term. Under `no_grad` no gradient does, even for trained parameters."""
     slopes = [factor.slope for factor in (term.gate.factor, term.value.factor) if factor is not None]
     return requires_grad(site.root) and any(map(any, slopes))
 
@@ -404,7 +404,7 @@ def _check_weights(site: Site, scales: list[float], dtype: torch.dtype) -> tuple
 
 
 def _with_stored_weight(recogniser: Recogniser, layer: Layer) -> Layer:
-    """The layer with its stored weight, or with the reason why the operator reads the decoded weight instead."""
+    """The layer with its stored weight, or with the reason why the operator must read the decoded weight."""
     if not is_decoded(layer.weight):
         return layer
     try:

@@ -1,6 +1,7 @@
-"""The recogniser: holds a key and an abstract value for each node of a graph, and answers the rules' questions.
+"""The recogniser: holds a key and an abstract value (`values.py`) for each node of a graph.
 
-The first argument of each rule is a recogniser. `evaluate.py` calls the rules and stores the values that they return.
+Each rule receives the recogniser and asks it about nodes. `evaluate.py` calls the rules and stores the values that they
+return.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Recogniser:
         self._keys: dict[Node, Hashable] = {}
         self._interned: dict[Hashable, int] = {}
         self.masked_weights: frozenset[Hashable] = frozenset()  # the keys of all weights that are masked
-        self.has_masks = False  # True if a node is known to be a mask or a function of one, or to hold few values
-        self.looked_through: set[Node] = set()  # the nodes that rules have looked through (`through`)
+        self.has_masks = False  # True if the value of some node is `Binary` or `Levels`
+        self.looked_through: set[Node] = set()  # nodes that rules have read by `through`; they belong to sites
         self._looking: list[Node] = []
         self._imagined: dict[Hashable, Node] = {}
         self.view = view
@@ -47,7 +48,7 @@ class Recogniser:
         return self.value(mask)
 
     def key(self, argument: Any) -> Hashable:
-        """A key. Two arguments have equal keys only if they hold equal values and gradients."""
+        """The key of an argument. Arguments with equal keys hold equal values and have equal gradients."""
         if isinstance(argument, (tuple, list)):
             return tuple(self.key(item) for item in argument)
         if not isinstance(argument, Node):
@@ -55,7 +56,7 @@ class Recogniser:
         return self._keys[argument]
 
     def _intern(self, node: Node) -> Hashable:
-        """The key of a node, from its function, its arguments with defaults, and the modes under which it runs.
+        """The key of a node. It is made of the node's function, arguments (defaults included) and modes.
 
         The values of a view never change, so the key of an argument identifies the value that the node reads. Calls of
         different functions have equal keys if the table of spellings reads them as the same `Call`.
@@ -77,7 +78,7 @@ class Recogniser:
         return self._identity(node, identity, requires_grad(node), modes.blocks, modes.transforms)
 
     def _identity(self, node: Node, *structure: Hashable) -> Hashable:
-        """The key of a computed value; `structure` tells how it is computed. Only this function makes such keys.
+        """The key of a computed value; `structure` tells how the value is computed.
 
         The key contains the shape, dtype and device of the node. So nodes with equal keys agree in all three.
         """
@@ -97,13 +98,12 @@ class Recogniser:
         doubt: str = "",
         logits: Node | None = None,
     ) -> Binary:
-        """The value of a node that holds a new mask. Only this function makes new masks.
+        """The value of a node that holds a new mask.
 
         Args:
             node: the node.
             proof: why the node is binary; None if nothing proves it.
-            rounding: the machine epsilon of the mask's rounding errors (`Mask.rounding`), including errors of the
-                operands.
+            rounding: the machine epsilon of the rounding errors in the mask and in its operands (`Mask.rounding`).
             same_as: the operation and the keys of its operands, if other nodes may hold the same mask. The shape, dtype
                 and device of the node become part of the key.
             trained: True if the mask has a gradient, which flows through the node.
@@ -117,7 +117,7 @@ class Recogniser:
         return Binary(mask, at=(1, 0) if inverted else (0, 1), slope=(1, 1) if trained else (0, 0))
 
     def through(self, argument: Any) -> Call | None:
-        """The call that computes an argument, for a rule that looks through it. Its node then belongs to the site."""
+        """The call that computes an argument. If the calling rule returns a value, the argument belongs to the site."""
         call = as_call(argument)
         if call is not None:
             self._looking.append(argument)
@@ -126,7 +126,7 @@ class Recogniser:
     def straight_through(self, hard: Mask, node: Node, logits: Node | None, rounding: float) -> Binary:
         """The value of a node that equals the mask `hard`, up to rounding errors, and has a gradient.
 
-        `logits` is the node that receives the gradient, if the mask is `logits > 0`.
+        `logits` is the node that receives the gradient if the mask is `logits > 0`; otherwise None.
         """
         proof = hard.proof and "straight-through"
         carrier = Carrier(node, self.key(node), logits)
@@ -134,11 +134,13 @@ class Recogniser:
         return Binary(replace(hard, proof=proof, carrier=carrier, rounding=rounding), slope=(1, 1))
 
     def imagine(self, node: Node, function: Callable[..., Any], *args: Any) -> Node:
-        """A new node for an operand that the program never computes, such as `W * s` if it computes `(W * M) * s`.
+        """A new node for a tensor that the program never computes, such as `W * s` if it computes `(W * M) * s`.
 
-        The node is inserted before `node` and has its modes. If an operator reads it, the rewrite makes a copy; the
-        imagined node itself is erased at the end. Equal calls give one node. `function` returns a view of its first
-        argument, or is `torch.mul` or `torch.div` with a result of the same shape and dtype as the first argument.
+        The new node is inserted before `node` and runs under the modes of `node`. If an operator reads the new node,
+        the rewrite makes a copy for the operator; `fusion._fuse` erases all imagined nodes. Equal calls give one node.
+
+        `function` returns a view of its first argument, or is `torch.mul` or `torch.div` with a result of the same
+        shape and dtype as the first argument.
         """
         key = ("imagined", function, self.key(args), self.view.modes(node))
         if key not in self._imagined:

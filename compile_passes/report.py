@@ -40,8 +40,8 @@ class SiteReport:
         n_masks: the number of masks in the sum; 0 if unknown.
         activation: the activation of the gate.
         dtype: the dtype of the result.
-        operator: the operator: `forward_ste` (trained masks) or `forward` (fixed masks), or for experts
-            `grouped_forward_ste` or `grouped_forward`; empty for a miss.
+        operator: `forward_ste` (trained masks) or `forward` (fixed masks), for experts `grouped_forward_ste` or
+            `grouped_forward`; empty for a miss.
         weighted: True if the masks have mask weights.
         weight_format: the format in which the operator reads the weight (`mglu_ops.formats`), `dense` for a weight in
             the layer's dtype; empty for a miss.
@@ -89,7 +89,7 @@ _COLUMNS = ("module", "source", "masks", "activation", "dtype", "result", "masks
 
 @dataclass(repr=False)
 class FusionReport:
-    """The layers of all graphs that the pass has read, in order. A layer that is compiled twice is listed twice.
+    """The layers of all graphs that the pass has read, oldest first. A layer that is compiled twice is listed twice.
 
     `str(report)` is a table of the layers, followed by the reason for each miss, and by notes on packing and NaN.
 
@@ -119,7 +119,7 @@ class FusionReport:
     __repr__ = __str__  # so that a notebook shows the table
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        fused = (*self.present, *self.fused)  # a copy, because another thread may compile meanwhile
+        fused = (*self.present, *self.fused)  # a copy, because another thread may add layers meanwhile
         for number, site in enumerate((*fused, *self.missed), 1 - len(fused)):
             result = f"not fused [{number}]"
             if site.reason is None:
@@ -185,12 +185,12 @@ def layers_present(graph: Graph) -> list[SiteReport]:
 
 
 def missed_at(node: Node, reason: str) -> SiteReport:
-    """The report of a miss at a node. Its masks and its activation are unknown."""
+    """The report of a miss at a node, for a layer whose masks and activation are unknown."""
     return report_at(node, dtype_of(node), n_masks=0, activation="", reason=reason, before=(line(node),))
 
 
 def report_at(node: Node, dtype: torch.dtype | None, **more: Any) -> SiteReport:
-    """The report of a layer whose result, or last known part, is at `node`; `more` are further attributes."""
+    """The report of a layer whose result, or last known part, is at `node`; `more` has the other attributes."""
     named = str(dtype).removeprefix("torch.")
     return SiteReport(module_path=module_path(node), source=source_line(node), dtype=named, **more)
 

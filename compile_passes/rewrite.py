@@ -43,10 +43,11 @@ class Replacement:
 def replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
     """Insert nodes that compute a layer, without readers yet, before the root of the layer in the view.
 
-    If a write by another node prevents reading a stored weight there, the operator reads the decoded weight.
+    If the layer is refused with its stored weight, for example because a node overwrites this weight, the operator
+    reads the decoded weight.
 
     Raises:
-        Refusal: nodes around the layer prevent fusing. A refusal or any other error leaves the view unchanged.
+        Refusal: nodes around the layer prevent fusing. After this or any other error, the view is unchanged.
     """
     try:
         return _replacement(recogniser, layer)
@@ -95,9 +96,10 @@ def rewrite(view: View, replacements: Sequence[Replacement]) -> None:
 
 
 def _erase_dead(view: View, spelling: set[Node]) -> None:
-    """Erase unused nodes of the layers, assertions about these nodes, and nodes that only erased nodes read.
+    """Erase unused nodes of the layers, assertions about the layers' nodes, and nodes that only erased nodes read.
 
-    Calls that draw random numbers stay, because without them later calls would draw other numbers.
+    `spelling` has the nodes of the layers. Calls that draw random numbers stay, because without them later calls would
+    draw other numbers.
     """
     dying = set(spelling)
     for node in reversed(view.graph.nodes):
@@ -151,7 +153,7 @@ def _made(graph: Graph, recogniser: Recogniser, node: Node) -> Node:
 
 
 def _ends_of_equal_groups(graph: Graph, layer: Layer) -> Node:
-    """The offsets t, 2 t, ..., E t at which each expert's rows end when x `[E, t, in_features]` is flattened."""
+    """The offsets t, 2 t, ..., E t: where each expert's rows end after x `[E, t, in_features]` is flattened."""
     example = tensor_example(layer.x)
     assert example is not None, "checked by proof.check"
     experts = _number_of(graph, layer.x, 0)
@@ -212,7 +214,7 @@ def _mask_weights(graph: Graph, recogniser: Recogniser, layer: Layer) -> Node | 
 
 
 def _masks_last(graph: Graph, layer: Layer, mask_weight: Node, stack_dim: int) -> Node:
-    """The mask weights of a stack as `[..., n_masks]`, without a dimension of size 1 for the features."""
+    """The mask weights of a stack as `[..., n_masks]`. A dimension of size 1 for the features is removed."""
     has_features = dims(mask_weight) > dims(layer.x)
     if stack_dim not in (-1, dims(mask_weight) - 1):
         mask_weight = graph.call_method("movedim", (mask_weight, stack_dim, -1))
@@ -226,7 +228,7 @@ def _as_column(graph: Graph, layer: Layer, mask_weight: MaskWeight | float) -> N
             return mask_weight.node
         whole = _masks_last(graph, layer, mask_weight.node, mask_weight.dim)
         return graph.call_method("narrow", (whole, -1, mask_weight.index, 1))
-    tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # any tensor of the column's shape
+    tokens = graph.call_method("narrow", (layer.x, -1, 0, 1))  # read only for its shape `[..., 1]`
     if not isinstance(mask_weight, MaskWeight):
         return graph.call_function(torch.full_like, (tokens, mask_weight), {"dtype": layer.dtype})
     number = mask_weight.node
@@ -333,7 +335,7 @@ def _gate_bits(graph: Graph, bits: Node, mask: Mask, complement: bool) -> Node:
     `mask` describes `bits`, or one mask of the stack. With `complement`, the gate uses the complement of `mask`.
     """
     complement = complement != mask.inverted
-    if mask.proof is None:  # a comparison would hide values other than 0 and 1 from the check in packing
+    if mask.proof is None:  # no comparison, which would hide values other than 0 and 1 from the check in packing
         return graph.call_function(operator.sub, (1, bits)) if complement else bits
     if complement:
         return graph.call_function(operator.eq, (bits, 0))

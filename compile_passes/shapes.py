@@ -1,7 +1,7 @@
 """Reads shapes, dtypes, slices and repetitions of nodes from the example values that tracing recorded.
 
-No function here adds a guard on a symbolic size. Sizes are compared by `statically_known_true`. Where a number is
-needed, a symbolic size counts as unknown.
+No function here adds a guard on a symbolic size. Sizes are compared by `statically_known_true`. A function that needs a
+number treats a symbolic size as unknown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .symbols import as_call
 
 
 def example(node: Any) -> Any:
-    """The example value of a node: the fake value that tracing recorded. Other arguments are returned unchanged.
+    """The example value of a node: the fake value that tracing recorded. Any other argument is returned unchanged.
 
     Dynamo records the value as `example_value`, and `torch.export` as `val`.
     """
@@ -66,7 +66,7 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 def requires_grad(argument: Any) -> bool:
     """True if a node's tensor required a gradient during tracing."""
     value = tensor_example(argument)
-    while value is not None and functorch.is_functorch_wrapped_tensor(value):  # inside of `vmap`
+    while value is not None and functorch.is_functorch_wrapped_tensor(value):  # `vmap` wraps tensors
         value = functorch.get_unwrapped(value)
     return value is not None and value.requires_grad
 
@@ -77,7 +77,7 @@ def equal_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def has_shape(node: Any, sizes: Sequence[Any]) -> bool:
-    """True if a node is a tensor with this shape, and no symbolic size leaves a doubt."""
+    """True if a node is a tensor that is known to have this shape."""
     value = tensor_example(node)
     return value is not None and equal_sizes(value.shape, sizes)
 
@@ -117,7 +117,7 @@ def is_matrix(argument: Any) -> bool:
 
 
 def holds_experts(argument: Any) -> bool:
-    """True if an argument is a node whose tensor has three dimensions, like the weights `[E, d, h]` of experts."""
+    """True if an argument is a node whose tensor has three dimensions: `[experts, out_features, in_features]`."""
     return dims(argument) == 3
 
 
@@ -137,7 +137,7 @@ def has_one_element(node: Any) -> bool:
 
 
 def dimension(argument: Any, tensor: Any) -> int | None:
-    """A `dim` argument of a call on `tensor`, as a non-negative number; None if it is not a single dimension."""
+    """The `dim` argument of a call on `tensor`, made non-negative; None if it does not name a single dimension."""
     (single,) = argument if isinstance(argument, (list, tuple)) and len(argument) == 1 else (argument,)
     count = dims(tensor)
     if isinstance(single, bool) or not isinstance(single, int) or not -count <= single < count:

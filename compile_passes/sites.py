@@ -48,7 +48,7 @@ def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
 
 
 def parts_of(recogniser: Recogniser, site: Site) -> list[Site]:
-    """The smaller sums that a site adds, which may be fused if the site is refused. Empty if it has too many terms."""
+    """The smaller sums that a site adds, which may be fused if the site is refused. Empty for too many terms."""
     if len(site.terms) > MAX_MASKS:
         return []
     operands = [site.root]
@@ -70,7 +70,7 @@ def _sites(recogniser: Recogniser, sums: list[Node]) -> list[Site]:
             chain += inner
         dtype = _sum_at(recogniser, node).terms[0].gate.dtype
         root = next((part for part in reversed(chain) if dtype_of(part) == dtype), chain[-1])
-        for part in chain[: chain.index(root)][::-1]:  # the site includes `0 + y`, which adds nothing
+        for part in chain[: chain.index(root)][::-1]:  # include additions that keep the value, such as `0 + y`
             if symbol_of(part) != "add" or recogniser.value(part) != recogniser.value(root) or dtype_of(part) != dtype:
                 break
             root = part
@@ -124,7 +124,7 @@ def interior(recogniser: Recogniser, site: Site) -> tuple[Node, ...]:
         node = stack.pop()
         if node in seen or as_call(node) is None or recogniser.key(node) in keys:
             continue
-        # A node belongs to the site if a rule knows it or has looked through it, or if it is a tuple or the like.
+        # A node belongs to the site if a rule knows it or has looked through it, or if its symbol is in `_IN_BETWEEN`.
         is_known = recogniser.value(node) is not None or node in recogniser.looked_through
         if not is_known and symbol_of(node) not in _IN_BETWEEN:
             continue

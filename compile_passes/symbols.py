@@ -154,8 +154,8 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "mul", _TWO, _elementwise("mul", *products)
     quotients = (operator.truediv, operator.itruediv, torch.true_divide, "true_divide", "__truediv__")
     yield "div", f"{_TWO}, rounding_mode==None", _elementwise("div", *quotients)
-    # Forms with a factor or a rounding mode. Only `masks.pointwise` knows these symbols, because it runs the call in
-    # torch.
+    # `add` and `sub` with a factor, and `div` with a rounding mode. Only `masks.pointwise` knows these symbols, because
+    # it runs the calls and need not interpret the arguments.
     yield "scaled_add", f"{_TWO}, alpha", _elementwise("add")
     yield "scaled_sub", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
     yield "rounded_div", f"{_TWO}, rounding_mode", _elementwise("div")
@@ -174,7 +174,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "clamp", clamp, _elementwise("clamp", torch.clip, "clip", *_aten("clip"))
     yield "clamp_min", "input, min", _elementwise("clamp_min")
     yield "maximum", _TWO, _elementwise("maximum", torch.ops.aten.max.other)
-    yield "max", _TWO, (torch.max, "max")  # elementwise with a tensor; with a number it reduces a dimension
+    yield "max", _TWO, (torch.max, "max")  # elementwise if `other` is a tensor; a number is the dimension to reduce
     yield "threshold", "input, threshold, value, -inplace", (F.threshold, torch.threshold, *_aten("threshold"))
     yield "sign", "input", _elementwise("sign", torch.sgn, "sgn", *_aten("sgn"))
     yield "heaviside", "input, values", _elementwise("heaviside")
@@ -291,9 +291,9 @@ OTHER_ACTIVATIONS: Mapping[str, str] = {
     "hardtanh": "min_val=-1.0, max_val=1.0, ",
     "softplus": "beta=1, threshold=20, ",
 }
-"""Activations that the operator lacks, and their options. The table has them so that the report can name them."""
+"""Activations that the operator lacks, and their options. They are in the table so that a refusal can name them."""
 
-_TABLE: dict[Any, list[tuple[str, Signature]]] = {}  # for each spelling, the symbols to try in order
+_TABLE: dict[Any, list[tuple[str, Signature]]] = {}  # for each spelling, the signatures to try in order
 
 _ORDER: dict[str, tuple[str, ...]] = {}  # for each symbol, the order of its arguments, from its first signature
 
@@ -322,7 +322,7 @@ _calls_read: ContextVar[dict[Node, Call | None] | None] = ContextVar("calls_read
 
 @contextmanager
 def calls_read_once() -> Iterator[None]:
-    """Cache the results of `as_call` inside the block, in which the arguments of nodes must not change."""
+    """Cache the results of `as_call` in a `with` block. In the block, the arguments of nodes must not change."""
     token = _calls_read.set({})
     try:
         yield
@@ -384,7 +384,7 @@ _MODULES: Mapping[type[nn.Module], str] = {
     nn.Identity: "alias",
     nn.Dropout: "dropout",
 }
-"""The symbols of modules into which `torch.fx.symbolic_trace` does not trace."""
+"""The symbols of modules that are nodes of a graph, because `torch.fx.symbolic_trace` does not trace into them."""
 
 
 def _call_of_module(node: Node) -> Call | None:

@@ -2,8 +2,8 @@
 
 A factor of a weight is a function of one binary variable, the mask M. Such a function is determined by its values at
 M = 0 and M = 1. So `1 - M`, `~M`, `M == 0`, `M < 0.5` and `-(M - 1)` are proved to be the complement in the same way:
-they are evaluated at both points, and `at == (1, 0)`. `slope` is the derivative with respect to M at both points. It
-tells if the gradient of a straight-through mask is the one that the operator passes.
+each is evaluated at both points, and its values there are `at == (1, 0)`. `slope` holds the derivatives with respect to
+M at both points. They tell if the gradient of a straight-through mask is the one that the operator passes.
 
 One tensor may hold several values. Examples are the stacked masks of a layer, the products that are computed from such
 a stack, and masked weights that are concatenated along their rows. A stack of masks that are all computed in the same
@@ -25,7 +25,7 @@ from .shapes import requires_grad, tensor_example
 Number = bool | int | float  # integers are not converted to float, which would round above 53 bits
 
 Pair = tuple[Number, Number]
-Slice = tuple[Node, "int | None"]  # a node, or with an index one slice of it
+Slice = tuple[Node, "int | None"]  # a stack and the index of one of its slices; or a node and None, for the whole node
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Carrier:
     node: Node  # the tensor itself: a straight-through mask
     key: Hashable  # the key of the node, or of its slice
     logits: Node | None = None  # the node that receives the gradient, if the mask is `logits > 0`
-    index: int | None = None  # if not None, the mask is this slice of `node` and of `logits`
+    index: int | None = None  # if not None, `node` and `logits` are stacks, and the mask is at this index
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Mask:
     none. A straight-through sum `hard + soft - soft` is almost 1 where `hard` is 1, and exactly 0 where `hard` is 0.
     """
 
-    bits: Node  # the node, of any dtype, with the values of the mask, or of its complement if `inverted`
+    bits: Node  # the node that holds the mask, or the complement of the mask if `inverted`; of any dtype
     key: Hashable  # equal for masks with equal values
     proof: str | None  # why the mask is binary; None if nothing proves it
     carrier: Carrier | None = None  # the tensor through which the mask's gradient flows, if it has one
-    index: int | None = None  # if not None, the mask is this slice of `bits` and of `logits`
+    index: int | None = None  # if not None, `bits` and `logits` are stacks, and the mask is at this index
     doubt: str = ""  # why an unproved mask may not be binary, for the report
-    inverted: bool = False  # True if `bits` holds the complement
+    inverted: bool = False  # True if `bits` holds the complement of the mask
     logits: Node | None = None  # a node such that the mask is `logits > 0`, if there is one
     rounding: float = 0.0
 
@@ -74,14 +74,14 @@ class Mask:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number, or a tensor filled with it."""
+    """A number, or a tensor filled with one number."""
 
     value: Number
 
 
 @dataclass(frozen=True)
 class Levels:
-    """A tensor that holds no other values than these: `sign(x)` holds -1, 0 and 1."""
+    """A tensor that holds only the listed values. For example, `sign(x)` holds -1, 0 and 1."""
 
     values: tuple[Number, ...]
 
@@ -136,7 +136,7 @@ class Product:
 class Weighted:
     """`weight * factor`, or its transpose.
 
-    The weights of experts are one weight `[E, d, h]` with a mask of that shape.
+    The weights of experts are one weight `[experts, out_features, in_features]`, and the mask has the same shape.
     """
 
     weight: Node
@@ -148,8 +148,9 @@ class Weighted:
 class Projection:
     """The product `x (weight * factor)^T`.
 
-    If the weight has three dimensions, each expert multiplies its own rows. These are `x[e]` of x `[E, t, h]`, or with
-    `offs` the rows from `offs[e - 1]` to `offs[e]` of x `[S, h]`, as in `torch.nn.functional.grouped_mm`.
+    If the weight has three dimensions, each expert e multiplies its own rows. These are `x[e]` of x
+    `[experts, tokens, in_features]`. With `offs`, they are the rows from `offs[e - 1]` to `offs[e]` of x
+    `[rows, in_features]`, as in `torch.nn.functional.grouped_mm`.
     """
 
     x: Node
@@ -158,7 +159,7 @@ class Projection:
     dtype: torch.dtype
     transposed: bool = False  # True for a weight `[in_features, out_features]`: the product is `x (weight * factor)`
     problem: str | None = None  # why a site with this projection must be refused, as the user reads it
-    offs: Node | None = None
+    offs: Node | None = None  # where each expert's rows of x end
     swapped: bool = False  # True if the node holds the transpose of the product, as `(weight * factor) @ x.T` does
     row_scaled: bool = False  # True if `weight` includes a scale that the program applies to the product
 
@@ -198,13 +199,17 @@ class Gated:
     """A sum of terms with the same x, weight and activation: a layer or a part of one."""
 
     terms: tuple[Term, ...]
-    rest: Node | None = None  # the residual: anything else that the sum contains
+    rest: Node | None = None  # the residual: a tensor that the sum contains besides the terms
     whole: Node | None = None  # with a residual, the node that holds the sum of the terms alone, if the graph has one
     rest_first: bool = False  # True if the residual is the first operand, which may decide the strides of the sum
 
 
 MOST_ITEMS = 64
-"""The most items of a bundle. The limit exceeds 32 (16 masks and complements), so that the report can refuse more."""
+"""The most items of a bundle.
+
+The largest layer has 32 items: 16 masks and their complements. The limit is higher, so that the pass recognises layers
+with a few more masks and reports why it refuses them.
+"""
 
 
 @dataclass(frozen=True)
@@ -240,7 +245,7 @@ def first_of(value: Value) -> Value:
 
 
 def projection_of(value: Value) -> Projection | None:
-    """A projection from which a value is computed: the gate of a term; for a bundle, a projection of its first item."""
+    """A projection from which a value is computed: for a sum, the first gate; for a bundle, a projection of item 0."""
     value = first_of(value)
     if isinstance(value, Gated):
         return value.terms[0].gate
@@ -273,7 +278,7 @@ def opposite(mask: Mask) -> Mask:
 
 
 def merge(a: Mask, b: Mask) -> Mask | None:
-    """The one mask that `a` and `b` describe; None for two masks, or if gradients flow through different tensors."""
+    """The mask that `a` and `b` describe; None for different masks, or if gradients flow through different tensors."""
     if a.key != b.key:
         return None
     if a.carrier is not None and b.carrier is not None and a.carrier.key != b.carrier.key:
@@ -305,7 +310,7 @@ def same_function(a: Binary | None, b: Binary | None) -> bool:
 
 
 def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
-    """`a + sign * b` for functions of one mask, where None stands for 1. Returns None if the masks differ."""
+    """`a + sign * b` for functions of one mask; None if the masks differ. An operand `None` is the constant 1."""
     known = a or b
     if known is None:
         return None

@@ -33,11 +33,11 @@ from .symbols import as_call
 
 
 def overwritten(tensor: Any, writer: Any) -> None:
-    """Mark a node of the view that stands for what `tensor` holds after the node `writer`. Never called."""
+    """The target of new nodes of the view that hold the value of `tensor` after the node `writer`. Never called."""
 
 
 def opaque(*args: Any, **kwargs: Any) -> None:
-    """Mark a node of the view that stands for a call whose writes the view cannot express. Never called."""
+    """The target of nodes of the view for calls whose writes the view cannot express. Never called."""
 
 
 class View:
@@ -51,16 +51,16 @@ class View:
         """The original of each node of the copy. New nodes and `overwritten` nodes have none."""
         self.holders: dict[Node, Node] = {}
         """The original node whose tensor holds the value of a node, until the tensor changes. New nodes have none."""
-        self._defined: dict[Node, int] = {}  # the position in the original graph at which a node's value was made
+        self._defined: dict[Node, int] = {}  # the position in the original graph at which a node's value is computed
         self._copied: dict[Node, tuple[Any, Any]] = {}  # the arguments of each node before the rewrite
         # A tensor of the original graph is identified by the node that made it.
-        self._tensors: dict[Node, Node] = {}  # for a node that writes to a tensor and returns it: that tensor
+        self._tensors: dict[Node, Node] = {}  # for a node that writes to a tensor and returns the tensor: the tensor
         self._latest: dict[Node, Node] = {}  # for a tensor, the last node that returns it
         self._current: dict[Node, Node] = {}  # for a tensor, the node of the view with its value at the last access
         if self.memory.has_writes:
             for node in graph.nodes:
                 self._copy(node)
-        else:  # each node holds one value already, so the graph is its own view
+        else:  # each node holds one value, so the graph is its own view
             self.graph = graph
             self.origin = dict(zip(graph.nodes, graph.nodes, strict=True))
             self.holders, self._defined = dict(self.origin), self.memory.order
@@ -85,7 +85,7 @@ class View:
             self._write(node, copy)
 
     def _read(self, node: Node, position: int) -> Node:
-        """The node of the view with the value of an original tensor at a position."""
+        """The node of the view with the value that the tensor of `node` has at a position of the original graph."""
         tensor = self._tensors.get(node, node)
         current = self._current[tensor]
         writer = self.memory.last_write(tensor, self._defined[current], position)
@@ -100,8 +100,8 @@ class View:
     def _writes_a_function(self, node: Node) -> bool:
         """True if a node writes a function of a tensor's old value to all of the tensor, and the graph made the tensor.
 
-        False if autograd does not record a write to a tensor with a gradient, as under `no_grad`: the gradient would
-        stay while the value changes.
+        False for a write to a tensor with a gradient that autograd does not record, as under `no_grad`: the value
+        changes, but the gradient stays the gradient of the old value.
         """
         effect, inputs = self.memory.effects[node], node.all_input_nodes
         if effect.writes != {0} or not node.args or node.args[0] is not inputs[0]:
@@ -117,7 +117,7 @@ class View:
         return is_fill(node) or (effect.returns_target and _is_same_kind(example(node), value))
 
     def _write(self, node: Node, copy: Node) -> None:
-        """Let later nodes read `copy`, a function with the new value, instead of the tensor that `node` changes."""
+        """Let later nodes read `copy`, which computes the new value of the tensor that `node` changes."""
         target = node.all_input_nodes[0]
         tensor = self._tensors.get(target, target)
         _record_gradient(self._current[tensor])
@@ -133,7 +133,7 @@ class View:
     # --- Questions about the original graph --------------------------------------------------------------------------
 
     def effect(self, node: Node) -> Effect:
-        """The side effects of a node's original; none for new nodes."""
+        """The side effects of a node's original; new nodes have no side effects."""
         return self.memory.effects[self.origin[node]] if node in self.origin else NONE
 
     def modes(self, node: Node) -> Modes:
@@ -143,8 +143,8 @@ class View:
     def is_repeatable(self, node: Node) -> bool:
         """True if a node is a call that gives equal values and gradients for equal arguments.
 
-        Higher-order operators are excluded. They may have a custom backward, and then two calls may have other
-        gradients than one call that is used twice.
+        Higher-order operators are excluded. They may have a custom backward, and then one call with two users may have
+        other gradients than two equal calls with one user each.
         """
         effect = self.effect(node)
         is_call = node.op.startswith("call_") and not isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -157,7 +157,7 @@ class View:
     def overwriter(self, node: Node, before: Node, without: Iterable[Node] = ()) -> Node | None:
         """The first original node that overwrites the value of `node` before the original of `before` runs, or None.
 
-        Writes by the nodes `without` of the view do not count.
+        Writes by the originals of the nodes `without` do not count.
         """
         excluded = {self.origin.get(item) for item in without}
         end = self.memory.order[self.origin[before]]
@@ -170,7 +170,7 @@ class View:
         return min(found, key=self.memory.order.__getitem__, default=None)
 
     def later_writers(self, node: Node, besides: Node) -> Iterator[Node]:
-        """The original nodes that later write to memory of `node`, except to memory that it shares with `besides`."""
+        """The original nodes after `node` that write to its memory. Memory shared with `besides` does not count."""
         storages = self.memory.storages
         for storage in storages[self.holders[node]] - storages[self.holders[besides]]:
             yield from self.memory.writes(storage, self._defined[node], math.inf)
@@ -223,7 +223,7 @@ class View:
 
 
 def _record_gradient(node: Node) -> None:
-    """Give a tensor's example value the `requires_grad` from before a write. Tracing recorded the later state."""
+    """Give a tensor's example value the `requires_grad` from before a write. Tracing recorded the state after it."""
     value = example(node)
     if value is not None and value.requires_grad and node.op.startswith("call_"):
         had_gradient = any(requires_grad(item) for item in node.all_input_nodes)

@@ -8,8 +8,9 @@ A program may spread its scales over the weights by views, slices, `expand`, `re
 does not interpret these calls, but runs them on the positions 0, 1, 2, ... of the scales. The result tells which scale
 multiplies each weight, and must agree with the format.
 
-Bytes with two weights of 4 bits must be unpacked by elementwise calls, which are run on all 256 values of a byte, and
-by one `stack` of both halves. Other ways to unpack them are not recognised.
+A byte may hold two weights of 4 bits. Then elementwise calls must unpack the low and the high half of the bytes, and
+one `stack` must join the halves. The pass runs the elementwise calls on all 256 values of a byte. Other ways to unpack
+the weights are not recognised.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _SPREADS = _CASTS | _RESHAPES | _VIEWS | _REPEATS
 """Symbols of calls that only move, repeat or cast the elements of their first argument."""
 
 _ARITHMETIC = frozenset({"and", "rshift", "floor_divide", "rounded_div", "remainder", "add", "sub"})
-"""Symbols of calls that, with a number, unpack 4 bits of a byte and shift their range."""
+"""Symbols of calls that, with a number as the second argument, unpack 4 bits of a byte or shift their range."""
 
 _FARTHEST = 12  # the most calls between a weight and the tensor from which it is decoded
 
@@ -55,7 +56,7 @@ class StoredWeight:
     """A weight as it is stored: in a format of the operator."""
 
     weight: Node  # the stored weight, with the shape and orientation of the layer's weight
-    scale: Node  # its scales in the order of the format, in any shape; or one scale for all weights
+    scale: Node  # the scales in the order of the format, in any shape; or one scale for all weights
     format: WeightFormat
     scale_shape: tuple[int, ...]  # the shape of the scales in the format
 
@@ -106,8 +107,7 @@ def stored_weight(
 class _Decoding:
     """A possible reading of a weight as the product of a stored weight and its scales.
 
-    `products`, `casts` and `scales` are paths against the data flow: each node reshapes, casts or unpacks the next
-    node.
+    `products`, `casts` and `scales` are paths against the data flow: each node is computed from the next node.
     """
 
     weight: Node
@@ -141,12 +141,12 @@ def _decodings(weight: Node, transposed: bool) -> list[_Decoding]:
 
 
 def _path(node: Node | float, symbols: frozenset[str]) -> list[Node]:
-    """The path from a node to the input of its call, and on while calls have one of `symbols`; empty for a number."""
+    """The path from a node through calls with one of `symbols`: each call reads the next node. Empty for a number."""
     path = [node] if isinstance(node, Node) else []
     while path and (call := as_call(path[-1])) is not None and call.symbol in symbols:
         source, others = call.args[0], path[-1].all_input_nodes[1:]
         keeps_numbers = call.symbol == "to" or dtype_of(source) == dtype_of(path[-1])  # False for `view(dtype)`
-        reads_others = others and call.symbol not in _CASTS and call.symbol != "expand_as"  # such as an index
+        reads_others = others and call.symbol not in _CASTS and call.symbol != "expand_as"  # for example an index
         if tensor_example(source) is None or not keeps_numbers or reads_others:
             break
         path.append(source)
@@ -211,7 +211,7 @@ def _unpacking(factor: Node | float, weight: Node) -> Sequence[Node]:
 
 
 def _applied(node: Node, values: tuple[Number, ...]) -> tuple[Number, ...] | None:
-    """The results of an elementwise call for these values of its input; None if a result does not fit its dtype."""
+    """The results of an elementwise call for each of `values`; None if a result does not fit the dtype of `node`."""
     (item, *_), dtype = node.all_input_nodes, dtype_of(node)
     before = dtype_of(item)
     if symbol_of(node) in _RESHAPES or dtype is None or before is None:
@@ -224,7 +224,10 @@ def _applied(node: Node, values: tuple[Number, ...]) -> tuple[Number, ...] | Non
 
 
 def _run(node: Node, inputs: Mapping[Node, Tensor]) -> Tensor | None:
-    """The result of a call that moves elements, on positions; None for a view that needs the real strides or dtype."""
+    """Run a call that moves elements on tensors of positions.
+
+    Returns None for a view that needs the strides or the dtype of the program's tensor.
+    """
     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)
     try:
         moved = as_function(node)(*args, **kwargs)
@@ -245,7 +248,7 @@ def _with_scales(decoding: _Decoding, dtype: torch.dtype) -> StoredWeight:
     if not formats:
         names = " and ".join(sorted({_name(fmt.dtype) for fmt in taken}))
         raise Refusal(f"`{stored.name}` is {_name(dtype_of(stored))}, and the operator takes {names}")
-    for end in reversed(range(len(path))):  # from the end of the path, so that the operator needs the fewest calls
+    for end in reversed(range(len(path))):  # from the end of the path, so that the fewest calls precede the operator
         if _is_rounded(path[: end + 1], dtype):
             continue
         for fmt in formats:
@@ -269,7 +272,7 @@ def _is_scale(dtype: torch.dtype | None, fmt: WeightFormat) -> bool:
 
 
 def _is_rounded(path: Sequence[Node], dtype: torch.dtype) -> bool:
-    """True if a cast on a path rounds: to a dtype that is narrower than its input's and than the layer's."""
+    """True if a cast on a path rounds, because its dtype is narrower than its input's and than the layer's."""
     dtypes = [dtype_of(node) for node in reversed(path)]
     return any(not _represents(b, a) and not _represents(b, dtype) for a, b in pairwise(dtypes))
 
@@ -280,9 +283,9 @@ _known: dict[Hashable, bool] = {}  # results of `_spreads`, which takes up to a 
 def _spreads(
     decoding: _Decoding, scale: Node, calls: Sequence[Node], fmt: WeightFormat, scale_shape: Sequence[int]
 ) -> bool:
-    """True if `calls` spread a tensor over the product so that each weight gets the scale that the format assigns.
+    """True if `calls` spread the scales over the product so that each weight gets the scale that the format assigns.
 
-    A single scale fits every format, because it can be repeated.
+    A single scale fits every format, because the rewrite repeats it.
     """
     if has_one_element(scale):
         return True
@@ -301,7 +304,7 @@ def _spreads(
 
 
 def _spread_positions(scale: Node, calls: Sequence[Node], shapes: Mapping[Node, tuple[int, ...]]) -> Tensor | None:
-    """The result of `calls` on the positions of the scales; None if a view needs the strides of the real scales."""
+    """Run `calls` on the positions of the scales. Returns None if a view needs the strides of the program's scales."""
     made = {node: torch.empty(shape, device="meta") for node, shape in shapes.items()}  # `expand_as` reads the shape
     made[scale] = _positions(shapes[scale])
     for node, source in zip(calls, (scale, *calls), strict=False):
@@ -335,7 +338,7 @@ def _is_8_bit(node: Node) -> bool:
 
 
 def _represents(wide: torch.dtype | None, narrow: torch.dtype | None) -> bool:
-    """True if `wide` represents every number of `narrow`. Handles floats of 8 bits, which torch cannot promote."""
+    """True if `wide` represents every number of `narrow`. Unlike `holds`, this also works for floats of 8 bits."""
     if wide is None or narrow is None:
         return False
     if wide.is_floating_point and wide.itemsize == 1:

@@ -3,8 +3,8 @@
     python examples/demo.py
 
 The layer shows what MGLU gains on this machine. The model shows each step on the way to inference. It is trained with
-naive masked layers, which the pass fuses under `torch.compile`. It is then frozen, writes text, and is exported and
-loaded again. At the end, every form of the model is compared with float64, and the program exits with 1 if a form
+naive masked layers, which the fusion pass fuses under `torch.compile`. It is then frozen, writes text, and is exported
+and loaded again. At the end, every form of the model is compared with float64, and the program exits with 1 if a form
 disagrees. The program needs a C++ compiler, downloads nothing, and takes about two minutes and 3 GB of memory on 2 CPU
 cores.
 """
@@ -33,7 +33,7 @@ from mglu_ops.timer import Replay, layers_for, milliseconds
 
 PACKAGE = Path("build/examples/demo.pt2")  # git ignores build/
 BYTES_OF_COPIES, MAX_COPIES = 256 << 20, 32
-"""A layer is timed in several copies, which together have this size, so that weights are not read from a cache."""
+"""A layer is timed in up to `MAX_COPIES` copies, which together have this size, so weights do not come from a cache."""
 
 HEAD_WIDTH, CONTEXT, BATCH = 32, 128, 8
 PROMPT = b"The syntax for "
@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 
 class SwiGLU(nn.Module):
-    """SwiGLU's projection in its fastest form, with one matrix product for gate and value."""
+    """SwiGLU's gated projection with one matrix product for gate and value, its fastest form."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -268,8 +268,8 @@ def compare(
 ) -> bool:
     """Print the error of each form of the model against float64, and return True if all are small enough.
 
-    A form's error may be twice that of the naive model in eager mode, which rounds too. A batch and a single token run
-    different kernels, so for `deployed` forms the larger of their errors counts.
+    A form's error may be twice the error of the naive model in eager mode, which rounds too. A batch and a single token
+    run different kernels. For `deployed` forms, both are checked, and the larger error counts.
     """
     exact = deepcopy(model).double()
     exact_logits = exact(inputs)

@@ -3,9 +3,9 @@
     python examples/distill_from_swiglu.py
 
 The teacher is a small Llama, which is trained first on Python's source files. Your own teacher can be any model in the
-table of mglu_ops/transformers/README.md, loaded with `AutoModelForCausalLM.from_pretrained(...)`. That page also says
-how to convert and save other models. This example takes about two minutes on 2 CPU cores.
-In a clone, `pip install ".[transformers]"` installs what this needs.
+table of mglu_ops/transformers/README.md, loaded with `AutoModelForCausalLM.from_pretrained(...)`. That README also says
+how to convert and save other models. The example takes about two minutes on 2 CPU cores. In a clone,
+`pip install ".[transformers]"` installs what it needs.
 """
 
 from __future__ import annotations

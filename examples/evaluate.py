@@ -4,8 +4,9 @@
     python examples/evaluate.py MODEL --tasks paper  # downloads the tasks' data from the Hugging Face Hub
 
 MODEL is a folder that `save_pretrained` wrote, with a tokenizer; train_trainer.py writes one. In a clone,
-`pip install ".[evaluate,transformers]"` installs what this needs. The harness shows progress bars and prints a table.
-With a tiny model, the local task takes about 15 s on 2 CPU cores. It says nothing about a model's quality.
+`pip install ".[evaluate,transformers]"` installs what the example needs. The harness shows progress bars and prints a
+table. With a tiny model, the local task takes about 15 s on 2 CPU cores. Its result says nothing about a model's
+quality.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PAPER = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "winogrande")
-"""The tasks of the paper (arXiv 2506.23225). The paper runs them zero-shot and two-shot (`--fewshot 2`)."""
+"""The tasks of the paper (arXiv 2506.23225). The paper evaluates them zero-shot and two-shot (`--fewshot 2`)."""
 LOCAL = "next_line_of_python"
 TASK = """
 task: {name}
@@ -64,8 +65,8 @@ def write_local_task(folder: Path, questions: int) -> None:
 
 
 def evaluate(model: str, tasks: list[str], fewshot: int, limit: int | None, batch: int, device: str) -> str:
-    """Run tasks, or without tasks the local one, and return the harness's table."""
-    for name in ("transformers", "lm_eval", "mglu_ops.transformers"):  # the last one registers MGLU models
+    """Run `tasks`, or the local task if there are none, and return the harness's table."""
+    for name in ("transformers", "lm_eval", "mglu_ops.transformers"):  # mglu_ops.transformers registers MGLU models
         need(name)
     harness, models = need("lm_eval"), need("lm_eval.models.huggingface")
     manager = need("lm_eval.tasks").TaskManager

@@ -5,7 +5,7 @@
 
 Each token is a byte, and uses 2 of the 8 experts of a layer. The first command lets the frozen and quantized model
 continue a text, and saves the model with a tokenizer, so that `serve_generate.py` and vLLM can read it. The example
-takes about two minutes on 2 CPU cores. In a clone, `pip install ".[transformers]"` installs what this needs.
+takes about two minutes on 2 CPU cores. In a clone, `pip install ".[transformers]"` installs what it needs.
 """
 
 from __future__ import annotations

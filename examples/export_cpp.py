@@ -30,7 +30,7 @@ def block(hidden: int, intermediate: int, n_masks: int) -> nn.Module:
 
 
 def write_examples(model: nn.Module, hidden: int, folder: Path) -> list[str]:
-    """Write inputs of several numbers of tokens, and the model's results. Returns the file names for the program."""
+    """Write an input and the model's result for several numbers of tokens. Return the file names for the program."""
     names: list[str] = []
     for tokens in (1, 7, 64):
         x: Tensor = torch.randn(tokens, hidden)

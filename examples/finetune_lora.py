@@ -3,9 +3,8 @@
     python examples/train_trainer.py
     python examples/finetune_lora.py
 
-LoRA learns a low-rank update of each weight. The masks do not change. The example takes about half a
-minute on 2 CPU cores.
-In a clone, `pip install ".[transformers]" peft` installs what this needs.
+LoRA learns a low-rank update of each weight. The masks do not change. The example takes about half a minute on 2 CPU
+cores. In a clone, `pip install ".[transformers]" peft` installs what the example needs.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def decode(tokens: Tensor) -> str:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with the tokens of `encode`. Token 0 marks the end of a text, because texts have no zero bytes."""
+    """A tokenizer whose tokens are those of `encode`. Token 0 ends a text, because texts have no zero bytes."""
     # As in GPT-2's vocabulary, characters with code points above 255 stand for bytes that cannot be printed.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -61,7 +61,7 @@ def save(model: Any, folder: str) -> None:
 
 
 def read(number: int, *files: Path) -> Tensor:
-    """The first `number` tokens of `files`, by default of the standard library's modules."""
+    """The first `number` bytes of `files`, by default of the standard library's modules, as tokens."""
     paths = files or sorted(LIBRARY.glob("*.py"))
     text = b""
     for path in paths:
@@ -72,6 +72,6 @@ def read(number: int, *files: Path) -> Tensor:
 
 
 def split(tokens: Tensor, length: int = LENGTH) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Cut tokens into training and evaluation examples for `transformers.Trainer`. Every tenth is for evaluation."""
+    """Cut tokens into examples for `transformers.Trainer`. Every tenth is for evaluation, all others for training."""
     rows = [{"input_ids": row, "labels": row} for row in tokens[: len(tokens) // length * length].view(-1, length)]
     return [row for i, row in enumerate(rows) if i % 10], rows[::10]

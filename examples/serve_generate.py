@@ -3,9 +3,9 @@
     python examples/train_trainer.py
     python examples/serve_generate.py --prompt "def main("
 
-It prints the text, and the tokens per second of two calls. Only the second rate counts, because the first call compiles
-on a GPU, and may build the kernels on a CPU. The example takes about 15 s on 2 CPU cores.
-In a clone, `pip install ".[transformers]"` installs what this needs.
+The example prints the text, and the tokens per second of two calls. Only the second rate counts, because the first call
+compiles on a GPU, and may build the kernels on a CPU. The example takes about 15 s on 2 CPU cores. In a clone,
+`pip install ".[transformers]"` installs what it needs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def main() -> None:
         print("packed the masks; save the model once more, and the next start need not")
     prompt = encode(options.prompt)[None].expand(options.batch, -1).to(device)
 
-    # Transformers compiles `generate` with a static cache on GPUs only. reduce-overhead records CUDA graphs, and
-    # fullgraph=True raises an error if something breaks the graph.
+    # Transformers compiles `generate` with a static cache, but only on GPUs. `reduce-overhead` records CUDA graphs, and
+    # `fullgraph=True` raises an error at a graph break.
     compiled = CompileConfig(fullgraph=True, mode="reduce-overhead")
     print("steps are compiled into CUDA graphs" if device == "cuda" else "no GPU: steps are not compiled")
     for call in ("first", "second"):

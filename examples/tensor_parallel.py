@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py
 
-Each rank has some rows of W and of the masks (`ColwiseMGLU`), and the matching columns of the down projection
-(`RowwiseParallel`). Partial results are summed over the ranks. Rank 0 prints the progress. The example takes about 10 s
+Each rank has some rows of W and of the masks (`ColwiseMGLU`), and the matching columns of the down projection's weight
+(`RowwiseParallel`). The ranks' partial results are summed. Rank 0 prints the progress. The example takes about 10 s
 on 2 CPU cores.
 """
 

@@ -1,4 +1,4 @@
-"""The relative error of a result, and the largest one that the demo, the tuning and the benchmarks accept."""
+"""The relative error of a result, and the largest error that the demo, the tuning and the benchmarks accept."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Activation:
     """The value of the activation in the enumerations of `csrc/cuda/activation.cuh` and `csrc/cpu/activation.h`."""
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
-    """`(grad_output, x) -> grad_x`."""
+    """The function `(grad_output, x) -> grad_x`."""
 
 
 def _sigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""A process-wide switch: with it, the result of a row has the same bits in every batch.
+"""A process-wide switch. While it is on, the result of a row has the same bits in every batch.
 
-Every kernel is deterministic. But the number of tokens decides which kernel runs, and kernels sum in different orders.
-With the switch on, `mglu::forward` runs only kernels whose order of summation does not depend on the number of tokens.
-It refuses calls without such a kernel: on a CPU, in float64, and in training, which uses library GEMMs.
+Every kernel is deterministic, but the number of tokens decides which kernel runs, and kernels sum in different orders.
+While the switch is on, `mglu::forward` runs only kernels whose order of summation does not depend on the number of
+tokens. It refuses calls without such a kernel: on a CPU, in float64, and in training, which uses torch's GEMMs.
 """
 
 from __future__ import annotations

@@ -66,7 +66,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _share(folder: Path, is_new: bool) -> None:
-    """Let all users read the kernels in a folder, since it may become part of an image. Old folders keep their mode."""
+    """Let all users read the kernels in a folder, since it may become part of an image.
+
+    A folder that is not new keeps its mode.
+    """
     if is_new:
         folder.chmod(0o755)
     for path in folder.iterdir():
@@ -102,7 +105,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Yield `(kernel, target, macros)` of the kernels that pack masks and that run contiguous layers."""
+    """Yield `(kernel, target, macros)` for each kernel that packs masks or runs one of the contiguous layers."""
     import torch
 
     from .backends.cuda.choice import choose

@@ -1,7 +1,8 @@
 """The description of one call of an operator: shapes, dtypes, memory layouts and device, but no values.
 
-A layer and the layers of experts are one kind of call: `Call.routing` is None for a layer without experts. The
-description does not hold the number of rows of each expert, which only the values of ids or offs tell.
+A call of one layer and a call of several experts are both a `Call`; `Call.routing` is None without experts. The
+description does not hold the number of rows of each expert, which only the values of ids or offs tell. `mglu_ops.ops`
+defines the sizes E, T, K and S of experts.
 
 The `Call` alone decides which backend runs a call, with which kernel, launch configuration and constants. Calls with
 the same `metadata_key` have the same `Call`, so only the first of them is described and prepared.
@@ -26,7 +27,7 @@ from .words import counted
 Key = tuple[object, ...]
 
 _MOST_ALIGNED = 16
-"""The largest alignment in bytes that makes a difference: no load of a kernel is wider."""
+"""The largest alignment in bytes that matters, because no load of a kernel is wider."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ class Routing:
     """The assignment of rows to experts in a call, without its values.
 
     Attributes:
-        experts: E.
-        top_k: K, the rows of a token; None if the rows are sorted by expert, with `offs`.
+        experts: E, the number of experts.
+        top_k: K, the number of experts of a token; None if the rows are sorted by expert, with `offs`.
         index_dtype: the dtype of the ids or offs.
-        weight_stride: elements of the stored weight from one expert to the next.
-        masks_stride: likewise for the packed masks.
-        scale_stride: likewise for the scales; 0 without scales.
+        weight_stride: the distance, in elements, from one expert's stored weight to the next one's.
+        masks_stride: the same distance for the packed masks.
+        scale_stride: the same distance for the scales; 0 without scales.
         expert_weights_dtype: the dtype of the expert weights of `experts_down`.
     """
 
@@ -110,15 +111,15 @@ class Call:
     Attributes:
         device: the device of all tensors.
         dtype: the dtype of x and the result.
-        leading: the sizes of the result before `out_features`. For `experts_down`, those of y before `in_features`.
+        leading: the sizes of the result before `out_features`; for `experts_down`, the sizes of y before `in_features`.
         out_features: the rows of the weight.
         in_features: the columns of the weight.
         n_masks: the number of masks, 1 to 16; 0 for `experts_down`.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights_dtype: the dtype of the mask weights; None without them.
         x: the layout of x, or y, as `[tokens, in_features]`.
-        weight: the format and the layout of the weight; with experts of each one's, with an alignment that all have.
-        masks: the layout of the packed masks, `[out_features, ceil(in_features / 8), n_masks]`, likewise.
+        weight: the format and the layout of the weight. With experts, this is the layout of every expert's weight.
+        masks: the layout of the packed masks `[out_features, ceil(in_features / 8), n_masks]`, or of every expert's.
         mask_weights: the layout of the mask weights as `[tokens, n_masks]`.
         batch_invariant: True if the bits of a row of the result must not depend on the number of tokens.
         activation_format: the format to which x is rounded, a name of `mglu_ops.formats.ACTIVATION_FORMATS`.
@@ -145,7 +146,7 @@ class Call:
     def of(given: Given) -> Call:
         """Describe a call whose arguments have been checked. Reads no tensor values.
 
-        The layouts are those after `in_rows`.
+        The layouts are the ones that the tensors have in `given.in_rows()`.
         """
         weights, scale, index = given.mask_weights, given.weight_scale, given.routing
         weight, masks, routing = Layout.of(given.weight), Layout.of(given.packed_masks), None
@@ -233,12 +234,12 @@ class Call:
     def over_experts(
         self, experts: int, tokens: int, top_k: int | None, expert_weights_dtype: torch.dtype | None = None
     ) -> Call:
-        """Return the call of contiguous experts, each with this call's layer.
+        """Return the call of contiguous experts whose layers are as this call's layer.
 
         Args:
-            experts: E.
-            tokens: T, or S if `top_k` is None.
-            top_k: K, or None for rows that are sorted by expert.
+            experts: E, the number of experts.
+            tokens: T, the number of tokens; if `top_k` is None, S, the number of rows.
+            top_k: K, the number of experts of a token; None for rows that are sorted by expert.
             expert_weights_dtype: the dtype of the expert weights of `experts_down`.
         """
         stored, d, h = self.weight.format, self.out_features, self.in_features
@@ -254,12 +255,12 @@ class Call:
         return replace(self, leading=(tokens,) if top_k is None else (tokens, top_k), routing=routing)
 
     def of_rows(self, rows: int) -> Call:
-        """Return the call of one expert's layer, or of this layer, for a number of rows."""
+        """Return the call of this layer, or of a single expert's layer, for a number of rows."""
         return replace(self, leading=(rows,), routing=None)
 
     @cached_property
     def one(self) -> Call:
-        """The call of one expert's layer with balanced routing, or of this layer."""
+        """The call of this layer, or of a single expert's layer with the rows that it has if routing is balanced."""
         return self.of_rows(self.balanced_rows)
 
     def with_dense_weight(self) -> Call:
@@ -272,7 +273,7 @@ class Call:
 
     @property
     def tokens(self) -> int:
-        """The rows of the result, of all experts together; S = T K with expert_ids. For `experts_down` those of y."""
+        """The number of rows of the result, or for `experts_down` of y; with experts, the rows of all experts (S)."""
         return math.prod(self.leading)
 
     @property
@@ -283,19 +284,19 @@ class Call:
 
     @property
     def rows_of_x(self) -> int:
-        """The rows of x: `tokens`, or T with expert_ids."""
+        """The number of rows of x. With expert_ids, a row of x has K rows in the result."""
         return self.tokens // ((self.routing and self.routing.top_k) or 1)
 
     @property
     def balanced_rows(self) -> int:
-        """The rows of an expert with balanced routing, or all without experts."""
+        """The number of rows that an expert has if routing is balanced; without experts, all rows."""
         if self.routing is None:
             return self.tokens
         return ceil_div(self.tokens, max(1, min(self.tokens, self.routing.experts)))
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """The shape of the result; not for `experts_down`, which sums over K."""
+        """The shape of the result, except for `experts_down`, which sums over the experts of a token."""
         return (*self.leading, self.out_features)
 
     def bytes_of_columns(self, columns: int) -> int:
@@ -317,9 +318,9 @@ def _alignment(address: int) -> int:
 def metadata_key(given: Given) -> Key:
     """The metadata on which the checks of a call and its `Call` depend, for tensors of any rank.
 
-    This runs in every eager call, in just under 1 us. It is `arguments_key` without a function call for each tensor,
-    except for the tensors that few layers have. The key does not hold the storage offset of a contiguous x, only
-    whether its storage is large enough. So calls with different slices of one large tensor share a key.
+    This runs in every eager call, in just under 1 us. It therefore does not call `tensor_key` for x, weight and masks,
+    which all calls have. The key does not hold the storage offset of a contiguous x, but only whether the storage is
+    large enough, so that calls with different slices of one large tensor share a key.
 
     Raises:
         RuntimeError: a tensor is not dense, and so has no strides or no address.
@@ -342,7 +343,7 @@ def metadata_key(given: Given) -> Key:
 
 
 def arguments_key(*args: object) -> Key | None:
-    """`metadata_key` for any operator: the metadata of each tensor, and other arguments unchanged.
+    """A key like `metadata_key` for any operator: the metadata of each tensor, and all other arguments.
 
     Returns None if a tensor is not dense, and so has no strides or no address.
     """

@@ -1,6 +1,7 @@
 """Argument checks shared by eager and fake kernels. An error names the argument, its value and what it must be.
 
-The checks read metadata but no values, so they never synchronise and work under FakeTensor.
+The checks read metadata but no values, so they never synchronise and work under FakeTensor. `mglu_ops.ops` defines the
+sizes E, T, K and S of experts.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def check_backward(given: BackwardGiven) -> None:
     for name in ("logits_dtype", "mask_weights_dtype"):
         check_floating(name, getattr(given, name))
     leading, out_features, n_masks = given.x.shape[:-1], given.weight.shape[0], given.packed_masks.shape[-1]
-    # Partials of a layer with mask weights are valid even if the gradient of the mask weights is not needed.
+    # Partials of a layer with mask weights have more rows, and are valid even if the mask weights need no gradient.
     weighted = rows_of_partials(n_masks, has_mask_weights=True)
     has_mask_weights = given.mask_weights_dtype is not None or same_sizes(given.partials.shape[-2:-1], (weighted,))
     partials = (*leading, rows_of_partials(n_masks, has_mask_weights), out_features)
@@ -97,7 +98,7 @@ def check_backward(given: BackwardGiven) -> None:
 
 
 def rows_of_partials(n_masks: int, has_mask_weights: bool) -> int:
-    """The size of partials before out_features."""
+    """The number of partial derivatives of each element of the result: the second last size of `partials`."""
     return 2 * n_masks + 1 if has_mask_weights else n_masks + 1
 
 

@@ -1,8 +1,9 @@
 """Chooses the backend for a call of an operator, prepares the call and runs it.
 
-A `Call` describes what an operator was given. The first backend that can run the task is chosen, as a pure function of
-the description, and prepares it: it decides everything except the tensors. Later calls with the same description reuse
-the prepared call. Nothing is tuned or timed at run time. `backend=` overrides the choice, for tests and for tuning.
+A `Call` describes what an operator was given. The first backend that can run the described call is chosen, and prepares
+it: the backend decides everything about the call except its tensors. The choice depends only on the description. Later
+calls with the same description reuse the prepared call. Nothing is tuned or timed at run time. `backend=` overrides the
+choice, for tests and for tuning.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CALLS_KEPT = 4096
 """The capacity of the cache of prepared calls. A full cache is cleared, and calls are prepared again."""
 
 _prepared: dict[Key, Prepared] = {}
-"""The prepared calls by the metadata of their arguments: of `metadata_key` for inference, else of `arguments_key`."""
+"""The prepared calls. The keys are results of `metadata_key` for inference, and of `arguments_key` for other tasks."""
 
 
 # --- The choice of a backend -----------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def choose(task: Task, call: Call) -> Choice:
 
 
 def _candidates(task: Task, call: Call) -> list[Backend]:
-    """The backends for the call's device or, in the batch-invariant mode, those whose results for a task are so."""
+    """The backends for the call's device; in the batch-invariant mode, those that run the task batch-invariantly."""
     if call.batch_invariant:
         return [backend for backend in BACKENDS.values() if task in backend.batch_invariant_tasks]
     return [backend for backend in BACKENDS.values() if backend.device_type in (None, call.device.type)]
@@ -260,7 +261,7 @@ def _keep(key: Key | None, choice: Choice, prepared: Prepared) -> None:
 
 
 def _forward_on(backend: Backend, call: Call, given: Given, launch: Any) -> Prepared:
-    """Prepare a call. The prepared call rounds x and copies arguments that are not `in_rows` first, where necessary."""
+    """Prepare a call. Where necessary, the prepared call first rounds x, and converts its arguments with `in_rows`."""
     if call.activation_format != "dense" and not backend.rounds_x:
         return OfRoundedX(backend.prepare("forward", call.with_rounded_x(), launch))
     prepared = backend.prepare("forward", call, launch)
@@ -268,7 +269,7 @@ def _forward_on(backend: Backend, call: Call, given: Given, launch: Any) -> Prep
 
 
 def _is_copied(given: Given) -> bool:
-    """True if `in_rows` copies a tensor, or gives mask weights of experts the rows that backends index."""
+    """True if backends need `given.in_rows()`: it copies a tensor, or changes the shape of experts' mask weights."""
     rows = given.in_rows()
     weights = given.mask_weights
     return (given.routing is not None and weights is not None and weights.dim() != 2) or any(
@@ -307,7 +308,7 @@ def pack_masks(masks: Tensor) -> Tensor:
 
 
 def pack_logits(mask_logits: Tensor) -> Tensor:
-    """The packed masks of logits `[(E,) n_masks, out_features, in_features]`, `M = logits > 0`, without a copy."""
+    """The packed masks `M = logits > 0` of logits `[n_masks, out_features, in_features]`, or of E experts' logits."""
     backend = _packing_backend(mask_logits)
     if backend is not None:
         return backend.pack(mask_logits)
@@ -317,7 +318,7 @@ def pack_logits(mask_logits: Tensor) -> Tensor:
 
 
 def _packing_backend(masks: Tensor) -> Backend | None:
-    """The backend that packs in one pass; None if torch packs."""
+    """The backend that packs these masks in one pass over them; None if torch must pack them."""
     return next((backend for backend in BACKENDS.values() if backend.can_pack(masks)), None)
 
 
@@ -372,7 +373,7 @@ def _of_backward(given: BackwardGiven) -> Call:
 
 
 def down(key: Key | None, given: DownGiven, *, backend: str | None = None, launch: Any = None) -> Tensor:
-    """The result `[T, out_features]`; `key` as in `train`, `backend` and `launch` as in `forward`."""
+    """The result `[T, out_features]`. `key` is as in `train`, and `backend` and `launch` are as in `forward`."""
     prepared = _prepared.get(key) if key and backend is None else None
     given = given.in_rows()
     if prepared is None:

@@ -186,10 +186,10 @@ ACTIVATION_FORMATS: Mapping[str, tuple[str, ...]] = {
 
 
 def check_activation_format(name: str, weight_format: str) -> None:
-    """Check that `name` is an activation format that weights in `weight_format` allow.
+    """Check that `name` is an activation format, and that weights in `weight_format` allow it.
 
     Raises:
-        ValueError: `name` is no such format.
+        ValueError: there is no such activation format, or the weight format does not allow it.
     """
     if not isinstance(name, str) or name not in ACTIVATION_FORMATS:
         raise ValueError(f"activation_format: got {name!r}, must be one of {', '.join(ACTIVATION_FORMATS)}")
@@ -225,7 +225,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
 def round_activation(x: Tensor) -> Tensor:
     """Round x to `fp8_token` (`quantize_activation`), and return it in its own dtype.
 
-    x's dtype holds the rounded values exactly, except those above its largest finite number, which become that number.
+    x's dtype holds the rounded values exactly, except that values above its largest finite number become this number.
     """
     stored, scale = quantize_activation(x)
     largest = torch.finfo(x.dtype).max

@@ -1,4 +1,8 @@
-"""The arguments of the operators, from the operator to the launch of its kernels."""
+"""The arguments of the operators as named tuples, which are passed from an operator to the launch of its kernels.
+
+`mglu_ops.ops` defines the sizes E, T, K and S of experts. A dimension in parentheses, as in `[(E,) ...]`, exists only
+with experts.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from .tensors import check_dense
 
 
 class Given(NamedTuple):
-    """The arguments of `mglu::forward`, of `mglu::experts_forward` with `expert_ids`, or of `mglu::grouped_forward`.
+    """The arguments of `mglu::forward`, or of `mglu::experts_forward` or `mglu::grouped_forward`.
 
-    The tensors of experts have a leading dimension of E experts.
+    Only `experts_forward` has `expert_ids`, and only `grouped_forward` has `offs`.
     """
 
     x: Tensor
-    """`[..., in_features]`; with experts `[T, in_features]`, or with offs `[S, in_features]`, sorted by expert."""
+    """`[..., in_features]`; with expert_ids `[T, in_features]`; with offs `[S, in_features]`, sorted by expert."""
     weight: Tensor
     """`[(E,) out_features, in_features]` in x's dtype, or as `weight_format` stores it (`mglu_ops.formats`)."""
     packed_masks: Tensor
@@ -27,9 +31,9 @@ class Given(NamedTuple):
     activation: str = "silu"
     """A name of `mglu_ops.activations.ACTIVATIONS`."""
     mask_weights: Tensor | None = None
-    """`[..., n_masks]`; with experts `[T, K, n_masks]`, or with offs `[S, n_masks]`."""
+    """`[..., n_masks]`; with expert_ids `[T, K, n_masks]`; with offs `[S, n_masks]`."""
     weight_scale: Tensor | None = None
-    """The scales of the weight (`WeightFormat.scale_shape`), of each expert."""
+    """`[(E,) ...]`, the scales of the weight (`WeightFormat.scale_shape`); None for a dense weight."""
     weight_format: str = "dense"
     """A name of `mglu_ops.formats.FORMATS`."""
     activation_format: str = "dense"
@@ -90,15 +94,14 @@ class Given(NamedTuple):
             "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
             "weight_scale": 0 if scale is None else scale.data_ptr(),
             "expert_ids": 0 if routing is None else routing.data_ptr(),
-            "items": 0,  # written by an earlier launch, if a kernel reads it
+            "items": 0,  # replaced by the address of a table, if the kernel reads one that an earlier launch writes
             "out": out.data_ptr(),
         }
 
     def in_rows(self) -> Given:
-        """Return the arguments with x `[tokens, in_features]`, mask weights `[tokens, n_masks]`, and contiguous scales,
-        ids and offs.
+        """Return the arguments with x `[tokens, in_features]` and mask weights `[tokens, n_masks]`.
 
-        Copies tensors that cannot be viewed like that.
+        Scales, ids and offs become contiguous. A tensor is copied only if no view has the new shape or layout.
         """
         x, weights, scale, ids, offs = self.x, self.mask_weights, self.weight_scale, self.expert_ids, self.offs
         if x.dim() == 2 and scale is ids is offs is None and (weights is None or weights.dim() == 2):
@@ -126,7 +129,7 @@ class Given(NamedTuple):
 
 
 class SteGiven(NamedTuple):
-    """The arguments of `mglu::forward_ste`, or with offs of `mglu::grouped_forward_ste`; shapes as in `Given`."""
+    """The arguments of `mglu::forward_ste`, or with offs of `mglu::grouped_forward_ste`. Shapes are as in `Given`."""
 
     x: Tensor
     weight: Tensor
@@ -138,7 +141,7 @@ class SteGiven(NamedTuple):
 
     @staticmethod
     def of_offs(x: Tensor, weight: Tensor, mask_logits: Tensor, offs: Tensor, *rest: Any) -> SteGiven:
-        """The arguments of `mglu::grouped_forward_ste`, in its order. Raises TypeError if offs is None."""
+        """The arguments of `mglu::grouped_forward_ste`, in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)
         return SteGiven(x, weight, mask_logits, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
 
@@ -147,7 +150,7 @@ class SteGiven(NamedTuple):
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def packed(self, packed_masks: Tensor) -> Given:
-        """The arguments of the same layer with packed masks."""
+        """The arguments of the layer with packed masks in place of the logits."""
         return Given(self.x, self.weight, packed_masks, self.activation, self.mask_weights, offs=self.offs)
 
 
@@ -179,11 +182,11 @@ class DownGiven(NamedTuple):
 class BackwardGiven(NamedTuple):
     """The arguments of `mglu::backward`, or of `mglu::grouped_backward` with offs.
 
-    For a backend, `...` in their shapes is a single dimension, the tokens.
+    A backend gets the arguments after `in_rows`, in which `...` is a single dimension, the tokens.
     """
 
     grad_output: Tensor
-    """`[..., out_features]` in x's dtype. Its strides, like x's and weight's, are arbitrary and may be 0."""
+    """`[..., out_features]` in x's dtype. The strides of grad_output, x and weight are arbitrary and may be 0."""
     x: Tensor
     """`[..., in_features]`."""
     weight: Tensor
@@ -191,15 +194,16 @@ class BackwardGiven(NamedTuple):
     packed_masks: Tensor
     """`[(E,) out_features, ceil(in_features / 8), n_masks]`."""
     partials: Tensor
-    """What `forward_train` of any backend returned; contiguous for a backend."""
+    """The partial derivatives that `forward_train` returned, on this backend or another one. `in_rows` makes them
+    contiguous."""
     needs: Sequence[bool]
-    """True if the gradients of x and weight are needed."""
+    """Two bools: whether the gradient of x is needed, and whether the gradient of weight is needed."""
     logits_dtype: torch.dtype | None
     """The dtype of the gradient of the mask logits; None if it is not needed."""
     mask_weights_dtype: torch.dtype | None
-    """The dtype of the gradient of mask_weights; None if it is not needed, or if there are none."""
+    """The dtype of the gradient of the mask weights; None if it is not needed, or if there are no mask weights."""
     offs: Tensor | None = None
-    """int32 `[E]`; contiguous for a backend."""
+    """int32 `[E]`: the end of each expert's rows."""
 
     @staticmethod
     def of_offs(
@@ -226,7 +230,7 @@ class BackwardGiven(NamedTuple):
         )
 
     def of_expert(self, expert: int, rows: slice) -> BackwardGiven:
-        """The arguments of one expert's layer and its rows."""
+        """The arguments of one expert's layer, for the rows of this expert."""
         return self._replace(
             grad_output=self.grad_output[rows],
             x=self.x[rows],
@@ -261,7 +265,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "experts_forward": ("forward", Given.of_ids),
     "experts_down": ("down", DownGiven),
 }
-"""Name of an operator to what it does, and to the function that takes its arguments in the order of its schema."""
+"""Maps each operator to what it does, and to the function that takes its arguments in the order of its schema."""
 
 
 def as_rows(tensor: Tensor) -> Tensor:

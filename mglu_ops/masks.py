@@ -5,8 +5,8 @@
 `n_masks` is the innermost dimension, so the masks of eight neighbouring weights are `n_masks` contiguous bytes. Kernels
 and checkpoints use the same format.
 
-Any uint8 tensor of the right shape whose padding is 0 is a valid set of masks. So a check can find wrong bits only in
-the padding (`check_packed_masks`).
+Any uint8 tensor of the right shape whose padding is 0 is a valid set of masks. `check_packed_masks` can therefore find
+wrong bits only in the padding.
 
 Take the sizes of a packed tensor from this module (`n_masks_of`, `packed_shape`, `unpacked_shape`), not from its shape.
 """
@@ -68,9 +68,9 @@ def unpack_one(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
     """Unpack mask `index` of a packed tensor to bool `[out_features, in_features]`.
 
     Each packed byte becomes an int64, whose eight bytes are the bools. Multiplying by `0x0101...` copies the byte eight
-    times, and an `and` keeps bit k in copy k only. Adding 127 to every copy sets its top bit exactly if the copy is not
-    0, and never carries into the next copy. The top bit, shifted down, is the bool. A lookup table would be shorter,
-    but each device would need one, and traces and CUDA graph captures would have to avoid creating it.
+    times, and an `and` keeps bit k in copy k only. Adding 127 to every copy sets its top bit if and only if the copy is
+    not 0, and never carries into the next copy. The top bit, shifted down, is the bool. Code with a lookup table would
+    be shorter, but each device would need a table, and traces and CUDA graph captures must not create it.
     """
     octets = packed_masks[:, :, index].to(torch.int64, memory_format=torch.contiguous_format)
     octets.mul_(_EACH_BYTE).bitwise_and_(_BIT_K_OF_BYTE_K).add_(_ALL_BUT_TOP_BITS)

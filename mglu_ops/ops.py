@@ -11,7 +11,7 @@
 | `mglu::forward_train(...)` | forward, and the partial derivatives that backward reads; autograd calls it |
 | `mglu::backward(...)` | all gradients of a layer |
 | `mglu::grouped_forward(x, weight, packed_masks, offs, ...)` | the layers of experts, for rows sorted by expert |
-| `grouped_forward_ste`, `grouped_forward_train`, `grouped_backward` | likewise; each takes `offs` after the masks |
+| `grouped_forward_ste`, `grouped_forward_train`, `grouped_backward` | as for one layer, with `offs` after the masks |
 | `mglu::experts_forward(x, weight, packed_masks, expert_ids, ...)` | the layers of the experts that a router chose |
 | `mglu::experts_down(y, weight, expert_ids, expert_weights, ...)` | the weighted sum of a linear layer of each expert |
 | `mglu::experts_down_backward(...)` | all gradients of `experts_down` |
@@ -44,17 +44,18 @@ in G = grad_output and evaluates no activation. With dt = G * P, b_i = G * Q_i a
 
 where sum_d is the sum over out_features, and the gradient of the logits is the straight-through gradient.
 
-**Rounding.** Products of 16-bit types are summed in float32, and the result is rounded once. As above, g_i and
-v_i may be differences of two sums over a whole row. Their error is then the naive layer's plus the float32 rounding of
-`s = sum_k |x_k W_k|`: at most 2^-17 s for 1024 in_features. In 16 bits this matters if the gate or the value is smaller
-than about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a CPU sums such small values separately.
+**Rounding.** Products of 16-bit types are summed in float32, and the result is rounded once. A backend may compute g_i
+and v_i as differences of two sums over a whole row, as in the formulas above. Their error is then the error of the
+naive layer plus the float32 rounding of `s = sum_k |x_k W_k|`, which is at most 2^-17 s for 1024 in_features. In 16
+bits this matters if the gate or the value is smaller than about 2^-9 s (float16) or 2^-12 s (bfloat16). `forward` on a
+CPU sums such small values separately.
 
 **Values that are not finite.** In all backends:
 
 - A NaN logit gives a mask bit of 0, as `NaN > 0` is False. It does not show in y.
 - If a token of x, a row of W or the mask weights of a token hold NaN, the elements of y of that token or row are NaN.
-- If they hold an infinity, these elements may be NaN, infinite or finite, and backends may differ. An example of finite
-  is `relu(-inf) * 2 = 0`, where a mask keeps the infinity out of the value.
+- If they hold an infinity, these elements may be NaN, infinite or finite, and backends may differ. The element is
+  finite in `relu(-inf) * 2 = 0`, for example, where a mask keeps the infinity out of the value.
 
 **Experts.** An expert is a layer, and the tensors of its layer get a leading dimension of E experts. There are T
 tokens, K experts per token and S = T K rows of the result; d = out_features and h = in_features:
@@ -74,8 +75,8 @@ expert without rows are zeros too. offs must ascend; otherwise the results are u
 **No value is read on the host of a GPU.** Shapes and launches do not depend on ids or offs, so a captured CUDA graph
 replays with new ids or offs.
 
-**Gradients.** `experts_forward`, for inference, has gradients of x and mask_weights. The other operators over experts
-have those of every floating argument; a weight must be dense.
+**Gradients.** `experts_forward`, which is for inference, has gradients of x and mask_weights only. The other operators
+over experts have gradients of every floating argument; to have a gradient, a weight must be dense.
 
 The operators are registered with `torch.library.Library`, because a call costs three times as much with `@custom_op`.
 This module names no backend and no kernel: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, and the
@@ -150,7 +151,7 @@ experts_forward, experts_down, experts_down_backward = _layers
 
 
 def _check_real(tensors: dict[str, Tensor]) -> None:
-    """Check that the arguments of a kernel are dense and that their storages hold them."""
+    """Check that the arguments of a kernel are dense, and that each lies within its storage."""
     for name, tensor in tensors.items():
         check_dense(name, tensor)
     check_memory(**tensors)
@@ -233,7 +234,7 @@ def _register_forward(op: Any, given_of: Callable[..., Given]) -> None:
 
     @kernel(name, "Autograd", with_keyset=True)
     def autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
-        # Checking here first saves a function call in decoding, where gradients are off.
+        # When a model generates tokens, gradients are off, and checking this first saves a call of `needs_gradient`.
         if (torch.is_grad_enabled() or forward_ad._current_level >= 0) and needs_gradient(*args):
             return _differentiable(given_of(*args))[0]
         if keys.raw_repr() in PLAIN_KEYSETS:
@@ -399,7 +400,7 @@ for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):
 
 
 class _Layer(torch.autograd.Function):
-    """The gradient of a layer, or with offs of experts; exactly one of `mask_logits` and `packed_masks` is given."""
+    """The gradient of a layer, or with offs of experts. Either `mask_logits` or `packed_masks` is None."""
 
     @staticmethod
     def forward(
@@ -426,7 +427,7 @@ class _Layer(torch.autograd.Function):
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
         ctx.mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
         ctx.mark_non_differentiable(packed_masks, partials)
-        ctx.set_materialize_grads(False)  # autograd would fill a gradient of the partials with zeros
+        ctx.set_materialize_grads(False)  # otherwise, autograd would make a tensor of zeros as gradient of the partials
         return result, packed_masks, partials
 
     @staticmethod
@@ -497,7 +498,7 @@ def _differentiable(given: Given) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sorted_by_expert(given: Given) -> Tensor:
-    """The differentiable `experts_forward`, also of DTensors."""
+    """Compute `experts_forward` from operators that autograd can differentiate. The tensors may be DTensors."""
     if given.weight.requires_grad:
         raise ValueError(
             "weight: got a tensor that requires a gradient, which mglu::experts_forward does not compute: sort the "
@@ -552,7 +553,10 @@ for _op in (forward, forward_ste, grouped_forward, grouped_forward_ste, experts_
 
 
 def _vmap_tokens(op: Any, tokens: set[str], out_dims: Any = 0) -> Callable[..., Any]:
-    """Return the rule of an operator whose arguments `tokens` have dimensions of tokens; over experts exactly one."""
+    """Return the vmap rule that makes a batch more tokens. `tokens` names the arguments with dimensions of tokens.
+
+    In operators over experts, these arguments have exactly one such dimension.
+    """
     names = names_of(op)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -577,7 +581,7 @@ _VMAP_RULES = {
     experts_forward: _vmap_tokens(experts_forward, {"x", "expert_ids", "mask_weights"}),
     experts_down: _vmap_tokens(experts_down, {"y", "expert_ids", "expert_weights"}),
 }
-"""Grouped operators are missing: a batch of sorted rows is not sorted."""
+"""The vmap rules that avoid a loop. Grouped operators have none: the rows of a whole batch are not sorted by expert."""
 
 for _schema in SCHEMAS:
     _op = getattr(torch.ops.mglu, _schema.partition("(")[0]).default
@@ -590,8 +594,8 @@ for _schema in SCHEMAS:
 def register_dtensor_rules() -> None:
     """Register the sharding rules of `mglu_ops.sharding` with DTensor.
 
-    The rules are registered anyway when an operator first gets a DTensor, so this call is optional. It may be repeated.
-    It imports `torch.distributed.tensor`, which `import mglu_ops` does not.
+    Calling this function is optional, because the rules are registered when an operator first gets a DTensor. The call
+    may be repeated. It imports `torch.distributed.tensor`, which `import mglu_ops` does not import.
     """
     from . import sharding  # noqa: F401 (importing it registers the rules)
 

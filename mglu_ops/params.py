@@ -93,7 +93,7 @@ _UNLIKE_EXPERTS = {
 class Count:
     """The parameters, storage and reads of a model with one kind of feed-forward layer.
 
-    `load` counts every weight once, except that it counts only top_k experts, and only one row of an untied embedding.
+    `load` counts every weight once. Of the experts it counts only top_k, and of an untied embedding only one row.
     `projection_load` is the paper's Table 2: `(16 + n_masks) h d` bits for an MGLU in 16 bits.
     """
 
@@ -121,7 +121,7 @@ def counts(
     one = sizes.hidden * sizes.intermediate
     found = []
     for name, matrices, n_masks in (("GELU", 1, 0), ("SwiGLU", 2, 0), *(("SwiMGLU", 1, n_masks) for n_masks in masks)):
-        first = matrices * matrix + n_masks * one  # of one expert
+        first = matrices * matrix + n_masks * one  # bits of the first projection of one expert
         storage = others * bits + sizes.layers * (sizes.experts or 1) * first
         count = Count(
             name,

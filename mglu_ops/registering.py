@@ -39,8 +39,8 @@ library = torch.library.Library("mglu", "FRAGMENT")
 def define(schemas: Sequence[str]) -> tuple[Any, ...]:
     """Define operators and return them in the order of their schemas.
 
-    Also registers a function that refuses jagged tensors with a clear error, because torch calls the class of a jagged
-    tensor before any kernel could check it.
+    This also registers a function that refuses jagged tensors with a clear error. No kernel could check them, because
+    torch calls the class of a jagged tensor first.
     """
     ops = []
     for schema in schemas:
@@ -105,7 +105,10 @@ def _refuse_jagged(cls: type, op: Any, types: Any, args: Sequence[Any], kwargs: 
 
 
 def outer_gradients() -> torch.set_grad_enabled:
-    """Enable gradients inside `Function.forward`, where autograd disables them, for the functorch levels below."""
+    """Enable gradients inside `Function.forward` under functorch transforms.
+
+    Autograd disables them there, but outer levels of the transforms must record the operators that are called.
+    """
     return torch.set_grad_enabled(torch._C._are_functorch_transforms_active())
 
 
@@ -123,8 +126,8 @@ def no_view_tracking() -> torch._C._ExcludeDispatchKeyGuard:
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call `function.apply`, also under functorch transforms.
 
-    The transforms call an operator's Autograd kernel once for each level, as for ATen operators. `Function.apply`
-    raises in that case, so this calls the `apply` of its base class, as functorch does for one level.
+    The transforms call an operator's Autograd kernel once for each level, as for ATen operators. `Function.apply` would
+    raise an error there, so this function calls the `apply` of its base class, as functorch does for one level.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -148,8 +151,8 @@ def needs_gradient(*args: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
-# The keysets of plain calls, without an active mode, tensor subclass or transform. Below Autograd, the dispatcher would
-# only look up the device's kernel.
+# The keysets of plain calls, without an active mode, tensor subclass or transform. For these calls the dispatcher would
+# only look up the device's kernel, so the kernel can be called directly.
 PLAIN_KEYSETS = tuple(
     (DispatchKeySet(device) | DispatchKeySet(autograd)).raw_repr()
     for device, autograd in (
@@ -171,15 +174,15 @@ def without_autograd(op: Any) -> Callable[..., Any]:
 
 def below_autograd(op: Any, function: Callable[..., Any], keys: DispatchKeySet, *args: Any) -> Any:
     """Call an operator below its Autograd kernel. A plain call runs `function`, the kernel, without the dispatcher."""
-    with torch._C._AutoDispatchBelowAutograd():  # which also saves the torch operations of the kernel a dispatch
+    with torch._C._AutoDispatchBelowAutograd():  # the torch operations in the kernel also skip their Autograd kernels
         return function(*args) if keys.raw_repr() in PLAIN_KEYSETS else op(*args)
 
 
 def last_derivative(op: Any) -> type[torch.autograd.Function]:
     """Make a Function that calls `op`, a backward operator, and whose own derivative raises RuntimeError.
 
-    Under `create_graph=True` autograd records backward operators, so the error appears only if someone differentiates
-    them.
+    Under `create_graph=True` autograd records backward operators. The error appears only if their results are
+    differentiated.
     """
 
     class LastDerivative(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Rows in the order of their experts, without reading a value on the host."""
+"""Sorts rows by expert without reading a value on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def sort_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
     Args:
         expert_ids: int32 or int64 `[T, K]`. The number of pair `[t, k]` is `t K + k`.
-        experts: E.
+        experts: E, the number of experts.
 
     Returns:
         The sorted numbers of the pairs, int64 `[T K]`, and offs, int32 `[E]`: the end of each expert's pairs. Pairs
@@ -25,7 +25,7 @@ def sort_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _sorted_dtype(experts: int, dtype: torch.dtype) -> torch.dtype:
-    """The narrowest dtype for the ids. A radix sort passes over memory once for each byte of an id."""
+    """The dtype to which the ids are cast. A radix sort passes over memory once for each byte of an id."""
     return torch.int16 if experts <= torch.iinfo(torch.int16).max else dtype
 
 

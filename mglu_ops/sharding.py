@@ -320,7 +320,7 @@ def on_local_tensors(run: Callable[[Given], Tensor], given: Given) -> Tensor:
 
 
 def _way(given: Given, dim: int) -> str:
-    """How a dimension of the mesh divides a call of `mglu::experts_forward`."""
+    """Say how a dimension of the mesh divides a call of `mglu::experts_forward`: a key of `_PLACEMENTS`."""
     for name, tensor, wanted in (("columns", given.weight, Shard(1)), ("tokens", given.x, Shard(0))):
         if isinstance(tensor, DTensor) and tensor.placements[dim] == wanted:
             return name
@@ -333,13 +333,13 @@ _PLACEMENTS: dict[str, dict[str, Placement]] = {
     "tokens": dict.fromkeys(_ROWS_OF_TOKENS, Shard(0)),
     "replicated": {},
 }
-"""The placements of the tensors and of the result; those that are missing are replicated."""
+"""The placements of the tensors and of the result, for each result of `_way`. Missing ones are replicated."""
 _GRADIENTS: dict[str, dict[str, Placement]] = {
     "columns": {**_PLACEMENTS["columns"], "x": _partial, "mask_weights": _partial},
     "tokens": {**_PLACEMENTS["tokens"], **dict.fromkeys(_WEIGHTS, _partial)},
     "replicated": {},
 }
-"""The placements of the gradients: a rank has one term of the gradient of a replicated tensor."""
+"""The placements of the gradients. A rank has one term of the gradient of a tensor that is replicated."""
 
 
 def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | None = None) -> None:

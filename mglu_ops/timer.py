@@ -76,7 +76,7 @@ class Replay:
 
 
 class Replayed(Protocol):
-    """A CUDA graph of `layers` layers, and its numbers of replays before and during a measurement."""
+    """A CUDA graph of `layers` layers, with the numbers of untimed and timed replays in a measurement."""
 
     graph: torch.cuda.CUDAGraph
     layers: int

@@ -1,7 +1,7 @@
 """Compares layers by their training runs: the paper's claims (arXiv 2506.23225), our recipe, and 2:4 masks.
 
 `claims.csv` and `comparisons.csv` list the pairs of layers by their names (`tables.label`). A difference is the loss of
-the first layer minus the loss of the second, so that negative is better for the first.
+the first layer minus the loss of the second, so a negative difference is better for the first.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from benchmarks.learning.tables import bytes_of_token, label, runs
 CLAIMS = pd.read_csv(Path(__file__).with_name("claims.csv"))
 """The claims of the paper: `better` has a lower loss than `worse`, or at most `within` nats a token more.
 
-`where` is the paper's table or figure. The perplexities are those of the paper. Where the paper has only curves, there
-are none.
+`where` is the table or figure of the paper. The perplexities are the paper's, and missing if it has only curves.
 """
 COMPARISONS = pd.read_csv(Path(__file__).with_name("comparisons.csv"), true_values=["yes"], false_values=["no"])
-"""The pairs that are compared at every size at which both were trained, by corpus and question.
+"""Pairs of layers to compare, by corpus and question, at every size at which both were trained.
 
-The standard deviation between seeds comes from layers with `noise` and from the layers of the claims. Questions of the
-corpus `python` that were asked after this deviation had been estimated do not change it.
+The standard deviation between seeds is estimated from pairs with `noise` and from the layers of the claims. Questions
+about the corpus `python` that were added later have no `noise`, so that the estimate stays as it was.
 """
 ERRORS = 2.0
 """Standard errors that a difference must exceed to be more than noise: about 95% confidence."""
 QUANTILES = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""The 97.5% quantiles of Student's t with 0 (none), 1, 2, ... degrees of freedom."""
+"""97.5% quantiles of Student's t by the number of degrees of freedom. With 0, there is no quantile."""
 
 
 class Difference(NamedTuple):
     """The mean difference of two layers, and its noise: half the width of its 95% confidence interval, NaN if unknown.
 
-    `deviation` is the standard deviation of paired differences, or the standard deviation between seeds.
+    `deviation` is the standard deviation that the noise follows from: of paired differences, or between seeds.
     """
 
     mean: float
@@ -60,9 +59,9 @@ class Difference(NamedTuple):
 def difference(ours: pd.Series, theirs: pd.Series, deviation: float | None = None) -> Difference | None:
     """Compare the losses of two layers by seed.
 
-    If the standard deviation between seeds is given, seeds are taken as independent, and the noise is `ERRORS` standard
-    errors. Otherwise, runs with the same seed are pairs, and the noise follows from their differences by Student's t.
-    The result is then None if the layers have no seed in common.
+    If `deviation`, the standard deviation between seeds, is given, all runs count as independent, and the noise is
+    `ERRORS` standard errors. Otherwise, runs with the same seed are pairs, and the noise follows from the differences
+    of the pairs by Student's t. Without a common seed, the result is None.
     """
     if deviation is not None:
         error = deviation * math.sqrt(1 / len(ours) + 1 / len(theirs))
@@ -81,16 +80,16 @@ def deviation_of(losses: Iterable[pd.Series]) -> float:
 
 
 def losses_of(found: pd.DataFrame, measure: str = "held_out") -> dict[Recipe, pd.Series]:
-    """The losses of each recipe (with seed 0) by seed, in nats a byte."""
+    """Recipe, with its seed set to 0 -> the losses of its runs by seed, in nats per byte."""
     return {one: of.set_index("seed")[measure] for one, of in found.groupby("recipe", sort=False)}
 
 
 class Study:
-    """The losses of a corpus, and for each size of model their standard deviation between seeds.
+    """The losses of the runs with a corpus, and for each size of model their standard deviation between seeds.
 
     The losses are in nats per token for the corpus `python`, and in nats per byte for other corpora. Names of layers in
-    `texts` omit the megabytes, which grow with the model. Runs of 2:4 masks are compared by pairs, which need no
-    deviation.
+    `texts` omit the megabytes, which grow with the model. For other corpora than `python` and `texts`, `deviations`
+    is empty, and layers are compared seed by seed.
     """
 
     def __init__(self, results: Path, corpus: str = "python", measure: str = "held_out") -> None:
@@ -103,7 +102,7 @@ class Study:
         self.deviations = {size: deviation_of(self._noisy(corpus, size)) for size in sizes}
 
     def _noisy(self, corpus: str, size: str) -> list[pd.Series]:
-        """The losses of layers in pairs with `noise`, if both layers of the pair were trained at a size."""
+        """The losses of the layers of pairs with `noise` whose two layers were both trained at this size."""
         asked = COMPARISONS[COMPARISONS.noise & (COMPARISONS.corpus == corpus)]
         pairs = {*zip(asked["layer"], asked["compared with"], strict=True)}
         if corpus == "python":
@@ -112,7 +111,7 @@ class Study:
         return [self.named[name, size] for name in sorted(names)]
 
     def difference(self, layer: str, other: str, size: str = Recipe.size) -> Difference | None:
-        """Compare two layers at a size by their names; None if one was not trained."""
+        """Compare two layers, given by name, at a size; None if one was not trained."""
         ours, theirs = (self.named.get((name, size)) for name in (layer, other))
         return None if ours is None or theirs is None else difference(ours, theirs, self.deviations.get(size))
 
@@ -131,7 +130,7 @@ class Study:
 
 
 def table(asked: pd.DataFrame, columns: Mapping[str, tuple[Study, str]]) -> str:
-    """A line for each pair of layers, with its difference in each study and size. Empty columns are left out."""
+    """A table with the difference of each pair of layers in each study and size. Empty columns are left out."""
     pairs = asked.set_index(["layer", "compared with"])
     cells = {
         head: [study.cell(one, other, size) for one, other in pairs.index] for head, (study, size) in columns.items()
@@ -149,7 +148,7 @@ def findings(results: Path) -> str:
 
 
 def texts(results: Path) -> str:
-    """The comparisons of layers that read three kinds of text, and of the largest model for each kind."""
+    """The comparisons on three kinds of text together, and for the largest model on each kind alone."""
     study = Study(results, "texts")
     columns = {size: (study, size) for size in ("25M", "90M", "300M")}
     for kind in ("python", "rfc", "c"):
@@ -158,11 +157,11 @@ def texts(results: Path) -> str:
 
 
 MEASURES = {"held_out": "held out", "train": "last text"}
-"""Column of the runs -> what it measures: all held-out text, or the last 10 MB of training, which are read once."""
+"""Column of the runs -> its heading. `train` is the loss on the last 10 MB of training text, which are read once."""
 
 
 def structure(results: Path) -> str:
-    """The paired differences of 2:4 masks and their rivals on both texts."""
+    """The paired differences of 2:4 masks and their rivals on the corpora `pinned` and `pinned_earlier`."""
     columns: dict[str, tuple[Study, str]] = {}
     for corpus in ("pinned", "pinned_earlier"):
         studies = {about: Study(results, corpus, measure) for measure, about in MEASURES.items()}
@@ -172,7 +171,7 @@ def structure(results: Path) -> str:
 
 
 def repeats(results: Path) -> str:
-    """The losses of runs that were made twice, with the same seed and kind of GPU, and their standard deviation."""
+    """The losses of runs that were repeated with the same seed and kind of GPU, and their standard deviation."""
     first, second = (runs(results, corpus).set_index("run") for corpus in ("pinned", "pinned_repeats"))
     first = first.loc[second.index]
     cells = {"model": first["recipe.size"], "seed": first.seed.astype(str)}
@@ -184,13 +183,13 @@ def repeats(results: Path) -> str:
 
 
 def verdict(found: Difference | None, within: float = 0.0) -> str:
-    """What the runs say about a claim. `found` is the loss of its worse layer minus that of its better layer."""
+    """What the runs say about a claim. `found` is the loss of `worse` minus the loss of `better`."""
     if found is None:
         return "not run"
     if math.isnan(found.mean):
         return "not reproduced: a run diverged"
     over = found.mean + within
-    if not abs(over) > found.noise:  # or the noise is unknown
+    if not abs(over) > found.noise:  # also if the noise is NaN
         return "undecided"
     return "reproduced" if over > 0 else "not reproduced"
 
@@ -201,7 +200,7 @@ def claims(results: Path) -> str:
     for claim in CLAIMS.itertuples():
         found = study.difference(claim.worse, claim.better)
         perplexities, nats = "curve against curve", ""
-        if claim.better_perplexity > 0:  # the paper gives perplexities
+        if claim.better_perplexity > 0:  # false for NaN: the paper has only curves
             perplexities = f"{claim.better_perplexity} against {claim.worse_perplexity}"
             nats = f"{math.log(claim.worse_perplexity / claim.better_perplexity):+.3f}"
         lines.append([claim.claim, claim.where, perplexities, nats, found or "", verdict(found, claim.within)])
@@ -215,4 +214,4 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "learning_repeats": repeats,
     "learning_texts": texts,
 }
-"""Name of a table -> the function that makes it from the folder of the results."""
+"""Name of a table -> the function that makes it from a folder of results."""

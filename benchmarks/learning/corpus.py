@@ -2,20 +2,20 @@
 
 python -m benchmarks.learning.corpus --out DIR [--kind python rfc c] [--text FOLDER] [--megabytes 100] [--bytes]
 
-The default text is the Python sources of the installed packages, which every machine with the requirements has. The
-kind `english` is the prose in these packages, and the manual pages. Two kinds are Debian packages, unpacked in
-`--debian`: `rfc` is the text files of doc-rfc, and `c` the C sources of linux-source-6.1. Several kinds are one corpus:
-each step reads a random mixture, and each kind has its own held-out text.
+The default kind of text, `python`, is the Python sources of the installed packages, which every machine with the
+requirements has. `english` is the prose in these packages, and the manual pages. Two kinds are Debian packages,
+unpacked in `--debian`: `rfc` is the text files of doc-rfc, and `c` the C sources of linux-source-6.1. Several kinds are
+one corpus: each step reads a random mixture, and each kind has its own held-out text.
 
-To be able to make a text again, take packages of exact versions: `--text FOLDER --kind python` reads the packages in
+To make the same text again later, use packages of exact versions: `--text FOLDER --kind python` reads the packages in
 `FOLDER/python` instead of the installed packages, and `--digest` refuses a corpus with another hash. With `--bytes`,
 each byte is a token, so that the hash depends on nothing but the text.
 
-Whole packages are held out. A manual page or an RFC is a package, and in Linux a folder or file of the second level. In
-`FOLDER/python`, a package is a folder or file of the fourth level, because losses on hundreds of small packages differ
-less by seed. Held-out files are dropped if another package has the same file, or if training text has most of their
-lines. Text beyond 100 MB of a kind is subsampled at random, as for the committed results; `--megabytes inf` takes all
-of it. The text is not committed; the results name its hash and its sizes.
+Packages are held out as a whole. A manual page or an RFC counts as a package, and in Linux a folder or file of the
+second level. In `FOLDER/python`, a package is a folder or file of the fourth level, because losses on hundreds of small
+packages differ less by seed. Held-out files are dropped if another package has the same file, or if training text has
+most of their lines. A kind with more than 100 MB is subsampled at random, as for the committed results;
+`--megabytes inf` takes all of it. The text is not committed; the results name its hash and its sizes.
 """
 
 from __future__ import annotations
@@ -46,20 +46,22 @@ SUFFIXES = {
     "rfc": (".txt", ".txt.gz"),
     "c": (".c",),
 }
-"""Endings of the paths of each kind of text; `.1.gz` to `.8.gz` are manual pages. Many headers of Linux are tables."""
+"""Kind of text -> endings of its paths; `.1.gz` to `.8.gz` are manual pages. Headers of C are left out, because many of
+them are tables."""
 MANUAL = Path("/usr/share/man")
 """The folder of the manual pages; its subfolders `man1` to `man8` are in English."""
 DEBIAN = {"rfc": "usr/share/doc/RFC", "c": "usr/src/linux-source-6.1"}
-"""The folders of the kinds of text that are Debian packages."""
+"""Kind of text that is a Debian package -> the folder of its files."""
 ANY_SUFFIX = ("",)
 DEPTH = 4
-"""The level, below the subfolder of a kind, of the folders that are held out as a whole: three levels in a wheel."""
+"""With `--text`, files whose paths below the folder of a kind begin with the same 4 parts are one package: the folder
+of a wheel, and three levels inside it."""
 
 VOCABULARY = 8192
 END = "<|end|>"
-"""The token after each document, which stands for no bytes."""
+"""The token after each document. It stands for no bytes of text."""
 BYTES = 256
-"""The vocabulary of a corpus whose tokens are bytes."""
+"""The size of the vocabulary if tokens are bytes."""
 END_BYTE = 255
 """The token after each document if tokens are bytes; no byte of UTF-8 has this value."""
 LARGEST_FILE = 1 << 20
@@ -68,13 +70,13 @@ TOKENIZER_BYTES = 32 << 20
 """About how many bytes of training text the tokenizer is trained on."""
 
 HELD_OUT = 0.02
-"""About the fraction of the text that is held out."""
+"""The approximate fraction of the text that is held out."""
 MOST_HELD_OUT = 2_500_000
 """The most held-out text of all kinds, in bytes. It is limited, because every run evaluates it several times."""
 LARGEST_HELD_OUT = 0.25
-"""The largest package that is held out, as a fraction of all held-out text, unless all packages are larger."""
+"""Packages larger than this fraction of all held-out text are not held out, unless all packages are larger."""
 COMMON_LINES = 0.5
-"""The largest fraction of a held-out file's lines that training text may have."""
+"""Held-out files are dropped if training text has a larger fraction of their lines."""
 SHORTEST_LINE = 20
 """The shortest line, in characters, that counts as common to two files; shorter lines occur anywhere by chance."""
 
@@ -87,7 +89,7 @@ class Document(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """The hash of the text without regard to white space."""
+        """The hash of the text with every run of white space replaced by one space."""
         return hashlib.sha256(" ".join(self.text.split()).encode()).digest()
 
     @property
@@ -102,7 +104,7 @@ class Sizes:
     Attributes:
         kind: the kinds of text, joined by "+", or the name of the folder from which the text was read.
         digest: the first 16 digits of a hash of all tokens, of how they are divided, and of the tokenizer.
-        parts: if there are several kinds of text, all fields of this class that are numbers, by name, for each kind.
+        parts: for each of several kinds of text, the fields above that are numbers; empty for a single kind.
     """
 
     kind: str
@@ -142,7 +144,7 @@ class Corpus:
 
 
 def roots(kind: str = "python", debian: Path = Path("/")) -> list[Path]:
-    """The folders of Python's modules and of all installed packages, also outside a virtual environment.
+    """The folders of Python's modules and of all installed packages, including packages outside a virtual environment.
 
     `english` adds the folders of the manual pages. For `rfc` and `c`, the result is folders of the Debian packages that
     are unpacked in `debian`.
@@ -159,9 +161,9 @@ def roots(kind: str = "python", debian: Path = Path("/")) -> list[Path]:
 
 
 def files(folders: Sequence[Path], suffixes: Sequence[str], depth: int = 1) -> Iterator[tuple[str, Path]]:
-    """Yield the files in some folders, with their packages: the first `depth` parts of their path in the folder.
+    """Yield the package and path of each file in some folders. A package is the first `depth` parts of a relative path.
 
-    A folder inside another one, such as `site-packages` inside Python's own folder, is searched once.
+    A folder inside another folder of the list, such as `site-packages` inside Python's own, is searched once.
     """
     resolved = [folder.resolve() for folder in folders]
     for folder in resolved:
@@ -173,7 +175,7 @@ def files(folders: Sequence[Path], suffixes: Sequence[str], depth: int = 1) -> I
 
 
 def read(paths: Iterable[tuple[str, Path]]) -> list[Document]:
-    """Read files that are UTF-8 text of a reasonable size, without duplicates, in the order of their hashes."""
+    """Read UTF-8 files of 64 bytes to `LARGEST_FILE`, without duplicates, in the order of their hashes."""
     found: dict[bytes, Document] = {}
     for package, path in paths:
         try:
@@ -198,8 +200,8 @@ def divide(
     Args:
         documents: all documents, without duplicates.
         most: the most training text, in bytes.
-        most_held_out: the most held-out text, in bytes, about.
-        share: about the fraction of the text that is held out, if that is less than `most_held_out`.
+        most_held_out: approximately the most held-out text, in bytes.
+        share: the approximate fraction of the text that is held out, unless `most_held_out` is less.
     """
     sizes: dict[str, int] = {}
     for document in documents:
@@ -231,7 +233,7 @@ def long_lines(document: Document) -> list[int]:
 
 
 def train_tokenizer(documents: Sequence[Document], vocabulary: int = VOCABULARY) -> Any:
-    """Train a byte-level byte-pair encoding on documents spread evenly over the given ones."""
+    """Train a byte-level byte-pair encoding on every n-th document, about `TOKENIZER_BYTES` of text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -297,11 +299,11 @@ def prepare(
         kinds: keys of SUFFIXES; None for `python`, or for every file in `text` that is UTF-8 text.
         text: a folder to read instead. With `kinds`, the packages of a kind are in the subfolder with its name; kinds
             without a subfolder are read where they are installed.
-        vocabulary: the number of tokens; BYTES for bytes.
+        vocabulary: the size of the vocabulary; `BYTES` if each byte is a token.
         megabytes: the most training text of a kind, in 10^6 bytes; more text is subsampled at random.
         debian: the folder in which the Debian packages of `rfc` and `c` are unpacked.
-        held_out: the held-out text of all kinds, in 10^6 bytes, before files like training text are dropped; None for
-            2% of the text, at most 2.5.
+        held_out: the held-out text of all kinds, in 10^6 bytes, before files that resemble training text are dropped.
+            None for 2% of the text, at most 2.5.
 
     Raises:
         ValueError: there is too little text of a kind to hold some of it out.
@@ -345,7 +347,7 @@ def prepare(
         parts=sizes if len(sizes) > 1 else {},
     )
     content = json.dumps({"sizes": asdict(about), "token_bytes": token_bytes}, indent=1)
-    # Write this file last, so that a folder with it is complete.
+    # This file is written last, so a folder that has it is complete.
     write_whole(out / "corpus.json", lambda path: path.write_text(content))
     return load(out)
 

@@ -2,9 +2,9 @@
 
 python -m benchmarks.learning.cost --out DIR [--only time masks] [--resume]
 
-The seconds of a run say little about its layer: several runs may share a GPU, and with models this small a GPU may wait
-for Python. The sum of the times of a step's kernels avoids both problems, as long as nothing else runs on the GPU. The
-text is random, since the kernels do not depend on the text.
+The wall-clock time of a run says little about its layer: several runs may share a GPU, and with models this small a GPU
+may wait for Python. Neither affects the sum of the times of a step's kernels, if nothing else runs on the GPU. The
+text is random, since kernels take the same time for any text.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def cost(recipe: Recipe, device: str = "cuda", compiled: bool = True) -> float:
 
 
 def measure(recipes: Iterable[Recipe], out: Path, resume: bool = False) -> None:
-    """Write `learning_cost.csv` into a folder, with a row for each recipe that differs in its kernels.
+    """Write `learning_cost.csv` into a folder, with one row for recipes whose steps run the same kernels.
 
     Args:
         recipes: the recipes.

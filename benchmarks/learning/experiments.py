@@ -4,8 +4,8 @@ python -m benchmarks.learning.experiments --corpus DIR --out DIR [--only layers 
 
 Every finished run is one CSV file in --out, until `benchmarks.learning.gather` adds it to the tables of its corpus. A
 run is skipped if its file is in --out, or if it is in a table of --done, so the same command continues after an
-interruption. A file of another text in --out is an error. Several processes with the same --out share the work, on one
-GPU or on several.
+interruption. A result in --out that is of another text is an error. Several processes with the same --out share
+the work, on one GPU or on several.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SWIGLU = Recipe("glu")
 PAPER = Recipe("mglu")
 """SwiMGLU with four masks, trained as in the paper: mask logits have the learning rate of the weights."""
 ROOT = replace(PAPER, scaled_sum=True, scale=2.0)
-"""SwiMGLU with a sum over masks times `2 / sqrt(n_masks)`. If the terms were independent, the sum would start as large
-as the product in SwiGLU. But all terms share W, so the sum starts as large for one mask only (see `level`)."""
+"""SwiMGLU whose sum over masks is multiplied by `2 / sqrt(n_masks)`. If the terms were independent, the sum would start
+as large as the product in SwiGLU. But all terms share W, so this is true for one mask only (see `level`)."""
 LEAST_SECONDS = 30.0
 """The least time left, in seconds, to start a run: about the time to compile it and to reach its first checkpoint."""
 
@@ -49,30 +49,30 @@ def seeds(recipes: Iterable[Recipe], numbers: Iterable[int] = SEEDS) -> list[Rec
 
 
 def level(n_masks: int) -> float:
-    """The factor that lets a sum over random masks start as large as the sum of four (see `level_gain`)."""
+    """The factor with which a sum over random masks starts as large as the sum over four masks (see `level_gain`)."""
     return round(level_gain(n_masks) ** 2, 4)
 
 
 def leveled(recipe: Recipe, n_masks: int) -> Recipe:
-    """A recipe with another number of masks, and a constant factor that lets its sum start as large as with four."""
+    """A recipe with another number of masks, and a constant factor with which its sum starts as large as with four."""
     return replace(recipe, n_masks=n_masks, scale=level(n_masks))
 
 
 def gained(recipe: Recipe, n_masks: int) -> Recipe:
-    """The same start as in `leveled`, by other initial weights: the `leveled` weights of `mglu_ops.nn.MGLU`."""
+    """Like `leveled`, but with scaled initial weights instead of a factor: `leveled` weights of `mglu_ops.nn.MGLU`."""
     return replace(recipe, n_masks=n_masks, weight_gain=round(math.sqrt(level(n_masks)), 4))
 
 
 SLOW = replace(PAPER, mask_lr=0.3)
-"""SwiMGLU with four masks, with 0.3 times the learning rate for mask logits."""
+"""SwiMGLU with four masks, whose logits have 0.3 times the learning rate of the weights."""
 BEST = {n_masks: gained(SLOW, n_masks) for n_masks in (1, 2, 4, 8, 16)}
-"""Our recipe by number of masks: `leveled` weights, and the default of `parameter_groups` for their masks."""
+"""Number of masks -> our recipe: `leveled` weights, and the default learning rate of `parameter_groups` for masks."""
 LARGER = replace(SWIGLU, scale=round(level(1) / 2, 4))
 """SwiGLU whose product is multiplied by 1.58, so that it starts about as large as the sum of four masks."""
 SIZED = (SWIGLU, *masks(PAPER, (1, 4)), BEST[1], BEST[4], LARGER)
 """The recipes that are trained at all sizes."""
 SIZED_EIGHT = (replace(PAPER, n_masks=8), BEST[8])
-"""The recipes of eight masks at all sizes. They take the longest, and have fewer seeds."""
+"""The recipes with eight masks at all sizes. They take the longest, so the 90M models have only two seeds."""
 AGAIN = (
     *(replace(SLOW, top_k=k, weight_gain=round(level_gain(4, top_k=k), 4)) for k in (1, 2, 4)),
     *(
@@ -81,9 +81,9 @@ AGAIN = (
     ),
     Recipe("glu_shared", weight_gain=round((20 / 16) ** 0.25, 4)),
 )
-"""Routes and ablations with our recipe, so that every result starts as large as the sum of four masks. A mask on only
-the gate or only the value starts as large as two masks on both. Without masks, the result has 8 times the variance of
-one mask."""
+"""Routes (`top_k`) and ablations with our recipe, with gains that let every result start as large as the sum of four
+masks. The result of a mask on only the gate or only the value starts as large as the sum of two masks. Without masks,
+the result has 8 times the variance of the result of one mask."""
 
 
 SAME_WEIGHTS = round(2 / 3, 4)
@@ -96,12 +96,12 @@ def same_load(n_masks: int) -> float:
 
 
 def same_training(n_masks: int) -> float:
-    """The width at which SwiGLU's feed-forward layer trains with as many FLOPs: `n_masks + 2` products against 3."""
+    """The width at which SwiGLU's layer, with 3 products, trains with the FLOPs of SwiMGLU's, with `n_masks + 2`."""
     return (n_masks + 2) / 3
 
 
 def same_fp8_load(n_masks: int) -> float:
-    """As `same_load`, with weights of 8 bits, of which masks are twice as large a share: `(16 + n_masks) / 24`."""
+    """Like `same_load`, but with weights of 8 bits and masks of 1 bit: `(16 + n_masks) / 24`."""
     return (2 * 8 + n_masks) / (3 * 8)
 
 
@@ -129,7 +129,8 @@ GELU_GATES = tuple(best_with("gelu", n_masks) for n_masks in (1, 4))
 OTHER_GATES = (
     # GLU of equal width.
     *(leveled_glu(activation) for activation in ("relu", "relu_squared", "gelu", "silu")),
-    # Equal bytes per token: LU and GLU read as many bytes as masks, and masks read as many as SwiGLU.
+    # Equal bytes per token: LU and GLU that read as many bytes as SwiMGLU with 1 or 4 masks, and masks that read as
+    # many bytes as SwiGLU.
     *(leveled_lu("relu_squared", 1.5 * same_load(n_masks)) for n_masks in (1, 4)),
     *(leveled_glu(gate, same_load(n_masks)) for gate in ("relu", "relu_squared") for n_masks in (1, 4)),
     *(best_with(gate, n, round(1 / same_load(n), 4)) for gate in ("relu", "relu_squared") for n in (1, 4)),
@@ -149,21 +150,22 @@ EQUAL_FP8_BYTES = (
     *(best_with("relu", n_masks, round(1 / same_fp8_load(n_masks), 4)) for n_masks in (1, 4)),
 )
 EQUAL_TIME = (
-    # SwiGLU's 11.9 ms a step.
+    # As fast as SwiGLU: 11.9 ms a step.
     leveled_lu("relu_squared", 1.5625),
     *(best_with("relu", n_masks, width) for n_masks, width in ((1, 0.875), (4, 0.375))),
-    # The 18.7 ms of four masks.
+    # As fast as four masks: 18.7 ms a step.
     leveled_lu("relu_squared", 4.0625),
     leveled_glu("silu", 2.625),
     best_with("relu", 1, 2.375),
 )
-"""Layers that train as fast as SwiGLU or as four masks with 25M weights, by the measured times of other widths.
+"""Layers that train as fast as SwiGLU or as four masks in the 25M model. Their widths follow from the times of other
+widths in `learning_cost.csv`.
 
-The times are those in `learning_cost.csv`. A step of SwiGLU takes 8.0 ms, which all layers of that size have in common,
-plus 4.1 ms per unit of width. With masks, the time is assumed to grow linearly from 8.0 ms to the time at a width of 1.
-ReLU squared is assumed to cost as much as GELU, and to grow by two thirds of SwiGLU's slope, since it has two matrices
-instead of three. Widths are multiples of 1/16, so that the kernels have whole tiles. Measured afterwards, the first
-three layers differ from SwiGLU by at most 2%, and the others take 2 to 3% longer than four masks."""
+A step of SwiGLU takes 8.0 ms, which all layers in this model have in common, plus 4.1 ms per unit of width. With masks,
+the time is assumed to grow linearly from 8.0 ms at a width of 0 to the measured time at a width of 1. ReLU squared is
+assumed to cost as much as GELU, and to grow by two thirds of SwiGLU's slope, since it has 2 matrices instead of 3.
+Widths are multiples of 1/16, so that the kernels have whole tiles. Measured afterwards, the first three layers differ
+from SwiGLU by at most 2%, and the others take 2 to 3% longer than four masks."""
 TEXT = {
     size: tuple(
         replace(one, size=size, megabytes=megabytes)
@@ -171,7 +173,8 @@ TEXT = {
     )
     for size, megabytes in {"25M": 60.0, "90M": 90.0, "300M": 120.0}.items()
 }
-"""Size -> layers of equal width, and ReLU squared with as many bytes as SwiGLU. The text grows with the model."""
+"""Size of a model -> layers of equal width, except ReLU squared, which is 1.5 times as wide and reads as many bytes as
+SwiGLU. Larger models read more text."""
 MIXTURE = tuple(
     replace(one, experts=8, active=2)
     for one in (
@@ -185,7 +188,7 @@ MIXTURE = tuple(
         *(replace(BEST[n_masks], width=round(1 / same_load(n_masks), 4)) for n_masks in (1, 4)),
     )
 )
-"""Mixtures of experts. A token's experts are together as wide as the layer of the dense model."""
+"""Mixtures of 8 experts, 2 of them per token. Together the 2 experts are as wide as the layer of the dense model."""
 FROZEN = tuple(replace(best_with(gate, n), learned=False) for gate in ("relu", "silu") for n in (1, 4))
 """Random masks that are not learned."""
 OTHERWISE = tuple(
@@ -194,10 +197,10 @@ OTHERWISE = tuple(
     for best in (best_with(gate, 1), best_with(gate, 4))
     for one in (replace(best, continuous=0.5), replace(best, flips=0.2, mask_lr=1.0))
 )
-"""Masks that do not learn by AdamW on logits with hard masks: they are continuous in the first half of the steps, or
-have a budget of flips. With our recipe, about 15% of the bits at the end differ from those at the start."""
+"""Masks that learn in other ways: continuous in the first half of the steps, or with a budget of flips. For
+comparison: with our recipe, about 15% of the bits at the end differ from those at the start."""
 TEXT_MASKS = (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4))
-"""Layers that read three kinds of text with 25M weights only: masks with ReLU that learn otherwise, and with SiLU."""
+"""Layers that read three kinds of text only in the 25M model: ReLU masks that learn in other ways, and SiLU masks."""
 PAIRED_SEEDS = (0, 1, 2, 3, 4)
 PRUNED = replace(leveled_glu("silu"), structure="2:4", decay=2e-4)
 """SwiGLU in which gate and up matrix are learned with structure 2:4, with the decay of the paper on SR-STE."""
@@ -215,12 +218,12 @@ STRUCTURE = tuple(
         *(replace(one, last_rate=0.0) for one in (SWIGLU, BEST[1])),
     )
 )
-"""Layers of equal width, for the question whether a 2:4 mask is worth it. On sparse tensor cores, layers with 2:4 masks
-or matrices take as much arithmetic as ReLU squared: one dense product, and the down projection."""
+"""Layers of equal width, to find out whether 2:4 masks are worth their loss. On sparse tensor cores, layers with 2:4
+masks or matrices take as much arithmetic as ReLU squared: one dense product and the down projection."""
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {
-    # A search for the learning rate at which the other experiments compare layers.
+    # A search for the learning rate of the other experiments.
     "rates": seeds([replace(one, lr=lr) for lr in (1e-3, 3e-4, 3e-3) for one in (SWIGLU, PAPER)], SEEDS[:2]),
     # Every layer at the same width (the paper's Figure 5, Tables 3, 8 and 14).
     "layers": [
@@ -241,8 +244,8 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         ],
         SEEDS[:2],
     ),
-    # The size of the sum over masks depends on their number. Factors of the sum, of the initial weights and of the
-    # initial down projection correct it; SwiGLU gets factors too.
+    # The initial size of the sum over masks depends on n_masks. A factor of the sum, of the initial weights or of the
+    # initial down projection corrects it. SwiGLU is trained with factors too.
     "scale": seeds(
         [
             *masks(ROOT, (1, 2, 8, 16)),
@@ -262,7 +265,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds([SWIGLU, LARGER, *BEST.values()]),
         *seeds((replace(gained(PAPER, n_masks), learned=False) for n_masks in (1, 8)), SEEDS[:2]),
     ],
-    # What a user decides by: SwiGLU with as many weights, bytes or training operations.
+    # SwiGLU with as many weights, bytes or training operations as SwiMGLU.
     "budgets": seeds(
         [
             SWIGLU,
@@ -289,9 +292,9 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         ),
         *seeds((replace(one, lr=lr) for lr in (6e-3, 1e-2) for one in (SWIGLU, PAPER)), SEEDS[:2]),
     ],
-    # A trained SwiGLU model is converted to SwiMGLU and trained on a tenth more text, which it learns directly or by
-    # distillation. `magnitude` derives the masks from |gate| > |value|; the other ways draw masks at random. The
-    # converted model is compared with a SwiGLU model that has read all of the text.
+    # A trained SwiGLU model is converted to SwiMGLU and trained on a tenth more text, with the text or with the SwiGLU
+    # model's predictions as the target. `magnitude` derives the masks from |gate| > |value|; the other ways draw masks
+    # at random. The converted model is compared with a SwiGLU model that has read all of the text.
     "converted": seeds(
         [
             SWIGLU,
@@ -317,10 +320,11 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         ],
         SEEDS[:2],
     ),
-    # Three sizes.
+    # SwiGLU and SwiMGLU at three sizes.
     "sizes": [
         *seeds([replace(one, size=size) for size in ("25M", "90M") for one in SIZED]),
-        *seeds([replace(one, size="10M") for one in SIZED], range(8)),  # they differ more by seed, and are cheap
+        # The smallest models differ more between seeds, but are cheap, so they have eight seeds.
+        *seeds([replace(one, size="10M") for one in SIZED], range(8)),
         *seeds([replace(one, size=size) for size in ("10M", "25M") for one in SIZED_EIGHT]),
         *seeds([replace(one, size="90M") for one in SIZED_EIGHT], SEEDS[:2]),
     ],
@@ -349,7 +353,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds([SWIGLU, leveled_glu("silu"), RELU_SQUARED[0], RELU_SQUARED[1], *EQUAL_TIME[:3]]),
         *seeds([best_with("relu", 4), *EQUAL_TIME[3:]]),
     ],
-    # Other ways to learn masks, after our recipe and masks that are not learned.
+    # Other ways to learn masks, compared with our recipe and with masks that are not learned.
     "masks": [
         *seeds([one for frozen in FROZEN for one in (replace(frozen, learned=True), frozen)]),
         *seeds(OTHERWISE, SEEDS[:2]),
@@ -358,7 +362,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     "mixture": seeds(MIXTURE),
     # Larger models and three kinds of text.
     "text": seeds([*TEXT["25M"], *TEXT_MASKS, *TEXT["90M"], *TEXT["300M"]]),
-    # What does a 2:4 mask cost? The first layers show the noise between paired seeds.
+    # The loss of 2:4 masks. The first runs show the noise between paired seeds.
     "structure": [
         *seeds([*STRUCTURE[:2], *STRUCTURE[9:]], SEEDS),
         *seeds(STRUCTURE[:7], PAIRED_SEEDS),
@@ -367,7 +371,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds((replace(one, size="90M") for one in STRUCTURE[:6]), PAIRED_SEEDS),
     ],
 }
-"""Name -> runs. A run in several experiments of the same text is trained once."""
+"""Name of an experiment -> its runs. A run in several experiments on the same text is trained once."""
 USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure")]
 """The experiments that read the corpus `python`; `text` reads `texts`, and `structure` reads `pinned`."""
 
@@ -378,12 +382,12 @@ def chosen(names: Iterable[str]) -> list[Recipe]:
 
 
 def scaled(recipe: Recipe, factor: float) -> Recipe:
-    """A recipe with its text multiplied by a factor."""
+    """A recipe with its amounts of text multiplied by a factor."""
     return replace(recipe, megabytes=round(factor * recipe.megabytes, 6), skip=round(factor * recipe.skip, 6))
 
 
 def is_done(recipe: Recipe, folder: Path, digest: str) -> bool:
-    """True if a folder has the file of a finished run.
+    """True if a folder has the result of a finished run of the recipe.
 
     Raises:
         ValueError: the run read another text than the corpus with this digest.

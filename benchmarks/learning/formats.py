@@ -1,4 +1,4 @@
-"""Measures what weights in 8 and 4 bits cost in quality: the loss of trained models, with their weights in each format.
+"""Measures how weights in 8 and 4 bits affect quality: the held-out loss of trained models in each weight format.
 
 python -m benchmarks.learning.formats --corpus DIR --runs DIR [--out DIR] [--seconds 540]
 
@@ -45,7 +45,7 @@ RECIPES = tuple(replace(one, size=size) for size in ("25M", "90M") for one in (S
 def rows_of(training: Training) -> list[dict[str, Any]]:
     """The held-out loss of a trained model in each format, `dense` first.
 
-    The model keeps rounded weights at the end. Masks need not be frozen, since they do not depend on the weights.
+    The model is left with rounded weights. Masks need not be frozen, since they do not depend on the weights.
     """
     recipe, weights = training.recipe, projection_weights(training.model)
     trained, rows = [weight.clone() for weight in weights], []
@@ -78,7 +78,7 @@ def measure(
     """Train the models whose weights are not in `runs`, and write `learning_formats.csv` into the folder `out`.
 
     Returns:
-        Whether all models were trained within `seconds`. The file has the models that were.
+        True if all models were trained within `seconds`. Otherwise the file has only the models that were.
 
     Raises:
         ValueError: a model in `runs` was trained on another text.
@@ -100,7 +100,7 @@ def measure(
 
 
 def table(results: Path) -> str:
-    """A row for each model: its loss in 16 bits in nats a byte, and the change of the loss in each other format."""
+    """A row for each model: the loss with dense weights in nats per byte, and the change of the loss in each format."""
     rows = load_frame(results, NAME)
     facts, losses = rows.attrs, in_order(rows, ["model", "layer"], "format", rows.held_out)
     cells = {"16 bits": losses.dense.map("{:.4f}".format)}

@@ -4,7 +4,7 @@ python -m benchmarks.learning.gather --runs DIR [DIR ...] --corpus pinned [--out
 
 `<corpus>_runs.csv` has a row for each run: its recipe, its environment, its costs and the last point of its curve.
 `<corpus>_curves.csv` has every point of every curve. The heads of both describe the corpus and the protocol, which all
-runs share. Runs that the tables have already stay as they are, so the command can be repeated.
+runs share. If a run is already in the tables, its rows are kept, so the command can be repeated.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from benchmarks.records import read_table, write_table
 
 RESULTS = Path("benchmarks/results/learning")
 SHARED = ("protocol", "corpus")
-"""Facts that all runs of a table share, by name or by the part of the name before the dot."""
+"""All runs of a table share the facts whose name, up to its first dot, is one of these."""
 ONLY_IN_CURVES = ("step", "megabytes", "seconds", "gate_ratios")
-"""Columns of a point that the row of a run leaves out. Some of them are in the head of the run already."""
+"""Columns of a point that the row of a run leaves out, for example because the head of the run has them."""
 
 
 def is_shared(fact: str) -> bool:
@@ -29,9 +29,9 @@ def is_shared(fact: str) -> bool:
 
 
 def row_of(run: str, facts: Mapping[str, str], last: Mapping[str, str]) -> dict[str, str]:
-    """The row of a run, from the head of its file and the last point of its curve; a field that is None is empty.
+    """The row of a run, from the head of its file and the last point of its curve. None becomes an empty cell.
 
-    Fields of the recipe that are newer than the run have their defaults.
+    Fields that were added to `Recipe` after the run have their defaults.
     """
     recipe = {f"recipe.{name}": str(getattr(Recipe, name)) for name in KINDS}
     own = {name: value for name, value in facts.items() if name in recipe or not is_shared(name)}
@@ -68,7 +68,7 @@ def gather(folders: Iterable[Path], out: Path, corpus: str) -> None:
 
 
 def merged(old: Sequence[dict[str, str]], new: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """The rows of a table, and new rows whose runs the table lacks. All rows get the same columns."""
+    """The rows of a table, and the new rows of runs that it lacks. All rows get the same columns."""
     known = {row["run"] for row in old}
     rows = [*old, *(row for row in new if row["run"] not in known)]
     columns = dict.fromkeys(name for row in rows for name in row)
@@ -76,7 +76,7 @@ def merged(old: Sequence[dict[str, str]], new: Sequence[dict[str, str]]) -> list
 
 
 def done(paths: Iterable[Path], digest: str) -> set[str]:
-    """The names of the runs of a text in tables of runs. A path is a table, or a folder with tables.
+    """The names of the runs on the corpus with this digest, in tables of runs. A path is a table or a folder of tables.
 
     Raises:
         FileNotFoundError: a path has no table of runs.

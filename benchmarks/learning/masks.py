@@ -1,4 +1,4 @@
-"""Two alternatives to learning masks by AdamW on logits with a hard threshold: continuous masks, a budget of flips."""
+"""Two alternatives to AdamW on mask logits with a hard threshold: continuous masks, and a budget of flips."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mglu_ops.activations import get_activation
 from mglu_ops.nn import MGLU
 
 WIDTH = 0.05
-"""The first tau of continuous masks. Initial logits have a standard deviation of 0.01, so nearly all masks start
-between 0 and 1."""
+"""Initial tau of `ContinuousMGLU`. Initial logits have a standard deviation of 0.01, so nearly all masks start between
+0 and 1."""
 
 
 class ContinuousMGLU(MGLU):
     """MGLU whose forward pass uses `clamp(logit / tau + 1/2, 0, 1)` for the masks while tau > 0, and hard masks at 0.
 
-    A logit has the gradient of its mask where the mask is between 0 and 1, and 0 elsewhere. This is the exact
-    gradient times tau. The factor does not change the steps of AdamW. It keeps the norm of all gradients, which is
-    clipped, as large as with hard masks.
+    The gradient of a logit is the gradient of its mask where the mask is between 0 and 1, and 0 elsewhere: the exact
+    gradient times tau. The factor tau does not change the steps of AdamW. Gradients are clipped by their norm, and with
+    this factor the norm is as large as with hard masks.
 
-    Plain PyTorch computes it with `n_masks + 1` products, as many as the fused operator.
+    Plain PyTorch computes the layer with `n_masks + 1` products, as many as the fused operator needs.
     """
 
     tau: Tensor
@@ -51,25 +51,25 @@ class ContinuousMGLU(MGLU):
 
 @torch.no_grad()
 def start_accumulators(logits: Tensor, gate_ratio: float) -> None:
-    """Draw accumulators with their distribution after many steps of noise: random signs, and `P(|a| < z) = z^2`."""
+    """Draw initial accumulators a: random signs, and `P(|a| < z) = z^2`, their distribution after many random steps."""
     signs = torch.where(torch.rand_like(logits) < gate_ratio, 1.0, -1.0)
     logits.copy_((1 - torch.rand_like(logits)).sqrt() * signs)  # never 0
 
 
 @torch.no_grad()
 def step_accumulators(logits: Tensor, grad: Tensor, share: float) -> None:
-    """Let masks learn with nothing but one accumulator for each bit, which takes the place of its logit.
+    """Take a step of learning masks with one accumulator for each mask bit, in place of a logit and AdamW's state.
 
-    The sign of an accumulator is the mask. Its size, at most 1, is the distance to the next flip. A step subtracts the
-    gradient, divided by a threshold that all accumulators of the tensor share. An accumulator that reaches 0 flips its
-    mask and starts again at a distance of 1. A random walk of steps with variance v that is held at 1 crosses 0 after
-    1 / v steps on average. So with the threshold `rms(grad) / sqrt(share)`, independent gradients flip the fraction
-    `share` of the bits per step. Gradients that agree from step to step flip more bits.
+    The sign of an accumulator is the mask bit, and its magnitude, at most 1, is the distance to the next flip. A step
+    subtracts the gradient divided by a threshold, which is the same for the whole tensor. An accumulator that reaches 0
+    flips its bit and restarts at a magnitude of 1. A random walk that starts at 1, cannot exceed 1 and has steps of
+    variance v reaches 0 after 1 / v steps on average. So with the threshold `rms(grad) / sqrt(share)`, independent
+    gradients flip the fraction `share` of the bits per step. Gradients that agree from step to step flip more bits.
 
     Args:
         logits: the accumulators, of any shape; changed in place.
         grad: the gradient of the masks, of the same shape.
-        share: flips a step, as a fraction of all bits.
+        share: flips per step, as a fraction of all bits.
     """
     rms = grad.square().mean().sqrt().clamp_min(torch.finfo(grad.dtype).tiny)
     moved = logits - grad * (share**0.5 / rms)

@@ -18,7 +18,7 @@ BALANCE = 0.01
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer of each expert, by one grouped product; each is initialised as `nn.Linear` is."""
+    """A linear layer for each expert, computed by one grouped product and initialised like `nn.Linear`."""
 
     def __init__(self, experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class ExpertLinear(nn.Module):
         nn.init.uniform_(self.weight, -(in_features**-0.5), in_features**-0.5)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Map rows `[S, in_features]` that are sorted by expert; `ends` as `grouped_mm` takes them."""
+        """Map x `[rows, in_features]`, whose rows are sorted by expert; `ends` is `offs` of `grouped_mm`."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         return F.grouped_mm(x.to(dtype), self.weight.to(dtype).mT, offs=ends)
@@ -47,20 +47,19 @@ class GLUExperts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A mixture in which each token has `active` experts: softmax, then top-k with weights that add up to 1.
+    """A mixture of experts. The router takes softmax, then top-k, and scales the weights of a token to a sum of 1.
 
-    Gradients are those of the model's loss plus, for each mixture, `BALANCE * E * sum_e load_e * probability_e`. Here
-    load_e is the fraction of pairs with expert e, and probability_e its mean probability. The value of the loss does
-    not contain this term.
+    The model's loss gets a term `BALANCE * balance(logits, ids)` for each mixture. It affects only gradients: the value
+    of the loss does not contain it.
 
     Args:
-        experts: E.
+        experts: number of experts.
         active: the number of experts of a token.
         hidden: size of x and of the result.
         intermediate: size of an expert's hidden layer.
         layer: the first half of an expert, "lu", "glu" or "mglu" as in `recipe.Layer`.
-        activation: as in `mglu_ops.nn.MGLU`.
-        masked: the other options of `mglu_ops.nn.MGLUExperts`, for "mglu".
+        activation: the argument of `mglu_ops.nn.MGLU`.
+        masked: for "mglu", the other options of `mglu_ops.nn.MGLUExperts`.
     """
 
     def __init__(
@@ -95,14 +94,18 @@ class Mixture(nn.Module):
 
 
 def balance(logits: Tensor, ids: Tensor) -> Tensor:
-    """`E * sum_e load_e * probability_e`, from logits `[T, E]` and ids `[T, K]`. It is 1 if balanced, E at most."""
+    """The number of experts times the sum over experts of load times mean probability.
+
+    The load of an expert is its fraction of `ids` `[tokens, active]`. Its mean probability follows from `logits`
+    `[tokens, experts]`. The result is 1 for a balanced load, and at most the number of experts.
+    """
     experts = logits.shape[-1]
     load = F.one_hot(ids, experts).float().mean((0, 1))
     return experts * (load * F.softmax(logits, dim=-1, dtype=torch.float32).mean(0)).sum()
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns x. In the backward pass, `loss` gets the gradient that it would have as a term of the model's loss."""
+    """Returns x. In the backward pass, `loss` gets the gradient 1, as if it were a term of the model's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def by_masks(results: Path) -> Figure:
-    """The final loss by number of masks, with the paper's recipe and with ours; a bar spans the seeds."""
+    """The final loss by number of masks, with the paper's recipe and with ours. Bars span the losses of the seeds."""
     figure, (axes,) = plots.figure_of(1, 3.2)
     losses = losses_of(runs(results))
     lines = (("the paper's recipe", masks(PAPER, BEST), plots.EAGER), ("our recipe", BEST.values(), plots.CUDA))
@@ -45,15 +45,15 @@ FAMILIES = {
     "ReLU squared": plots.Style("#000000", "x"),
     **{f"{many(n_masks, 'mask')}, any gate": plots.BY_MASKS[n_masks] for n_masks in BEST},
 }
-"""The legend of the Pareto plot."""
+"""Family of layers in the Pareto plot -> its style."""
 
 
 def family(recipe: Recipe) -> str | None:
-    """The family of a recipe in the Pareto plot; None if it is not a layer to choose, trained as we recommend.
+    """The family of a recipe in the Pareto plot, or None if the plot leaves the recipe out.
 
-    A layer to choose has any gate and width, and leveled initial weights or those of `nn.Linear`. The plot leaves out
-    the searches for our recipe, masks that learn in another way, routes, mixtures, other lengths of text and converted
-    models.
+    The plot shows layers of any gate and width that are trained as we recommend. Masks start with leveled weights, and
+    other layers with leveled weights or those of `nn.Linear`. The searches for our recipe, masks that learn in another
+    way, routes, mixtures, other lengths of text and converted models are left out.
     """
     free = {name: getattr(recipe, name) for name in ("activation", "width", "size", "weight_gain")}
     rate = SLOW.mask_lr if recipe.layer == "mglu" else Recipe.mask_lr
@@ -67,7 +67,7 @@ def family(recipe: Recipe) -> str | None:
 
 
 def pareto_points(results: Path, size: str) -> pd.DataFrame:
-    """The points of a model's size: family, megabytes a token, PFLOP of training, loss, and two standard errors."""
+    """The points of models of a size: family, MB read per token, PFLOP of training, loss, and two standard errors."""
     of, study = by_recipe(runs(results)), Study(results)
     noise = ERRORS * study.deviations[size] / study.unit / of.seeds.map(math.sqrt)
     columns = {"megabytes": of.load, "pflop": of.tflop / 1000, "loss": of.held_out, "noise": noise}
@@ -82,7 +82,7 @@ def frontier(points: pd.DataFrame, cost: str) -> pd.DataFrame:
 
 
 def pareto(results: Path) -> Figure:
-    """The held-out loss by bytes read a token and by training operations, with the best layer for each cost."""
+    """The held-out loss by bytes read per token and by training operations, with the best layer for each cost."""
     figure, panels = plots.figure_of(4, 3.0, sharex=False, columns=2)
     costs = {"megabytes": "MB read a token", "pflop": "PFLOP of training"}
     for axes, (cost, size) in zip(panels, product(costs, ("25M", "90M")), strict=True):
@@ -100,7 +100,7 @@ def pareto(results: Path) -> Figure:
 
 
 PLOTS = {"learning_by_masks": by_masks, "learning_pareto": pareto}
-"""Name of a plot -> the function that draws it from the folder of the results."""
+"""Name of a plot -> the function that draws it from a folder of results."""
 
 
 def draw(results: Path, out: Path) -> list[Path]:

@@ -22,17 +22,17 @@ from mglu_ops.nn.conversion import WEIGHTS, take_over_glu
 
 Layer = Literal["lu", "glu", "glu_shared", "mglu", "no_gate_mask", "no_value_mask"]
 LAYERS: tuple[Layer, ...] = get_args(Layer)
-"""The first half of a feed-forward layer. With `silu`, `glu` is SwiGLU and `mglu` is SwiMGLU."""
+"""Kinds of the first half of a feed-forward layer. With `silu`, `glu` is SwiGLU and `mglu` is SwiMGLU."""
 EXPERT_LAYERS = ("lu", "glu", "mglu")
-"""The layers of which mixtures consist."""
+"""The kinds of layer that the experts of a mixture may have."""
 StraightThrough = Literal["identity", "clipped", "tanh"]
 Structure = Literal["free", "2:4"]
 SLOPE = 0.05
-"""The width of `clipped` and `tanh`."""
+"""The width, in logits, of the straight-through gradients `clipped` and `tanh`."""
 
 CONTEXT = 512
 SEQUENCES = 32
-"""Sequences in a step, which reads `SEQUENCES * CONTEXT` tokens."""
+"""Sequences per step. A step reads `SEQUENCES * CONTEXT` tokens."""
 
 
 def _sizes(layers: int, hidden: int, heads: int) -> Sizes:
@@ -40,7 +40,7 @@ def _sizes(layers: int, hidden: int, heads: int) -> Sizes:
 
 
 SIZES = {"10M": _sizes(6, 256, 4), "25M": _sizes(10, 384, 6), "90M": _sizes(12, 640, 10), "300M": _sizes(18, 1024, 16)}
-"""Name -> sizes. The name is the approximate number of weights with SwiGLU."""
+"""Name of a model -> its sizes. The name is about the number of weights that the model has with SwiGLU."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Recipe:
     Attributes:
         layer: the feed-forward layer, one of LAYERS.
         n_masks: the number of masks, in layers that have masks.
-        activation: as in `mglu_ops.nn.MGLU`.
+        activation: the argument of `mglu_ops.nn.MGLU`.
         top_k: the number of masks that the router keeps for a token; None for all masks and no router.
         learned: whether the masks are learned; if not, they are random and fixed.
         size: the model, a key of SIZES.
         width: the intermediate size as a multiple of the model's own.
         experts: the number of experts; 1 for a layer that is not a mixture.
-        active: the number of experts of a token. Together they have the intermediate size.
+        active: the number of experts of a token. The intermediate size is divided among them.
         megabytes: training text, in 10^6 bytes. Text that is read twice counts twice.
         lr: the largest learning rate of the weights.
         last_rate: the learning rates at the end, as a fraction of the largest.
@@ -66,13 +66,13 @@ class Recipe:
         gate_ratio: the fraction of ones in the initial masks.
         straight_through: how gradients pass the threshold: `identity` (the paper's), `clipped` (no gradient where a
             logit is further than `SLOPE` from 0) or `tanh` (times the derivative of `SLOPE * tanh(logit / SLOPE)`).
-        continuous: the fraction of the steps in which masks are continuous in the forward pass too, with a width that
-            falls linearly to 0 (`masks.ContinuousMGLU`); afterwards they are hard. The learning curve has the loss
-            with the masks of its step. 0 for hard masks in all steps.
+        continuous: the fraction of the steps in which masks are continuous in the forward pass too
+            (`masks.ContinuousMGLU`), with a width that falls linearly to 0. In later steps they are hard. Each point of
+            the learning curve is evaluated with the masks of its step. 0 for hard masks in all steps.
         flips: how often a mask bit would flip in a run if gradients were independent. Above 0, masks are learned by
             accumulators (`masks.step_accumulators`) instead of AdamW, and `mask_lr` and `logits_std` have no meaning.
         scaled_sum: whether the sum over masks is divided by `sqrt(n_masks)`.
-        scale: a factor of the layer's result, before the down projection.
+        scale: a factor of the gated projection's result, before the down projection.
         weight_gain: a factor of the initial weights of the layer.
         down_gain: a factor of the initial weight of the down projection.
         start: how the model is converted from a trained SwiGLU model (`teacher`), a key of
@@ -81,9 +81,9 @@ class Recipe:
         skip: the text that the run skips first, in 10^6 bytes; with `start`, the teacher has read it.
         structure: `2:4` for masks of `mglu` with two ones among each four columns, or for matrices of `glu` that keep
             two of each four weights (`benchmarks.learning.structure`); `free` for neither.
-        centered: whether the gradient of logits with structure 2:4 is made to have a mean of 0 over each four columns.
-        decay: the decay of SR-STE, for matrices with structure 2:4.
-        vocabulary: the number of tokens; None for the model's own.
+        centered: whether the mean over each four columns is subtracted from the gradient of logits with structure 2:4.
+        decay: the decay of SR-STE (`structure.PrunedGLU`), for matrices of `glu` with structure 2:4.
+        vocabulary: the number of different tokens; None for the model's own.
         paired: whether layers are compared seed by seed. The order of the text then depends on the seed too. Layers
             with the same seed start with the same parameters where their shapes agree, up to gains.
         seed: the seed of the initial parameters. Unless `paired`, the text and its order do not depend on it.
@@ -175,7 +175,7 @@ class Recipe:
 
     @property
     def may_learn_otherwise(self) -> bool:
-        """True if masks may be continuous or learn by accumulators."""
+        """True if the fields `continuous`, `flips` and structure 2:4 are allowed for `mglu`."""
         plain = self.straight_through == "identity" and self.top_k is None and self.start is None
         return self.layer == "mglu" and self.learned and plain and not self.is_mixture
 
@@ -185,7 +185,7 @@ class Recipe:
 
     @property
     def teacher(self) -> Recipe:
-        """The SwiGLU model that `start` converts."""
+        """The recipe of the SwiGLU model that `start` converts."""
         return Recipe("glu", size=self.size, width=self.width, megabytes=self.skip, seed=self.seed)
 
     @property
@@ -199,7 +199,7 @@ class Recipe:
         """The name of the run: its layer, every field that differs from the default, and its seed."""
         layer = f"{self.layer}-{self.n_masks}" if self.has_masks else self.layer
         parts = [layer, *(f"{name}={value}" for name, value in self.changes.items()), f"seed={self.seed}"]
-        return "_".join(parts).replace(":", "-")  # not every file system allows a colon
+        return "_".join(parts).replace(":", "-")  # because some file systems allow no colon
 
     @property
     def sizes(self) -> Sizes:
@@ -210,7 +210,7 @@ class Recipe:
 
     @property
     def flops_of_token(self) -> float:
-        """Arithmetic operations of training on one token: a forward pass, and twice as many backward.
+        """Arithmetic operations of training on one token: a forward pass, and a backward pass with twice as many.
 
         A matrix product takes 2 operations for each element of its matrix. MGLU takes `n_masks + 1` products; layers
         without a fused operator take two products for each mask. The half of attention that is masked out does not
@@ -281,7 +281,7 @@ class Recipe:
 
 
 def drawn_apart(make: Projection) -> Projection:
-    """Draw the parameters of projections so that what is drawn afterwards does not depend on the projection."""
+    """Give each projection a random generator of its own, so that later random numbers do not depend on it."""
 
     def projection(hidden: int, intermediate: int) -> nn.Module:
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -295,7 +295,7 @@ def drawn_apart(make: Projection) -> Projection:
 KINDS: dict[str, type] = {
     one.name: {"top_k": int, "start": str, "vocabulary": int}.get(one.name, type(one.default)) for one in fields(Recipe)
 }
-"""Name of a field of a recipe -> the type of its values besides None."""
+"""Name of a field of a recipe -> the type of its values other than None."""
 
 
 def projection_weights(model: LanguageModel) -> list[nn.Parameter]:
@@ -311,7 +311,10 @@ def projection_weights(model: LanguageModel) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def take_over(model: LanguageModel, teacher: Mapping[str, Tensor], init: str) -> None:
-    """Copy into an MGLU model what its SwiGLU teacher learned; `teacher` is the teacher's state dict."""
+    """Set the MGLU model `model` to a conversion of a trained SwiGLU model, whose state dict is `teacher`.
+
+    `init` is a key of `mglu_ops.nn.conversion.WEIGHTS`.
+    """
     kept = {name: value for name, value in teacher.items() if ".projection." not in name}
     missing, unexpected = model.load_state_dict(kept, strict=False)
     assert not unexpected, unexpected
@@ -337,7 +340,7 @@ class Scaled(nn.Module):
 
 
 class Squashed(nn.Module):
-    """Maps logits to `[-SLOPE, SLOPE]` and keeps signs. Logits far from 0 get little gradient, or none if clipped."""
+    """Maps logits to `[-SLOPE, SLOPE]` and keeps signs. Logits far from 0 get a small gradient, or none if clipped."""
 
     def __init__(self, how: StraightThrough) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The text and the learning rate of each step of a run, and the steps after which its curve has a point."""
+"""The text and the learning rate of each step of a run, and the steps after which its learning curve has a point."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.learning.recipe import CONTEXT, SEQUENCES
 
 WARM_UP = 0.1
 EVALUATIONS = 6
-"""Points of a learning curve. Each point evaluates all held-out text, which for 2 MB takes 7% of a short run's time."""
+"""Points of a learning curve. Evaluating 2 MB of held-out text at each point takes 7% of a short run's time."""
 MOST_TOKENS = 2_500_000
-"""About how many held-out tokens of a kind the points before the last read. If the text is longer, their batches are
-spread evenly over it."""
+"""All points of a curve except the last evaluate about this many held-out tokens of each kind of text. In longer texts,
+they evaluate batches that are spread evenly."""
 
 
 class Windows:
-    """The windows of a corpus, `[SEQUENCES, CONTEXT + 1]` per step, in the order that a seed determines for all runs.
+    """The training text in windows, `[SEQUENCES, CONTEXT + 1]` tokens per step, in an order that the seed determines.
 
     Args:
         tokens: the training text, uint16 `[tokens]`.
@@ -39,7 +39,7 @@ class Windows:
         self._seed, self._epoch, self._starts = seed, -1, torch.empty(0)
 
     def batch(self, step: int) -> Tensor:
-        """The tokens of a step, int64."""
+        """The tokens `[SEQUENCES, CONTEXT + 1]` of a step, int64."""
         epoch, index = divmod(step, self.steps_of_epoch)
         if epoch != self._epoch:
             order = torch.randperm(self.windows, generator=torch.Generator().manual_seed(self._seed * 1000 + epoch))
@@ -49,7 +49,7 @@ class Windows:
 
 
 def held_out_batches(tokens: Tensor, device: str, most: float = math.inf) -> Iterator[Tensor]:
-    """Yield the windows of held-out text, `[SEQUENCES, CONTEXT + 1]`, int64: about `most` tokens, or all of them.
+    """Yield batches of held-out text, int64 `[SEQUENCES, CONTEXT + 1]`: about `most` tokens, or all if there are fewer.
 
     An incomplete last batch is dropped unless it is the only batch, so that only one shape is compiled.
     """
@@ -62,13 +62,13 @@ def held_out_batches(tokens: Tensor, device: str, most: float = math.inf) -> Ite
 
 
 def steps_of(megabytes: float, corpus: Corpus) -> int:
-    """The number of steps that it takes to read an amount of text."""
+    """The number of steps that read this many megabytes of text."""
     tokens = megabytes * 1e6 * corpus.sizes.train_tokens / corpus.sizes.train_bytes
     return round(tokens / (SEQUENCES * CONTEXT))
 
 
 def rate(step: int, steps: int, last: float) -> float:
-    """The learning rate of a step as a fraction of the largest; it ends at the fraction `last`."""
+    """The learning rate of a step as a fraction of the largest: linear warm-up, then a cosine that ends at `last`."""
     warm_up = max(1, round(WARM_UP * steps))
     if step < warm_up:
         return (step + 1) / warm_up
@@ -77,5 +77,5 @@ def rate(step: int, steps: int, last: float) -> float:
 
 
 def points(steps: int) -> list[int]:
-    """The numbers of steps after which the curve has a point."""
+    """The numbers of steps after which the learning curve has a point."""
     return sorted({max(1, round(steps * i / EVALUATIONS)) for i in range(1, EVALUATIONS + 1)})

@@ -1,4 +1,4 @@
-"""Structure 2:4: of each four consecutive columns, exactly two are ones in a mask, or are kept in a weight."""
+"""Structure 2:4: of each four consecutive columns, a mask has exactly two ones, or a weight keeps exactly two."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def two_of_four(scores: Tensor) -> Tensor:
 
 
 class StructuredMGLU(MGLU):
-    """MGLU whose masks have structure 2:4: the ones are at the two largest of each four logits.
+    """MGLU whose masks have structure 2:4: ones are where the two largest of each four logits are.
 
-    The gradient is straight-through: each of the four logits gets the gradient of its mask. If `centered`, the mean of
-    the four gradients is subtracted. The mean never changes a mask, because it moves all four logits alike.
+    The gradient is straight-through: each logit gets the gradient of its mask bit. If `centered`, the mean of the four
+    gradients is subtracted from each. It would move all four logits alike, which never changes a mask.
     """
 
     def __init__(self, *sizes: int, centered: bool = False, **options: Any) -> None:
@@ -44,7 +44,7 @@ class StructuredMGLU(MGLU):
         self.centered = centered
 
     def hard_logits(self) -> Tensor:
-        """Numbers in the shape of the logits whose signs are the masks, with the gradient of the logits."""
+        """1 or -1 for each logit. The signs are the masks, and gradients go to the logits."""
         assert self.mask_logits is not None
         soft: Tensor = self.mask_logits
         hard = torch.where(two_of_four(soft.detach()), 1.0, -1.0)
@@ -61,7 +61,7 @@ class PrunedGLU(GLU):
     """GLU whose two matrices keep the two largest of each four consecutive weights, by magnitude.
 
     The gradient is straight-through, so pruned weights get a gradient too. SR-STE (arXiv 2102.04010, eq. 9) adds
-    `decay` times the pruned weights to the gradient, so that the choice of kept weights settles.
+    `decay` times the pruned weights to the gradient. Pruned weights shrink, so the choice of kept weights settles.
     """
 
     def __init__(self, in_features: int, out_features: int, decay: float, activation: str = "silu") -> None:

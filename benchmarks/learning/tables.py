@@ -58,7 +58,7 @@ def recipe_of(row: Mapping[str, Any]) -> Recipe:
 
 
 def by_recipe(found: pd.DataFrame) -> pd.DataFrame:
-    """A row for each recipe: the number of its seeds, its mean loss (NaN if a run diverged), and its costs."""
+    """A frame with a row for each recipe: the number of seeds, the mean loss (NaN if a run diverged), and the costs."""
     return found.groupby("recipe", sort=False).agg(
         seeds=("seed", "size"),
         held_out=("held_out", lambda losses: losses.mean(skipna=False)),
@@ -84,15 +84,15 @@ GATES = {
 }
 """Activation -> its name, and the name of GLU with this activation."""
 SAID = {"layer", "activation", "top_k", "weight_gain", "mask_lr", "size", "skip", "vocabulary", "paired"}
-"""Fields of a recipe for which `label` has words of its own, or none."""
+"""Fields of a recipe that `label` does not append as `name value`: it words them otherwise, or leaves them out."""
 WORDS = {"width": "{:.3g} times as wide", "megabytes": "{:g} MB", "learned": "not learned", "structure": "{}"}
-"""Field -> the words that `label` uses in place of its name."""
+"""Field -> the words that `label` uses instead of the field's name and value."""
 
 
 def label(recipe: Recipe) -> str:
-    """The name of a layer in a table, with all fields of its recipe that differ from our recipe.
+    """The name of a layer in a table, with the fields of its recipe that differ from our recipe.
 
-    The name leaves out the size of the model, which stands beside it in tables, and what all layers of a corpus share.
+    The name omits the size of the model, which has its own place in tables, and what all runs of a corpus share.
     """
     gate, glu = GATES[recipe.activation]
     is_scaled = recipe.layer == LARGER.layer and recipe.scale == LARGER.scale
@@ -128,7 +128,7 @@ def is_leveled(recipe: Recipe) -> bool:
 
 
 def sources(results: Path) -> str:
-    """A row for each corpus: its text, and where and with which commits its runs were trained.
+    """A table with a row for each corpus: its text, and the devices, torch versions and commits of its runs.
 
     Raises:
         FileNotFoundError: no corpus has tables.
@@ -151,7 +151,7 @@ def sources(results: Path) -> str:
 
 
 def choice(results: Path) -> str:
-    """What a user decides by: the loss and the costs of masks with our recipe, compared with SwiGLU."""
+    """A table for choosing a layer: loss and costs of our recipe with each number of masks, compared with SwiGLU."""
     found, lines = runs(results), []
     of, unit = by_recipe(found), bytes_of_token(found)
     layers = {label(one): one for one in (SWIGLU, *BEST.values())}
@@ -168,4 +168,4 @@ def choice(results: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {"learning_sources": sources, "learning_choice": choice}
-"""Name of a table -> the function that makes it from the folder of the results."""
+"""Name of a table -> the function that makes it from a folder of results."""

@@ -40,7 +40,7 @@ PROTOCOL = (
     "optimiser and activations"
 )
 MOST_NAMES = 100
-"""The head of a result names its held-out packages if there are at most this many."""
+"""The head of a result names up to this many held-out packages. If there are more, it has only their number."""
 SAVE_SECONDS = 120.0
 """Seconds between two checkpoints of a run. They limit what is lost if the run is killed."""
 
@@ -67,7 +67,7 @@ def run(
         device: "cuda" or "cpu".
         limit: the most seconds; the run stops at the last point of its curve that it expects to reach in time.
         compiled: whether blocks and loss are compiled.
-        keeps_weights: whether the trained weights are written to `NAME.weights`. Those of GLU always are.
+        keeps_weights: whether the trained weights are written to `NAME.weights`. The weights of GLU are always written.
 
     Raises:
         TimeoutError: another process trains this run.
@@ -90,7 +90,7 @@ def run(
 
 
 def _run(training: Training, out: Path, end: float, keeps_weights: bool = False) -> bool:
-    """Train until `end` of the clock, from the run's checkpoint if there is one."""
+    """Train from the run's checkpoint, if there is one, until `end` on the clock `time.perf_counter`."""
     recipe = training.recipe
     checkpoint = out / f"{recipe.name}.pt"
     training.warm_up()
@@ -121,7 +121,7 @@ def _run(training: Training, out: Path, end: float, keeps_weights: bool = False)
 
 
 def head(training: Training) -> dict[str, str]:
-    """The head of a result: what the result depends on, and what the run cost."""
+    """The facts at the head of a result: environment, recipe, corpus, and costs of the run."""
     logits = sum(p.numel() for n, p in training.model.named_parameters() if "mask_logits" in n)
     bits = sum(layer.weight.numel() * layer.n_masks for layer in masked_layers(training.model))
     cost = {

@@ -42,7 +42,7 @@ class Progress:
     seconds: float = 0.0
     """The time of the steps, without evaluation and compilation."""
     peak_mb: float = float("nan")
-    """The peak of GPU memory in the steps, in megabytes, without the text; NaN on a CPU."""
+    """The peak of GPU memory in the steps, in megabytes, without the memory of the training text; NaN on a CPU."""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -61,7 +61,7 @@ class Training:
         teacher: Mapping[str, Tensor] | None = None,
     ) -> None:
         if device == "cuda":
-            release(device)  # so that memory of the previous run does not count
+            release(device)  # so that the previous run's memory does not count
         if (tokens := len(corpus.token_bytes)) > recipe.sizes.vocabulary:
             raise ValueError(f"vocabulary: got {recipe.sizes.vocabulary}, must be at least the corpus's {tokens}")
         self.recipe, self.corpus, self.device = recipe, corpus, device
@@ -130,7 +130,7 @@ class Training:
         return cross_entropy(self.model.logits(batch[:, :-1]).flatten(0, 1).float(), predicted)
 
     def warm_up(self) -> None:
-        """Compile what a step and an evaluation need, and restore the state before."""
+        """Compile what steps and evaluations need by running them, then restore the initial state."""
         parameters = [parameter.detach().clone() for parameter in self.model.parameters()]
         for step in (0, self.steps - 1) if self.recipe.continuous else (0,):  # masks are hard in the last step
             self.progress.step = step
@@ -143,14 +143,14 @@ class Training:
         self.progress = Progress()
 
     def advance(self, last: int) -> None:
-        """Take steps until `last` are taken, and add a point to the curve."""
+        """Take steps until `last` steps are done in total, and add a point to the learning curve."""
         before, begin = self.progress.step, time.perf_counter()
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         total, worst = (torch.zeros((), device=self.device) for _ in range(2))
         for step in range(before, last):
             if step == last - 1 and self.statistics is not None:
-                self.statistics.update()  # so that the point counts the flips of the last step only
+                self.statistics.update()  # so that the point counts only the flips of the last step
             loss = self.step()
             total += loss
             worst = torch.maximum(worst, loss)
@@ -158,14 +158,14 @@ class Training:
         self.progress.seconds += time.perf_counter() - begin
         if self.device == "cuda":
             peak = (torch.cuda.max_memory_allocated() - self.windows.tokens.nbytes) / 1e6
-            self.progress.peak_mb = max(peak, self.progress.peak_mb)  # in this order, since peak_mb may be NaN
+            self.progress.peak_mb = max(peak, self.progress.peak_mb)  # in this order, `max` ignores NaN
         self.progress.rows.append(self.point(mean, worst.item()))
 
     @torch.no_grad()
     def losses(self) -> dict[str, float]:
         """The loss on held-out text, in nats per byte: on all kinds together, and on each kind if there are several.
 
-        Before the last step, only a part of long texts is read (`MOST_TOKENS`).
+        At points before the last, only about `MOST_TOKENS` tokens of each kind are read.
         """
         sizes = self.corpus.token_bytes.to(self.device)
         most = math.inf if self.progress.step == self.steps else MOST_TOKENS
@@ -183,14 +183,14 @@ class Training:
 
     @torch.no_grad()
     def nats(self, batch: Tensor) -> Tensor:
-        """The loss on held-out windows, as a sum over their tokens."""
+        """The loss on held-out windows in nats, as a sum over their tokens."""
         with torch.autocast(self.device, torch.bfloat16):
             return self.model(batch).double() * batch[:, 1:].numel()
 
     def point(self, loss: float, worst: float) -> dict[str, Any]:
         """The point of the learning curve after the steps taken so far.
 
-        `loss` is the mean loss of the steps since the last point, and `worst` their largest, in nats a token.
+        `loss` is the mean and `worst` the largest loss of the steps since the previous point, in nats per token.
         """
         row: dict[str, Any] = {
             "step": self.progress.step,
@@ -203,7 +203,7 @@ class Training:
         return row | self._masks()
 
     def _masks(self) -> dict[str, Any]:
-        """Means over layers and masks, and the gate ratio of each layer; empty for a model without masks.
+        """Statistics of the masks: means over layers and masks, and each layer's gate ratio; empty without masks.
 
         `flips` is the fraction of mask bits that the last step changed, and `flipped` the fraction that differs from
         the start. Masks of structure 2:4 have only `flipped`, since their gate ratio is always 1/2.
@@ -228,7 +228,7 @@ class Training:
         }
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; an older file is replaced in one step."""
+        """Write a checkpoint. An older file is replaced only when the new one is complete."""
         state = {
             "recipe": asdict(self.recipe),
             "digest": self.corpus.sizes.digest,
@@ -260,7 +260,7 @@ def masked_layers(model: nn.Module) -> list[MGLU | NaiveMGLU]:
 
 
 def packed_masks(layer: MGLU | NaiveMGLU) -> Tensor:
-    """A packed copy of a layer's masks; all experts count as one layer with as many rows."""
+    """A packed copy of a layer's masks, `[rows, in_features / 8, n_masks]`. The rows of all experts are stacked."""
     if layer.packed_masks is not None:
         return layer.packed_masks.clone().flatten(0, -3)
     assert layer.mask_logits is not None

@@ -1,7 +1,7 @@
 """All rules of the recogniser. They are tried in this order: by module, and within a module from top to bottom.
 
-The first rule that returns a value for a node decides it. Most rules exclude one another by the types of the values
-that they read, so their order does not matter. Where two rules may return different values for one node, `PRECEDENCE`
+A node gets its value from the first rule that returns one. Most rules exclude one another by the types of the values
+that they read, so their order does not matter. If two rules may return different values for one node, `PRECEDENCE`
 lists both rules and why the earlier rule is right. `tests/support/conflicts.py` finds conflicts that are not listed.
 """
 
@@ -32,7 +32,7 @@ PRECEDENCE: Mapping[tuple[Rule, Rule], str] = {
         "`g * sigmoid(g)` is one function of one projection, not a gate times a value"
     ),
 }
-"""For `(earlier rule, later rule)`: why the earlier rule is right where the two rules give a node different values."""
+"""For `(earlier rule, later rule)`: why the earlier rule is right if the two rules give a node different values."""
 
 WEIGHT_RULES_BY_SYMBOL = by_symbol(WEIGHT_RULES)
 LAYER_RULES_BY_SYMBOL = by_symbol(LAYER_RULES)

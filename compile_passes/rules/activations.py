@@ -87,7 +87,7 @@ def _arithmetic(symbol: str, a: Formula | None, b: Formula | None) -> Formula | 
 
 
 def _number(argument: Any, value: Value) -> Formula | None:
-    """A number as a formula. The formula of a symbolic number, such as a float under `dynamic=True`, is its name."""
+    """A number as a formula; None for a tensor. The name of a symbolic float (from `dynamic=True`) is its formula."""
     if isinstance(value, Scalar):
         return formulas.constant(value.value)
     return formulas.number(argument.name) if isinstance(example(argument), torch.SymFloat) else None
@@ -96,8 +96,8 @@ def _number(argument: Any, value: Value) -> Formula | None:
 def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:
     """True if `act(p) * p`, where p is one projection, counts as a gate times a value.
 
-    A product that is itself an activation counts as a function of p: sigmoid(p) * p is silu(p). For any other product,
-    the user probably forgot to complement the mask of the value, and the refusal should say so.
+    A product that is itself an activation counts as a function of p: sigmoid(p) * p is silu(p). In any other product of
+    this form, the user probably forgot to complement the mask of the value, and the refusal should say so.
     """
     found = [formulas.activation(formula) for formula in (a, b)]
     names = {known.activation for known in found if known is not None}
@@ -106,7 +106,7 @@ def _is_gating(a: Formula, b: Formula, product: Formula | None) -> bool:
 
 
 def _mapped(recogniser: Recogniser, node: Node, source: Any, function: Callable[[Formula], Formula | None]) -> Value:
-    """Apply a function to the value of `source`, which is a function of a projection, or to each item of a bundle."""
+    """Apply `function` to the formula of `source`, a function of a projection, or to each item if it is a bundle."""
 
     def apply(value: Value) -> Value:
         before = function_of(value)

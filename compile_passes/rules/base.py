@@ -17,7 +17,7 @@ from ..values import MOST_ITEMS, Bundle, Gated, Value
 RuleFunction = Callable[[Recogniser, Node, Call], Value]
 """A function that returns the value of a node, given its `Call`, or None for a node that it does not know.
 
-A rule reads shapes only through the functions of `shapes`, so that it adds no guard to the compiled program.
+A rule reads shapes only through the functions of `shapes.py`, so that it adds no guard to the compiled program.
 """
 
 
@@ -47,7 +47,7 @@ RulesBySymbol = Mapping[str, tuple[Rule, ...]]
 
 
 def by_symbol(rules: Iterable[Rule]) -> RulesBySymbol:
-    """The rules for each symbol, in the order of `rules`. Only rules for the symbol of a node are shown the node."""
+    """The rules for each symbol, in the order of `rules`. A rule is called only for nodes with one of its symbols."""
     table: dict[str, tuple[Rule, ...]] = {}
     for entry in rules:
         for symbol in entry.symbols:
@@ -81,7 +81,7 @@ def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
         if not isinstance(value, Bundle) or value.size is not None or value.dim != dim:
             return None
         item = value.items[index]
-        # If a term is taken out of a stack again, no sum is built from the stack: the term itself is a site.
+        # A term that was put on a stack and is taken from it again gets no value, so the term itself becomes a site.
         return None if isinstance(item, Gated) and symbol_of(base) == "stack" else item
     part = range_of(node)
     if part is None:
@@ -104,8 +104,8 @@ def pairwise(
 ) -> Value:
     """Apply an elementwise function of two values to the items of two bundles, or of a bundle and a single value.
 
-    A value may be broadcast to a stack in two ways. It lacks the dimension of the stack, and this dimension is the
-    first; or the value is a bundle of one item. Shapes of items need no check: values of one x and one weight have the
+    Two kinds of values can be broadcast to a stack: a bundle of one item, and a value without the dimension of the
+    stack, if this dimension is the first. The shapes of items need no check: values of one x and one weight have the
     same shape, and a site with several inputs or weights is refused.
 
     Args:

@@ -28,7 +28,7 @@ def gated_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
     a, b = recogniser.value(left), recogniser.value(right)
     if isinstance(a, _PARTS) and isinstance(b, _PARTS):
 
-        def product(x: Value, y: Value) -> Value:  # a quotient for `div`, as in `value * g / (1 + exp(-g))`
+        def product(x: Value, y: Value) -> Value:  # for `div`, the quotient, as in `value * g / (1 + exp(-g))`
             return times(recogniser, x, _applied(formulas.inverse, y) if call.symbol == "div" else y)
 
         return pairwise(node, (left, a), (right, b), product)
@@ -73,7 +73,7 @@ def times(recogniser: Recogniser, a: Value, b: Value) -> Value:
 
 
 def _gated_times(recogniser: Recogniser, gated: Gated, other: Value) -> Gated | None:
-    """A term times the last factor of its gate's activation, written by hand: `(g * v) * sigmoid(g)` for silu."""
+    """A term times the last factor of a hand-written activation of the gate, as `(g * v) * sigmoid(g)` for silu."""
     function = function_of(other)
     if function is None or len(gated.terms) != 1 or gated.rest is not None:
         return None
@@ -87,7 +87,7 @@ def _gated_times(recogniser: Recogniser, gated: Gated, other: Value) -> Gated | 
 
 
 def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Projection | Activated) -> Gated | None:
-    """The term of a gate and a value, in either order. The factor that is linear in its projection is the value."""
+    """The product of a gate and a value, in either order. The value is the factor that is linear in its projection."""
     parts = [part if isinstance(part, Activated) else Activated(formulas.VARIABLE, part) for part in (a, b)]
     parts.sort(key=lambda part: formulas.unscaled(part.formula)[0] == formulas.VARIABLE)
     first, second = parts
@@ -108,8 +108,8 @@ def _gate_times_value(recogniser: Recogniser, a: Projection | Activated, b: Proj
 def _have_a_common_part(recogniser: Recogniser, gate: Projection, value: Projection) -> bool:
     """True if gate and value share a weight, or mask two weights by different functions of one mask.
 
-    Other products are not meant as MGLU and should not be reported as refused. An example is a SwiGLU with two pruned
-    weights, even if one mask prunes both.
+    Other products are not meant as MGLU, and the report should not list them as refused. An example is a SwiGLU with
+    two pruned weights, even if one mask prunes both.
     """
     if _weights(recogniser, gate) & _weights(recogniser, value):
         return True
@@ -135,7 +135,7 @@ def scaled(value: Value, factor: float | None) -> Value:
     if isinstance(value, Gated) and value.rest is None:
         terms = [term for term in (_scaled(term, factor) for term in value.terms) if term is not None]
         return Gated(tuple(terms)) if len(terms) == len(value.terms) else None
-    # Here an `Activated` has a mask weight. Without a mask weight, `function_of_two` would have scaled its formula.
+    # Here an `Activated` has a mask weight. Without one, the earlier rule `function_of_two` would have scaled it.
     return _scaled(value, factor) if isinstance(value, Activated) else None
 
 
@@ -148,7 +148,7 @@ def _scaled(part: _Part, factor: float) -> _Part | None:
 
 
 def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
-    """A part of the layer times a mask weight: one number, or one number per token; for a stack also one per mask."""
+    """A part of the layer times a mask weight: one number, or one per token. A stack may have one for each mask."""
     projection = values.projection_of(value)
     if not isinstance(weight, Node) or projection is None or not same_shape(node, part):
         return None
@@ -167,7 +167,7 @@ def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
 
 
 def _weighted_stack(value: Bundle, projection: Projection, weight: Node, node: Node) -> Value:
-    """A stack times one weight, one weight per mask, or one weight per token and mask."""
+    """A stack times mask weights: a single number, a number per mask, or a number per token and mask."""
     tokens, count, dim = tensor_example(projection.x), len(value.items), value.dim
     if tokens is None or dims(node) != tokens.dim() + 1:
         return None
@@ -246,7 +246,7 @@ def sum_with_a_product(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("matmul")
 def product_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`stack(terms, -1) @ weights`, with one weight per mask."""
+    """`stack(terms, -1) @ weights`, with one mask weight (a number) per term."""
     source, weights = call.args
     value = recogniser.value(source)
     if not isinstance(value, Bundle) or value.size is not None or value.dim != dims(source) - 1 or dims(weights) != 1:
@@ -268,9 +268,9 @@ def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
 
 
 def _with_rest(node: Node, gated: Gated, gated_node: Node, rest: Any, *, rest_first: bool) -> Gated | None:
-    """A sum of terms plus a residual. Further terms may follow, as in `y = x; y = y + term; y = y + term`.
+    """A sum of terms plus a residual. Later nodes may add more terms, as in `y = x; y = y + term; y = y + term`.
 
-    The residual is a tensor. It may broadcast to the shape of the sum, as a bias does, and may have a narrower dtype.
+    The residual may broadcast to the shape of the sum, as a bias does, and may have a narrower dtype than the sum.
     """
     if gated.rest is not None or dtype_of(node) != dtype_of(gated_node) or not same_shape(node, gated_node):
         return None

@@ -20,7 +20,7 @@ from .base import bundle, rule
 
 # --- The straight-through form ---------------------------------------------------------------------------------------
 
-_LONGEST_SUM = 16  # nodes; a straight-through mask is a short sum, but a residual stream may have any length
+_LONGEST_SUM = 16  # the most nodes to read: a straight-through mask is a short sum, a residual stream may be very long
 
 
 def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float, Node]] | None:
@@ -66,7 +66,7 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     ((factor, source),) = present
     hard = recogniser.value(source)
     if isinstance(hard, Levels) and factor == 1 and same_shape(node, source):
-        return hard  # not binary; a site that uses it as a mask is refused with that reason
+        return hard  # not binary, and a site that uses it as a mask is refused for this reason
     if factor != 1 or not isinstance(hard, Binary) or not hard.is_mask or hard.mask.carrier is not None:
         return None
     if not same_shape(node, source):
@@ -109,15 +109,15 @@ _POINTWISE = (
 def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """An elementwise function of numbers and one mask, such as `1 - M`, `~M`, `M == 0` or `where(M, 0, 1)`.
 
-    Torch computes it at M = 0 and M = 1 (`pointwise.evaluate`). A function of a tensor of few values, such as
-    `(sign(x) + 1) / 2`, is computed at all of these values.
+    Torch computes the function at M = 0 and M = 1 (`pointwise.evaluate`). A function of a tensor of few values, such as
+    `(sign(x) + 1) / 2`, is computed at each of these values.
     """
     inputs = node.all_input_nodes
     values = [recogniser.value(item) for item in inputs]
     if not inputs or None in values:
         return None
     if call.symbol in COMPARISONS and any(isinstance(value, Levels) for value in values):
-        return None  # left to `masks.comparison`, which gives a comparison and its complement the same key
+        return None  # `masks.comparison` knows the node, and gives a comparison and its complement the same key
     dtype, operands = dtype_of(node), _operands(inputs, values)
     if not operands or dtype is None or dtype.is_complex:
         return None
@@ -138,7 +138,7 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Operand]:
-    """For each input, the values at M = 0 and M = 1, or all levels of `Levels`. Empty if an input is unknown."""
+    """For each input, its values at M = 0 and M = 1, or all values of `Levels`. Empty if an input is unknown."""
     operands: dict[Node, Operand] = {}
     varying = [value for value in values if not isinstance(value, Scalar)]
     several_levels = any(isinstance(value, Levels) for value in varying) and len(varying) > 1
@@ -161,9 +161,9 @@ def _operands(inputs: Sequence[Node], values: Sequence[Value]) -> dict[Node, Ope
 def _function_of_a_mask(
     node: Node, functions: Mapping[Node, Binary], operands: Mapping[Node, Operand], result: Result
 ) -> Binary | None:
-    """The function that a node computes from functions of one mask; None for several masks.
+    """The value of a node that computes `result` from functions of one mask; None if there are several masks.
 
-    The chain rule gives the slope.
+    The chain rule gives the slopes with respect to the mask.
     """
     first, *others = functions.values()
     mask: Mask | None = first.mask
@@ -180,7 +180,7 @@ def _function_of_a_mask(
 
 
 def of_levels(recogniser: Recogniser, node: Node, values: Sequence[Number]) -> Value:
-    """A tensor of these values: a mask if all are 0 or 1, an unproved mask if some lie between 0 and 1, else levels."""
+    """A tensor of these values: a mask if all are 0 or 1, an unproved mask if all are from 0 to 1, else `Levels`."""
     levels = tuple(sorted(set(values)))
     if not all(0 <= level <= 1 for level in levels):
         return Levels(levels)
@@ -193,7 +193,7 @@ def of_levels(recogniser: Recogniser, node: Node, values: Sequence[Number]) -> V
 
 
 def _rounding_errors(rounding: float) -> tuple[float, ...]:
-    """The errors to try where a mask is 1, if the mask has rounding errors of machine epsilon `rounding`."""
+    """The errors to try in a mask's value 1, if the mask has rounding errors of machine epsilon `rounding`."""
     return (2 * rounding, -2 * rounding) if rounding else ()
 
 
@@ -208,12 +208,12 @@ def _perturbed(operands: dict[Node, Operand], error: float) -> dict[Node, Operan
 
 
 def _with_error(value: Number, dtype: torch.dtype, error: float) -> Number:
-    """A number with a rounding error; integers have none."""
+    """A number plus a rounding error. A number of an integer dtype has no rounding errors."""
     return value + error * max(1.0, abs(value)) if dtype.is_floating_point else value
 
 
 def _is_close(perturbed: Sequence[float], exact: Sequence[float], rounding: float) -> bool:
-    """True if rounding errors of the mask stay small. A function like `m == 1` turns errors into jumps."""
+    """True if rounding errors of the mask stay small in the result. A function like `m == 1` makes jumps of them."""
     return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(perturbed, exact, strict=True))
 
 
@@ -248,7 +248,7 @@ def cast(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def _narrows_the_gradient(mask: Mask, source: torch.dtype, dtype: torch.dtype) -> bool:
     """True if a cast from `source` to `dtype` makes backward round the gradient.
 
-    This happens if the mask was cast before, from the carrier's wider dtype to `source`, and `dtype` is wider again.
+    This happens if an earlier cast narrowed the mask from the carrier's dtype to `source`, and `dtype` is wider again.
     """
     carrier = None if mask.carrier is None else dtype_of(mask.carrier.node)
     return carrier is not None and carrier != source and holds(carrier, source) and not holds(source, dtype)
@@ -283,7 +283,7 @@ def filled(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("getitem", "select")
 def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`masks[i]`."""
+    """`masks[i]`: one mask of a stack."""
     found = slice_of(node)
     if found is None:
         return None
@@ -308,7 +308,7 @@ def joined_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
         masks = [binary_at(value, i) for value in masks for i in range(value.mask.shape[0])]
     elif any(len(value.mask.shape) != 2 for value in masks):
         return None
-    # Under `no_grad`, for example, autograd recorded no gradient for the joint tensor.
+    # Without a recorded gradient, for example under `no_grad`, the joint tensor has no slope.
     return bundle(masks if requires_grad(node) else [replace(mask, slope=(0, 0)) for mask in masks], 0)
 
 
@@ -337,9 +337,9 @@ def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _compared(recogniser: Recogniser, argument: Any, other: Any) -> Hashable:
-    """The key of an operand of a comparison. All zeros (`0`, `0.0`, `zeros_like(x)`) have the same key.
+    """The key of an operand of a comparison with `other`. All zeros (`0`, `0.0`, `zeros_like(x)`) have the same key.
 
-    A number is rounded to the dtype in which torch compares it.
+    A number is rounded to the dtype in which torch compares the number.
     """
     if recogniser.value(argument) == Scalar(0):
         return "zero"
@@ -453,8 +453,8 @@ def lowest_bit(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """The result of a custom `autograd.Function` whose forward computes a mask.
 
-    The call stays in the program. The operator returns the gradient of the mask, and autograd passes it through the
-    user's backward as before.
+    The call stays in the program: the operator returns the gradient of the mask, and autograd passes this gradient
+    through the function's own backward.
     """
     source, index = call.args
     if not isinstance(source, Node) or "autograd_function_apply" not in str(source.target):

@@ -80,7 +80,7 @@ def projection_at(
     if isinstance(value, Bundle):
         return _projections(node, x, weight, value, project_by, upright=upright)
     if isinstance(value, Product):
-        if recogniser.key(value.node) in recogniser.masked_weights:  # the elementwise product itself is the weight
+        if recogniser.key(value.node) in recogniser.masked_weights:  # the product `a * b` itself is the weight
             return project_by(Weighted(value.node, None, value.transposed))
         dtype = dtype_of(node)
         return None if dtype is None else Projection(x, value, None, dtype, value.transposed == upright)
@@ -93,7 +93,7 @@ def projection_at(
 
 
 def _multiplies_by_experts(node: Node, x: Node, weight: Node, offs: Node | None, *, upright: bool) -> bool:
-    """True if each expert multiplies its own rows of x (`Projection`), and nothing is broadcast."""
+    """True if each expert multiplies its own rows of x, as `Projection` describes, and nothing is broadcast."""
     held, rows = tensor_example(weight), tensor_example(x)
     if held is None or rows is None or held.dim() != 3:
         return False
@@ -124,8 +124,8 @@ def _projections(
     """The products of x and each weight of a bundle; `project_by` makes one product.
 
     Weights may be concatenated along their output features only. A stack of weights `[n, ..., in, out]` is multiplied
-    by broadcasting. Either x lacks the dimension of the stack, which then comes first in the result, or x is repeated
-    along that dimension.
+    by broadcasting. Either x lacks the dimension of the stack, and the dimension comes first in the result; or x is
+    repeated along this dimension.
     """
     items = list(map(project_by, value.items))
     if value.size is not None:
@@ -173,7 +173,7 @@ def interleaved_product(recogniser: Recogniser, node: Node, call: Call) -> Value
 
 @rule("unflatten", "reshape")
 def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """Concatenated products viewed as a stack `[..., n, d]`, or a product of `x.view(-1, h)` viewed as `[..., d]`."""
+    """`n` concatenated products viewed as a stack `[..., n, out]`, or a product of `x.view(-1, in)` as `[..., out]`."""
     source, *_ = call.args
     value, before = recogniser.value(source), tensor_example(source)
     if (old := values.function_of(value)) is not None:
@@ -186,7 +186,7 @@ def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _viewed_back(recogniser: Recogniser, node: Node, projection: Projection) -> Projection | None:
-    """The product with x, if `node` views the product with `x.view(-1, h)` in the leading dimensions of x."""
+    """The product with x, if `node` views a product with `x.view(-1, in)` in a shape with x's leading dimensions."""
     inner = recogniser.through(projection.x)
     if inner is None or inner.symbol not in ("reshape", "flatten") or not is_matrix(projection.weight):
         return None
@@ -207,7 +207,7 @@ def unsqueezed(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("to", "alias", "assert_metadata")
 def pass_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A value of the layer, copied or in a wider dtype. The proof compares the projections' dtype with the result's."""
+    """A value of the layer, copied or in a wider dtype. The proof compares the dtypes of the projections and result."""
     (source,) = call.args
     value, dtype = recogniser.value(source), dtype_of(node)
     projection = values.projection_of(value)
@@ -276,7 +276,7 @@ def biased(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def with_problem(value: Value, problem: str) -> Value:
-    """A value, with a reason in each of its projections why the site is refused. An earlier reason stays."""
+    """Record in all projections of a value why a site with them is refused. An earlier reason stays."""
 
     def mark(projection: Projection) -> Projection:
         return replace(projection, problem=projection.problem or problem)

@@ -46,9 +46,9 @@ def _may_be_either(recogniser: Recogniser, argument: Any) -> bool:
 
 
 def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
-    """The weight in the layout of the node `argument`, because the masks multiply this node and have its layout.
+    """The weight in the layout of the node `argument`, which the masks multiply.
 
-    A weight that is transposed before it is masked counts as a weight of its own.
+    A weight that is transposed before it is masked counts as a new weight: the transposed tensor.
     """
     if weighted is None or not weighted.transposed:
         return weighted
@@ -59,7 +59,7 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
 def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
     """The weight times a mask, or a bundle of the weight times each mask of a stack.
 
-    A mask `[E, d, h]` of experts' weights is one mask, not a stack.
+    A mask `[experts, out, in]` of the weights of experts is one mask, not a stack.
     """
     count = mask.mask.stack
     if holds_experts(weighted.weight) or count is None:  # also for a symbolic count, which the proof refuses
@@ -70,8 +70,8 @@ def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
 def _fits(node: Node, weighted: Weighted, mask: Binary, argument: Any) -> bool:
     """True if `node` has the shape of the masked weight: the shape of `argument`, or of the stack of masks.
 
-    A mask that is broadcast to the weight passes here, so that the proof can refuse it with a reason. A mask of three
-    dimensions that is broadcast along the last two does not pass, because it may mark the tokens of a batch.
+    A mask that is broadcast to the weight is accepted here, so that the proof can refuse it with a reason. A mask of
+    three dimensions that is broadcast along the last two is not accepted, because it may mark the tokens of a batch.
     """
     masks = mask.mask.shape
     if holds_experts(weighted.weight):
@@ -123,7 +123,7 @@ def difference_of_weights(recogniser: Recogniser, node: Node, call: Call) -> Val
     a, b = weighted(left), weighted(right)
     stacks = [value for value in (a, b) if isinstance(value, Bundle)]
     if stacks:
-        # A stack must have as many items as the result. A stack of one weight that is broadcast has fewer.
+        # A stack must have as many items as the result. This excludes a stack of one weight that is broadcast.
         count = size(node, 0) if dims(node) == 3 else None
         if any((stack.dim, stack.size, len(stack.items)) != (0, None, count) for stack in stacks):
             return None
@@ -199,11 +199,11 @@ def chosen_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 @rule("to", "alias")
 def cast_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A masked weight in another dtype, if the operator's own cast gives the same result; or a copy of a weight."""
+    """A masked weight in another dtype, if casting before masking gives the same result; or a copy of a weight."""
     (source,), dtype = call.args, dtype_of(node)
     value = recogniser.value(source)
     if isinstance(value, Weighted) and value.factor is None and call.symbol == "to":
-        return None  # a weight in another dtype is another weight
+        return None  # the cast tensor is a weight of its own
     if isinstance(value, (Weighted, Bundle)) and dtype is not None:
         return each(value, lambda w: w if isinstance(w, Weighted) and rounds_once(w, source, dtype) else None)
     is_copy = call.symbol == "alias" and shapes.requires_grad(source) == shapes.requires_grad(node)
@@ -259,7 +259,7 @@ def swaps_last_two(call: Call) -> bool:
 
 @rule("unsqueeze")
 def stack_to_be_broadcast(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A stack of weights `[n_masks, h, d]` viewed as `[n_masks, 1, h, d]`, to multiply an x of three dimensions."""
+    """A stack of weights `[n, in, out]` viewed as `[n, 1, in, out]`, to multiply an x of three dimensions."""
     source, position = call.args
     value, dim = recogniser.value(source), dimension(position, node)
     if not isinstance(value, Bundle) or dim is None:
@@ -276,7 +276,7 @@ def stacked_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _masked_items(recogniser: Recogniser, items: Any) -> list[Weighted]:
-    """The items as weights, if all are weights and at least one is masked; otherwise an empty list."""
+    """The items as weights, if all are matrices of weights and at least one is masked; otherwise an empty list."""
     values = [recogniser.as_weighted(item) for item in items] if isinstance(items, (list, tuple)) else []
     weights = [value for value in values if value is not None]
     is_masked = any(value.factor is not None for value in weights)
@@ -292,7 +292,7 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
         return None
     values = [recogniser.value(part) for part in parts]
     bundles = [value for value in values if isinstance(value, Bundle)]
-    if len(bundles) == len(values):  # concatenations that are concatenated again, in the same dimension
+    if len(bundles) == len(values):  # all parts are concatenations, and are joined in the same dimension
         each_size = bundles[0].size
         alike = all((part.dim, part.size) == (dim, each_size) for part in bundles)
         return bundle([item for part in bundles for item in part.items], dim, each_size) if alike else None
@@ -305,7 +305,7 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
 
 @rule("flatten", "reshape")
 def interleaved_weights(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`stack([W * M, W * (1 - M)], 1)` flattened to `[d * 2, h]`, which interleaves the rows of the weights."""
+    """`stack([W * M, W * (1 - M)], 1)` flattened to `[out * 2, in]`, which interleaves the rows of the weights."""
     stack = recogniser.through(call.args[0])
     if stack is None or stack.symbol != "stack" or dimension(stack.args[1], call.args[0]) != 1:
         return None
@@ -318,7 +318,7 @@ def interleaved_weights(recogniser: Recogniser, node: Node, call: Call) -> Value
 
 @rule("flatten", "reshape")
 def flattened_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A stack of weights `[n, d, h]` flattened to `[n * d, h]`."""
+    """A stack of weights `[n, out, in]` flattened to `[n * out, in]`."""
     source, *_ = call.args
     value, before = recogniser.value(source), tensor_example(source)
     if not isinstance(value, Bundle) or value.dim != 0 or before is None:

@@ -1,4 +1,4 @@
-// The activations of the gate, one MGLU_ACTIVATION(name, code, formula, derivative) each (an X-macro).
+// The activations of the gate, as an X-macro: one MGLU_ACTIVATION(name, code, formula, derivative) for each.
 //
 // The includer defines MGLU_ACTIVATION; the end of this file undefines it. The formula and the derivative take a vector
 // `x`; the derivative may also use `value`, the formula's result. At points where a function has no derivative, its

@@ -1,4 +1,5 @@
-// AMX-BF16, for bfloat16 and many tokens: Intel servers from 2023 on (Sapphire Rapids), on Linux (features.cpp).
+// The bfloat16 kernels for AMX-BF16 and many tokens: Intel servers from 2023 on (Sapphire Rapids), on Linux
+// (features.cpp).
 #include "kernels.h"
 
 #if defined(MGLU_BUILDS_BFLOAT16)
@@ -9,7 +10,7 @@ MGLU_BEGIN_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,amx-
 namespace mglu::cpu {
 namespace {
 
-constexpr std::int64_t kProductsPerTask = 1 << 20;  // minimum of a task: some microseconds, like waking a thread
+constexpr std::int64_t kProductsPerTask = 1 << 20;  // a task of this size takes as long as waking a thread
 
 #include "vec_avx512.h"
 #include "mask_words.h"

@@ -1,4 +1,4 @@
-// AVX2, FMA and F16C: x86 CPUs from 2013 on.
+// The kernels for AVX2, FMA and F16C: x86 CPUs from 2013 on.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -9,12 +9,12 @@ MGLU_BEGIN_TARGET("avx2,fma,f16c")
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 8;                    // registers that hold sums, of 16
-constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row for 1 token; half as many for 2
+constexpr int kSumRegisters = 8;                    // of 16 vector registers, those that hold sums
+constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row with 1 token; 4 with 2 tokens
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 6;                    // features of a register tile: 12 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 6;                 // features of a register tile with float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 17;  // minimum of a task: some microseconds, like waking a thread
+constexpr std::int64_t kProductsPerTask = 1 << 17;  // a task of this size takes as long as waking a thread
 
 #include "vec_avx2.h"
 #include "mask_table.h"

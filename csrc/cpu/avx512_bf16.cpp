@@ -1,4 +1,4 @@
-// AVX512-BF16 and VBMI, for bfloat16: Intel servers from 2021 on, AMD from Zen 4 on.
+// The bfloat16 kernels for AVX512-BF16 and VBMI: Intel servers from 2021 on, AMD from Zen 4 on.
 #include "kernels.h"
 
 #if defined(MGLU_BUILDS_BFLOAT16)
@@ -9,10 +9,10 @@ MGLU_BEGIN_AVX512("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,f16c
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 20;                   // registers that hold sums, of 32
-constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row for 1 token; half as many for 2
+constexpr int kSumRegisters = 20;                   // of 32 vector registers, those that hold sums
+constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row with 1 token; 4 with 2 tokens
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
-constexpr std::int64_t kProductsPerTask = 1 << 18;  // minimum of a task: some microseconds, like waking a thread
+constexpr std::int64_t kProductsPerTask = 1 << 18;  // a task of this size takes as long as waking a thread
 
 #include "vec_avx512.h"
 #include "mask_words.h"

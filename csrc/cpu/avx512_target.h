@@ -1,5 +1,5 @@
-// The intrinsics of AVX-512, and macros that let functions use them. For machines without AVX-512, tests define
-// MGLU_EMULATE_AVX512, a header that replaces the intrinsics by plain loops.
+// The intrinsics of AVX-512, and macros that let functions use them. Tests on machines without AVX-512 define
+// MGLU_EMULATE_AVX512 as the name of a header that replaces the intrinsics by plain loops.
 #if defined(MGLU_EMULATE_AVX512)
 #include MGLU_EMULATE_AVX512
 #define MGLU_BEGIN_AVX512(names)

@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kLanes = 32;  // elements of a step: one register of bfloat16, and 4 bytes of each mask
 
-// 32 elements from `column` on, and a bit in `valid` for each one that lies inside the row.
+// The 32 elements from `column` on. `valid` has a bit for each element that lies inside the row.
 struct Step {
     std::int64_t column;
     __mmask32 valid;
@@ -70,7 +70,7 @@ MGLU_INLINE MaskWords load_masks(const std::uint8_t* row, std::int64_t n_masks, 
     return {row + octet * n_masks, first_bytes(smaller(left, 4) * n_masks), order};
 }
 
-// Negates bfloat16 numbers under a mask.
+// Negates the bfloat16 numbers whose mask bit is 1.
 MGLU_INLINE __m512i flip(const MaskWords& masks, std::int64_t mask, __m512i words) {
     return _mm512_xor_si512(words, masks.apply(mask, _mm512_set1_epi16(static_cast<short>(0x8000))));
 }
@@ -182,7 +182,7 @@ MGLU_END_AVX512
 namespace mglu::cpu {
 namespace {
 
-constexpr std::int64_t kElementsPerTask = 1 << 15;  // minimum of a task: some microseconds, like waking a thread
+constexpr std::int64_t kElementsPerTask = 1 << 15;  // a task of this size takes as long as waking a thread
 
 bool are_sizes(std::int64_t n_masks, std::int64_t rows, std::int64_t columns) {
     return n_masks >= 0 && n_masks <= kMaxMasks && rows >= 0 && columns >= 0;

@@ -1,23 +1,26 @@
-// The elementwise steps of the backward pass in bfloat16, between library GEMMs (mglu_ops/backends/cpu/backward.py).
+// The elementwise steps of the backward pass in bfloat16, between the GEMMs, which torch runs
+// (mglu_ops/backends/cpu/backward.py).
 //
 // F_i is -1 where M_i = 1 and 1 elsewhere. G is the gradient of the result. The forward pass kept the partial
-// derivatives P, Q_i and R_i (csrc/cuda/training.md). Products with `*` are elementwise, and the others are the GEMMs:
+// derivatives P = dy/dt, Q_i = dy/df_i and R_i = dy/dmask_weight_i (mglu_cpu.h). Products with `*` are elementwise; the
+// other products are GEMMs:
 //
 //   grad_t = G * P,   grad_f_i = G * Q_i,   D_0 = grad_t^T x,   D_i = grad_f_i^T x
 //   grad_x = grad_t W + sum_i grad_f_i (F_i * W),   grad_weight = D_0 + sum_i F_i * D_i
 //   grad_logits_i = -2 W * D_i,   grad_mask_weights_i = sum over columns of G * R_i
 //
-// Arithmetic is in float32 and rounded once; subnormal numbers may count as 0. Sizes and strides count elements. A
-// stride is the distance between two rows; the elements of a row are contiguous. Pointers need only the alignment of
-// their element. All functions need AVX512-BF16, and return Status::unsupported_isa without it. The rules on threads
-// and exceptions in mglu_cpu.h hold here too.
+// Each step computes in float32 and rounds its result once; subnormal numbers may count as 0. Sizes and strides count
+// elements. A stride is the distance between two rows; the elements of a row are contiguous. Pointers need only the
+// alignment of their element. All functions need AVX512-BF16, and return Status::unsupported_isa without it. The rules
+// on threads and exceptions in mglu_cpu.h hold here too.
 #pragma once
 
 #include "mglu_cpu.h"
 
 namespace mglu::cpu {
 
-// Writes W and then F_i * W for each mask, the stacked weights of grad_x's GEMM. Multiplying by F_i flips sign bits.
+// Writes W and then F_i * W for each mask: the weights of the GEMM for grad_x, stacked. Multiplying by F_i flips sign
+// bits.
 struct FlipSigns {
     const void* weight;                // [out_features, in_features]
     const std::uint8_t* packed_masks;  // contiguous
@@ -29,7 +32,7 @@ struct FlipSigns {
 };
 Status flip_signs(const FlipSigns& call, ParallelFor parallel_for);
 
-// Multiplies G with the partial derivatives P and Q_i, which gives grad_t and grad_f_i.
+// Multiplies G with P and each Q_i, which are the `entries` of `partials`. The products are grad_t and each grad_f_i.
 struct Scale {
     const void* grad_output;  // [tokens, columns]
     const void* partials;     // [tokens, entries, columns]
@@ -45,10 +48,10 @@ Status scale(const Scale& call, ParallelFor parallel_for);
 
 // Writes grad_weight, the gradients of the mask logits, or both, from the products D_0 and D_i.
 struct WeightGradients {
-    const void* total;                 // D_0 [out_features, in_features] of total_dtype, contiguous; for grad_weight
-    const void* products;              // D_i [n_masks, out_features, in_features], contiguous
-    const void* weight;                // [out_features, in_features]; for grad_logits
-    const std::uint8_t* packed_masks;  // contiguous; for grad_weight
+    const void* total;     // D_0 [out_features, in_features] of total_dtype, contiguous; read for grad_weight
+    const void* products;  // D_i [n_masks, out_features, in_features], contiguous
+    const void* weight;    // [out_features, in_features]; read for grad_logits
+    const std::uint8_t* packed_masks;  // contiguous; read for grad_weight
     void* grad_weight;                 // [out_features, in_features], contiguous; nullptr if it is not needed
     void* grad_logits;                 // [n_masks, out_features, in_features] of logits_dtype, or nullptr
     std::int64_t n_masks;

@@ -1,10 +1,9 @@
 // Weights whose format is not dense are decoded in memory, one block of rows at a time, and then multiplied as dense
-// weights. For few tokens, 8-bit weights with one scale per row do not come here: few_tokens.h decodes them in
-// registers.
+// weights. With few tokens, 8-bit weights with one scale per row are decoded by few_tokens.h instead, in registers.
 //
-// If each row has one scale, the stored numbers become x's type, which is exact, and the scale multiplies the row's
-// sums. If blocks or groups have scales, each weight is multiplied by its scale. Such products need float32, so x is
-// converted to float32 and the result back to x's type.
+// If each row has one scale, the stored numbers are converted to x's type, which is exact, and the row's sums are
+// multiplied by the scale. If blocks or groups have scales, each weight is multiplied by its scale. The product needs
+// float32, so x is converted to float32 and the result of the layer back to x's type.
 #include <algorithm>
 
 #include "kernels.h"
@@ -14,7 +13,7 @@ namespace {
 
 #include "element.h"
 
-constexpr std::int64_t kBlockBytes = 1 << 21;  // decoded weights of a block, which stay in the caches
+constexpr std::int64_t kBlockBytes = 1 << 21;  // bytes of decoded weights in a block, which stay in the caches
 constexpr std::int64_t kGrain = 1 << 14;       // minimum number of elements of a task
 
 // Maps each byte of fp8 or int8 to its number, as an element of type E.
@@ -32,7 +31,7 @@ struct Table {
     }
 };
 
-// Returns the scale of one weight, which it shares with its block of 128 x 128 weights or its group of 128 columns.
+// Returns the scale of one weight. All weights of a block (128 x 128) or group (128 columns of a row) share a scale.
 float scale_of(const Forward& call, std::int64_t row, std::int64_t column) {
     const std::int64_t groups = ceil_div(call.in_features, kScaledTogether), group = column / kScaledTogether;
     if (call.weight_format == WeightFormat::int4_group)
@@ -102,7 +101,7 @@ Status convert(ParallelFor parallel_for, std::int64_t rows, std::int64_t columns
     });
 }
 
-// Runs a call of a 16-bit type E with products in float32.
+// Runs a call whose x and result are of a 16-bit type E, with x, W and products in float32.
 template <class E>
 Status forward_widened(const Forward& call, ParallelFor parallel_for, ForwardFunction run) {
     const Floats x = allocate_floats(call.tokens * call.in_features);

@@ -26,7 +26,7 @@ Registers ask(unsigned int leaf, unsigned int subleaf) {
 
 bool has_bit(unsigned int word, int bit) { return word >> bit & 1; }
 
-// True if the operating system saves all register sets in `registers`, whose bits are those of XCR0.
+// True if the operating system saves all register sets in `registers`, a bit mask in the layout of XCR0.
 bool saves(unsigned int registers) {
     if (!has_bit(ask(1, 0).c, 27)) return false;  // without OSXSAVE, there is no xgetbv
     unsigned int low = 0, high = 0;

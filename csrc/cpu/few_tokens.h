@@ -25,7 +25,7 @@ template <class E, class W>
 struct Rows {
     const W* weights[kChunkRows];
     const std::uint8_t* bits[kChunkRows];  // bytes of the first mask of this pass
-    std::int64_t n_masks;                  // distance in bytes from 8 columns to the next 8
+    std::int64_t n_masks;                  // of the call; also the distance in bytes from octet to octet in `bits`
     const Operand<E>* x;
     std::int64_t x_stride;
     std::int64_t octets;
@@ -89,7 +89,7 @@ MGLU_INLINE Vec sums_over_lanes(Row row) {
 
 template <class E, class W>
 struct FewTokens {
-    // With 8-bit weights, both 16-bit types of x run the same code.
+    // With 8-bit weights, both 16-bit types of x share the code for bfloat16.
     using Sums = std::conditional_t<std::is_same_v<E, W> || std::is_same_v<E, float>, E, BFloat16>;
 
     const Forward& call;
@@ -116,7 +116,7 @@ struct FewTokens {
         W last_weights[kChunkRows][kStep] = {};
         std::uint8_t last_bits[kChunkRows][kOctetsAtOnce<E> * kMaxMasks] = {};
         const std::uint8_t* bits[kChunkRows];
-        for (int r = 0; r < kChunkRows; ++r) {  // past the end, repeat the last row and drop its results
+        for (int r = 0; r < kChunkRows; ++r) {  // rows past the end repeat the last row; their results are dropped
             const std::int64_t row = first_row + smaller(r, rows - 1);
             body.weights[r] = static_cast<const W*>(call.weight) + row * call.weight_stride;
             bits[r] = call.packed_masks + row * call.mask_stride;

@@ -14,7 +14,8 @@
 
 #define MGLU_INLINE inline __attribute__((always_inline))
 
-// Functions between these two macros may use instruction sets beyond the compiler's default.
+// Functions between MGLU_BEGIN_TARGET and MGLU_END_TARGET may use instruction sets beyond the compiler's default; with
+// GCC, so may all functions up to the end of the file.
 #define MGLU_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define MGLU_BEGIN_TARGET(names) MGLU_PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
@@ -36,12 +37,12 @@ constexpr bool has_row_scales(WeightFormat format) {
 }
 
 // Decodes a weight that is not dense and calls `run`, a function for dense weights. The decoded weight has x's type if
-// the format has row scales, else float32. The call is checked and not empty.
+// the format has row scales, else float32. `call` has been checked and is not empty.
 Status forward_decoded(const Forward& call, ParallelFor parallel_for, ForwardFunction run);
 
-// One function per instruction set. The call is checked and not empty, its weight is dense, and this machine has the
-// instruction set. AVX2, AVX-512 and AVX512-BF16 also take int8_row and fp8_row for few tokens. AVX512-BF16 and AMX
-// take only bfloat16.
+// One function per instruction set, which this machine must have. `call` has been checked and is not empty. Its weight
+// is dense; AVX2, AVX-512 and AVX512-BF16 also take int8_row and fp8_row for few tokens. AVX512-BF16 and AMX take only
+// bfloat16.
 Status forward_portable(const Forward& call, ParallelFor parallel_for);
 #if defined(__x86_64__)
 Status forward_avx2(const Forward& call, ParallelFor parallel_for);
@@ -55,8 +56,8 @@ bool has_avx512_bf16();
 bool has_amx();
 #endif
 
-// The bfloat16 files need a compiler that knows the instructions, and Linux, from which features.cpp requests AMX
-// tiles.
+// The files for bfloat16 need a compiler that knows its instructions, and Linux, since features.cpp requests AMX tiles
+// by a system call of Linux.
 #if defined(__x86_64__) && \
     (defined(MGLU_EMULATE_AVX512) || (defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)))
 #define MGLU_BUILDS_BFLOAT16

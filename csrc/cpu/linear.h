@@ -9,7 +9,7 @@ template <int Tokens>             // rows that share a load of x; one token gain
 constexpr int kLinearRows = Tokens == 1 ? 2 : kSumRegisters / 8 * 2;
 constexpr std::int64_t kLinearBlockBytes = 512 * 1024;  // bytes of x in a block of tokens, which stay in L2
 
-// X is the element type in which x is kept for the kernel, and W is the type of the weights.
+// X is the type to which x has been converted, and W is the type of the weights.
 template <class X, class W>
 struct Linear {
     const Forward& call;
@@ -19,7 +19,7 @@ struct Linear {
     // The rows of a chunk. Rows past the end of W repeat its last row; their results are dropped.
     struct Chunk {
         const W* weights[kChunkRows];
-        alignas(64) W last[kChunkRows][kLinearStep];  // the columns past the last whole step, and zeros
+        alignas(64) W last[kChunkRows][kLinearStep];  // the columns past the last whole step, padded with zeros
     };
 
     void run(std::int64_t begin, std::int64_t end) const {
@@ -74,7 +74,7 @@ struct Linear {
             unrolled<kRows * Tokens>([&](auto i) MGLU_STEP { sums[i / Tokens][i % Tokens] = broadcast(0.0f); });
             const W* const* weights = chunk.weights + row;
             for (std::int64_t k = 0; k < whole; k += kLinearStep) {
-                if (prefetches) {  // prefetch the next rows: too many streams for the hardware's prefetcher
+                if (prefetches) {  // prefetch the next rows, which the hardware's prefetcher cannot all follow
                     unrolled<kRows>([&](auto r) MGLU_STEP {
                         __builtin_prefetch(weights[r] + kRows * call.weight_stride + k, 0, 2);
                     });
@@ -89,7 +89,7 @@ struct Linear {
         }
     }
 
-    // Adds the products of a row's step with each token.
+    // Multiplies one step of a row with each token and adds the products to the token's sums.
     template <int Tokens>
     MGLU_INLINE void add(const W* weights, const X* from, Vec (&sums)[Tokens]) const {
         const auto loaded = load_weights(weights);

@@ -16,14 +16,14 @@
 
 #include "work_queue.h"
 
-// The columns of a k-block, chosen so that a panel of x takes half of L1. One vector of tokens in float32 gets fewer
-// columns, for shorter chains of sums: libraries sum such a call in several lanes along k, which is more exact than one
-// long chain.
+// The columns of a k-block, chosen so that a panel of x takes half of L1. If a float32 call fits one vector of tokens,
+// k-blocks have fewer columns, so that chains of sums are shorter: BLAS libraries sum such a call in several lanes
+// along k, which is more exact than one long chain.
 template <class E>
 constexpr std::int64_t k_block_depth(std::int64_t vecs) {
     return !std::is_same_v<E, float> ? 256 : vecs == 1 ? 32 : 128;
 }
-constexpr std::int64_t kMaskedRow = 256 + 16;  // floats from row to row; a power of two would use few sets of L1
+constexpr std::int64_t kMaskedRow = 256 + 16;  // floats from row to row; 256 would use only few sets of L1
 constexpr std::int64_t kFeatures = 24;         // features of a block
 constexpr std::int64_t kMaxTokens = 512;       // tokens of a block
 constexpr std::int64_t kMaxSums = 96 * 1024;   // floats of a block's sums, 384 KB
@@ -87,8 +87,8 @@ struct ManyTokens {
     }
     std::int64_t first_part() const { return has_float64_total() ? 0 : 1; }
 
-    // Transposes a panel of x, with zeros past the last token and the last column. Of float32, it reads all 16 columns
-    // of a cache line at once: if rows are a power of two apart, reading the next row may evict the line from L1.
+    // Transposes a panel of x, with zeros past the last token and the last column. It reads 16 columns at a time, which
+    // are a cache line in float32: if rows are a power of two apart, reading the next row may evict the line from L1.
     void pack_x(std::int64_t panel) const {
         const std::int64_t width = panel_width();
         float* to = x + panel * depth * width;
@@ -186,8 +186,9 @@ struct ManyTokens {
         }
     }
 
-    // Sets `flips` to 255 for each row and mask with more ones than zeros, so that s_i sums the zeros. It guesses from
-    // 64 bytes spread over the row. A guess is wrong only near one half of ones, where it costs no accuracy.
+    // Sets `flips` to 255 for each row and mask with more ones than zeros, so that s_i sums the zeros. It estimates the
+    // number of ones from at most 64 bytes spread over the row. An estimate errs only if about half of the bits are
+    // ones, and then both sides are equally accurate.
     void choose_complements(std::int64_t first_feature, std::int64_t features,
                             std::uint8_t (*flips)[kMaxMasks + 1]) const {
         const std::int64_t octets = packed_octets(call.in_features), step = ceil_div(octets, 64);
@@ -251,8 +252,8 @@ struct ManyTokens {
         Vec gate, value;
     };
 
-    // Returns the gates and values of one vector of tokens. `at` is their offset in the sums, and `first` holds the
-    // token, row and mask of the first lane.
+    // Returns the gates and values of one vector of tokens. `at` is the vector's offset in the sums of a panel, and
+    // `first` holds the token, row and mask of the first lane.
     GateAndValue gate_and_value(const Block& block, std::int64_t panel, std::int64_t at, const MaskedSum& first) const {
         const std::int64_t i = first.mask;
         if (has_value_products()) {
@@ -306,7 +307,8 @@ struct ManyTokens {
 
     static constexpr std::int64_t kPaddedFeatures = ceil_div(kFeatures, Vec::width) * Vec::width;
 
-    // Transposes a panel's results, [feature][token]. Features past the end repeat the last one.
+    // Transposes a panel's results from [feature][token] to [token][feature]. Features past the end repeat the last
+    // one.
     static void transpose_results(const float* results, std::int64_t width, float (*rows)[kPaddedFeatures]) {
         for (std::int64_t v = 0; v < width; v += Vec::width) {
             for (std::int64_t f = 0; f < kPaddedFeatures; f += Vec::width) {

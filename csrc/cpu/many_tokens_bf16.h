@@ -1,15 +1,15 @@
 // Many tokens in bfloat16: like many_tokens.h, but tiles are multiplied by instructions that take pairs of columns.
 // Included inside a file's own namespace, after terms.h and either multiply_amx.h or multiply_dot.h.
 //
-// Masked tiles of W exist only in L2, for one k-block at a time; sums stay in L2 for all k-blocks. The order of
-// summation depends only on in_features. Subnormal numbers count as 0.
+// Masked tiles of W exist only in L2, and only for one k-block at a time. The sums stay in L2 until the last k-block.
+// The order of summation depends only on in_features. Subnormal numbers count as 0.
 
 #include "work_queue.h"
 
-constexpr std::int64_t kMaxBlockSteps = 16;      // steps of 32 columns in a k-block; 8 with only one panel of tokens
-constexpr std::int64_t kMinBlockFeatures = 256;  // features * products of a block; with fewer, x comes from L3
+constexpr std::int64_t kMaxBlockSteps = 16;      // steps of 32 columns in a k-block; half as many if there is one panel
+constexpr std::int64_t kMinBlockFeatures = 256;  // minimum of features * products in a block, so that x is reused in L2
 constexpr std::int64_t kMaxSums = 192 * 1024;    // floats of a block's sums, 768 KB
-constexpr std::int64_t kMaxPanelsInL2 = 8;       // up to this many panels of x, the smallest block is fastest
+constexpr std::int64_t kMaxPanelsInL2 = 8;       // for at most this many panels of x, blocks of 32 features are fastest
 
 struct TileProducts {
     const Forward& call;
@@ -17,7 +17,7 @@ struct TileProducts {
     Differentiate differentiate;
     const float* term_weights;  // [tokens, kMaxMasks]
     std::int64_t vecs;          // vectors of a panel, which has 16 * vecs tokens
-    std::int64_t panels;        // panels of all tokens
+    std::int64_t panels;        // panels of the call
     std::int64_t panels_per_block;
     std::int64_t groups_per_block;  // groups of 32 features
     std::int64_t steps;             // steps of 32 in_features
@@ -62,7 +62,7 @@ struct TileProducts {
         const Floats scratch = allocate_floats(weights + sums + results_of(call) * kGroupResults);
         if (!scratch) return false;
         [[maybe_unused]] const Tiles tiles;
-        queue.for_each([&](std::int64_t i) {  // features vary fastest, so that a block of x stays in L2
+        queue.for_each([&](std::int64_t i) {  // consecutive tasks share a block of x, which stays in L2
             const std::int64_t panel = i / feature_blocks() * panels_per_block;
             const Block block{scratch.get(),
                               scratch.get() + weights,
@@ -182,8 +182,8 @@ struct TileProducts {
         Vec gate, value;
     };
 
-    // Returns the gates and values of 16 tokens. `at` is their offset in the sums, and `first` holds the token, row and
-    // mask of the first lane.
+    // Returns the gates and values of 16 tokens. `at` is the vector's offset in the sums of a panel, and `first` holds
+    // the token, row and mask of the first lane.
     GateAndValue gate_and_value(const Block& block, std::int64_t group, std::int64_t panel, std::int64_t at,
                                 const MaskedSum& first) const {
         Vec gate = load(sums_at(block, 1 + first.mask, group, panel) + at);

@@ -1,10 +1,10 @@
-// Sums of one row for a few tokens. `parts` has a sum for each mask, of the products that the mask keeps; `rests` has
-// the sums from which values are computed. Included inside a file's own namespace, after vec_avx512.h.
+// Sums of one row for a few tokens. `parts` has one sum per mask, of the products that the mask keeps. `rests` has the
+// sums from which values are computed. Included inside a file's own namespace, after vec_avx512.h.
 
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
-// With `SumsValues`, each mask has a `rests` sum of the products that it drops. Without it, the only sum in `rests` is
-// that of all products, and a value is this sum minus the gate.
+// With `SumsValues`, each mask has a `rests` sum of the products that it drops. Without `SumsValues`, the only sum in
+// `rests` is the sum of all products, and a value is this sum minus the gate.
 template <bool SumsValues, int Tokens, int Masks>
 struct MaskSums {
     static constexpr int kVecs = vecs_for(Masks), kRests = SumsValues ? Masks : 1;

@@ -1,7 +1,7 @@
 // Masks for CPUs without mask registers: a byte selects eight factors, each 0 or 1, from a table of 8 KB, which stays
 // in L1. Included inside a file's own namespace, after a Vec of eight lanes.
 //
-// Infinity times a masked-out weight is NaN, as in the naive layer, which multiplies by 0 and 1 too.
+// Infinity times the factor 0 is NaN, as in the naive layer, which multiplies by the mask.
 
 constexpr int kMasksPerVec = 1;
 
@@ -24,7 +24,7 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     return load(kFactors.of_byte[*bits ^ flip]);
 }
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) { return a * mask; }
-// A vector in which each mask's lanes hold that mask's number.
+// Returns a vector in which the lanes of the vector's mask i hold numbers[i].
 MGLU_INLINE Vec broadcast_each(const float* numbers) { return broadcast(*numbers); }
 // Stores the first `count` groups of eight lanes at p, p + stride, ...
 MGLU_INLINE void store_octets(float* p, std::int64_t, int, Vec a) { store(p, a); }
@@ -38,8 +38,8 @@ struct TableMasks {
 
     MGLU_INLINE explicit TableMasks(const std::uint8_t* octet_bits) : bits(octet_bits) {}
 
-    // Returns sum + (the products under mask v).
+    // Adds the products that mask v keeps to `sum`.
     MGLU_INLINE Vec add(int v, Vec sum, Vec product) const { return fma(product, load_mask<1>(bits + v, 0), sum); }
-    // Turns an accumulator of `add` into the sum.
+    // Turns the accumulator of mask v into its sum. Here they are equal; mask_table_and_shift.h halves some.
     MGLU_INLINE static Vec finished_sum(int, Vec sum) { return sum; }
 };

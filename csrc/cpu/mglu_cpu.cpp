@@ -24,13 +24,13 @@ ForwardFunction find_forward(Isa isa, DType dtype) {
 }
 
 // Limits in bfloat16, measured on a Xeon with AMX and on Zen 4 (README.md). AMX is fastest from kMinTokensForAmx tokens
-// on. Without AMX, `vdpbf16ps` (avx512_bf16) is fastest for more than kMinTokensForAmx tokens, and with few masks also
-// for fewer tokens.
+// on. Without AMX, `vdpbf16ps` (avx512_bf16) is fastest for more than kMinTokensForAmx tokens, and with at most
+// kMaxMasksForDots masks for any number of tokens.
 constexpr std::int64_t kMinTokensForAmx = 4;
 constexpr std::int64_t kMaxMasksForDots = 2;
 
-// For more tokens than this, 8-bit weights are decoded once, in memory, since few_tokens.h decodes weights again for
-// every two tokens.
+// With more tokens than this, 8-bit weights are decoded once, in memory. few_tokens.h would decode them again for every
+// two tokens.
 constexpr std::int64_t kMaxTokensInRegisters = 8;
 
 // True if decoding in registers is faster than forward_decoded, which decodes in memory.
@@ -40,7 +40,8 @@ bool is_decoded_in_registers(WeightFormat format, std::int64_t tokens) {
 // True if the kernel of an instruction set can decode in registers.
 bool decodes_in_registers(Isa isa) { return isa == Isa::avx2 || isa == Isa::avx512 || isa == Isa::avx512_bf16; }
 
-// The type of the products, given the type of x.
+// The type in which weights are multiplied with x. Scales of blocks and groups are applied to the weights, which then
+// need float32.
 DType product_type(DType dtype, WeightFormat format) {
     return format == WeightFormat::dense || has_row_scales(format) ? dtype : DType::float32;
 }
@@ -63,7 +64,7 @@ bool is_valid(const Forward& call) {
     const bool partials = !call.partials || (call.in_features > 0 && call.n_masks > 0);
     const bool is_dense = call.weight_format == WeightFormat::dense;
     const bool is_decoded = is_in_range(call.weight_format, kWeightFormats) && !is_dense && !call.partials;
-    const bool has_no_scales =  // an empty tensor
+    const bool has_no_scales =  // the tensor of scales is empty
         call.out_features == 0 || (call.in_features == 0 && !has_row_scales(call.weight_format));
     const bool weight = is_dense ? !call.weight_scale : is_decoded && (call.weight_scale || has_no_scales);
     return sizes && masks && mask_weight && partials && weight && is_in_range(call.dtype, 3) &&

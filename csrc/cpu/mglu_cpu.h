@@ -3,16 +3,17 @@
 //
 // out = sum_i  r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
-// Without masks (n_masks 0), out = x W^T in float32, which the down projections of experts need.
+// M_i is mask i (0 or 1), W is the weight and r_i is the mask weight of a token, 1 by default. Without masks (n_masks
+// 0), out = x W^T in float32, which the down projections of experts need.
 //
 // Build all .cpp files of this folder with the same flags (-O2 -std=c++17 -fPIC -ffp-contract=off, g++ or clang++),
-// without -ffast-math and -march. A file that needs an instruction set enables it for itself. `forward` picks a set at
-// run time, among those that the CPU and the operating system support.
+// without -ffast-math and -march. A file that needs an instruction set enables it for itself. At run time, `forward`
+// picks an instruction set that the CPU and the operating system support.
 //
-// The caller provides the threads. All work goes through a `ParallelFor`. torch's stable `torch_parallel_for` (torch >=
-// 2.10) has this type; with it, torch's pool and torch.set_num_threads apply. The number of threads does not change a
-// bit of the result. No function throws, keeps state between calls or writes to its inputs, and all functions may be
-// called from several threads at the same time.
+// The caller provides the threads. All work goes through a `ParallelFor`. A caller that passes torch's stable
+// `torch_parallel_for` (torch >= 2.10), which has this type, uses torch's thread pool and the limit of
+// torch.set_num_threads. The result has the same bits for any number of threads. No function throws, keeps state
+// between calls or writes to its inputs, and all functions may be called from several threads at the same time.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +41,8 @@ enum class Status : std::int32_t {
 // Instruction sets. avx512_bf16 and amx serve only bfloat16.
 enum class Isa : std::int64_t { best = 0, portable = 1, avx2 = 2, avx512 = 3, avx512_bf16 = 4, amx = 5 };
 
-// Divides [begin, end) into ranges of at least `grain` indices (one range if there are fewer), calls `body` on each, on
-// any threads, and returns 0 when all are done. `serial` below is a ParallelFor.
+// A ParallelFor divides [begin, end) into ranges of at least `grain` indices (one range if there are fewer), calls
+// `body` once for each range, on any threads, and returns 0 when all ranges are done. `serial` below is one.
 using Body = void (*)(std::int64_t begin, std::int64_t end, void* context);
 using ParallelFor = std::int32_t (*)(std::int64_t begin, std::int64_t end, std::int64_t grain, Body body,
                                      void* context);
@@ -52,8 +53,8 @@ struct Forward {
     const void* x;                     // [tokens, in_features] of dtype
     const void* weight;                // [out_features, in_features] in weight_format; dense weights have dtype
     const std::uint8_t* packed_masks;  // the packed format (csrc/cuda/packed_masks.cuh); padding bits are ignored
-    const void* mask_weights;          // [tokens, n_masks] of mask_weights_dtype, or nullptr for a weight of 1 each
-    const void* weight_scale;          // the scales of weight_format; nullptr for dense, or if there are none
+    const void* mask_weights;          // [tokens, n_masks] of mask_weights_dtype, or nullptr if all are 1
+    const void* weight_scale;          // the scales of weight_format; nullptr if dense, or if there are no scales
     void* out;                         // [tokens, out_features] of dtype, or float32 without masks; overlaps no input
     void* partials;                    // nullptr, or in training [tokens, partials_of(call), out_features] of dtype
     std::int64_t tokens;
@@ -70,17 +71,18 @@ struct Forward {
     DType mask_weights_dtype;  // ignored if mask_weights is nullptr
     WeightFormat weight_format;
     Activation activation;
-    Isa isa;  // `best`, or one that must be used (tests, tuning)
+    Isa isa;  // `best`, or the instruction set that must be used (tests, tuning)
 };
 
-// The number of partial derivatives of y that training keeps for each element of the result. F_i is -1 where M_i = 1
-// and 1 elsewhere. With t = x W^T and f_i = x (F_i * W)^T, the partial derivatives are
+// The number of partial derivatives that training keeps for each element y of `out`. y is a function of t = x W^T and
+// f_i = x (F_i * W)^T, where F_i is -1 where M_i = 1 and 1 elsewhere: gate_i = (t - f_i) / 2 and value_i = (t + f_i) /
+// 2. The partial derivatives are
 //   dy/dt = sum_i r_i (act'(gate_i) value_i + act(gate_i)) / 2,
 //   dy/df_i = r_i (act(gate_i) - act'(gate_i) value_i) / 2 for each i,
 //   dy/dmask_weight_i = act(gate_i) value_i for each i, if there are mask weights.
 constexpr std::int64_t partials_of(const Forward& call) { return 1 + (call.mask_weights ? 2 : 1) * call.n_masks; }
 
-// Runs the layer. Training needs in_features > 0. Products are summed in float32; a value that is small compared with
+// Runs the layer. Training needs in_features > 0. Sums are in float32 or float64; a value that is small compared with
 // its gate is summed again alone (small_values.h). The result is NaN wherever the naive layer, which multiplies by the
 // masks, has NaN because of NaN or infinity in x or weight. A gate that overflows float32 does not change the value of
 // the same mask.
@@ -117,7 +119,7 @@ struct Unpack {
 };
 Status unpack_masks(const Unpack& call, ParallelFor parallel_for);
 
-// True if `forward` can run with an instruction set on this machine; always true for `best`.
+// True if `forward` can run with `isa` for this dtype on this machine; always true for `best`.
 bool supports(Isa isa, DType dtype);
 
 // The instruction set that `best` chooses. It depends on the types of x and W, and in bfloat16 on the numbers of tokens
@@ -127,7 +129,7 @@ Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks, WeightForma
 // "portable", "avx2", "avx512", "avx512_bf16" or "amx"; "best" for Isa::best.
 const char* isa_name(Isa isa);
 
-// The meaning of a Status, without a full stop.
+// A message that says what a Status means, without a full stop.
 const char* status_message(Status status);
 
 // A ParallelFor that runs everything on the calling thread.

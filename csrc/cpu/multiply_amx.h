@@ -1,4 +1,4 @@
-// Products of tiles by AMX. Included inside a file's own namespace, after terms.h.
+// Multiplies tiles with AMX. Included inside a file's own namespace, after terms.h.
 //
 // `tdpbf16ps` multiplies a tile of 16 rows with a tile of 16 columns, 32 deep, and adds the products to 16 x 16 sums.
 // All eight tile registers are used, four for sums and two for each operand: 32 features by 32 tokens.

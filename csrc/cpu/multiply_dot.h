@@ -1,5 +1,5 @@
-// Multiplies tiles with `vdpbf16ps`; the interface is that of multiply_amx.h. Included inside a file's own namespace,
-// after terms.h.
+// Multiplies tiles with `vdpbf16ps`. The interface is the same as in multiply_amx.h. Included inside a file's own
+// namespace, after terms.h.
 //
 // One instruction multiplies two neighbouring weights with the same two columns of x, for 16 tokens, and adds the
 // products to the sums of one feature and 16 tokens. The sums of kRows features stay in registers for a whole k-block.
@@ -7,7 +7,7 @@
 
 struct Tiles {};  // nothing to configure
 
-constexpr int kRows = 8;  // features; their 16 sums for 32 tokens hide the latency of the additions
+constexpr int kRows = 8;  // features; with 32 tokens they have 16 vectors of sums, which hide the latency of additions
 
 // sums [32 features][16 * Vecs tokens] += weights [steps][2 tiles] * x [steps][Vecs tiles]. With `first`, sums are
 // overwritten.

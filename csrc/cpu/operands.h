@@ -20,7 +20,7 @@ MGLU_INLINE Vec multiply_add(Vec weights, const float* x, Vec sum) { return fma(
 template <class E>
 constexpr bool kSumsValues = std::is_same_v<E, float>;
 
-// Octets (groups of 8 columns) in a step. In float32 row_sums.h computes t - s_i once per step: with steps of 32
-// columns instead of 16, errors reached 1.6 times the naive layer's.
+// Octets (groups of 8 columns) in a step. In float32 row_sums.h computes `total - part` once per step, so steps are
+// short: with 32 columns instead of 16, errors reached 1.6 times the naive layer's.
 template <class E>
 constexpr int kOctetsAtOnce = std::is_same_v<E, float> ? 2 : 4;

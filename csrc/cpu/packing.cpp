@@ -31,7 +31,7 @@ std::uint64_t bytes_of_bits(std::uint8_t bits) {
     return ((alone + kLow) & ~kLow) >> 7;
 }
 
-// Eight consecutive masks as the bits of a byte. Loads assume a little-endian machine.
+// Packs eight consecutive elements of a mask into the bits of a byte. Loads assume a little-endian machine.
 template <MaskSource source>
 struct Octet {
     using Element = std::conditional_t<source == MaskSource::float32, std::int32_t, std::int16_t>;
@@ -63,7 +63,7 @@ struct Octet<MaskSource::bytes> {
     }
 };
 
-// Packs a contiguous row of one mask, 8 columns at a time. Its bytes are n_masks apart in `to`.
+// Packs a contiguous row of one mask, 8 columns at a time. The packed bytes are n_masks apart in `to`.
 template <MaskSource source>
 void pack_octets(const std::uint8_t* from, std::uint8_t* to, std::int64_t octets, std::int64_t n_masks) {
     constexpr std::int64_t kBytes = 8 * sizeof(typename Octet<source>::Element);

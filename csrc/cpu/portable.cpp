@@ -1,15 +1,15 @@
-// Any CPU, by the vector extensions of GCC and Clang.
+// The kernels for any CPU, written with the vector extensions of GCC and Clang.
 #include "kernels.h"
 
 namespace mglu::cpu {
 namespace {
 
-constexpr int kSumRegisters = 8;                    // sums held in registers; a Vec takes two registers
-constexpr int kMasksAtOnce = 4;                     // most masks in a pass over a row for 1 token; half as many for 2
-constexpr bool kReadsBytes = false;                 // decoding 8-bit weights in memory is faster here
-constexpr int kTileFeatures = 3;                    // features of a register tile: 6 sums take 12 of 16 registers
-constexpr int kFloat64Features = 2;                 // features of a register tile with float64 sums
-constexpr std::int64_t kProductsPerTask = 1 << 16;  // minimum of a task: some microseconds, like waking a thread
+constexpr int kSumRegisters = 8;     // vectors of sums that are held in registers; a Vec takes two registers
+constexpr int kMasksAtOnce = 4;      // most masks in a pass over a row with 1 token; 2 with 2 tokens
+constexpr bool kReadsBytes = false;  // decoding 8-bit weights in memory is faster here
+constexpr int kTileFeatures = 3;     // features of a register tile: 6 sums take 12 of 16 registers
+constexpr int kFloat64Features = 2;  // features of a register tile with float64 sums
+constexpr std::int64_t kProductsPerTask = 1 << 16;  // a task of this size takes as long as waking a thread
 
 #include "vec_portable.h"
 #include "mask_table.h"

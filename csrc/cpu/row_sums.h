@@ -18,8 +18,8 @@ MGLU_INLINE Vec load_weights(const W* p) {
 constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPerVec; }
 
 // The number of independent chains of sums, which take turns every 8 columns to hide the latency of an addition. The
-// registers limit this number. Rows could take turns instead of chains and share x, but the hardware's prefetcher
-// follows one stream better than four.
+// registers limit this number. Taking turns between several rows instead would share loads of x, but the hardware's
+// prefetcher follows the weights of one row better than those of four.
 template <class E>
 constexpr int chains_for(int masks, int tokens) {
     const int sums = tokens * (1 + vecs_for(masks));
@@ -48,7 +48,7 @@ struct RowSums {
         }
     }
 
-    // Adds the products of a step.
+    // Adds the products of the step that begins at octet `first`.
     MGLU_INLINE void add(std::int64_t first) {
         if constexpr (kSumsValues<E>) {
             add_to_values(first);
@@ -57,7 +57,7 @@ struct RowSums {
         }
     }
 
-    // The outer loop is over octets, so that all sums stay in registers.
+    // The loop over masks is inside the loop over octets, so that all sums stay in registers.
     MGLU_INLINE void add_to_parts(std::int64_t first) {
 #pragma GCC unroll 4
         for (int o = 0; o < kOctets; ++o) {
@@ -74,8 +74,8 @@ struct RowSums {
         }
     }
 
-    // The outer loop is over masks. `part` and `total` sum only this step, in the same order, so that a mask of ones
-    // gives the value 0 exactly.
+    // The loop over octets is inside the loop over masks. `part` and `total` sum only this step, in the same order, so
+    // that a mask of ones gives the value 0 exactly.
     MGLU_INLINE void add_to_values(std::int64_t first) {
 #pragma GCC unroll 2
         for (int t = 0; t < Tokens; ++t) {
@@ -98,7 +98,7 @@ struct RowSums {
         }
     }
 
-    // The gates and values of token T and vector V of masks.
+    // gate() and value() return the sums of token T for the masks of vector V.
     template <int T, int V>
     MGLU_INLINE Vec gate() const {
         Vec sum = gates[0][T][V];

@@ -2,8 +2,8 @@
 // after vec_avx512.h.
 //
 // A vector of products is added once to the total, and once for each mask with the mask in a k-register. In float32 the
-// error of a total would enter the values of all masks, so instead of a total there is a sum for each mask of the
-// products that it drops.
+// error of the total would enter the values of all masks, so each mask has a second sum, of the products that it drops,
+// and there is no total.
 #include "operands.h"
 #include "mask_sums_avx512.h"
 
@@ -29,7 +29,7 @@ struct RowSums : MaskSums<kSumsValues<E>, Tokens, Masks> {
     const float* x[Tokens];
     std::int64_t n_masks;
 
-    // Adds the products of a step.
+    // Adds the products of the step that begins at octet `first`.
     MGLU_INLINE void add(std::int64_t first) {
         unrolled<kSteps>([&](auto step) MGLU_STEP {
             constexpr int c = step % kChains;

@@ -1,8 +1,8 @@
 // The sums of one row and a few tokens in bfloat16, with `vdpbf16ps`. Included inside a file's own namespace, after
 // vec_avx512.h and mask_words.h.
 //
-// One instruction adds 32 products to 16 sums; row_sums.h converts, multiplies and adds eight at a time. Masked weights
-// are computed once for all tokens, with two instructions per mask. Subnormal numbers count as 0.
+// One instruction adds 32 products to 16 sums; row_sums.h converts, multiplies and adds eight at a time. The weights
+// are masked once for all tokens of the pass, with two instructions per mask. Subnormal numbers count as 0.
 #include "weight_words.h"
 #include "mask_sums_avx512.h"
 
@@ -45,7 +45,7 @@ struct RowSums : MaskSums<false, Tokens, Masks> {
     const E* x[Tokens];
     std::int64_t n_masks;
 
-    // Adds the products of a step.
+    // Adds the products of the step that begins at octet `first`.
     MGLU_INLINE void add(std::int64_t first) {
         const WeightWords words = load_words(weights + 8 * first);
         add_vec<0>(first, words.low);

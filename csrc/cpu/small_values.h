@@ -3,23 +3,23 @@
 // The kernels compute the sum t over a whole row, and for each mask the sum s of the products that the mask keeps. The
 // sum of the other products, the rest, is t - s and has the rounding error of t. The rounding of a 16-bit result hides
 // this error unless the rest is much smaller than s. A rest that is too small, or not finite, is summed again from its
-// own products alone, which s can then neither swamp nor overflow. With ordinary data, one rest in 800 is summed again;
-// in bfloat16, one rest in 6000.
+// own products alone, so that a large s can neither round it away nor make it overflow. With ordinary data, one rest in
+// 6000 is summed again in bfloat16, and one in 800 in the other types.
 
 // A rest is kept if it is at least this fraction of s. The fraction is smaller in bfloat16, whose results have three
 // bits fewer than float16's. In float32 it bounds the relative error of a rest by 2^-15.
 template <class E>
 constexpr float kLeastRest = std::is_same_v<E, BFloat16> ? 0x1p-12f : 0x1p-9f;
 
-// Identifies one sum: a token, a row of W and a mask. `flip` is 0, or 255 for the complement of the mask.
+// Identifies one sum by its token, row of W and mask. `flip` is 0, or 255 for the complement of the mask.
 struct MaskedSum {
     std::int64_t token, row, mask;
     std::uint32_t flip;
 };
 
-// Computes a sum from its own products. It multiplies by the mask bits, so that infinity and NaN have the same effect
-// as in the naive layer. With `skips_zeros`, which is valid if x and W are finite, it skips octets without a product to
-// sum. If a mask is nearly all ones, these are most octets of its rest.
+// Sums the products of one MaskedSum alone. It multiplies by the mask bits, so that infinity and NaN have the same
+// effect as in the naive layer. With `skips_zeros`, which is valid if x and W are finite, it skips octets without a
+// product to sum. If a mask is nearly all ones, these are most octets of its rest.
 template <class E, class W>
 float sum_apart(const Forward& call, const MaskedSum& sum, bool skips_zeros) {
     const E* x = static_cast<const E*>(call.x) + sum.token * call.x_stride;

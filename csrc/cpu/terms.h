@@ -1,5 +1,5 @@
-// Sums r_i * act(gate_i) * value_i over the masks, and in training computes the partial derivatives. Included inside a
-// file's own namespace, after Vec and Mask.
+// Sums r_i * act(gate_i) * value_i over the masks i, where r_i is the mask weight, and in training computes the partial
+// derivatives of this sum y. Included inside a file's own namespace, after Vec and Mask.
 //
 // The results have numbers: 0 is y, and in training 1 is dy/dt, 2 + i is dy/df_i, and with mask weights 2 + n_masks + i
 // is dy/dmask_weight_i (mglu_cpu.h).
@@ -24,7 +24,7 @@ inline float mask_weight(const Forward& call, std::int64_t token, std::int64_t m
     return 0.0f;
 }
 
-// Returns [tokens, kMaxMasks], or null if the allocation fails.
+// Returns the mask weights [tokens, kMaxMasks], or null if the allocation fails.
 inline Floats load_mask_weights(const Forward& call) {
     Floats term_weights = allocate_floats(call.tokens * kMaxMasks);
     if (!term_weights) return term_weights;
@@ -35,7 +35,8 @@ inline Floats load_mask_weights(const Forward& call) {
     return term_weights;
 }
 
-// The factor of a row's gates and values, which were summed from the stored weights.
+// The scale of a row. Its gates and values are multiplied by this scale, since they were summed from the stored
+// weights.
 inline float row_scale(const Forward& call, std::int64_t row) {
     return call.weight_scale && row < call.out_features ? static_cast<const float*>(call.weight_scale)[row] : 1.0f;
 }
@@ -60,8 +61,9 @@ struct CompensatedSum {
     MGLU_INLINE Vec total() const { return sum + errors; }
 };
 
-// Writes result r of neighbouring lanes to `to + r * stride`; `gate_and_value(i)` and `mask_weight(i)` belong to mask
-// i. In float32 dy/dt is a compensated sum, because its terms nearly cancel in the gradients.
+// Writes result r of one vector of tokens to `to + r * stride`. `gate_and_value(i)` and `mask_weight(i)` return the
+// vectors of mask i. In float32 dy/dt is a compensated sum, because the gradients add it to dy/df_i, which may nearly
+// cancel it.
 template <class E, class GateAndValueOf, class MaskWeightOf>
 MGLU_INLINE void sum_terms(const Forward& call, Activate activate, Differentiate differentiate,
                            GateAndValueOf gate_and_value, MaskWeightOf mask_weight, float* to, std::int64_t stride) {

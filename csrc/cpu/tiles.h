@@ -1,7 +1,7 @@
 // Tiles of bfloat16: 16 rows of 16 pairs. Included inside a file's own namespace, after vec_avx512.h and mask_words.h.
 //
-// The rows of a tile of W are features, in memory order, masked or unmasked. A tile of x is transposed: its rows are
-// pairs of in_features, and its columns are tokens.
+// The rows of a tile of W are features; their weights, masked or unmasked, are in memory order. A tile of x is
+// transposed: its rows are pairs of in_features, and its columns are tokens.
 
 constexpr std::int64_t kTile = 256;  // size in floats, or in pairs of bfloat16: 1 KB
 constexpr std::int64_t kLine = 16;   // padding, since tiles a power of two apart would compete for few sets of L1
@@ -10,7 +10,7 @@ constexpr std::int64_t kGroupFeatures = 32;           // features of two tiles
 constexpr std::int64_t kDeep = 32;                    // in_features of a tile
 constexpr std::int64_t kStepOctets = kDeep / kOctet;  // bytes of one mask for a row of a tile
 
-// Rounds the results of two features and 16 tokens to bfloat16, in pairs (even, odd).
+// Rounds the results of two features and 16 tokens to bfloat16, and interleaves them as pairs (even, odd).
 MGLU_INLINE __m512i round_pairs(Vec even, Vec odd) {
     const __m512i halves = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(odd.v, even.v));
     const __m512i order =

@@ -27,17 +27,17 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
-// Sets the bit of each lane in which a >= b is false, as it is with NaN.
+// Sets the bit of each lane in which a >= b is false, as it is if a or b is NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
     return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_NGE_UQ)));
 }
 MGLU_INLINE Vec round_even(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// a * 2^n for a whole number n in [-126, 127].
+// Returns a * 2^n for a whole number n in [-126, 127].
 MGLU_INLINE Vec scale_by_power(Vec a, Vec n) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
     return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(exponent))};
 }
-// [a0 + a1, a2 + a3, .., b0 + b1, ..]
+// Returns [a0 + a1, a2 + a3, .., b0 + b1, ..].
 MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     const __m256 mixed = _mm256_hadd_ps(a.v, b.v);
     return {_mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0xd8))};
@@ -81,7 +81,7 @@ MGLU_INLINE Vec load_octet(const Fp8* p) {  // see to_float; the copy of the sig
     return {_mm256_cvtph_ps(_mm_or_si128(digits, carried))};
 }
 
-// Doubles for the lanes of a Vec, for sums that need more precision than float32.
+// One double for each lane of a Vec, for sums that need more precision than float32.
 struct Wide {
     __m256d low, high;
 };

@@ -32,12 +32,12 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
-// Sets the bit of each lane in which a >= b is false, as it is with NaN.
+// Sets the bit of each lane in which a >= b is false, as it is if a or b is NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NGE_UQ); }
 MGLU_INLINE Vec round_even(Vec a) { return {_mm512_roundscale_ps(a.v, 0)}; }
-// a * 2^n for a whole number n.
+// Returns a * 2^n for a whole number n.
 MGLU_INLINE Vec scale_by_power(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
-// [a0 + a1, a2 + a3, .., b0 + b1, ..]
+// Returns [a0 + a1, a2 + a3, .., b0 + b1, ..].
 MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
@@ -107,7 +107,7 @@ MGLU_INLINE Vec load_octet(const W* p) {
     return floats_of(p, _mm_set1_epi64x(bytes));
 }
 
-// [a0 .. a7 + a8 .. a15, b0 .. b7 + b8 .. b15]
+// Adds the two halves of each vector. The lower half of the result has the sums of a, the upper half the sums of b.
 MGLU_INLINE Vec half_sums(Vec a, Vec b) {
     const Vec low{_mm512_insertf32x8(a.v, _mm512_castps512_ps256(b.v), 1)};
     const Vec high{_mm512_insertf32x8(b.v, _mm512_extractf32x8_ps(a.v, 1), 0)};
@@ -128,7 +128,7 @@ MGLU_INLINE Vec load_16(const W* p) {
     return floats_of(p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-// Doubles for the lanes of a Vec, for sums that need more precision than float32.
+// One double for each lane of a Vec, for sums that need more precision than float32.
 struct Wide {
     __m512d low, high;
 };
@@ -158,8 +158,8 @@ constexpr int kMasksPerVec = 2;
 
 using Mask = __mmask16;
 
-// Loads the masks of `Count` bytes at `bits`. With an odd number of masks the last vector loads one byte, and its upper
-// half sums nothing. A byte of `flip` that is 255 complements its mask.
+// Loads `Count` masks of eight weights, one byte each, from `bits`. With an odd number of masks, the last vector loads
+// only one mask, and its upper eight lanes sum nothing. Each byte of `flip` is 0, or 255 to complement its mask.
 template <int Count>
 MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     if (Count == 1) return static_cast<Mask>(*bits ^ flip);
@@ -168,7 +168,7 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     return static_cast<Mask>(both ^ flip);
 }
 
-// Returns sum + (the products under a mask).
+// Adds the products that the mask keeps to `sum`.
 MGLU_INLINE Vec add_under(Mask mask, Vec sum, Vec product) {
     return {_mm512_mask_add_ps(sum.v, mask, sum.v, product.v)};
 }
@@ -176,7 +176,7 @@ MGLU_INLINE Vec add_under(Mask mask, Vec sum, Vec product) {
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) {
     return {_mm512_mul_ps(a.v, _mm512_maskz_mov_ps(mask, _mm512_set1_ps(1.0f)))};
 }
-// A vector in which each mask's lanes hold that mask's number.
+// Returns a vector in which the lanes of the vector's mask i hold numbers[i].
 MGLU_INLINE Vec broadcast_each(const float* numbers) {
     return {_mm512_mask_blend_ps(0xaaaa, _mm512_set1_ps(numbers[0]), _mm512_set1_ps(numbers[1]))};
 }

@@ -47,7 +47,7 @@ MGLU_INLINE Vec error_function(Vec x) {
 
 MGLU_INLINE Vec logistic(Vec x) { return broadcast(1.0f) / (broadcast(1.0f) + exponential(broadcast(0.0f) - x)); }
 
-// With u = sqrt(2 / pi) (x + 0.044715 x^3): (1 + tanh(u)) / 2 + x (1 - tanh(u)^2) / 2 * du/dx.
+// Computes (1 + tanh(u)) / 2 + x (1 - tanh(u)^2) / 2 * du/dx with u = sqrt(2 / pi) (x + 0.044715 x^3).
 MGLU_INLINE Vec gelu_tanh_derivative(Vec x) {
     const Vec one = broadcast(1.0f), half = broadcast(0.5f);
     const Vec t = hyperbolic_tangent(fma(broadcast(0.044715f) * x * x, x, x) * broadcast(0.797884561f));

@@ -36,23 +36,23 @@ MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
     return {bit_cast<Vec::Floats8>(magnitude_bits | (bits_of(sign) & ~0x7fffffff))};
 }
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) { return choose(a.v < b.v, yes, no); }
-// Sets the bit of each lane in which a >= b is false, as it is with NaN.
+// Sets the bit of each lane in which a >= b is false, as it is if a or b is NaN.
 MGLU_INLINE std::uint32_t lanes_below(Vec a, Vec b) {
     std::uint32_t lanes = 0;
     for (int i = 0; i < 8; ++i) lanes |= static_cast<std::uint32_t>(!(a.v[i] >= b.v[i])) << i;
     return lanes;
 }
-// Rounds numbers with |a| < 2^22: the last bit of a + magic has the value 1.
+// Rounds to whole numbers, if |a| < 2^22. The last bit of a + magic has the value 1, so the addition itself rounds.
 MGLU_INLINE Vec round_even(Vec a) {
     const Vec magic = broadcast(0x1.8p23f);
     return (a + magic) - magic;
 }
-// a * 2^n for a whole number n in [-126, 127].
+// Returns a * 2^n for a whole number n in [-126, 127].
 MGLU_INLINE Vec scale_by_power(Vec a, Vec n) {
     const Vec::Ints8 exponent = (__builtin_convertvector(n.v, Vec::Ints8) + 127) << 23;
     return {a.v * bit_cast<Vec::Floats8>(exponent)};
 }
-// [a0 + a1, a2 + a3, .., b0 + b1, ..]
+// Returns [a0 + a1, a2 + a3, .., b0 + b1, ..].
 MGLU_INLINE Vec pair_sums(Vec a, Vec b) {
     return {Vec::Floats8{a.v[0] + a.v[1], a.v[2] + a.v[3], a.v[4] + a.v[5], a.v[6] + a.v[7], b.v[0] + b.v[1],
                          b.v[2] + b.v[3], b.v[4] + b.v[5], b.v[6] + b.v[7]}};
@@ -74,7 +74,7 @@ MGLU_INLINE Vec load_octet(const E* p) {
     return a;
 }
 
-// Doubles for the lanes of a Vec, for sums that need more precision than float32.
+// One double for each lane of a Vec, for sums that need more precision than float32.
 struct Wide {
     using Doubles8 = double __attribute__((vector_size(64)));
     Doubles8 v;

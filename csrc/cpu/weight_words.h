@@ -10,7 +10,7 @@ struct WeightWords {
 
 MGLU_INLINE WeightWords load_words(const BFloat16* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 32)}; }
 
-// The low and the high bytes of the bfloat16 numbers, by magnitude (the low seven bits) of the 8-bit format.
+// The low and the high bytes of bfloat16 numbers. The index is the magnitude of an 8-bit weight, its low seven bits.
 struct ByteTables {
     alignas(64) std::uint8_t low[128], high[128];
 };
@@ -53,7 +53,7 @@ MGLU_INLINE WeightWords load_words(const W* p) {  // Int8 or Fp8
     const __m512i magnitude = std::is_same_v<W, Int8> ? _mm512_abs_epi8(bytes) : bytes;  // bit 7 is ignored
     const __m512i low = look_up(kByteTables<W>.low, magnitude), unsigned_high = look_up(kByteTables<W>.high, magnitude);
     __m512i high = _mm512_or_si512(unsigned_high, _mm512_and_si512(bytes, _mm512_set1_epi8(-128)));
-    if (std::is_same_v<W, Int8>) {  // the magnitude of -128 needs bit 7
+    if (std::is_same_v<W, Int8>) {  // 128, the magnitude of -128, is not in the table
         high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(magnitude), _mm512_set1_epi8(-61));
     }
     return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};

@@ -1,7 +1,7 @@
 // Dynamic scheduling: a thread that has finished a task takes the next. Included inside a file's own namespace.
 
-// Tasks 0 to end - 1, each taken by one thread. With equal static shares all threads would wait for the thread whose
-// CPU other work slows down. This would cost 10 to 15% of the time (medians, README.md).
+// Tasks 0 to end - 1, each taken by one thread. If all threads had equal static shares, they would wait for any thread
+// whose CPU also runs other work. This wait would cost 10 to 15% of the time (medians, README.md).
 struct WorkQueue {
     std::int64_t end;
     std::int64_t next = 0;
@@ -13,7 +13,8 @@ struct WorkQueue {
 };
 
 // Runs job.pack_x(panel) for all panels, and then job.run(queue) on each thread. `run` computes blocks from the queue
-// until it is empty, or returns false if it gets no memory. A grain is the least number of tasks worth a thread.
+// until it is empty, or returns false if it gets no memory. `panel_grain` and `block_grain` are the numbers of tasks
+// from which another thread pays off.
 template <class Job>
 Status pack_and_run(ParallelFor parallel_for, const Job& job, std::int64_t panels, std::int64_t panel_grain,
                     std::int64_t blocks, std::int64_t block_grain) {

@@ -1,9 +1,9 @@
 // The activations of the gate, in float32. Names and codes agree with mglu_ops/activations.py and csrc/cpu/activation.h
 // (tests/operators/test_parameters.py).
 //
-// With kFast, exponentials and divisions are the hardware's approximations: a relative error of 1e-6 to 1e-5 for a
-// third of the instructions. Kernels set kFast if they round the result to 16 bits, since the rounding error is at
-// least 50 times as large.
+// With kFast, exponentials and divisions are the hardware's approximations, which have a relative error of 1e-6 to 1e-5
+// and take a third of the instructions. Kernels set kFast if they round the result to 16 bits, since the rounding error
+// is at least 50 times as large.
 #pragma once
 #include "ptx.cuh"
 
@@ -79,12 +79,11 @@ __device__ __forceinline__ void normal_distribution(float x, float& probability,
     }
 }
 
-// The value and the derivative of an activation at a gate.
 struct ValueAndDerivative {
     float value, derivative;
 };
 
-// activate() and its derivative. At points where an activation has no derivative, this one agrees with torch
+// Computes activate() and its derivative. Where an activation has no derivative, the result agrees with torch
 // (mglu_ops/activations.py): for relu it is 0 at 0, and 1 at NaN.
 template <Activation kActivation, bool kFast>
 __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gate) {
@@ -97,7 +96,7 @@ __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gat
         normal_distribution<kFast>(gate, probability, density);
         return {gate * probability, fmaf(gate, density, probability)};
     } else if constexpr (kActivation == Activation::gelu_tanh) {
-        // (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (gate + 0.044715 gate^3).
+        // s is (1 + tanh(u)) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (gate + 0.044715 gate^3).
         const float square = gate * gate;
         const float s = sigmoid<kFast>(gate * fmaf(0.071354816f, square, 1.59576912f));
         const float value = gate * s;

@@ -1,15 +1,15 @@
-// The two GEMMs of the backward pass on Hopper. G is the gradient of the result, and S_i are its partial derivatives P,
-// Q_1, Q_2, ... (training.md). The A operand, the elementwise product G * S_i, is computed in registers and never
-// stored.
+// The two GEMMs of the backward pass on Hopper. G is the gradient of the result y, and S_i are the partial derivatives
+// P, Q_1, Q_2, ... of y (training.md). The A operand, the elementwise product G * S_i, is computed in registers and
+// never stored.
 //
 //     MGLU_GRAD_X = 1:  grad_x[token, h] = sum over i, d of (G * S_i)[token, d] (F_i * W)[d, h]
 //     MGLU_GRAD_X = 0:  D_i[d, h]        = sum over tokens of (G * S_i)[token, d] x[token, h]
 //
-// Here i starts at 0 and F_0 = 1. The sign-flipped weights F_i * W are matrices in memory. A block computes tiles of
-// 128 rows by 256 columns of the result. The producer, one thread in a warpgroup of its own, loads stages of kDepth
-// columns of A and kDepth rows of B by TMA into a ring in shared memory. Two consumer warpgroups of 64 rows each read G
-// and S_i as wgmma fragments, multiply them in registers, and multiply the products with B. The rows of B lie along k,
-// which wgmma takes as a transposed operand.
+// Here i starts at 0, F_0 = 1, d is a row of W, and h is a column of W. The sign-flipped weights F_i * W are matrices
+// in memory. A block computes tiles of 128 rows by 256 columns of the result. The producer, one thread in a warpgroup
+// of its own, loads stages of kDepth columns of A and kDepth rows of B by TMA into a ring in shared memory. Two
+// consumer warpgroups of 64 rows each read G and S_i as wgmma fragments, multiply them in registers, and multiply the
+// products with B. The rows of B lie along k, which wgmma takes as a transposed operand.
 //
 // For grad_x, the stages of one chunk of d go through all i, so that the chunk of G is loaded once for all i. For D_i,
 // the two warpgroups of a block take the same rows of W and neighbouring i if possible, so that they share G. The
@@ -132,8 +132,8 @@ __device__ __forceinline__ void produce(const Params& p, u32 ring, u32 full, u32
         const Part second = part_at(p, index, rank, 1);
         const bool shares_gradient = share_gradient(p, index, rank);
         const int first_column = column_at(p, index) + rank * kBoxes * 64;
-        int product = 0;  // the i of the stage, for grad_x
-        int chunk = 0;    // chunk of d for grad_x, of tokens for D_i
+        int product = 0;  // for grad_x, the i of the stage
+        int chunk = 0;    // index of a chunk of d for grad_x, or of tokens for D_i
         for (int step = 0; step < steps; ++step) {
             const u32 slot = ring + position.slot * kStageBytes;
             const u32 barrier = full + 8 * position.slot;
@@ -227,7 +227,8 @@ struct Accumulators {
 };
 
 // The offset in a stage from which a lane reads G or S_i. For grad_x, the lane reads vector lane / 16 of the warp's row
-// lane % 16. For D_i, it reads token lane % 8 + 8 (lane / 16), and of the warp's 16 rows vector lane / 8 % 2.
+// lane % 16. For D_i, the warp's 16 rows are two vectors of each token; the lane reads vector lane / 8 % 2 of token
+// lane % 8 + 8 (lane / 16).
 __device__ __forceinline__ u32 operand_offset(int warp, int lane) {
     if constexpr (kInputGradient) {
         const int row = warp * 16 + lane % 16;

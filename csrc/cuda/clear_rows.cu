@@ -1,5 +1,5 @@
-// Zeroes the rows of a matrix after the last expert's rows, which the library's grouped GEMMs do not write. Usually
-// there are no such rows, and the kernel only reads one number.
+// Zeroes the rows of a matrix after the last expert's rows, which torch's grouped_mm does not write. Usually there are
+// no such rows, and the kernel only reads one number.
 #include "ptx.cuh"
 
 namespace mglu {

@@ -13,8 +13,8 @@ namespace mglu {
 
 constexpr int kThreads = 256;  // threads of a block
 constexpr bool kVector = MGLU_VECTOR;
-// Masks that a thread loads before it uses the first. More would take more registers, so fewer warps would fit on an
-// SM.
+// The number of masks that a thread loads before it uses the first. With more masks it would need more registers, and
+// fewer warps would fit on an SM.
 constexpr int kMasksAtOnce = kVector ? 2 : 1;
 
 // The position of this thread's group. Each warp takes 32 neighbouring groups of one row.
@@ -146,7 +146,7 @@ struct OctetMasks {
     }
 };
 
-// `whole` minus `part`, where each element of `part` is either 0 or the element of `whole`.
+// Returns `whole` minus `part`. Each element of `part` is 0 or equals the element of `whole`, so XOR subtracts.
 template <int kType, int kColumns>
 __device__ __forceinline__ Group<kType, kColumns> without(const Group<kType, kColumns>& whole,
                                                           const Group<kType, kColumns>& part) {

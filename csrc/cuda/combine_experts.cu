@@ -2,8 +2,8 @@
 //
 //   out[t] = sum_k expert_weights[t, k] products[t, k]
 //
-// A (token, expert) pair whose id is out of range adds nothing. The kernel runs after experts_down.cu or after grouped
-// GEMMs of a library.
+// A (token, expert) pair whose id is out of range adds nothing. The kernel runs after experts_down.cu or after torch's
+// grouped_mm.
 #include "element.cuh"
 #include "expert_items.cuh"
 #include "params.cuh"
@@ -16,8 +16,8 @@ constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
 constexpr int kProductType = MGLU_PRODUCTS;  // an ElementType: kFloat32, or kType
 constexpr int kTopK = MGLU_TOP_K;
 constexpr int kVector = MGLU_VECTOR;   // columns of a thread: 4 if out_features is a multiple of 4, else 1
-constexpr int kParts = MGLU_PARTS;     // most split-K parts of experts_down, each an array of its own
-constexpr int kRows = MGLU_PART_ROWS;  // columns of a tile of experts_down, which have the same number of parts
+constexpr int kParts = MGLU_PARTS;     // maximum number of split-K parts in experts_down; each part is an array
+constexpr int kRows = MGLU_PART_ROWS;  // columns of `out` in a tile of experts_down, which have equally many parts
 constexpr int kThreads = 128;
 
 template <typename Bits>

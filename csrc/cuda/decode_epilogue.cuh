@@ -10,7 +10,7 @@
 
 namespace mglu {
 
-// The shapes of a block. It has kTiles tiles of kRows rows of W. kParts neighbouring warps share a tile, each with a
+// The shape of a block, which has kTiles tiles of kRows rows of W. kParts neighbouring warps share a tile, each with a
 // part of k. Each warp has left its sums in shared memory, kWarpBytes apart, as float [1 + kMasks][kRows][kColumns], or
 // with kRowsFirst [1 + kMasks][kColumns][kRows]. The first of these matrices is t = x W^T, and the others are the s_i =
 // x (M_i * W)^T of each mask.
@@ -76,8 +76,8 @@ __device__ __forceinline__ void decode_epilogue(const Params& p, const Rows& row
     constexpr int kPlane = Shape::kRows * Shape::kColumns;
     constexpr int kOutputsAtOnce = Shape::kThreads / kMaskLanes;
     int thread = threadIdx.x;
-    if constexpr (Shape::kRowsFirst)
-        keep_in_register(thread);  // else addresses are computed before the mainloop, which has no registers to spare
+    // This keeps the compiler from computing addresses before the mainloop, which has no registers to spare.
+    if constexpr (Shape::kRowsFirst) keep_in_register(thread);
     const int mask_lane = thread % kMaskLanes;
     for (int base = 0; base < kOutputs; base += kOutputsAtOnce) {
         const int output = base + thread / kMaskLanes;

@@ -9,9 +9,10 @@
 //
 // A warp owns 16 rows of W and every kSplitK-th stage of k. Its own lanes copy W and mask bytes with cp.async into a
 // ring of kStages stages in shared memory. So loads need no registers and never wait for arithmetic, and no warp waits
-// for another before the end. x is copied whole, once per block; with kCluster = 2, two neighbouring blocks copy it for
-// each other. For 16 x 64 weights a warp issues 4 (kMasks + 1) MMAs of 8 columns, so that 1 to 8 tokens cost the same.
-// At the end each warp stores its sums in shared memory, and the block runs the epilogue (decode_epilogue.cuh).
+// for another before the end. Each block copies all of its x once. With kCluster = 2, each of two neighbouring blocks
+// copies half of the tokens to both. For 16 x 64 weights a warp issues 4 (kMasks + 1) MMAs of 8 columns, so that 1 to 8
+// tokens cost the same. At the end each warp stores its sums in shared memory, and the block runs the epilogue
+// (decode_epilogue.cuh).
 //
 // With MGLU_ITEMS, a block computes an item (work.cuh): a few rows of one expert, which may lie anywhere in x and in
 // the result. Apart from that, the block runs as for a layer with that expert's weights.
@@ -55,8 +56,8 @@ constexpr bool kReadOnce = MGLU_READ_ONCE;  // a block has all tokens, so that W
 constexpr int kCluster = MGLU_CLUSTER;      // blocks that copy x for each other: 1 or 2
 constexpr WeightFormat kFormat = static_cast<WeightFormat>(MGLU_WEIGHT_FORMAT);
 using Weight = WeightPairs<kFormat, kType>;
-// True if x and 8-bit W are read from shared memory with ldmatrix. In fp8_block each group of columns has sums of its
-// own, so that registers allow ldmatrix only with few masks.
+// True if x and 8-bit W are read from shared memory with ldmatrix. fp8_block needs a second set of sums, for a group of
+// columns, and then has enough registers for ldmatrix only with few masks.
 constexpr bool kMatrices = kScalesRows<kFormat> || (kFormat == WeightFormat::fp8_block && kMasks <= 4);
 constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // groups with a scale in a stage
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
@@ -89,7 +90,8 @@ using Epilogue = EpilogueShape<kType, kFormat, kMasks, kActivation, kMaskWeightT
 constexpr bool kExpandedX = kTokenColumns == 1 && Weight::kBits == 4;
 constexpr int kChunkOfX = kExpandedX ? 256 : 128;  // bytes
 
-// Loads and stores the expanded x. In this struct, an item is columns 2q and 2q + 1 of four octets.
+// Loads and stores the expanded x. In this struct, `item` is the index of a vector: columns 2q and 2q + 1 of four
+// octets.
 struct ExpandedX {
     static constexpr int kHeld = 3;  // items of a thread that stay in registers while W is requested
     u32 held[kHeld][4];
@@ -234,9 +236,9 @@ struct GroupScales {
 
 // The base addresses of a lane's reads; every other address is a base address plus a constant.
 struct LaneAddresses {
-    u32 weights;         // in a slot: offset of 4 weights of row g, or of ldmatrix's row; XOR applies `source` (0 to 3)
-    u32 masks[2];        // in a slot: offset of the masks of row g, columns 16q to 16q + 15 of a chunk
-    u32 x[kTokenTiles];  // address of 4 of a token's first 16 bytes, or for ldmatrix of 16 of its first 64 bytes
+    u32 weights;         // offset in a slot: 4 weights of row g, or the row that the lane passes to ldmatrix
+    u32 masks[2];        // offsets in a slot: the masks of row g for columns 16q to 16q + 15 of a chunk
+    u32 x[kTokenTiles];  // address of 4 of a token's first 16 bytes, or for ldmatrix 16 of its first 64 bytes
 
     __device__ __forceinline__ LaneAddresses(int lane, int g, int q, const SharedX& rows, int tokens) {
         if constexpr (kMatrices)  // matrices of rows 0 to 7 and 8 to 15, then of the same rows 16 columns further
@@ -351,7 +353,8 @@ struct ChunkFragments {
         mma<1, 1>(acc.sum[0], constants.select_all);
     }
 
-    // Adds the products under each mask of a group to the mask's s_i. Consecutive MMAs have different accumulators.
+    // Adds the products that each mask of a group keeps to the mask's s_i. The loops over masks are innermost, so that
+    // consecutive MMAs have different accumulators.
     __device__ __forceinline__ void multiply_masked(Accumulators& acc, int group,
                                                     const SparseMetadata<kMaskGroup>& even,
                                                     const SparseMetadata<kMaskGroup>& odd) const {
@@ -462,7 +465,7 @@ extern "C" __global__ void MGLU_CLUSTER_DIMS __launch_bounds__(mglu::kThreads, m
     // The expanded x needs no barriers, and occupies their memory.
     if (!kExpandedX && threadIdx.x < kXSegments) barrier_init(x.ready + 8 * threadIdx.x, 1);
     if constexpr (kHasTma) fence_async_proxy();
-    if (use_bulk_copy) x.store(p, rows, p.in_features / 8);  // only the zeros past in_features
+    if (use_bulk_copy) x.store(p, rows, p.in_features / 8);  // writes only the zeros past in_features
     if constexpr (kCluster > 1) arrive_in_cluster();
     __syncthreads();
 

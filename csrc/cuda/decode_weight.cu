@@ -2,7 +2,7 @@
 // tokens, which takes longer if there are many tiles (tile_wgmma.md).
 //
 // Each thread decodes one vector of 16 bytes. p.out is contiguous, [out_features][in_features], and the scales are
-// multiplied in. Requirements: as for tile_wgmma.
+// multiplied in. The requirements of tile_wgmma apply.
 #include "weight_format.cuh"
 
 namespace mglu {

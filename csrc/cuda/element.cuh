@@ -43,7 +43,7 @@ __device__ __forceinline__ typename Element<kType>::Bits from_float(float value)
     }
 }
 
-// Two 16-bit elements in a word, the first in its lower half.
+// Rounds two floats to 16-bit elements in one word, with `first` in the lower half.
 template <int kType>
 __device__ __forceinline__ u32 from_floats(float first, float second) {
     static_assert(kType == kFloat16 || kType == kBfloat16, "16-bit elements");

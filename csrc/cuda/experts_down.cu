@@ -2,10 +2,10 @@
 // k. The page of this kernel is experts_down.md.
 //
 // A row of y is a (token, expert) pair. An item is up to kTokens pairs of one expert (expert_items.cuh). A work tile is
-// an item times kRows rows of W, over all of k. The kernel is persistent: each block takes every gridDim.x-th work
-// tile. Neighbouring work tiles have the same rows, so that items of one expert share reads of W through L2. cp.async
-// fills a ring of kStages stages of 128 columns in shared memory. The ring runs on from one work tile to the next:
-// while a block writes its sums, the first stages of its next work tile arrive.
+// the product of an item with kRows rows of W, over all columns. The kernel is persistent: each block takes every
+// gridDim.x-th work tile. Neighbouring work tiles have the same rows, so that items of one expert share reads of W
+// through L2. cp.async fills a ring of kStages stages of 128 columns in shared memory. The ring runs on from one work
+// tile to the next: while a block writes its sums, the first stages of its next work tile arrive.
 //
 // For one token (kTokens == 1) a work tile is kRows rows of W with all experts of the token. The block adds the
 // experts' sums with their weights, in the order of k, and writes the result. The stages are divided among kTeams teams
@@ -226,7 +226,7 @@ class Loader {
 // The scales of a lane's rows g and g + 8 of each tile, for the columns of a stage.
 struct RowScales {
     float scale[kRowTiles][2];
-    u32 address_[kRowTiles][2];  // of the scale in the first stage, in units of 2-byte scales
+    u32 address_[kRowTiles][2];  // address of the scale in the first stage, in units of 2 bytes
 
     __device__ __forceinline__ RowScales(const DownParams& p, int expert, int row) {
 #pragma unroll
@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
             Accumulators acc = {};
             for (; stage < end; stage += kTeams) {
                 copy_async_wait<kStages - 2>();  // this thread's copies of the oldest stage have arrived
-                wait_for_team(team);             // so have the team's copies, and the stage before has been read
+                wait_for_team(team);             // the team's copies have too, and the previous stage has been read
                 loader.load_next(free_slot);
                 scales.load(slot + kScalesAt + 4 * warp_row, stage);
                 if constexpr (kScalesColumns<kFormat>) {
@@ -365,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
                     for (int j = 0; j < 4; ++j) {
                         const int token = n * 8 + 2 * q + j % 2, own_row = row + warp_row + 16 * r + j / 2 * 8;
                         const float sum = acc.sum[r][n][j] * (kScalesRows<kFormat> ? scales.scale[r][j / 2] : 1.0f);
-                        if constexpr (kOneToken) {  // all columns have the same sum
+                        if constexpr (kOneToken) {  // all columns of the MMA have the same sum
                             if (j % 2 == 0) total[r][j / 2] += expert_weight * sum;
                         } else if (token < item.count && own_row >= tile * kRows) {
                             const i64 pair = static_cast<i64>(part) * p.pairs + items.pair_of(item, token);

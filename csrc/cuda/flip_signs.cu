@@ -1,6 +1,6 @@
-// Writes F_i * W for every mask, the stacked weights of one library GEMM (training.md). With MGLU_WITH_WEIGHT the stack
-// begins with W. F_i is -1 where M_i = 1 and 1 elsewhere, so multiplying by it flips sign bits of float16 or bfloat16.
-// With MGLU_PARTS the kernel writes M_i * W and (1 - M_i) * W for every mask instead.
+// Writes F_i * W for every mask as one stack, an operand of the training step's GEMMs (training.md). With
+// MGLU_WITH_WEIGHT the stack begins with W. F_i is -1 where M_i = 1 and 1 elsewhere, so multiplying by it flips sign
+// bits of float16 or bfloat16. With MGLU_PARTS the kernel writes M_i * W and (1 - M_i) * W for every mask instead.
 //
 // W holds the rows of all experts, one expert after the other, and each expert has its own stack. A layer without
 // experts counts as one expert.

@@ -2,19 +2,19 @@
 //
 // With expert ids, this is a stable counting sort. Each warp counts the experts of a range of rows. Prefix sums of the
 // counts, over warps and then over experts, give the sorted position of the first row of each warp and expert. With
-// MGLU_SORTED the kernel gets offs instead, and the rows are sorted already. Rows without an expert form the last
-// group.
+// MGLU_SORTED the rows are sorted already, and instead of ids the kernel gets `offs`, the end of each expert's rows.
+// Rows without an expert form the last group.
 //
-// With MGLU_ORDER the kernel writes the order of rows instead of items, for library GEMMs of sorted rows: first the
-// rows in sorted order, then the sorted position of each row, both int64 [rows], and then the end of each expert's
-// rows, int32 [experts].
+// With MGLU_ORDER the kernel writes the order of rows instead of items, for torch's grouped_mm, which needs sorted
+// rows: first the rows in sorted order, then the sorted position of each row, both int64 [rows], and then the end of
+// each expert's rows, int32 [experts].
 #include "items.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
 
 namespace mglu {
 
-constexpr bool kSorted = MGLU_SORTED;  // the kernel gets offs instead of expert ids
+constexpr bool kSorted = MGLU_SORTED;  // the kernel gets `offs` instead of expert ids
 #if defined(MGLU_ORDER) && MGLU_ORDER
 constexpr bool kOrder = true;
 #else
@@ -25,7 +25,7 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBatch = 4;  // rows that a lane reads together
 
-// An inclusive prefix sum, or another associative operation, in place. One warp calls this.
+// Computes an inclusive prefix sum in place, or a scan with another associative operation. One warp calls this.
 template <typename Operation>
 __device__ __forceinline__ void scan(int* values, int count, Operation operation) {
     const int lane = threadIdx.x % 32, each = (count + 31) / 32;
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, 1)
         for (int g = threadIdx.x; g < groups; g += kThreads)
             item_ends[g] = (ends[g] - before(ends, g) + p.item_rows - 1) / p.item_rows;
     } else {
-        Batch batch = read(first);  // before the barrier, since reading takes longest
+        Batch batch = read(first);  // starts before the barrier, since reading takes longest
         __syncthreads();
         for (int base = first; base < end; base += 32 * kBatch) {
             if (base > first) batch = read(base);

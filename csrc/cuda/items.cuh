@@ -1,4 +1,4 @@
-// The table of items, which group_tokens.cu writes and the kernels of experts read (work.cuh), and the ids of experts.
+// The table of items, which group_tokens.cu writes and the kernels of experts read (work.cuh).
 #pragma once
 #include "ptx.cuh"
 

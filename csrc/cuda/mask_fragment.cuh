@@ -36,15 +36,16 @@ struct SignFlips {
 };
 
 // The mask bytes of two neighbouring octets A and B (of 8 columns) of a row of W. These 2 x kMasks bytes are contiguous
-// in the packed format. Here they are rearranged into words (A_i, A_i+1, B_i, B_i+1).
+// in the packed format. Here they are rearranged into words (A_i, A_i+1, B_i, B_i+1), where A_i is mask i's byte of
+// octet A.
 template <int kMasks>
 struct MaskWords {
     static constexpr int kWords = (kMasks + 1) / 2;
     u32 word[kWords];
 
-    // Sign flips for permuted x (permute_x.cu), where a register holds weight j of A and weight j of B. Moves bit j of
-    // mask i's two bytes to bits 15 and 31; the other bits are noise. This is a left shift, by 15 - j for even masks
-    // and 7 - j for odd ones, so two weights and a mask cost one multiplication and one LOP3.
+    // Sign flips for permuted x (permute_x.cu), where a register holds weight j of A and weight j of B. flips(i, j)
+    // moves bit j of mask i's two bytes to bits 15 and 31; the other bits are noise. It is a left shift, by 15 - j for
+    // even masks and 7 - j for odd ones, so two weights and a mask cost one multiplication and one LOP3.
     __device__ __forceinline__ u32 flips(int i, int j) const {
         const int distance = (i % 2 ? 7 : 15) - j;
         return distance == 0 ? word[i / 2] : word[i / 2] * powers_of_two[distance];
@@ -89,9 +90,9 @@ struct SparseMetadata {
     }
 };
 
-// The A operands of two sparse MMAs: the even weights, or the odd ones, of 16 rows and 64 columns. MMA number `half`
-// takes columns 32 half to 32 half + 31. Its metadata selector is `half` too, since the lanes q = 2 half and 2 half + 1
-// hold the mask bits of these columns.
+// The A operands of two sparse MMAs: the even or the odd weights of 16 rows and 64 columns. MMA number `half` takes
+// columns 32 half to 32 half + 31. Its metadata selector is `half` too, since the lanes q = 2 half and 2 half + 1 hold
+// the mask bits of these columns.
 struct SparseWeights {
     u32 value[2][4];
 
@@ -138,10 +139,10 @@ __device__ __forceinline__ MaskWords<kMasks> load_mask_words(u32 address) {
     MaskWords<kMasks> masks;
 #pragma unroll
     for (int w = 0; w < MaskWords<kMasks>::kWords; ++w) {
-        const int a = 2 * w;           // the byte of A under mask 2w; mask 2w + 1 follows
-        const int b = kMasks + 2 * w;  // the byte of B under mask 2w
+        const int a = 2 * w;           // A's byte of mask 2w; the byte of mask 2w + 1 follows
+        const int b = kMasks + 2 * w;  // B's byte of mask 2w
         const u32 from_a = stream[a / 4] >> (8 * (a % 4));
-        // With an odd kMasks, B's two bytes straddle a word, and the second mask of the last word is noise.
+        // If kMasks is odd, B's two bytes may lie in different words, and the second mask of the last word is noise.
         const u32 next = b / 4 + 1 < kStream ? stream[b / 4 + 1] : 0;
         const u32 from_b = b % 4 == 0 ? stream[b / 4] : __funnelshift_r(stream[b / 4], next, 8 * (b % 4));
         masks.word[w] = pick_bytes<0x5410>(from_a, from_b);

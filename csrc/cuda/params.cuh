@@ -37,7 +37,7 @@ struct Params {
 struct ItemParams {
     const void* expert_ids;  // int32 or int64 [tokens][top_k]; read only if blocks find their items themselves
     const int* items;        // written by group_tokens: ItemEntry [max_items], then the rows sorted by expert, [rows]
-    i64 weight_stride;       // bytes from one expert to the next
+    i64 weight_stride;       // these three strides are in bytes, from one expert to the next
     i64 mask_stride;
     i64 scale_stride;
     int id_bytes;
@@ -50,8 +50,8 @@ struct ItemParams {
 
 // The parameters of group_tokens.
 struct GroupParams {
-    const void* expert_ids;  // int32 or int64 [rows], or offs, int32 [experts]
-    int* out;                // ItemEntry [max_items], then for expert ids the rows sorted by expert, [rows]
+    const void* expert_ids;  // int32 or int64 [rows], or `offs` (the end of each expert's rows), int32 [experts]
+    int* out;                // ItemEntry [max_items], and then, if ids were given, the rows sorted by expert, [rows]
     int id_bytes;
     int experts;
     int rows;
@@ -66,11 +66,12 @@ struct DownParams {
     const void* weight_scale;    // the scales of the format for each expert, contiguous, or null
     const void* expert_ids;      // [pairs]
     const void* expert_weights;  // [pairs]
-    void* out;                   // [out_features] for one token, else float32 [kParts, pairs, out_features], and then
-                                 // with kParts > 1 the number of parts of each pair and row tile, u8 [pairs, tiles]
-    i64 weight_stride;           // stored elements from one expert to the next
-    i64 weight_row_stride;       // stored elements from one row to the next
-    i64 scale_stride;            // number of scales of an expert
+    void* out;              // [out_features] for one token. For more tokens, float32 [kParts, pairs, out_features],
+                            // and behind it, if kParts > 1, the number of parts of each pair and row tile,
+                            // u8 [pairs, tiles]
+    i64 weight_stride;      // stored elements from one expert to the next
+    i64 weight_row_stride;  // stored elements from one row to the next
+    i64 scale_stride;       // number of scales of an expert
     int id_bytes;
     int pairs;
     int experts;
@@ -80,7 +81,7 @@ struct DownParams {
 
 // The parameters of combine_experts.
 struct CombineParams {
-    const void* products;        // DownParams::out; with `places`, the rows that it names, [rows, out_features]
+    const void* products;        // DownParams::out, or with `places` a matrix [rows, out_features]
     const i64* places;           // row of each pair in `products`, or null if pair i has row i
     const void* expert_ids;      // [tokens, top_k]
     const void* expert_weights;  // [tokens, top_k]
@@ -98,11 +99,11 @@ struct TileParams : Params {
 
 struct TrainingTileParams : TileParams {
     TensorMap out_map;       // [tokens][out_features], in boxes of kBoxTokens by 64
-    TensorMap partials_map;  // [tokens][n_masks + 1, or 2 n_masks + 1 with mask weights][out_features], as out_map
+    TensorMap partials_map;  // [tokens][n_masks + 1, or 2 n_masks + 1 with mask weights][out_features], same boxes
 };
 
 struct TrainingItemParams : TrainingTileParams {
-    TensorMap out_row_map;  // out_map's matrix in boxes of one token, for an expert's last tokens
+    TensorMap out_row_map;  // these two maps have boxes of one token, for an expert's last tokens
     TensorMap partials_row_map;
 };
 

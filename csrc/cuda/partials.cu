@@ -1,5 +1,5 @@
-// Computes the result y from the products t = x W^T and f_i = x (F_i * W)^T, with the partial derivatives that the
-// backward pass needs, P = dy/dt, Q_i = dy/df_i and R_i = dy/dr_i (training.md):
+// Computes the result y from the products t = x W^T and f_i = x (F_i * W)^T and the mask weights r_i. It also computes
+// the partial derivatives that the backward pass needs, P = dy/dt, Q_i = dy/df_i and R_i = dy/dr_i (training.md):
 //
 //   g_i = (t - f_i) / 2,   v_i = (t + f_i) / 2,   y = sum_i r_i act(g_i) v_i
 //   P = sum_i r_i (act'(g_i) v_i + act(g_i)) / 2,   Q_i = r_i (act(g_i) - act'(g_i) v_i) / 2,   R_i = act(g_i) v_i
@@ -9,8 +9,8 @@
 // thread uses an element, and the thread reads the element before writing it. Arithmetic is in float32, and every
 // element is read and written once.
 //
-// Grouped GEMMs of a library round products to 16 bits, and an error of t would enter every gate and value. So for
-// experts t may be a separate float32 tensor (MGLU_TOTAL), or the products are g_1, v_1, g_2, v_2, ... (MGLU_PARTS).
+// torch's grouped_mm rounds products to 16 bits, and an error of t would enter every gate and value. So for experts t
+// may be a separate float32 tensor (MGLU_TOTAL), or the products are g_1, v_1, g_2, v_2, ... (MGLU_PARTS).
 #include "activation.cuh"
 #include "columns.cuh"
 
@@ -40,7 +40,7 @@ constexpr bool kParts = MGLU_PARTS;
 constexpr int kMasks = MGLU_N_MASKS;
 static_assert(!kParts || kTotalType < 0, "gates and values need no t");
 constexpr Activation kActivation = static_cast<Activation>(MGLU_ACTIVATION);
-constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1 without mask weights
+constexpr int kMaskWeightType = MGLU_MASK_WEIGHTS;  // -1: no mask weights
 constexpr bool kWeighted = kMaskWeightType >= 0;
 constexpr int kColumns = 4;  // columns of a thread; with 8, there are too few registers to load the next mask ahead
 constexpr int kBlocksPerSm = kWeighted || !kVector ? 4 : 5;  // as many as fit without register spills
@@ -66,7 +66,8 @@ struct Sums {
 // Adds kCount masks from `mask` on. All their products are loaded before the first is used.
 template <int kCount>
 __device__ __forceinline__ void add_masks(Sums& sums, const Params& p, const Position<kColumns>& at, int mask) {
-    Group<kProductsType, kColumns> gates[kCount], flipped[kCount];  // f_i in `flipped`; with MGLU_PARTS g_i and v_i
+    // `flipped` holds f_i. With MGLU_PARTS, `gates` holds g_i and `flipped` holds v_i.
+    Group<kProductsType, kColumns> gates[kCount], flipped[kCount];
     float mask_weight[kCount];
 #pragma unroll
     for (int j = 0; j < kCount; ++j, sums.product += p.products_entry_stride) {

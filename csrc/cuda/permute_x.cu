@@ -28,8 +28,8 @@ constexpr bool kPermute = true;
 extern "C" __global__ void __launch_bounds__(256)
     mglu_permute_x(const __grid_constant__ mglu::Params p MGLU_ITEM_PARAMS) {
     using namespace mglu;
-    // tile_wgmma may start and load W while this kernel runs. It only has to wait for this kernel, which has waited for
-    // all earlier ones.
+    // tile_wgmma may start and load W while this kernel runs. tile_wgmma only has to wait for this kernel, which has
+    // waited for all earlier kernels.
     wait_for_earlier_kernels();
     let_next_kernel_start();
     const int lane = threadIdx.x % 32;

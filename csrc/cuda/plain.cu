@@ -1,7 +1,7 @@
 // The kernel for calls that no faster kernel takes: any dtype, strides, alignment and in_features (plain.md).
 //
-// A warp computes one row of W for up to kTokens tokens. Each lane reads eight columns at a time, as vectors if the
-// rows are aligned.
+// A warp computes one row of W for up to kTokens tokens: t = x W^T and s_i = x (M_i * W)^T. The gate is s_i, and the
+// value is t - s_i. Each lane reads eight columns at a time, as vectors if the rows are aligned.
 #include "activation.cuh"
 #include "element.cuh"
 #include "packed_masks.cuh"

@@ -75,7 +75,7 @@ __device__ __forceinline__ void prefetch(const void* source) { asm volatile("pre
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's latest groups are in flight.
+// Waits until at most kPending of this thread's commit groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -97,7 +97,7 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 #define MGLU_TEST "try_wait"
 #endif
 
-// Waits for the end of the phase with this parity (0 for the first).
+// Waits for the end of the phase with this parity (0 for the first phase).
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{\n\t.reg .pred done;\n\tagain:\n\tmbarrier." MGLU_TEST
                  ".parity.shared.b64 done, [%0], %1;\n\t@!done bra again;\n\t}" ::"r"(barrier),
@@ -155,7 +155,7 @@ __device__ __forceinline__ u32 rank_in_cluster() {
     return rank;
 }
 
-// For an address in this block's shared memory, the address of the same place in block `rank` of the cluster.
+// Returns the address of the same offset in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ u32 address_in_cluster(u32 address, u32 rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -251,8 +251,8 @@ __device__ __forceinline__ void keep_in_register(T& value) {
     else asm volatile("" : "+r"(value));
 }
 
-// 2^x and 1 / x in one instruction each, with a relative error of at most 2^-22. Subnormal operands and results become
-// 0.
+// These functions compute 2^x and 1 / x in one instruction each, with a relative error of at most 2^-22. Subnormal
+// operands and results become 0.
 __device__ __forceinline__ float exp2_approximate(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -284,8 +284,8 @@ __device__ __forceinline__ u32 flip_signs(u32 value, u32 bits) { return value ^ 
 //
 // Of every four threads, thread q = 2 kSelector supplies the metadata of columns 0 to 15, and thread q = 2 kSelector +
 // 1 supplies that of columns 16 to 31. The lower half of the word belongs to row g, and the upper half belongs to row g
-// + 8. Every four columns have four bits: two bits are the column of the first value, and two bits are that of the
-// second.
+// + 8. Every four columns have four bits: the lower two are the column of the first value, and the upper two are the
+// column of the second value.
 template <bool kBfloat16, int kSelector>
 __device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
 #define MGLU_MMA(type)                                                                                      \
@@ -299,12 +299,13 @@ __device__ __forceinline__ void mma_sparse_16x8x32(float (&d)[4], const u32 (&a)
 #undef MGLU_MMA
 }
 
-// D (16x8, float32) += A (16x16) B (16x8, column major) in float16 or bfloat16. With g and q as above, a thread holds
+// D (16x8, float32) += A (16x16) B (16x8, column major) in float16 or bfloat16. With g = lane / 4 and q = lane % 4, a
+// thread holds
 //
 // - A: a0 = row g, columns 2q and 2q + 1; a1 = the same columns of row g + 8; a2 and a3 = rows g and g + 8, 8 columns
 //   further;
-// - B: rows 2q and 2q + 1 of column g, then the same 8 rows further;
-// - D: as above.
+// - B: b0 = rows 2q and 2q + 1 of column g; b1 = rows 2q + 8 and 2q + 9 of column g;
+// - D: the same elements as in mma_sparse_16x8x32().
 template <bool kBfloat16>
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #define MGLU_MMA(type)                                                                  \
@@ -326,7 +327,7 @@ __device__ __forceinline__ u32 transpose(u32 fragment) {
 
 // Returns the value of lane 4 n + lane % 4. With a constant n the shuffle needs no register for the source lane.
 __device__ __forceinline__ float shuffle_from_quad(float value, int n) {
-    constexpr int kOwnLowBits = 3 << 8 | 31;  // bits 0 and 1 of the source lane are those of this lane
+    constexpr int kOwnLowBits = 3 << 8 | 31;  // the source lane keeps bits 0 and 1 of this lane
     float result;
     asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xffffffff;"
                  : "=f"(result)

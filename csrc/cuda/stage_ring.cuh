@@ -32,7 +32,7 @@ struct StageShape {
 };
 
 // Copies one warp's 16 rows from global memory into its ring, stage by stage. A lane keeps one pointer into W and one
-// into the masks. Its other copies lie at row offsets from these pointers, which are the same for all lanes.
+// into the masks. The lane's other copies lie at offsets from these pointers, in rows, that are the same for all lanes.
 template <typename Shape, int kStep>  // a warp takes every kStep-th stage of k
 class StageLoader {
     static constexpr int kRows = Shape::kRows;
@@ -119,8 +119,8 @@ class StageLoader {
     template <bool kPrefetch = false>
     __device__ __forceinline__ void load_next(u32 slot) {
         const int lane = lane_;
-        // Weights past the end of the row become zeros. Mask bits past the end may be anything, since they select among
-        // zeros, but they must not be read from memory.
+        // Weights past the end of the row become zeros. Mask bits past the end may have any value, since they select
+        // among zeros, but must not be read from global memory.
         const u8* weight = weight_;
 #pragma unroll
         for (int c = 0; c < kWeightCopies; ++c) {

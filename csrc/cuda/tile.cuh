@@ -29,7 +29,7 @@ constexpr bool kPermutedX = MGLU_PERMUTED != 0;    // p.x is the copy that permu
 constexpr bool kBulkMasks = MGLU_BULK_MASKS != 0;  // TMA loads the masks, whose rows must be 16-byte aligned
 constexpr bool kExperts = kItems == Items::table;
 #if defined(MGLU_TRAIN) && MGLU_TRAIN
-constexpr bool kTrain = true;                // also write the partial derivatives (tile_training.cuh)
+constexpr bool kTrain = true;                // also writes the partial derivatives (tile_training.cuh)
 constexpr int kBoxTokens = MGLU_BOX_TOKENS;  // tokens of a box that TMA stores, a multiple of 8
 #else
 constexpr bool kTrain = false;
@@ -44,7 +44,7 @@ constexpr int kChunkColumns = kFp8 ? 128 : 64;  // columns of a chunk: 128 bytes
 // True if permute_x or quantize_x runs first and copies x. For experts the copy is sorted by expert. Experts need no
 // copy if x is sorted already and products are dense.
 constexpr bool kCopiedX = kPermutedX || (kExperts && kSparse);
-constexpr bool kTiledX = kPermutedX && !kExperts;  // in the copy, a stage of a tile is one contiguous block
+constexpr bool kTiledX = kPermutedX && !kExperts;  // the copy has one contiguous block for each tile and stage
 constexpr int kSwath = 8;                          // row tiles that are visited one after the other for the same tokens
 constexpr int kPassMasks = kMasks / kPasses;
 static_assert(kBlockRows % 16 == 0 && kBlockRows >= 64, "whole warps of rows, and at least one warpgroup");
@@ -71,7 +71,7 @@ constexpr int kConsumerRegisters =
 
 // A stage of the ring holds
 //
-// - x [kStageChunks][kTokens][64], with the 16-byte vector v of row r at v ^ (r % 8);
+// - x [kStageChunks][kTokens][64], with the 16-byte vector v of row r in position v ^ (r % 8);
 // - W [kStageChunks][kBlockRows][64], swizzled in the same way (weight_offset());
 // - masks [kStageChunks / kMaskSpan][kBlockRows][mask bytes of kMaskSpan chunks]. kMaskSpan makes the number of mask
 //   bytes a multiple of 16, the unit of TMA.
@@ -118,9 +118,9 @@ constexpr int kBoxBytes = kBoxTokens * 128;
 constexpr int kBoxes = boxes_of_masks((kPassMasks + kMaskGroups - 1) / kMaskGroups) + 2;
 constexpr int kStagingBytes = kTrain ? kConsumers * 2 * kBoxes * kBoxBytes : 0;
 
-// The exchange follows in shared memory, and then the barriers. Through the exchange a warpgroup passes t and the sum
-// of its terms, and in training the sum of P's terms, to the second warpgroup of its rows and to the next pass. In
-// training without a second warpgroup, t stays in registers from pass to pass.
+// Behind these boxes, shared memory holds the exchange and then the barriers. Through the exchange a warpgroup passes t
+// and the sum of its terms, and in training the sum of P's terms, to the second warpgroup of its rows and to the next
+// pass. In training without a second warpgroup, t stays in registers from pass to pass.
 constexpr bool kKeepTotal = kTrain && kMaskGroups == 1 && kPasses > 1;
 constexpr int kExchanged = kTrain && !kKeepTotal ? 3 : 2;  // arrays of the exchange, with one float for each sum
 constexpr int kExchangeBytes = kMaskGroups == 2 || kPasses > 1 ? kRowGroups * kColumns * kExchanged * 512 : 0;

@@ -50,8 +50,8 @@ __device__ __forceinline__ void load_octet_masks(u32 (&bits)[kCount], u32 addres
     }
 }
 
-// Reads the same words from global memory, for masks whose rows are not aligned for TMA. Bytes past the end of a row
-// are not read.
+// Reads the words of load_octet_masks() from global memory, for masks whose rows are not aligned for TMA. Bytes past
+// the end of a row are not read.
 template <int kFirst, int kCount>
 __device__ __forceinline__ void read_octet_masks(u32 (&bits)[kCount], const u8* row, int octet, int octets) {
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ __forceinline__ void accumulate_fp8(Accumulators<kTotal, kFirst, kCou
         release_stage(empty + 8 * position.slot, lane);
         position.advance();
     }
-    // The scales of tokens follow the copy of x.
+    // The scales of tokens follow the copy of x in memory.
     const int copied = kTiledX ? (p.tokens + kTokens - 1) / kTokens : p.tokens;  // tiles or tokens of the copy
     constexpr int kBytes = kTiledX ? kXBytes : kChunkColumns;                    // bytes of a tile or token in a stage
     const void* copy_end = static_cast<const u8*>(p.x) + static_cast<i64>(copied) * stages * kBytes;

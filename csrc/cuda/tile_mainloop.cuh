@@ -14,7 +14,7 @@ namespace mglu {
 // 15 of a chunk. `row` is the address of the row's masks of the chunk, and `swizzle` is the row modulo 8.
 //
 // Wide loads read all masks of the pass, even those that the lane does not need, so that eight lanes read neighbouring
-// bytes. Narrow loads from rows 64 or 128 bytes apart would conflict in one bank (30 million conflicts with 8 masks).
+// bytes. Narrow loads from rows 64 or 128 bytes apart would conflict in one bank.
 template <int kFirst, int kCount, bool kWideLoads = kSwizzleMasks || (kPasses > 1)>
 __device__ __forceinline__ MaskWords<kCount> load_pass_words(u32 row, int q, int swizzle, int pass) {
     MaskWords<kWideLoads ? kPassMasks : kMasks> all;
@@ -43,8 +43,8 @@ __device__ __forceinline__ MaskWords<kCount> load_pass_words(u32 row, int q, int
     return masks;
 }
 
-// Reads the same words from global memory, byte by byte, for masks whose rows are not aligned for TMA. `row` points to
-// the masks of the row, and the first column is 8 * octet. Bytes past the end of the row are not read.
+// Reads the words of load_pass_words() from global memory, byte by byte, for masks whose rows are not aligned for TMA.
+// `row` points to the masks of the row, and the first column is 8 * octet. Bytes past the end of the row are not read.
 template <int kFirst, int kCount>
 __device__ __forceinline__ MaskWords<kCount> read_pass_words(const u8* row, int octet, int octets, int pass) {
     const u8* first = row + static_cast<i64>(octet) * kMasks + pass * kPassMasks + kFirst;
@@ -82,8 +82,8 @@ __device__ __forceinline__ void load_pass_bytes(u32 (&bytes)[(kOctets * kPassMas
     }
 }
 
-// Reads the same bytes from global memory, for masks whose rows are not aligned for TMA. Bytes past the end of the row
-// are not read.
+// Reads the bytes of load_pass_bytes() from global memory, for masks whose rows are not aligned for TMA. Bytes past the
+// end of the row are not read.
 template <int kOctets>
 __device__ __forceinline__ void read_pass_bytes(u32 (&bytes)[(kOctets * kPassMasks + 3) / 4], const u8* row, int octet,
                                                 int octets, int pass) {
@@ -145,7 +145,7 @@ struct StageScales {
         if constexpr (kScalesColumns<kFormat>) now[0] = next[0], now[1] = next[1];
         load_next(p, row, stage + 1);
     }
-    // The scale of row 8 * half of the lane.
+    // The scale of the lane's first row (half = 0) or of its second row (half = 1).
     __device__ __forceinline__ auto scale(int half) const {
         if constexpr (kScalesColumns<kFormat>) return now[half];
         else return Unscaled();
@@ -169,9 +169,9 @@ struct Accumulators {
     static_assert(kSparse || kFp8 || kWgmmaGroups * kStageChunks >= 2, "a stage is released during the next one");
     static_assert(kCount > 0, "each warpgroup has a mask");
 
-    // How many groups may still run when this group's fragments are written. It is one, since fragments alternate
-    // between two sets of registers. It is none if the previous group used the same set: without t, the last group of a
-    // chunk and the first of the next one do so if a chunk has an odd number of groups.
+    // The number of commit groups that may still run when the fragments of this group are written. It is one, since
+    // fragments alternate between two sets of registers. It is zero if the previous group used the same set: without t,
+    // the last group of a chunk and the first of the next one do so if a chunk has an odd number of groups.
     __device__ __forceinline__ static constexpr int pending(int group) {
         return group == 0 && !kTotal && kBatches * kCount % 2 == 1 ? 0 : 1;
     }
@@ -236,8 +236,8 @@ struct Accumulators {
         }
     };
 
-    // Columns in their natural order. A step covers 16 columns, and a lane holds two of every 8. It reads the mask
-    // bytes of all columns, and uses two bits of each byte.
+    // Fragments for columns in their natural order. A step covers 16 columns, and a lane holds two of every 8. It reads
+    // the mask bytes of all columns, and uses two bits of each byte.
     struct NaturalOrder : Fragments {
         using Fragments::weight;
         static constexpr int kOctets = 2 * kSteps;  // octets of a batch
@@ -289,8 +289,8 @@ struct Accumulators {
         }
     };
 
-    // Columns in the order of permute_x.cu. A lane holds 16 neighbouring columns of a chunk, so that it reads a quarter
-    // of the mask bytes that it would read in natural order.
+    // Fragments for columns in the order of permute_x.cu. A lane holds 16 neighbouring columns of a chunk, so that it
+    // reads a quarter of the mask bytes that it would read in natural order.
     struct PermutedColumns : Fragments {
         using Fragments::weight;
         static constexpr int kOctetWords = Weight::kBits / 4;

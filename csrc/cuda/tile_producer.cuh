@@ -105,7 +105,8 @@ __device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles
 
 constexpr int kExpandWarps = 3;                           // the warpgroup's fourth warp contains the producer thread
 constexpr int kTokenGroups = kStageChunks * kTokens / 8;  // token groups of a stage, each 8 tokens of a chunk
-// Token groups that a warp holds in registers at once: all of its groups if the consumers leave enough registers.
+// The number of token groups that a warp holds in registers at once: all of its groups if the consumers leave enough
+// registers, else one.
 constexpr int kGroupsAtOnce =
     kConsumers == 1 || !kFewSpareRegisters ? (kTokenGroups + kExpandWarps - 1) / kExpandWarps : 1;
 

@@ -3,10 +3,10 @@
 //
 //     P   = dy/dt   = sum_i r_i (act(g_i) + act'(g_i) v_i) / 2
 //     Q_i = dy/df_i = r_i (act(g_i) - act'(g_i) v_i) / 2
-//     R_i = dy/dr_i = act(g_i) v_i, with mask weights
+//     R_i = dy/dr_i = act(g_i) v_i, if there are mask weights
 //
-// The partial derivatives are one tensor [tokens][n_masks + 1 or 2 n_masks + 1][out_features]: P, Q_1 to Q_n, R_1 to
-// R_n.
+// g_i is the gate, v_i the value and r_i the mask weight of mask i. The partial derivatives are one tensor
+// [tokens][n_masks + 1 or 2 n_masks + 1][out_features]: P, Q_1 to Q_n, R_1 to R_n.
 #pragma once
 #include "element.cuh"
 #include "tile_mainloop.cuh"
@@ -22,7 +22,7 @@ namespace mglu {
 class StoredBoxes {
     struct Maps {
         const TensorMap& of_boxes;
-        const TensorMap& of_tokens;  // for experts
+        const TensorMap& of_tokens;  // boxes of one token, for experts
     };
     const Maps y_;
     const Maps partials_;
@@ -52,7 +52,7 @@ class StoredBoxes {
                                   from_floats<kType>(value[0], value[1]), from_floats<kType>(value[2], value[3]));
     }
 
-    // The boxes of y and P follow the boxes of the warpgroup's kCount masks.
+    // Puts y and P into their boxes, which follow the boxes of the warpgroup's kCount masks.
     template <int kCount>
     __device__ __forceinline__ void put_results(int j, const float (&y)[4], const float (&twice_p)[4]) const {
         const float p[4] = {0.5f * twice_p[0], 0.5f * twice_p[1], 0.5f * twice_p[2], 0.5f * twice_p[3]};
@@ -75,7 +75,7 @@ class StoredBoxes {
                 const int of_mask = first_mask + (box < kCount ? box : kMasks + box - kCount);
                 const int partial = box < kOfMasks ? 1 + of_mask : 0;
                 // The partial derivatives are not read until the backward pass, so they may leave L2 first.
-                if constexpr (!kExperts) {  // two stores: choosing the map of one at run time would cost registers
+                if constexpr (!kExperts) {  // two calls, since choosing the map at run time would cost registers
                     if (box == kOfMasks) tma_store_box(y_.of_boxes, row, token, source, cache_policy(false));
                     else
                         tma_store_box(partials_.of_boxes, partial * p.out_features + row, token, source,

@@ -53,7 +53,7 @@ __device__ __forceinline__ void store(const Params& p, const LaunchTile& tile, c
         return static_cast<u32>(from_float<kType>(low)) | static_cast<u32>(from_float<kType>(high)) << 16;
     };
     const auto transpose_pair = [lane](u32 pair) {
-        const u32 rows = transpose(pair);  // rows 2 (lane % 4) and 2 (lane % 4) + 1 of A
+        const u32 rows = transpose(pair);  // rows 2 (lane % 4) and 2 (lane % 4) + 1 of the A operand
         if constexpr (!kSparse) return rows;
         // Rows of sparse MMAs are in the order of sparse_row().
         const u32 other = __shfl_xor_sync(~0u, rows, 2);
@@ -205,8 +205,8 @@ __device__ __forceinline__ void consume(const Params& p, const Tiles& tiles, u32
     if constexpr (kTrain) boxes.finish();
 }
 
-// A warpgroup's boxes, in the memory of all warpgroups. This function is a template, since only training has maps of
-// the results.
+// Returns the boxes of this warpgroup; `memory` has the boxes of all warpgroups. This function is a template, since
+// only the parameters of training have maps of the results.
 template <typename KernelParams>
 __device__ __forceinline__ auto boxes_of(const KernelParams& tp, u32 memory) {
     if constexpr (!kTrain) return NoBoxes();

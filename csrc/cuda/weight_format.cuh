@@ -29,7 +29,7 @@ struct WithRowScales {
 struct Fp8 {
     using Bits = u8;
 
-    // The multiplication rebases the exponent, and makes subnormal numbers normal.
+    // The multiplication corrects the exponent bias, and makes subnormal numbers normal.
     static __device__ __forceinline__ float decode(Bits bits, int) {
         const u32 sign = static_cast<u32>(bits & 0x80) << 24, magnitude = bits & 0x7f;
         if (magnitude == 0x7f) return __uint_as_float(0x7fc00000u);
@@ -84,7 +84,7 @@ constexpr bool kScalesColumns = kFormat == WeightFormat::fp8_block || kFormat ==
 template <WeightFormat kFormat>
 constexpr bool kScalesRows = kFormat != WeightFormat::dense && !kScalesColumns<kFormat>;
 
-// a * b + c for pairs of 16-bit elements.
+// Computes a * b + c for pairs of 16-bit elements.
 template <int kType>
 __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
     u32 result;
@@ -93,7 +93,7 @@ __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
     return result;
 }
 
-// Takes the place of a scale if weights are wanted without scales.
+// Stands in for a scale if weights are decoded without their scales.
 struct Unscaled {
     friend __device__ __forceinline__ float operator*(float weight, Unscaled) { return weight; }
 };
@@ -148,8 +148,9 @@ struct WeightPairs<WeightFormat::dense, kType> {
     }
 };
 
-// Formats of one byte per weight. `decode<kLow, kHigh>` turns the four bytes of a word into two pairs. The first pair
-// has the bytes whose numbers are the hex digits of kLow, the last digit first; the second pair has those of kHigh.
+// Formats of one byte per weight. `decode<kLow, kHigh>` turns the four bytes of a word into two pairs. kLow and kHigh
+// select the bytes of the first and the second pair: each hex digit is the number of a byte, and the last digit comes
+// first.
 template <typename Bytes>
 struct BytePairs {
     static constexpr int kBits = 8, kWords = 1;
@@ -208,8 +209,8 @@ struct WeightPairs<WeightFormat::fp8_row, kType> : Fp8Pairs<kType> {};
 template <int kType>
 struct WeightPairs<WeightFormat::fp8_block, kType> : Fp8Pairs<kType> {};
 
-// int8: an integer is put into the last bits of a floating-point number whose last bit has the value 1. What this adds
-// to the integer is then subtracted.
+// Converts int8 without a conversion instruction. The integer replaces the last bits of a floating-point number whose
+// last bit has the value 1. Then the rest of that number is subtracted.
 template <int kType>
 struct WeightPairs<WeightFormat::int8_row, kType> : BytePairs<WeightPairs<WeightFormat::int8_row, kType>> {
     // The selector with which pick_bytes() fills two halves: a byte of the first word below a byte of the second.
@@ -296,7 +297,8 @@ struct WeightPairs<WeightFormat::int4_group, kType> {
         }
     }
 
-    // (word & kMask) | exponent in one LOP3. The compiler would use two instructions for two constants.
+    // Computes (word & kMask) | exponent in one LOP3. The compiler would use two instructions because of the two
+    // constants.
     template <u32 kMask>
     static __device__ __forceinline__ u32 with_exponent(u32 word) {
         u32 result;

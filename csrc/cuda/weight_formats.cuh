@@ -6,14 +6,14 @@ namespace mglu {
 enum class WeightFormat : long long {
     dense = 0,       // in x's type
     fp8_row = 1,     // float8_e4m3fn, with a float32 scale for each row
-    fp8_block = 2,   // float8_e4m3fn, with a float32 scale for each block of 128 x 128
+    fp8_block = 2,   // float8_e4m3fn, with a float32 scale for each block of 128 x 128 weights
     int8_row = 3,    // int8, with a float32 scale for each row
-    int4_group = 4,  // two columns in a byte, each w + 8, with a bfloat16 scale for each 128 columns of a row
+    int4_group = 4,  // two weights in a byte, each stored as w + 8, with a bfloat16 scale for each 128 columns of a row
 };
 
 constexpr int kWeightFormats = 5;
 
-// The number of columns that share a scale in fp8_block and int4_group, and the number of rows in fp8_block.
+// In fp8_block and int4_group this many columns share a scale. In fp8_block, so do this many rows.
 constexpr int kScaledTogether = 128;
 
 }  // namespace mglu

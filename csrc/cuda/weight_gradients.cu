@@ -14,9 +14,9 @@
 namespace mglu {
 
 struct Params {
-    const void* total;       // D_0 [rows, columns], contiguous; for grad_weight
-    const void* weight;      // [rows, columns] with contiguous columns; for grad_logits
-    const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous; for grad_weight
+    const void* total;       // D_0 [rows, columns], contiguous; read for grad_weight
+    const void* weight;      // [rows, columns] with contiguous columns; read for grad_logits
+    const u8* packed_masks;  // the packed format (packed_masks.cuh), contiguous; read for grad_weight
     const void* products;    // D_i [rows / expert_rows, kMasks, expert_rows, columns]; each matrix is contiguous
     void* grad_weight;
     void* grad_logits;

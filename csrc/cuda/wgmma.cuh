@@ -90,8 +90,8 @@ __device__ __forceinline__ void named_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Moves registers from warpgroups that need few (producers) to those that need many (consumers). kRegisters is the new
-// number per thread.
+// Moves registers from producer warpgroups, which need few, to consumer warpgroups. kRegisters is the new number of
+// registers per thread.
 template <int kRegisters>
 __device__ __forceinline__ void raise_register_limit() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -28,7 +28,7 @@ __device__ __forceinline__ Work<int> work_of_neighbours(const Params& p) {
     return {static_cast<int>(blockIdx.x / groups) * kRows, static_cast<int>(blockIdx.x % groups) * kTokens};
 }
 
-// Maps a block's tokens to rows of x and of the result, if both have the order of the tokens.
+// Maps a block's tokens to rows of x and of the result, in a layer without experts.
 struct RowsInOrder {
     static constexpr bool kConsecutive = true;
     __device__ __forceinline__ int x_row(int token) const { return token; }
@@ -139,7 +139,8 @@ struct RowsOfItem {
     __device__ __forceinline__ int result_row(int token) const { return rows[token]; }
 };
 
-// Writes zeros to an item whose rows have no expert. A block writes up to kRows columns of the result.
+// Writes zeros to an item whose rows have no expert. A block writes up to kRows columns of the result, from column
+// `first` on.
 template <int kRows, typename Bits>
 __device__ __forceinline__ void store_zeros(const Params& p, const RowsOfItem& rows, int count, i64 first) {
     for (int i = threadIdx.x; i < count * kRows; i += blockDim.x)
@@ -159,7 +160,7 @@ struct Tile {
     __device__ __forceinline__ int stored_row(const Params&) const { return row; }
     __device__ __forceinline__ int scaled_row(const Params&) const { return row; }
     __device__ __forceinline__ int first_token() const { return token; }
-    // The end of the tile's tokens, and a token's rows of the result and of the mask weights.
+    // The end of the tile's tokens, a token's row of the result, and its row of the mask weights.
     __device__ __forceinline__ int end(const Params& p) const { return p.tokens; }
     __device__ __forceinline__ int result_row(int token) const { return token; }
     __device__ __forceinline__ int row_of_weights(int token) const { return token; }
@@ -195,8 +196,8 @@ struct TileOrder {
 };
 
 // A tile of an item. Its tokens are positions in the order sorted by expert, kTokens for each block of a cluster.
-// kRowsOfScale rows of W share a scale. The item's entry is read whenever it is needed, since it would occupy registers
-// while sums are accumulated.
+// kRowsOfScale rows of W share a scale. The item's entry is read again at each use, since keeping it would occupy
+// registers while sums are accumulated.
 template <int kTokens, int kCluster, int kRowsOfScale>
 struct ItemTile {
     int row;

@@ -82,7 +82,7 @@ def check_masks(n_masks: int, learnable_masks: object, top_k: object, name_of_to
 
 
 def check_options(module: nn.Module, options: Mapping[str, object], known: type) -> None:
-    """Check keyword arguments that a constructor passes on to another one, so that the error names the right class.
+    """Check the keyword arguments that a constructor passes on, so that the error names the class that the user called.
 
     Args:
         module: the module whose constructor was called.
@@ -113,7 +113,7 @@ def check_x(
     name: str = "x",
     name_of_size: str = "in_features",
 ) -> None:
-    """Check the input of a layer, before torch raises an error that blames the weight.
+    """Check the input of a layer here, because torch's error for a wrong input would blame the weight.
 
     Args:
         x: the input.
@@ -189,7 +189,7 @@ def check_weight_and_masks(weight: Tensor, masks: Tensor, leading: Sequence[str]
 
 
 def check_router(router: object, in_features: int, n_masks: int) -> None:
-    """Check a router. Its sizes are checked only if it is an `nn.Linear`, and not an adapter around one."""
+    """Check a router. An adapter around an `nn.Linear` is accepted, and its sizes are not checked."""
     if not isinstance(router, nn.Module):
         raise TypeError(f"router: got {type(router).__name__}, must be an nn.Linear")
     if isinstance(router, nn.Linear) and (router.in_features, router.out_features) != (in_features, n_masks):
@@ -197,5 +197,5 @@ def check_router(router: object, in_features: int, n_masks: int) -> None:
 
 
 def as_parameter(tensor: Tensor) -> nn.Parameter:
-    """Return a Parameter unchanged, and for any other tensor a Parameter that shares its memory."""
+    """Return the tensor itself if it is a Parameter, and otherwise a Parameter that shares its memory."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach(), tensor.requires_grad)

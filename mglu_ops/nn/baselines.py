@@ -1,4 +1,4 @@
-"""The layers that MGLU is compared with: a gated linear unit with two weights, and a linear layer with activation."""
+"""The layers that MGLU is compared with: a gated linear unit, and a linear layer with an activation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class GLU(nn.Module):
 
 
 class LU(nn.Module):
-    """`act(x W^T + b)`, a linear layer with activation and without a gate. Its arguments are those of `GLU`.
+    """`act(x W^T + b)`, a linear layer with an activation and without a gate. The arguments are as in `GLU`.
 
     Attributes:
         up_proj: `nn.Linear(in_features, out_features, bias)`, W and b.

@@ -1,4 +1,4 @@
-"""Compares modules with their replacements for `freeze(replace=...)`, on the same random x."""
+"""The check of `freeze(replace=...)`: a module and its replacement must give the same result for a random x."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .experts import MGLUExperts
 from .masked_linear import MaskedLinear
 
 _FACTOR = 4
-"""The allowed difference of one element, as a multiple of the error budget of a whole result."""
+"""How many times the error of one element may exceed `ERROR_BUDGET`, which limits the error of a whole result."""
 
 _ADVICE = (
     "check that it passes the module's activation, weight and router, and masks as the module makes them: "
@@ -94,7 +94,7 @@ def _compare(expected: Tensor, result: Tensor, name: str) -> None:
     expected, result = (y.flatten(0, -2).double() for y in (expected, result))
     is_same = (result == expected) | (result.isnan() & expected.isnan())
     error = (result - expected).abs().masked_fill(is_same, 0)
-    # Scale errors by the size of each output feature, because a wrong mask bit changes only one feature.
+    # Compare errors with the size of their own output feature, because a wrong mask bit changes only one feature.
     finite = expected.nan_to_num(0, 0, 0)
     size = finite.abs().amax(0) + finite.square().mean().sqrt()
     if not bool((is_same | (error <= limit * size)).all()):
@@ -108,5 +108,5 @@ def _compare(expected: Tensor, result: Tensor, name: str) -> None:
 def _budget(result: Tensor) -> float:
     dtype = result.dtype
     if dtype is torch.float32 and result.is_cuda and torch.get_float32_matmul_precision() != "highest":
-        dtype = torch.float16  # products may use TF32, which has as many significant bits as float16
+        dtype = torch.float16  # matrix products may round to TF32, which has as many significant bits as float16
     return ERROR_BUDGET.get(dtype, ERROR_BUDGET[torch.float32])

@@ -1,4 +1,4 @@
-"""MGLU layers from gated linear units, such as SwiGLU, as a start for training."""
+"""Converts gated linear units, such as SwiGLU, to MGLU layers that are a start for training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gate": lambda gate, up: gate,
     "up": lambda gate, up: up,
 }
-"""Ways to make one matrix of the gate matrix and the up matrix, by name."""
+"""Maps each `init` to the function that makes one matrix from the gate matrix and the up matrix."""
 
 PROJECTIONS = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -35,15 +35,15 @@ PROJECTIONS = (
 )
 """Usual names of the gate, up and down projections in a feed-forward layer.
 
-In a row of two names, the first is that of the joined gate and up projection.
+The first name in a row of two names is the joined gate and up projection.
 """
 
 
 class GatedUnit(NamedTuple):
     """The three matrices of a layer that computes `down(act(gate(x)) * up(x))`, and the name of `act`.
 
-    `gate` and `up` are `[intermediate, hidden]`, and `down` is `[hidden, intermediate]`. For experts, all three have a
-    first dimension more, the experts.
+    `gate` and `up` are `[intermediate, hidden]`, and `down` is `[hidden, intermediate]`. For experts, all three begin
+    with one more dimension, of size num_experts.
     """
 
     gate: Tensor
@@ -67,9 +67,9 @@ def from_swiglu(
     hold, so the copy predicts badly at first. Train the copy further, or distil it from `model`. `model` is not changed
     and shares no tensor with the copy.
 
-    A module is taken for such a layer if its children have the names in `projections`. One call of the module, with
-    known values in place of its children's results, shows its activation, and that it computes
-    `down(act(gate(x)) * up(x))`.
+    A module counts as such a layer if its children have the names in `projections`. The module is then called once,
+    with known values in place of its children's results. This call shows which activation the module has, and whether
+    it computes `down(act(gate(x)) * up(x))`.
 
     Each layer's gate and up matrices, `W_g` and `W_u`, become one weight W:
 
@@ -139,7 +139,7 @@ def check_found(model: nn.Module, found: object, projections: Sequence[str] | No
 
 
 def replaced(model: ModelT, layers: Mapping[nn.Module, nn.Module]) -> ModelT:
-    """Copy a model, with each key of `layers` replaced by its value, whose tensors are not copied."""
+    """Copy a model, and replace each key of `layers` by its value. The tensors of the values are not copied."""
     for old, new in layers.items():
         new.train(old.training)
     return copy.deepcopy(model, {id(old): new for old, new in layers.items()})
@@ -163,7 +163,7 @@ def gated_units(model: nn.Module, projections: Sequence[str] | None = None) -> d
 
 
 def _unit(module: nn.Module, names: Sequence[str], where: str) -> GatedUnit:
-    """Read a feed-forward layer whose projections have these names; messages call it `where`."""
+    """Return the matrices and the activation of a feed-forward layer. Error messages call the layer `where`."""
     linears = {name: _linear(module._modules[name], f"{where}.{name}") for name in names}
     *joined, down = (linear.weight for linear in linears.values())
     gate, up = joined if len(joined) == 2 else joined[0].chunk(2)
@@ -207,7 +207,7 @@ class _StandIn(nn.Module):
 
 
 def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) -> tuple[str, bool]:
-    """Return a feed-forward layer's activation, and True if a joined matrix has the rows of up before the gate's.
+    """Return a layer's activation, and True if a single matrix holds gate and up, with the rows of up first.
 
     Raises:
         TypeError: the layer does not compute `down(act(gate(x)) * up(x))`.
@@ -221,7 +221,7 @@ def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) ->
     others = {name: child for name, child in module._modules.items() if name not in linears}
     trial = copy.copy(module)
     trial.__dict__["_modules"] = {**module._modules, **copy.deepcopy(others), **stand_ins}
-    trial.train()  # so that dropout would change the result
+    trial.train()  # in training mode, dropout changes the result, so a layer with dropout is refused
     try:
         result = trial.forward(x)
     except Exception as error:
@@ -242,14 +242,17 @@ def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) ->
 
 
 def known_values(features: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values of gate and up, float64 `[1, tokens, features]`, that tell activations apart and exceed usual limits."""
+    """Values of gate and up, float64 `[1, tokens, features]`, for which any two activations give different results.
+
+    Their magnitude exceeds the usual limits of layers that clamp gate or up.
+    """
     tokens = -(-512 // features)
-    gate = torch.linspace(-10, 10, tokens * features, dtype=torch.float64, device=device).sinh()  # within 11013
+    gate = torch.linspace(-10, 10, tokens * features, dtype=torch.float64, device=device).sinh()  # at most 11013
     return gate.view(1, tokens, features), gate.roll(gate.numel() // 3).view(1, tokens, features)
 
 
 def activation_between(gate: Tensor, up: Tensor, hidden: object) -> str | None:
-    """The name of the activation with `hidden = act(gate) * up` up to rounding in float32; None if there is none."""
+    """The activation for which `hidden` is `act(gate) * up`, up to rounding in float32; None if there is none."""
     if not isinstance(hidden, Tensor) or hidden.shape != gate.shape:
         return None
     for name, activation in ACTIVATIONS.items():
@@ -270,9 +273,10 @@ def feed_forward_of(unit: GatedUnit, n_masks: int, init: str, top_k: int | None)
 
 
 def start(layer: MGLU, unit: GatedUnit, init: str) -> None:
-    """Give a layer on the meta device, or the experts, its weight, masks and router."""
+    """Make the weight, masks and router of an MGLU layer, or of MGLU experts, that were built on the meta device."""
     assert layer.mask_logits is not None
-    # Training steps are too small for logits of 16 bits, and in float16 tiny ones would become 0.
+    # Logits have at least 32 bits: training steps are too small to change 16-bit logits, and tiny logits would become 0
+    # in float16.
     kind: dict[str, Any] = {"device": unit.gate.device, "dtype": torch.promote_types(unit.gate.dtype, torch.float32)}
     layer.mask_logits = nn.Parameter(torch.empty(layer.mask_logits.shape, **kind).normal_(std=LOGITS_STD))
     if layer.router is not None:
@@ -282,21 +286,21 @@ def start(layer: MGLU, unit: GatedUnit, init: str) -> None:
 
 
 def down_of(unit: GatedUnit, layer: MGLU) -> Tensor:
-    """The weight of the down projection, divided by n_masks without a router, since the layer then sums over masks."""
+    """The down projection's weight. Without a router it is divided by n_masks, because MGLU is a sum over its masks."""
     return unit.down.detach().clone() if layer.top_k is not None else unit.down.detach() / layer.n_masks
 
 
 @torch.no_grad()
 def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
-    """Make the weight of a layer with learned masks, and for `magnitude` also its masks, from the matrices of a GLU.
+    """Replace the weight of a layer with learned masks, using the matrices of a gated linear unit.
 
     `from_swiglu` says what each `init` does. Only `magnitude` changes the masks. The layer's result is a sum over its
-    masks, so the caller must divide the weights by which the result is multiplied by the number of masks.
+    masks, so without a router the caller must divide the down projection by the number of masks.
 
     Args:
         layer: the layer, or the experts, whose weight is replaced.
         gate: `[out_features, in_features]`, W_g; with num_experts in front for experts.
-        up: `[out_features, in_features]`, W_u, likewise.
+        up: W_u, of the same shape.
         init: a key of WEIGHTS.
     """
     assert layer.mask_logits is not None
@@ -309,5 +313,5 @@ def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
         scaled = difference * (LOGITS_STD / size.clamp(min=1e-30))
         masks = layer.mask_logits.movedim(-3, 0)
         masks[1:] += scaled
-        # On ties, assign the weight to the gate, as `WEIGHTS` does.
+        # If both magnitudes are equal, give the weight to the gate, as `WEIGHTS` does.
         masks[0] = torch.where(difference >= 0, scaled.clamp(min=1e-6), scaled)

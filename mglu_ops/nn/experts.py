@@ -1,4 +1,4 @@
-"""Mixtures of MGLU experts: layers on the fused operators, in plain PyTorch, and with router and down projections."""
+"""Mixtures of MGLU experts: the experts (fused, or in plain PyTorch), their down projections, and the whole layer."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ class OnRank:
     first_expert: int | None = None
     """The number of this rank's first expert; None unless `mglu_ops.parallel.ParallelExperts` has divided the layer."""
     ranks_of_tokens: int | None = None
-    """The number of ranks that have different tokens; None if all ranks have the same x. Ranks with different tokens
-    exchange rows as plain tensors, which only `MGLUExpertsFeedForward` may pass to the layer."""
+    """The number of ranks if each rank has its own tokens; None if all ranks have the same x. Ranks with their own
+    tokens exchange rows of x as plain tensors, so only `MGLUExpertsFeedForward`, which exchanges them, may call the
+    layer."""
 
     def on_rank(self, tensor: TensorOrNone) -> TensorOrNone:
         """The local part of a DTensor if the layer is divided over ranks; otherwise the tensor, unchanged.
 
-        The gradient of a replicated tensor is summed over the ranks. The gradient of a sharded one needs no sum, since
-        each rank computes its shard for all tokens. If the ranks have different tokens, as in data-parallel training,
-        gradients are also divided by the number of ranks, because that training averages all other gradients.
+        The gradient of a replicated tensor is summed over the ranks. The gradient of a sharded tensor needs no sum,
+        since each rank computes the gradient of its shard for all tokens. If each rank has its own tokens, as in
+        data-parallel training, gradients are divided by the number of ranks, because data-parallel training averages
+        the gradients of the rest of the model over the ranks.
         """
         if self.first_expert is None or tensor is None:
             return tensor
@@ -63,7 +65,7 @@ class OnRank:
 
 
 class _Stack(OnRank, StoredLinear):
-    """One linear layer per expert, stacked."""
+    """One linear layer per expert. The weights of the layers are stacked in one tensor."""
 
     num_experts: int
 
@@ -101,7 +103,7 @@ class _Experts(_Stack, MaskedLinear):
 
 
 class MGLUExperts(_Experts, MGLU):
-    """The experts of a mixture, with an `MGLU` layer each and one stacked weight.
+    """The experts of a mixture. Each expert is an `MGLU` layer, and their weights are stacked in one Parameter.
 
         y[t, k] = MGLU of expert `expert_ids[t, k]` (x[t])
 
@@ -164,7 +166,10 @@ class MGLUExperts(_Experts, MGLU):
         return y.view(*expert_ids.shape, y.shape[-1])
 
     def _sorted(self, x: Tensor, mask_weights: Tensor | None, expert_ids: Tensor) -> Tensor:
-        """Compute the result `[T K, out_features]` from rows sorted by expert. This way supports all gradients."""
+        """Compute the result `[tokens * K, out_features]` from rows of x that are sorted by expert.
+
+        Unlike `ops.experts_forward`, the operators for sorted rows have the gradients of weights and masks.
+        """
         top_k, weight, scale = expert_ids.shape[1], self.on_rank(self.weight), self.on_rank(self.weight_scale)
         order, offs = sort_pairs(expert_ids, weight.shape[0])
         inverse = inverse_of(order)
@@ -281,15 +286,15 @@ class ExpertsDown(_Stack):
 
 
 class ExpertsFeedForwardOptions(UnroutedOptions, total=False):
-    """The options that `MGLUExpertsFeedForward` shares with `MGLU`."""
+    """The options that `MGLUExpertsFeedForward` passes to its `MGLUExperts`."""
 
     save_activations: bool
 
 
 def weighted_sum(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """The result `[T, hidden_size]` for x `[T, hidden_size]`, expert ids `[T, K]` and expert weights `[T, K]`.
+    """The result `[tokens, hidden_size]` for x `[tokens, hidden_size]`, expert ids and expert weights `[tokens, K]`.
 
-    A rank that holds only some experts sums over those experts.
+    A rank that holds only some experts sums over the experts that it holds.
     """
     if layer.first_expert:
         expert_ids = expert_ids - layer.first_expert  # the ids of other ranks' experts are then out of range
@@ -390,8 +395,8 @@ def route(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Ten
 class GatherRows(torch.autograd.Function):
     """Gather the rows `x[order // copies]`, where `order` is a permutation of `copies * len(x)` indices.
 
-    The gradient is gathered with the inverse permutation and summed over the copies of a row. Autograd would instead
-    add rows with atomic operations, in an order that changes from call to call.
+    The backward pass gathers the gradient with the inverse permutation and sums over the copies of a row. Autograd's
+    own gradient of indexing adds rows with atomic operations, in an order that changes from call to call.
     """
 
     generate_vmap_rule = True

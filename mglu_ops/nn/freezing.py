@@ -43,9 +43,10 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
     `mask_logits` are evaluated and removed. Modules that share one `mask_logits` share the packed masks. A model that
     is frozen already is returned unchanged.
 
-    An instance of a subclass keeps its class, which may do more than its base. Its masks are packed. A subclass of
-    `NaiveMGLU` still runs the naive loop, and a warning says so. A `NaiveMGLU` with biases, or without masks on gates
-    or values, keeps running the naive loop without a warning, since no fused operator computes it.
+    An instance of a subclass gets packed masks but keeps its class, because a subclass may do more than its base class.
+    A subclass of `NaiveMGLU` therefore still runs the naive loop, and a warning says so. A `NaiveMGLU` with biases, or
+    without masks on gates or values, keeps running the naive loop without a warning, since no fused operator computes
+    it.
 
     Your own modules must be replaced, because only you know what they compute:
 
@@ -121,10 +122,10 @@ def _advice(found: Lookalike) -> str:
 
 
 def refuse_managed(model: nn.Module, changed: Collection[nn.Module], what: str, function: str) -> None:
-    """Raise an error if FSDP or accelerate manages the parameters (`what`) of modules that `function` would change.
+    """Raise an error if FSDP or accelerate manages the parameters of modules in `changed`.
 
     FSDP would put a removed parameter back at each call. If accelerate offloads parameters, the module holds empty
-    tensors except during its forward.
+    tensors except during its forward. Messages call the parameters `what`, and name the `function` that was called.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     managers = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
@@ -151,8 +152,8 @@ def _pack_masks(module: MaskedLinear, packed: dict[Tensor, Tensor]) -> None:
     if not module.learnable_masks:
         return
     if parametrize.is_parametrized(module, LOGITS):
-        # remove_parametrizations deletes a property of the class, which deep copies of the module share. So give the
-        # module a class of its own first.
+        # remove_parametrizations deletes a property of the module's class. Deep copies of the module have the same
+        # class, so give the module a class of its own first.
         _parametrized_class(module, type(module).__bases__)
         parametrize.remove_parametrizations(module, LOGITS, leave_parametrized=True)
     if f"{LOGITS}_orig" in module._parameters:
@@ -169,7 +170,7 @@ _FUSED: dict[type[nn.Module], type[MGLU]] = {NaiveMGLU: MGLU, NaiveMGLUExperts: 
 
 
 def _become_fused(module: NaiveMGLU, name: str) -> None:
-    """Change the class of a `NaiveMGLU` without biases and with all masks to `MGLU`, which computes the same."""
+    """Change the class of a `NaiveMGLU` to `MGLU`, unless it is a variant that `MGLU` does not compute."""
     cls, own = type(module), parametrize.type_before_parametrizations(module)
     if not module.is_mglu:
         return
@@ -186,7 +187,7 @@ def _become_fused(module: NaiveMGLU, name: str) -> None:
 
 
 def _parametrized_class(module: nn.Module, bases: tuple[type, ...]) -> None:
-    """Give `module` a copy, with new `bases`, of the class that torch made for its parametrizations."""
+    """Replace the class that torch made for a module's parametrizations by a copy with other base classes."""
     own = ("__dict__", "__weakref__")
     namespace = {key: value for key, value in vars(type(module)).items() if key not in own}
     module.__class__ = type(f"Parametrized{bases[0].__name__}", bases, namespace)

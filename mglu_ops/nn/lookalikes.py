@@ -1,4 +1,4 @@
-"""Finds modules of other classes that look like MGLU layers, so that functions that skip them can warn about them."""
+"""Finds modules that look like MGLU layers but are of other classes, so that functions can warn that they skip them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def warn_of_lookalikes(
 def warn_of_unnamed_logits(
     caller: str, model: nn.Module, mask_logits: Selection, consequence: str, stacklevel: int
 ) -> None:
-    """Warn, as `warn_of_lookalikes` does, of lookalikes with trained logits that `mask_logits` does not name."""
+    """Warn of the lookalikes whose logits are trained and are not in `mask_logits`, as `warn_of_lookalikes` does."""
     named = {owner.get_parameter(name.rpartition(".")[2]) for name, owner in selected(model, mask_logits).items()}
     known = named | logits_of_modules(model).keys()
     found = [one for one in lookalikes(model) if one.parameter.requires_grad and one.parameter not in known]

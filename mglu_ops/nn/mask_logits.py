@@ -23,7 +23,7 @@ def without_wrappers(name: str) -> str:
 
 
 def parameters_with_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield each parameter with its name, without wrappers, and its module. Shared parameters repeat."""
+    """Yield each parameter after its name, without wrappers, and its module; shared parameters once for each module."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             yield without_wrappers(f"{prefix}.{name}" if prefix else name), module, parameter
@@ -52,9 +52,10 @@ def _parameters_of_logits(module: MaskedLinear) -> Iterator[nn.Parameter]:
 
 
 def value_now(owner: nn.Module, name: str) -> Tensor:
-    """The current value of the tensor that a parameter or attribute `name` holds, or from which it is computed.
+    """The current value of a module's tensor, where `name` is its attribute or the parameter it is computed from.
 
-    With `torch.nn.utils.prune`, the attribute is as old as the last forward pass, so the value is computed anew.
+    The attribute of a tensor that `torch.nn.utils.prune` has pruned changes only in the forward pass, so its value is
+    computed here.
     """
     if isinstance(owner, parametrize.ParametrizationList):
         return owner()

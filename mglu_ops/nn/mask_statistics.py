@@ -50,8 +50,8 @@ def mask_agreement(packed_masks: Tensor, in_features: int) -> Tensor:
     check_layout(packed_masks, in_features)
     n_masks = n_masks_of(packed_masks)
     differing = packed_masks.new_zeros((n_masks, n_masks), dtype=torch.int64)
-    # Comparing the masks with themselves rotated by `shift` takes all pairs (i, i + shift) in one pass. Indices past
-    # the end continue at mask 0, so half of the shifts reach every pair.
+    # Comparing the masks with a copy that is rotated by `shift` counts all pairs (i, i + shift) at once. Indices past
+    # the last mask continue at mask 0, so the shifts up to n_masks / 2 reach every pair.
     for shift in range(1, n_masks // 2 + 1):
         counts = count_ones(packed_masks ^ packed_masks.roll(-shift, N_MASKS_DIM))
         inside, around = counts.split([n_masks - shift, shift])
@@ -102,13 +102,12 @@ class MaskStatistics:
     | `LAYER/nan` | logits that are NaN. Their mask bits are 0, so the loss may not reveal them |
 
     LAYER is the name of the module in the model, without the `_orig_mod` of `torch.compile`, or the name of a parameter
-    that `mask_logits` selects. It is missing if the model itself is the layer. I counts from 0. Layers with fixed masks
-    are included, and have no flips and no NaN. The keys are the same at every call.
+    that `mask_logits` selects. If the model itself is the layer, the keys have no `LAYER/`. I counts from 0. Layers
+    with fixed masks are included, and have no flips and no NaN. The keys are the same at every call.
 
     The object keeps the packed masks of the last call, n_masks bits per weight, on the device of the model. A call
-    reads all logits twice, which takes little time compared with a training step, and then waits for the device once
-    per layer. With sharded parameters (`fully_shard`, tensor parallelism), all ranks must construct the object and make
-    every call.
+    reads all logits twice, which takes little time compared with a training step, and then waits for the device. With
+    sharded parameters (`fully_shard`, tensor parallelism), all ranks must construct the object and make every call.
 
     Args:
         model: a module that has an `MGLU` or a `NaiveMGLU` anywhere inside, or is one.
@@ -147,7 +146,7 @@ class MaskStatistics:
                 found[f"{prefix}agreement"] = (pairs.sum() - n_masks) / (n_masks * (n_masks - 1))
             found[f"{prefix}nan"] = nan
             self._before[layer] = packed_masks
-        # All work has been launched by now; only reading the numbers waits for it.
+        # All kernels have been launched by now. Only `tolist` waits for their results.
         return {
             f"{key}/{i}" if value.dim() else key: number
             for key, value in found.items()
@@ -164,7 +163,7 @@ class _Masks(NamedTuple):
 
 
 def _layers(model: nn.Module, mask_logits: Selection) -> dict[str, Callable[[], _Masks]]:
-    """The name of each layer, and a function that reads its masks."""
+    """Map the name of each layer to a function that reads its masks."""
     layers: dict[str, Callable[[], _Masks]] = {}
     for name, module in model.named_modules():
         if isinstance(module, MaskedLinear):
@@ -197,5 +196,5 @@ def _masks_of_logits(owner: nn.Module, name: str) -> _Masks:
 
 
 def _as_one(packed_masks: Tensor) -> Tensor:
-    """The masks of all experts, as if one layer had all their rows."""
+    """Join the masks of all experts along their rows, as if they were one layer."""
     return packed_masks.flatten(0, -3)

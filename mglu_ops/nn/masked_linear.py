@@ -1,4 +1,4 @@
-"""The base class of `MGLU`, `NaiveMGLU` and their experts. It has parameters, masks, router and checkpoints."""
+"""The base class of `MGLU`, `NaiveMGLU` and their experts: weight, masks and router, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKED = "packed_masks"
 
 
 class UnroutedOptions(TypedDict, total=False):
-    """The options of every layer with masks, without `top_k`; see `MGLU`."""
+    """The options of every layer with masks, except `top_k`. `MGLU` describes them."""
 
     n_masks: int
     activation: str
@@ -38,13 +38,13 @@ class UnroutedOptions(TypedDict, total=False):
 
 
 class MaskedOptions(UnroutedOptions, total=False):
-    """The options of every layer with masks; see `MGLU`."""
+    """The options of every layer with masks. `MGLU` describes them."""
 
     top_k: int | None
 
 
 class MaskedLinear(StoredLinear):
-    """One weight and `n_masks` masks, either learned as logits or fixed and packed; see `MGLU` for the arguments.
+    """One weight and `n_masks` masks, which are learned as logits, or fixed and packed. `MGLU` describes the arguments.
 
     In a subclass that sets `num_experts`, the weight, scales, logits and packed masks of the experts are stacked along
     a first dimension.
@@ -54,7 +54,7 @@ class MaskedLinear(StoredLinear):
     activation: str
     top_k: int | None
     weight_init: str
-    """How the weights were initialised, in this module or in the module whose state dict this one has loaded."""
+    """`paper` or `leveled`: how the weight was initialised, here or in the module whose state dict was loaded."""
     activation_format: str
     """The format to which the operator rounds x, a name in `mglu_ops.formats.ACTIVATION_FORMATS`."""
     mask_logits: nn.Parameter | None
@@ -104,7 +104,10 @@ class MaskedLinear(StoredLinear):
         self.reset_parameters()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, but packed masks as a buffer, because Transformers assigns DTensors as Parameters."""
+        """Register a parameter. Packed masks become a buffer even if they come as a Parameter.
+
+        Transformers assigns every DTensor as a Parameter.
+        """
         if name == PACKED and param is not None:
             self.register_buffer(PACKED, param)
         else:
@@ -136,8 +139,8 @@ class MaskedLinear(StoredLinear):
     def reset_masks(self) -> None:
         """Initialise only the masks, as `reset_parameters` does."""
         if self.packed_masks is not None:
-            # A random byte is eight random bits, so no tensor with one byte per weight and mask is needed. The bytes do
-            # not come from `random_`, because DTensor has no sharding rule for it.
+            # A random byte is eight random mask bits. `randint_like` draws them, because DTensor has no sharding rule
+            # for `random_`.
             self.packed_masks.copy_(torch.randint_like(self.packed_masks, 256))
             clear_padding_(self.packed_masks, self.in_features)
         elif self.mask_logits is not None:
@@ -150,9 +153,9 @@ class MaskedLinear(StoredLinear):
             TypeError: x is not a tensor, or without autocast its dtype differs from a dense weight's or the router's.
             ValueError: x is not on the weight's device, its last size is not in_features, or `check_pair` fails.
         """
-        weight = self._parameters.get("weight")  # None if parametrized: computing it for a check is slow
+        weight = self._parameters.get("weight")  # None if the weight is parametrized, and thus slow to compute
         is_dense = weight is not None and weight.dtype in FLOATING and self.weight_format == "dense"
-        check_x(x, weight, self.in_features, takes_dtype=is_dense)  # the operator checks other dtypes
+        check_x(x, weight, self.in_features, takes_dtype=is_dense)  # if not is_dense, the operator checks x's dtype
         if self.router is not None and not is_dense:
             check_x(x, weight_of_linear(self.router), None)
         if self.weight_format != "dense" and not torch.compiler.is_compiling():
@@ -174,7 +177,7 @@ class MaskedLinear(StoredLinear):
         )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save `weight_init` too, as metadata of the state dict, so that it needs no tensor."""
+        """Save the tensors, and save `weight_init` in the metadata of the state dict, where it needs no tensor."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", None)
         if metadata is not None:
@@ -239,7 +242,8 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
                 f"{name}: got shape {shape}, must be [num_experts, out_features, ceil(in_features / 8), n_masks] = "
                 f"{expected}"
             )
-        # Check the metadata of one expert. torch 2.11 cannot flatten DTensors that are sharded along dimension 1.
+        # Check the layout of one expert's masks, on the meta device. All masks cannot be flattened to one layer,
+        # because torch 2.11 cannot flatten DTensors that are sharded along dimension 1.
         one = torch.empty(shape[1:], dtype=packed_masks.dtype, layout=packed_masks.layout, device="meta")
     try:
         check_layout(one, module.in_features, rows[-1])
@@ -256,7 +260,7 @@ def packed_logits(mask_logits: Tensor) -> Tensor:
 
 
 def top_k_mask_weights(logits: Tensor, top_k: int) -> Tensor:
-    """The softmax over a token's `top_k` largest router logits `[..., n_masks]`; 0 for the other masks."""
+    """The softmax over each token's `top_k` largest router logits, and 0 for its other masks, `[..., n_masks]`."""
     kept = torch.zeros_like(logits).scatter(-1, logits.detach().topk(top_k, dim=-1).indices, 1.0)
     # Detach `logits` before `topk` and `scatter`, which DTensor cannot differentiate in torch 2.11. Convert the result,
     # because softmax returns float32 under autocast.

@@ -68,8 +68,9 @@ class MGLU(MaskedLinear):
         weight: Parameter `[out_features, in_features]`, initialised as `weight_init` says. Unless it is dense, its
             dtype and shape are the format's, and `requires_grad` is False.
         weight_scale: Parameter of the scales, with `requires_grad=False`; None if the weight is dense.
-        mask_logits: Parameter `[n_masks, out_features, in_features]`, drawn from 0.01 * N(0, 1); None if fixed.
-        packed_masks: buffer `uint8 [out_features, ceil(in_features / 8), n_masks]`; None if learnable.
+        mask_logits: Parameter `[n_masks, out_features, in_features]`, drawn from 0.01 * N(0, 1); None if the masks are
+            fixed.
+        packed_masks: buffer `uint8 [out_features, ceil(in_features / 8), n_masks]`; None if the masks are learnable.
         router: `nn.Linear(in_features, n_masks, bias=False)`; None without `top_k`.
 
     Raises:
@@ -78,7 +79,7 @@ class MGLU(MaskedLinear):
     """
 
     _leading_names: ClassVar[tuple[str, ...]] = ()  # names of the sizes in `leading`
-    save_activations: bool = True  # the value in a NaiveMGLU that `freeze` turned into an MGLU
+    save_activations: bool = True  # used if `freeze` has turned a NaiveMGLU into an MGLU, since __init__ did not run
 
     def __init__(
         self,
@@ -174,8 +175,8 @@ class MGLU(MaskedLinear):
             TypeError: x is not a dense tensor, or without autocast its dtype differs from a dense weight's; or the
                 dtype of the weight or the scales does not fit `weight_format`.
             ValueError: x is not on the weight's device, or its last size is not in_features; packed masks, weight or
-                scales have the wrong shape, or the padding of the masks is not 0; or a quantized weight requires a
-                gradient, or with an `activation_format` x does.
+                scales have the wrong shape, or the padding of the masks is not 0; a quantized weight requires a
+                gradient; or x requires a gradient and the layer has an `activation_format` other than `dense`.
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
             return self._project(x, self.mask_weights(x))

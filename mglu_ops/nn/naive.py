@@ -1,4 +1,4 @@
-"""The layer as in Algorithm 2 of the paper (arXiv 2506.23225), a loop over the masks."""
+"""The MGLU layer in plain PyTorch: a loop over the masks, as in Algorithm 2 of the paper (arXiv 2506.23225)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class NaiveMGLU(MaskedLinear):
 
         y = sum_i r_i(x) * act(x (M_i * W)^T + b_g) * (x ((1 - M_i) * W)^T + b_v),   i = 1 .. n_masks
 
-    Constructor and `state_dict` are like `MGLU`'s, with options for variants that no fused operator computes. The layer
-    is a baseline, and an example of code that the fusion pass recognises, so nothing in it is tuned. `mglu_ops.freeze`
-    turns it into an `MGLU`; a variant that `MGLU` lacks stays a `NaiveMGLU` with packed masks.
+    `MGLU` explains the symbols other than b_g and b_v. Constructor and `state_dict` are like `MGLU`'s, and there are
+    options for variants that no fused operator computes. The layer is a baseline, and an example of code that the
+    fusion pass recognises, so nothing in it is tuned. `mglu_ops.freeze` turns the layer into an `MGLU`. A variant that
+    `MGLU` lacks stays a `NaiveMGLU`, with packed masks.
 
     Args:
-        in_features, out_features: as in `MGLU`. All arguments that are not listed here are as in `MGLU` too, but
-            `weight_format` must be `dense`.
+        in_features, out_features: as in `MGLU`, and so are all arguments that are not listed here, but `weight_format`
+            must be `dense`.
         bias: add the biases b_g and b_v, which all masks share.
         mask_gate: mask the gates. If False, a gate is `act(x W^T)`, the paper's ablation 'no gate mask'.
         mask_value: mask the values. If False, a value is `x W^T`, the ablation 'no value mask'. A layer without masks

@@ -15,10 +15,10 @@ from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
 LEVELED_MASK_LR = 0.3
-"""The default learning rate of masks, divided by the weights' rate, in layers with `weight_init="leveled"`."""
+"""The masks' default learning rate in layers with `weight_init="leveled"`, as a multiple of the weights' rate."""
 
 LR_RATIO = "lr_ratio"
-"""The key in a group under which its learning rate, divided by the weights' rate, is stored."""
+"""The key of a group's initial learning rate divided by the weights' rate."""
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
@@ -39,15 +39,15 @@ def parameter_groups(
     | `no_decay` | parameters with fewer than two dimensions, in torch's norm modules, or named `*bias*` | `lr` | 0 |
     | `mask_logits` | mask logits | `mask_lr`; by default `lr`, and `0.3 * lr` in leveled layers | 0 |
 
-    The page beside this file ('The optimizer') gives the reasons, and says what pure bfloat16 training needs. A model
-    that has layers with `paper` and layers with `leveled` gets two groups named `mask_logits`, and a warning.
+    README.md beside this file gives the reasons ('The optimizer'), and says what pure bfloat16 training needs. If some
+    layers have `weight_init="paper"` and others `"leveled"`, there are two groups named `mask_logits`, and a warning.
 
     The logits of `MGLU`, `NaiveMGLU` and their subclasses are found by the class of the module. Name the logits of your
     own modules in `mask_logits`; a warning names modules that look like MGLU layers and whose logits are not named.
     Named logits train at the paper's rate, unless their module has the attribute `weight_init = "leveled"`. A parameter
-    that several modules share is in one group: `mask_logits` if any of its uses belongs there, else `no_decay` if any
-    use belongs there. Parameters with `requires_grad=False` are skipped, and empty groups are omitted. The order of
-    groups and parameters is deterministic.
+    that several modules share is in one group: in `mask_logits` if it holds logits in any of the modules, else in
+    `no_decay` if any of its uses belongs to `no_decay`. Parameters with `requires_grad=False` are skipped, and empty
+    groups are omitted. The order of groups and parameters is deterministic.
 
     The groups work with every optimizer of torch, also with `fused=True`, and with models in `torch.compile`,
     `DistributedDataParallel` and `fully_shard`. Call this function after `fully_shard`, as an optimizer requires.
@@ -56,7 +56,7 @@ def parameter_groups(
         model: any module.
         lr: learning rate of weights, norms and biases, at least 0.
         weight_decay: weight decay of the weights, at least 0.
-        mask_lr: learning rate of all mask logits, at least 0; None for the default above.
+        mask_lr: learning rate of all mask logits, at least 0; None for the default in the table.
         mask_logits: more parameters that are mask logits: a list of names as in `model.named_parameters()`, in which
             `*` matches anything, for example `["*.logits"]`, or a function `(name, parameter) -> bool`. Omit the
             `_orig_mod` that `torch.compile` inserts into names.
@@ -168,7 +168,7 @@ def _warn_of_mixture(groups: list[dict[str, Any]]) -> None:
 
 
 _RANK = ("weights", "no_decay", "mask_logits")
-"""The groups in their order. A parameter whose uses belong to several groups goes to the last of these groups."""
+"""The groups in their order. If the uses of a shared parameter belong to several groups, the last of them gets it."""
 
 
 def _kind(name: str, owner: nn.Module, parameter: nn.Parameter) -> str:

@@ -50,8 +50,8 @@ def check_masks(model: nn.Module) -> None:
                 check_scale(module.weight_scale, path + SCALE)
 
 
-# Masks that have been checked, by their identity and the in_features and n_masks that they must have. A check leaves no
-# attribute on a module or a tensor, so that copies and unpickled modules are checked again.
+# Masks that have been checked. The keys are the tensor's id, in_features and n_masks. A check sets no attribute on a
+# module or a tensor, because a copied or unpickled module would keep it, and would not be checked again.
 _checked: WeakValueDictionary[tuple[int, int, int], Tensor] = WeakValueDictionary()
 
 
@@ -68,7 +68,7 @@ def check_masks_in_use(module: MaskedLinear, packed_masks: Tensor) -> None:
         if _checked.get(key) is packed_masks:
             return
         if is_readable(packed_masks):
-            rows = module.weight.shape[:-1]  # not out_features: a rank may hold only some of the rows
+            rows = module.weight.shape[:-1]  # unlike out_features, these are only the rows that this rank holds
             check_masks_of(module, packed_masks, rows, "packed_masks")
             _checked[key] = packed_masks
             return

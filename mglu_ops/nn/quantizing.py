@@ -52,10 +52,10 @@ def quantize(
     Such a layer is for inference only, and refuses tensors that require a gradient. The down projections of experts do
     not round their input.
 
-    Modules keep their identity, hooks, masks and router. Layers that share a weight share the quantized one. A layer
-    that has this format already keeps its weight, and gets the activation format. If there is an error, no layer is
-    quantized. An optimizer created before the call still holds the dense weights: create a new one if training
-    continues.
+    Modules keep their identity, hooks, masks and router. Layers that share a weight share the quantized weight. A layer
+    that is quantized to `weight_format` already keeps its weight, and gets the activation format. If there is an error,
+    no layer is quantized. An optimizer created before the call still holds the dense weights: create a new one if
+    training continues.
 
     A model on the meta device gets the format without values, so that it can load the state dict of a quantized model
     with `assign=True`.
@@ -192,7 +192,7 @@ def _layers(model: nn.Module, skip: Iterable[str]) -> dict[str, StoredLinear]:
 
 
 def _check_layer(name: str, layer: StoredLinear, chosen: WeightFormat) -> None:
-    """Check that a layer can be quantized, before any layer is."""
+    """Check that a layer can be quantized. All layers are checked before the first one is quantized."""
     if isinstance(layer, MaskedLinear) and layer.learnable_masks:
         raise ValueError(
             f"model: {name} learns its masks, must be frozen before it is quantized: call mglu_ops.freeze(model) first"
@@ -226,7 +226,7 @@ def _check_own_weight(name: str, layer: StoredLinear) -> None:
 
 
 def _check_values(name: str, weight: Tensor) -> None:
-    """Check that all weights are finite in float32, because their scales would not be finite otherwise."""
+    """Check that all weights are finite in float32, because otherwise their scales would not be finite."""
     if weight.is_meta or not is_readable(weight):
         return
     largest = float(whole(torch.linalg.vector_norm(weight, math.inf)).float())

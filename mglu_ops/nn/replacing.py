@@ -1,4 +1,4 @@
-"""Replaces modules of other classes for `freeze`, after comparing each with its replacement."""
+"""Replaces a user's own modules for `freeze(replace=...)`, after comparing each with its replacement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Replacements = Mapping[type[nn.Module], Callable[..., nn.Module]]
 
 
 def replace_modules(model: nn.Module, replace: Replacements, stacklevel: int) -> nn.Module:
-    """Replace the modules of the given classes, or none if there is an error; see `freeze`.
+    """Replace the modules whose classes are in `replace`, as `freeze` describes. If there is an error, replace none.
 
     `stacklevel` is as in `warnings.warn`, counted from the caller of this function.
     """
@@ -58,7 +58,7 @@ def _check(replace: object) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module | None, str, nn.Module]]:
-    """Yield (parent, name, module) for each module and parent. The parent of the model itself is None."""
+    """Yield (parent, name, module) for each module and each of its parents. The parent of the model itself is None."""
     for path, module in model.named_modules(remove_duplicate=False):
         parent, _, name = path.rpartition(".")
         yield model.get_submodule(parent) if path else None, name, module

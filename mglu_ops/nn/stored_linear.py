@@ -1,4 +1,4 @@
-"""The base class of layers whose weight may be stored in 8 or 4 bits: its parameters and the checks of checkpoints."""
+"""The base class of layers whose weight may be stored in 8 or 4 bits. It checks the checkpoints that are loaded."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ _NOT_CAST = "_ddp_ignored"
 
 
 class _Shard(Tensor):
-    """A rank's shard of a stored weight or its scales under FSDP2, which gathers it without casting it.
+    """A rank's shard of a stored weight, or of its scales. FSDP2 gathers it without casting it.
 
-    With mixed precision FSDP2 casts floating-point shards, such as float8_e4m3fn, unless their class has the extension
-    methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`. FSDP2 moves, pads and slices a shard with the other
-    methods here, which must return a shard. All other operations return ordinary tensors.
+    With mixed precision, FSDP2 casts floating-point shards, even shards in float8_e4m3fn, unless their class has the
+    extension methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`. FSDP2 moves, pads and slices a shard with the
+    other methods of this class, which must return a `_Shard`. All operations that the class does not define return
+    ordinary tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # as in torch's subclasses
@@ -74,7 +75,7 @@ class _Shard(Tensor):
 
 
 class StoredLinear(nn.Module):
-    """One weight in a format of `mglu_ops.formats`, without a forward.
+    """A module without `forward` that holds one weight in a format of `mglu_ops.formats`.
 
     In a subclass that sets `num_experts`, the weights and scales of the experts are stacked along a first dimension.
 
@@ -151,13 +152,14 @@ class StoredLinear(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and turn parameters that FSDP2 sets into `_Shard`s.
 
-        FSDP2 calls `__setattr__` only in classes that define it; in others it writes to `_parameters`. Only the caller
-        tells DTensors of FSDP2 from those of tensor parallelism, in which `torch.compile` does not accept `_Shard`s.
+        FSDP2 calls `__setattr__` only in classes that define it; in other classes it writes to `_parameters`. DTensors
+        of tensor parallelism must not become `_Shard`s, which `torch.compile` does not accept there. They look like
+        FSDP2's, so this method reads from the call stack whether FSDP2 has called it.
         """
         if name not in ("weight", SCALE):
             super().__setattr__(name, value)
             return
-        is_shard = _is_shard(self._parameters.get(name))  # if load_state_dict(assign=True) replaces one
+        is_shard = _is_shard(self._parameters.get(name))  # True if load_state_dict(assign=True) replaces a shard
         is_shard |= sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp.")
         super().__setattr__(name, value)
         if is_shard:
@@ -185,7 +187,7 @@ class StoredLinear(nn.Module):
 
         shards = [name for name in ("weight", SCALE) if _is_shard(self._parameters.get(name))]
         super()._apply(keep_dtype, recurse)
-        self._mark()  # new parameters replace those that cannot change in place, and lack the mark
+        self._mark()  # parameters that could not change in place were replaced by new ones, which lack the mark
         for name in shards:
             self._as_shard(name)
         return self
@@ -229,8 +231,8 @@ class StoredLinear(nn.Module):
         """Check that a stored weight and its scales belong together: both were assigned, or neither was.
 
         accelerate casts a checkpoint's tensor to the dtype of the parameter that it replaces, and keeps parameters that
-        the checkpoint lacks. A dense checkpoint would therefore combine its weight with old scales. Writes into a
-        parameter, also through its `data`, are not noticed.
+        the checkpoint lacks. A module that loads a dense checkpoint would thus combine the new weight with old scales.
+        This check does not notice values that are written into a parameter, also through its `data`.
 
         Args:
             path: prefix of the parameters' names in the message.
@@ -258,7 +260,7 @@ class StoredLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         refused = {key: problem for key, problem in self._problems(state_dict, prefix).items() if problem is not None}
-        error_msgs += dict.fromkeys(refused.values())  # one message for one cause, also with strict=False
+        error_msgs += dict.fromkeys(refused.values())  # one message for each cause, also with strict=False
         # Hide refused tensors from the call below. It would silently cast a wrong dtype, and would also report the keys
         # as missing or unexpected.
         kept = {key: value for key, value in state_dict.items() if key not in refused} if refused else state_dict
@@ -271,7 +273,7 @@ class StoredLinear(nn.Module):
         return dict.fromkeys((prefix + "weight", prefix + SCALE), self._weight_problem(state_dict, prefix))
 
     def _weight_problem(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-        """Return why this module cannot load the weight and the scales of a checkpoint, or None if it can."""
+        """Return why this module cannot load a checkpoint's weight and scales, or None if it can load them."""
         key, scale_key = prefix + "weight", prefix + SCALE
         weight, scale = state_dict.get(key), state_dict.get(scale_key)
         if self.weight_format == "dense":
@@ -316,7 +318,7 @@ def dtype_problem(key: str, tensor: Any) -> str | None:
 
 
 def init_as_linear_(weight: Tensor) -> None:
-    """Draw weights `[..., out_features, in_features]` as `nn.Linear` does. It also works on DTensors."""
+    """Draw weights `[..., out_features, in_features]` as `nn.Linear` does. `weight` may be a DTensor."""
     std = nn.init.calculate_gain("leaky_relu", math.sqrt(5)) / math.sqrt(weight.shape[-1])
     bound = math.sqrt(3.0) * std
     nn.init.uniform_(weight, -bound, bound)
@@ -354,7 +356,7 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
 
 
 def dequantized(chosen: WeightFormat, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the dense weight `[out_features, in_features]`, or a stack along dimension 0, from a stored one.
+    """Compute the dense weight `[out_features, in_features]` of a stored weight, or of each weight of a stack.
 
     Only one weight of a stack at a time is copied to float32. Each rank computes its local part of a DTensor.
     """
@@ -373,7 +375,7 @@ def dequantized(chosen: WeightFormat, weight: Tensor, scale: Tensor, dtype: torc
 
 
 def _quantized_columns(chosen: WeightFormat, weight: DTensor) -> tuple[Tensor, Tensor]:
-    """Compute `quantized` for a stack sharded along its columns. All ranks gather one weight at a time."""
+    """Compute `quantized` for a stack of weights whose columns are sharded. All ranks gather one weight at a time."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     mesh, placements = weight.device_mesh, list(weight.placements)

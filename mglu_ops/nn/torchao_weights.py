@@ -66,7 +66,7 @@ def _stored(tensor: Any, chosen: WeightFormat) -> Tensor | None:
 
 
 def _more_than_scales(tensor: Any) -> str:
-    """Describes zero points and quantized activations for the error message; empty if there are none."""
+    """Describe zero points and quantized activations for the error message. The result is empty if there are none."""
     zero_point, activations = getattr(tensor, "zero_point", None), ["act_quant_kwargs", "act_quant_scale"]
     names = [*activations, "act_pre_scale", "activation_quantization"]
     has_activations = any(getattr(tensor, one, None) is not None for one in names)

@@ -1,6 +1,6 @@
-"""MGLU layers on several GPUs, with torch's own tools: DTensor, `parallelize_module`, `fully_shard` and DCP.
+"""MGLU layers on several GPUs, with torch's own tools: DTensor, `parallelize_module` and `fully_shard`.
 
-The page beside this file shows each of them. Importing this package imports `torch.distributed.tensor`.
+README.md beside this file shows how to use each of them. Importing this package imports `torch.distributed.tensor`.
 """
 
 from .colwise import ColwiseMGLU

@@ -13,7 +13,7 @@ from ..nn.arguments import check_rows_of_ranks
 from ..nn.masked_linear import MaskedLinear
 
 ROWS = {"weight": Shard(0), "weight_scale": Shard(0), "mask_logits": Shard(1), "packed_masks": Shard(0)}
-"""The placement of each tensor of a layer that is divided by rows, which are out_features."""
+"""The placement of each tensor of a layer that is divided along out_features, the rows of the weight and the masks."""
 
 
 class ColwiseMGLU(ColwiseParallel):
@@ -24,9 +24,9 @@ class ColwiseMGLU(ColwiseParallel):
     Each rank holds its rows of `weight` `[out_features, in_features]`, and of `mask_logits`
     `[n_masks, out_features, in_features]` or `packed_masks` `[out_features, ceil(in_features / 8), n_masks]`. A router
     is on every rank. The forward pass needs no communication, and the backward pass sums the gradient of x over the
-    ranks. `RowwiseParallel` after this layer sums the result. Masks may be learned, fixed or frozen, and the layer may
-    be sharded before or after `mglu_ops.freeze` and `mglu_ops.quantize`. In `fp8_block` a rank's number of rows must be
-    a multiple of 128.
+    ranks. The linear layer that follows sums its result over the ranks (`RowwiseParallel`). Masks may be learned, fixed
+    or frozen, and the layer may be sharded before or after `mglu_ops.freeze` and `mglu_ops.quantize`. In `fp8_block` a
+    rank's number of rows must be a multiple of 128.
 
     Args:
         input_layouts: placement of x `[..., in_features]`: replicated by default; `Shard(1)` if each rank has a part
@@ -57,14 +57,14 @@ class ColwiseMGLU(ColwiseParallel):
 
 
 def _partition(src_data_rank: int | None, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the layer; `distribute_module` replicates the parameters of its router."""
+    """Shard the tensors of the layer. Afterwards `distribute_module` replicates the parameters of its router."""
     if isinstance(module, MaskedLinear):
         for tensor_name, placement in ROWS.items():
             place(module, tensor_name, placement, mesh, src_data_rank)
 
 
 def place(module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Replace a parameter or a buffer by a DTensor on a one-dimensional mesh, unless it is a DTensor already or None.
+    """Replace a parameter or a buffer by a DTensor on a one-dimensional mesh. Leave DTensors and None unchanged.
 
     All ranks get the values of rank `src_data_rank`. If it is None, each rank must have the values already.
     """

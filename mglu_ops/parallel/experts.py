@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism of experts: each rank computes a partial sum of the result, for its rows or experts."""
+"""Tensor and expert parallelism of experts: each rank computes the partial sum over its own rows or experts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ParallelExperts(ParallelStyle):
             for part in (module, module.experts, module.down_proj):
                 part.ranks_of_tokens = device_mesh.size()
             return module
-        # This replicates the parameters of the routers.
+        # `distribute_module` also replicates the parameters of the routers, which are no DTensors yet.
         return distribute_module(module, device_mesh, None, self._gathered, self._summed)
 
     def _gathered(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -110,9 +110,9 @@ class ParallelExperts(ParallelStyle):
 
 
 def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """`weighted_sum` for tokens that only this rank has: send one row per expert of a token, and receive the results.
+    """Compute `weighted_sum` for this rank's own tokens: send a row to each expert of a token, and receive the results.
 
-    Rows are sent sorted by expert, so that the numbers of rows per expert tell a rank which expert each row is for.
+    Rows are sent sorted by expert, so the receiving rank can tell each row's expert from the number of rows per expert.
     """
     experts = layer.experts
     assert isinstance(experts.weight, DTensor)
@@ -122,7 +122,7 @@ def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, exper
     inverse = inverse_of(order)
     to_send = offs.diff(prepend=offs.new_zeros(1))
     to_get = all_to_all_single(to_send, None, None, group)
-    counts = torch.stack([to_send, to_get]).view(2, ranks, -1)  # by rank and expert
+    counts = torch.stack([to_send, to_get]).view(2, ranks, -1)  # rows sent or received, by other rank and expert
     sent, got = counts.sum(2).tolist()
 
     rows = all_to_all_single_autograd(GatherRows.apply(x, order, inverse, top_k), got, sent, group)
@@ -146,9 +146,9 @@ def divide(
     """Divide the tensors of a layer over the ranks, and set `first_expert` of its modules.
 
     Args:
-        block: the module that calls the other two.
+        block: the module that calls `experts` and `down_proj`.
         experts: the MGLU layers of the experts.
-        down_proj: their down projections.
+        down_proj: the down projections of the experts.
         way: a key of DIVISIONS.
         mesh: a one-dimensional mesh of the ranks.
         src_data_rank: the rank whose values all ranks get; None if each rank has them already.

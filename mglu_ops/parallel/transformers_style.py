@@ -20,8 +20,9 @@ NAME = "mglu_colwise"
 class TransformersColwiseMGLU(ColwiseParallel):
     """`mglu_ops.parallel.ColwiseMGLU` for the `tp_plan` of a Transformers model.
 
-    Transformers shards the parameters of the module one by one, before it loads a checkpoint. It shards neither buffers
-    nor the router's parameters. `install_forward` makes them DTensors, so that the loader reads this rank's rows.
+    Before it loads a checkpoint, Transformers shards the parameters of the module one by one. It shards neither buffers
+    nor the router's parameters, so `install_forward` makes them DTensors. The loader reads this rank's part of every
+    DTensor.
     """
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
@@ -43,17 +44,17 @@ class TransformersColwiseMGLU(ColwiseParallel):
 class TransformersParallelExperts(TensorParallelLayer):
     """`mglu_ops.parallel.ParallelExperts` for the experts of a Transformers model.
 
-    Expert ids run from 0 to num_experts - 1 on every rank.
+    Every rank gets the ids of all experts, from 0 to num_experts - 1.
 
     Args:
-        way: `"rows"` or `"experts"`, as `divide` of `ParallelExperts`.
+        way: `"rows"` or `"experts"`, as the argument `divide` of `ParallelExperts`.
     """
 
     def __init__(self, way: str) -> None:
         self.way = way
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Divide all tensors of the experts, so that the loader reads this rank's, and add the sum over the ranks."""
+        """Divide all tensors of the experts, so that the loader reads this rank's part, and install the two hooks."""
         experts: Any = module.mglu
         down_proj: Any = module.down_proj
         divide(module, experts, down_proj, self.way, mesh, None)
@@ -80,7 +81,7 @@ def _replicate_router(layer: MaskedLinear, mesh: DeviceMesh) -> None:
 
 
 def register() -> None:
-    """Register the styles. Further calls are allowed."""
+    """Register the styles. The function may be called again."""
     ALL_PARALLEL_STYLES.register(NAME, TransformersColwiseMGLU())
     ALL_PARALLEL_STYLES.register("mglu_expert_rows", TransformersParallelExperts("rows"))
     ALL_PARALLEL_STYLES.register("mglu_experts", TransformersParallelExperts("experts"))

@@ -1,7 +1,7 @@
-"""Models of Hugging Face Transformers with MGLU feed-forward layers (`architectures.py` has their table).
+"""Models of Hugging Face Transformers with MGLU feed-forward layers (`architectures.py` lists them).
 
 Importing this package registers the models with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. It needs
-transformers 5.17 or later: `pip install ".[transformers]"` in a clone. The page beside this file shows its use.
+transformers 5.17 or later: `pip install ".[transformers]"` in a clone. README.md beside this file shows how to use it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = [
 if torch.distributed.is_available():
     from ..parallel import register_transformers_style
 
-    register_transformers_style()  # "mglu_colwise", in the tensor-parallel plans of the configurations
+    register_transformers_style()  # the tensor-parallel plans of the configurations name styles such as "mglu_colwise"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Trainer classes when they are used: they take longer than all the rest, and serving needs none."""
+    """Import the Trainer classes when they are used: importing them takes longer than all other imports together."""
     if name not in ("MGLUTrainer", "MGLUTrainerMixin"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import training

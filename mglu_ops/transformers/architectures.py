@@ -19,7 +19,7 @@ from .modeling import MGLUForCausalLMMixin, MGLUModelMixin, MGLUMoeForCausalLMMi
 
 
 class Architecture(NamedTuple):
-    """The configuration of one architecture with MGLU, and its decoder and language model with SwiGLU and with MGLU."""
+    """The classes of one architecture: the configuration with MGLU, and two pairs of decoder and language model."""
 
     config: type[Any]
     swiglu: tuple[type[Any], type[Any]]
@@ -50,7 +50,7 @@ def _classes(name: str, decoder_name: str | None = None) -> tuple[type[Any], typ
     made = strict(_derived(mixins[0], config, f"with the keys of `{mixins[0].__name__}`", keys))
     layers = "with MGLU experts" if has_experts else "with MGLU feed-forward layers"
     parts: dict[str, Any] = {"config_class": made}
-    if not has_experts:  # record the router of masks; in a mixture, router_logits are those of the experts' router
+    if not has_experts:  # record the logits of mask routers; in a mixture, router_logits come from experts' routers
         recorder = OutputRecorder(nn.Linear, layer_name="router")
         parts["_can_record_outputs"] = {**decoder._can_record_outputs, "router_logits": recorder}
     own_decoder = _derived(mixins[1], decoder, layers, parts)
@@ -63,7 +63,7 @@ def _classes(name: str, decoder_name: str | None = None) -> tuple[type[Any], typ
 
 
 def _plans(plan: dict[str, str], has_experts: bool) -> dict[str, dict[str, str]]:
-    """Make the parallel plans of a configuration from that of its base, with MGLU in place of SwiGLU's projections."""
+    """Make a configuration's parallel plans from the base's tensor-parallel plan, with MGLU in place of SwiGLU."""
     own = {name: style for name, style in plan.items() if ".mlp." not in name}
     if "layers.*.mlp.gate_proj" in plan:
         own |= {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}
@@ -74,7 +74,7 @@ def _plans(plan: dict[str, str], has_experts: bool) -> dict[str, dict[str, str]]
 
 
 def _derived(mixin: type[Any], base: type[Any], difference: str, attributes: dict[str, Any]) -> type[Any]:
-    """Make a class whose name is that of `base` with MGLU in front; pickle finds it by that name in this module."""
+    """Make a class called `MGLU<name of base>`. Pickle looks the class up in this module by this name."""
     doc = f"`{base.__name__}` {difference}."
     return type(f"MGLU{base.__name__}", (mixin, base), {"__module__": __name__, "__doc__": doc, **attributes})
 

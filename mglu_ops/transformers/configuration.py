@@ -33,8 +33,8 @@ class MGLUConfigMixin:
         mask_top_k: number of masks that a token keeps, 1 to n_masks; None for no router. (It is not called `top_k`,
             because Transformers would take such a key for an option of `generate`.)
         learnable_masks: True for masks that are learned, as logits; False for packed masks, with one bit per weight.
-        weight_init: how new weights of MGLU layers are drawn: `paper` as Transformers draws linear layers, `leveled`
-            with the factor of `mglu_ops.nn.MGLU`.
+        weight_init: how new weights of MGLU layers are drawn: with `paper`, as Transformers draws linear layers; with
+            `leveled`, they are also multiplied by the factor of `mglu_ops.nn.MGLU`.
         needs_import: the module that registers the `model_type`, for people who read `config.json`; no code reads it.
     """
 
@@ -45,7 +45,9 @@ class MGLUConfigMixin:
     needs_import: str = "mglu_ops.transformers"
 
     def validate_masks(self) -> None:
-        """Check the keys of this class, and that all other keys fit an MGLU; `strict` calls this after `__init__`.
+        """Check the keys of this class, and that the other keys fit an MGLU.
+
+        huggingface_hub's decorator `strict` calls all methods named `validate_*` after `__init__`.
 
         Raises:
             ValueError: a value is out of range, or there is a bias, which MGLU does not have.
@@ -58,7 +60,9 @@ class MGLUConfigMixin:
 
 @dataclass(kw_only=True, repr=False)
 class MGLUBalanceConfigMixin(MGLUConfigMixin):
-    """The keys of a configuration without experts. Mixtures have the same key for the routers of their experts.
+    """The keys that MGLU adds to a configuration without experts.
+
+    Mixtures have the key `router_aux_loss_coef` already. It applies to the routers of their experts.
 
     Attributes:
         router_aux_loss_coef: factor of the load-balancing loss of the routers of masks, which is added to the loss in
@@ -91,7 +95,7 @@ def check_mask_keys(n_masks: int, mask_top_k: object, router_aux_loss_coef: obje
 
 
 def activation_key(config: Any) -> str:
-    """Return the name of the key for the activation of the feed-forward layers, which differs in Gemma."""
+    """Return the name of the key for the activation of the feed-forward layers. Gemma has another name for it."""
     return "hidden_activation" if hasattr(config, "hidden_activation") else "hidden_act"
 
 

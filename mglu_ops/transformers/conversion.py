@@ -1,4 +1,4 @@
-"""`from_swiglu`: an MGLU model from a SwiGLU model, as a start for training."""
+"""`from_swiglu` makes an MGLU model from a SwiGLU model, as a start for training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .configuration import MGLUBalanceConfigMixin, check_feed_forward, check_mas
 from .feed_forward import MGLUMoeExperts
 
 _EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-"""What the experts of Transformers must say of their weights `gate_up_proj` and `down_proj`."""
+"""Attributes by which experts of Transformers describe `gate_up_proj` and `down_proj`, with the required values."""
 
 
 @torch.no_grad()
@@ -94,17 +94,17 @@ def from_swiglu(
         keys = {"n_masks": n_masks, "mask_top_k": mask_top_k, "router_aux_loss_coef": router_aux_loss_coef}
         return _in_own_class(result, architecture, keys)
     if isinstance(model, PreTrainedModel):
-        result._weight_conversions = []  # with them, save_pretrained would give a mixture's experts SwiGLU's names
+        result._weight_conversions = []  # otherwise, save_pretrained would give experts the tensor names of SwiGLU
         notices.warn(
             f"from_swiglu: mglu_ops.transformers has no MGLU class for {type(model).__name__}, whose from_pretrained "
             "would draw new layers; to load the result later, convert a model again, and use load_state_dict",
-            stacklevel=3,  # one for the decorator
+            stacklevel=3,  # from_swiglu's caller; the decorator adds a frame
         )
     return result
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, GatedUnit]]:
-    """Find the experts of Transformers in a model.
+    """Yield each module of a model that holds the experts of Transformers, with the matrices of its experts.
 
     Raises:
         TypeError: an expert does not compute a gated linear unit of one gate matrix and one up matrix.
@@ -141,12 +141,12 @@ def _experts_of(unit: GatedUnit, n_masks: int, init: str, top_k: int | None) -> 
 
 
 def _in_own_class(converted: Any, architecture: Architecture, keys: dict[str, Any]) -> Any:
-    """Move the tensors and settings of a converted copy into a model of its MGLU class."""
+    """Make a model of the architecture's MGLU class from the tensors and settings of a converted copy."""
     source = converted.config
     left_out = ("model_type", "architectures", "transformers_version")
     kept = {key: value for key, value in source.to_dict().items() if key not in left_out}
     if not issubclass(architecture.config, MGLUBalanceConfigMixin):
-        del keys["router_aux_loss_coef"]  # here the key is that of the experts' routers, and is copied
+        del keys["router_aux_loss_coef"]  # in a mixture this key is for the routers of experts, and is in `kept`
     factory = AutoModelForCausalLM if type(converted) is architecture.swiglu[1] else AutoModel
     with torch.device("meta"):
         result = factory.from_config(

@@ -1,4 +1,4 @@
-"""The feed-forward layers of the models: an MGLU layer, or MGLU experts in a block of Transformers that routes."""
+"""The models' feed-forward layers: an MGLU layer, or MGLU experts in the block in which Transformers routes tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .quantization import MGLUQuantizationConfig
 
 
 class MGLUMoeExperts(OnRank, nn.Module):
-    """The experts of a mixture, called as Transformers calls them.
+    """The experts of a mixture, with the arguments with which Transformers calls experts.
 
     Args:
         num_experts: number of experts.
@@ -48,14 +48,14 @@ class MGLUMoeExperts(OnRank, nn.Module):
             top_k_weights: floating `[tokens, K]`.
         """
         if self.first_expert:
-            top_k_index = top_k_index - self.first_expert  # ids of other ranks' experts leave the range
+            top_k_index = top_k_index - self.first_expert  # the ids of other ranks' experts are then out of range
         y = self.mglu(hidden_states, top_k_index)
         return self.down_proj(y, top_k_index, self.on_rank(top_k_weights))
 
 
 @contextmanager
 def narrow(config: Any) -> Iterator[None]:
-    """Set the sizes of hidden layers to 1 while a base class builds SwiGLU layers, which are then replaced."""
+    """Set the intermediate sizes to 1 while a base class builds its SwiGLU layers, which are replaced afterwards."""
     names = ("intermediate_size", "moe_intermediate_size")
     sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     for name in sizes:
@@ -68,10 +68,11 @@ def narrow(config: Any) -> Iterator[None]:
 
 
 def feed_forward(mlp: nn.Module, name: str, config: Any, stored: MGLUQuantizationConfig) -> nn.Module:
-    """Make what replaces a feed-forward layer of Transformers.
+    """Return the module that replaces a feed-forward layer of Transformers.
 
     Args:
-        mlp: the layer, with SwiGLU. If it routes tokens to experts, only its experts are replaced, in place.
+        mlp: the layer, with SwiGLU. If it routes tokens to experts, its experts are replaced in place, and it is
+            returned.
         name: the layer's name in the decoder.
         config: the configuration of the decoder.
         stored: what the configuration says of the weights.
@@ -102,7 +103,7 @@ def feed_forward(mlp: nn.Module, name: str, config: Any, stored: MGLUQuantizatio
 
 
 def _widen_logits(mglu: MGLU) -> None:
-    """Make logits of 16 bits float32: training steps are too small for 16 bits, and in float16 tiny logits become 0."""
+    """Convert 16-bit logits to float32: training steps would not change them, and float16 would round some to 0."""
     logits = mglu.mask_logits
     if logits is not None:
         mglu.mask_logits = nn.Parameter(logits.to(torch.promote_types(logits.dtype, torch.float32)))

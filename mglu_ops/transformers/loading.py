@@ -31,17 +31,17 @@ _NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
 }
-"""The names in files of safetensors of the dtypes of masks, stored weights and their scales."""
+"""The dtypes of masks, stored weights and scales, each with its name in safetensors files."""
 
 
 class _Stored(NamedTuple):
-    """A tensor of a checkpoint, whose values need not have been read."""
+    """A tensor of a checkpoint, whose values may not have been read yet."""
 
     key: str
     dtype: str
     shape: list[int]
     values: Any
-    """A Tensor, or a slice of a safetensors file; `values[:]` is a Tensor."""
+    """A Tensor, or a slice object of safetensors, whose values `values[:]` reads from the file."""
 
 
 def check_tensors(
@@ -53,9 +53,9 @@ def check_tensors(
 ) -> None:
     """Check the tensors of a checkpoint before Transformers loads them, because its loader accepts wrong tensors.
 
-    The loader casts other dtypes. It compares no shapes if the model has a quantizer. Nor does it for tensors that
-    `device_map` places on "disk", which are not in the model after loading. Names are compared as the loader renames
-    them.
+    The loader casts tensors of wrong dtypes. It does not compare shapes if the model has a quantizer, and never the
+    shapes of tensors that `device_map` places on "disk", since the model does not hold them after loading. This
+    function renames tensors as the loader does before it looks up their names.
 
     Args:
         model: the model, which may be on the meta device.
@@ -99,7 +99,7 @@ def check_tensors(
 
 
 def check_loaded(model: PreTrainedModel, info: Any, source: str) -> None:
-    """Check a `LoadStateDictInfo` of the loader of Transformers, before it draws at random what is missing.
+    """Check the `LoadStateDictInfo` of Transformers' loader, before Transformers initialises missing tensors at random.
 
     Raises:
         ValueError: weights or masks of an MGLU are not in the checkpoint; the checkpoint has a layer, or tensors of an
@@ -134,8 +134,8 @@ def check_adapter(model: PreTrainedModel, info: Any, expected: Iterable[str], so
     """Check that a checkpoint of an adapter has all tensors of MGLU layers that the loader expects in it.
 
     Raises:
-        ValueError: weights or masks are missing. They are if the adapter has them as `modules_to_save`, which PEFT
-            loads and Transformers does not.
+        ValueError: weights or masks are missing. This happens if the adapter has them as `modules_to_save`, which
+            PEFT loads and Transformers does not.
     """
     layers = _layers(model)
     keys = set(expected) & set(info.missing_keys)
@@ -201,12 +201,12 @@ def _check_dtype(name: str, stored: _Stored, layer: StoredLinear, source: str) -
 
 
 def _not_in_model(model: PreTrainedModel, unexpected: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The unexpected keys that change what a model computes.
+    """Find the unexpected keys without which the model would compute something else than the saved one.
 
     Returns:
-        All keys of decoder layers that the model does not have, and the keys of feed-forward layers that it has. The
-        second list lacks tensors beside the weight of a linear layer outside of MGLU layers, such as a quantizer's,
-        because they are left to Transformers.
+        The unexpected keys of decoder layers that the model does not have, and the unexpected keys in feed-forward
+        layers that the model has. The second list omits keys in linear layers outside of MGLU layers, such as the
+        tensors of a quantizer, because Transformers deals with them.
     """
     layers = _layers(model)
     blocks, feed_forwards = ({_part(name, depth) for name in layers} - {""} for depth in (0, 1))
@@ -229,7 +229,7 @@ def _layers(model: PreTrainedModel) -> dict[str, StoredLinear]:
 
 
 def _short(name: str, model: PreTrainedModel) -> str:
-    """A name without the prefix of the decoder (`model.`), which names in a checkpoint may have without the model's."""
+    """Remove the decoder's prefix (`model.`) from a name, because a checkpoint and a model may differ in it."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
@@ -239,13 +239,13 @@ def _owner(key: str) -> str:
 
 
 def _part(name: str, depth: int) -> str:
-    """A name up to its first number and `depth` parts after it; empty if the name has no number or too few parts."""
+    """A name up to its first number, and `depth` more parts of it. It is empty if the name lacks one of these parts."""
     found = re.match(rf"(.*?\.)?\d+(\.[^.]+){{{depth}}}(?=\.|$)", name)
     return found[0] if found else ""
 
 
 def _kind(name: str) -> str:
-    """A name with `*` in place of numbers, so that layers of the same kind have the same result."""
+    """A name with `*` in place of numbers, which is equal for all layers of one kind."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
@@ -264,11 +264,11 @@ _REASONS = {
     "learnable_masks=False; logits cannot be made from packed masks",
     **dict.fromkeys(("gate_proj.weight", "w1.weight", "gate_up_proj"), _SWIGLU),
 }
-"""What a tensor that the model does not have tells about the kind of a checkpoint, and what to do."""
+"""Maps the last parts of the name of an unexpected tensor to what it tells about the checkpoint, and what to do."""
 
 
 def _reason(unexpected: set[str], is_in_some_layers: bool) -> str:
-    """Why MGLU tensors are missing, judged by the unexpected keys.
+    """Say why MGLU tensors are missing, judging by the unexpected keys.
 
     `is_in_some_layers` is True if some layers have the missing tensors.
     """

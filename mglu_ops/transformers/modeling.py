@@ -1,4 +1,4 @@
-"""What MGLU models have in addition to the classes of Transformers, as mixins that all architectures share.
+"""Mixins that add MGLU to the model classes of Transformers. All architectures share them.
 
 Attention, norms, caches, losses and the routing of tokens to experts come from the Transformers classes that the models
 derive from (`architectures.py`).
@@ -27,7 +27,7 @@ from .loading import check_adapter, check_loaded, check_tensors, warn_of_quantiz
 from .quantization import describe_stored_weights, stored_weights
 from .routing import load_balancing_loss
 
-if TYPE_CHECKING:  # the class after the mixins in the list of bases
+if TYPE_CHECKING:  # each model class derives from the mixins and from a PreTrainedModel
     from transformers import PreTrainedModel as _Model
 else:
     _Model = object
@@ -40,7 +40,7 @@ class MGLUPreTrainedMixin(_Model):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw weights as Transformers does in linear layers. Gain and masks are those of `mglu_ops.nn`."""
+        """Draw weights as Transformers does in linear layers, multiplied by `weight_gain`, and masks as `MGLU` does."""
         if not isinstance(module, StoredLinear):
             super()._init_weights(module)
             return
@@ -55,7 +55,7 @@ class MGLUPreTrainedMixin(_Model):
     def _load_pretrained_model(
         model: nn.Module, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
     ) -> Any:
-        """Load a checkpoint as Transformers does, and refuse it if its masks or weights do not fit (`loading`)."""
+        """Load a checkpoint as Transformers does. `loading.py` refuses masks and weights that do not fit the model."""
         loader = PreTrainedModel._load_pretrained_model
         source = str(load_config.pretrained_model_name_or_path or "state_dict")
         if expected_keys is not None:  # Transformers loads the weights of an adapter
@@ -160,7 +160,7 @@ def update_config(model: Any) -> None:
 
 
 class MGLUModelMixin(MGLUPreTrainedMixin):
-    """A decoder whose layers have MGLU feed-forward layers; put it before the model class of Transformers.
+    """A decoder with MGLU feed-forward layers. In the list of bases, put it before the model class of Transformers.
 
     Raises:
         TypeError: the configuration is not one of this package.
@@ -180,7 +180,7 @@ class MGLUModelMixin(MGLUPreTrainedMixin):
 
 
 class MGLULanguageModelMixin(MGLUPreTrainedMixin):
-    """A language model on a decoder of `MGLUModelMixin`; put it before the class of Transformers.
+    """A language model with a decoder of `MGLUModelMixin`. In the list of bases, put it before Transformers' class.
 
     Attributes:
         decoder_class: the class of the decoder.
@@ -189,7 +189,7 @@ class MGLULanguageModelMixin(MGLUPreTrainedMixin):
     decoder_class: ClassVar[type[Any]]
 
     def __init__(self, config: Any) -> None:
-        PreTrainedModel.__init__(self, config)  # the base class would build a decoder with SwiGLU
+        PreTrainedModel.__init__(self, config)  # because `super().__init__` would build a decoder with SwiGLU
         self.model = self.decoder_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -197,7 +197,7 @@ class MGLULanguageModelMixin(MGLUPreTrainedMixin):
 
 
 class MGLUForCausalLMMixin(MGLULanguageModelMixin):
-    """A language model without experts, which in training adds the load-balancing loss of the routers to its loss."""
+    """A language model without experts. In training it adds the load-balancing loss of the mask routers to its loss."""
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -239,8 +239,8 @@ class MGLUForCausalLMMixin(MGLULanguageModelMixin):
             logits = torch.tanh(logits / limit) * limit
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs)
         balance = load_balancing_loss(outputs.router_logits, config.n_masks, config.mask_top_k, attention_mask)
-        # Trainer divides the language model's loss by the number of tokens in all batches that it accumulates. Scale
-        # the balance loss in the same way.
+        # Trainer divides the language model's loss by the number of tokens in all batches whose gradients it
+        # accumulates. Scale the balance loss by this batch's share of these tokens.
         in_all = kwargs.get("num_items_in_batch")
         share = 1 if in_all is None else (labels[:, 1:] != -100).sum() / in_all
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
@@ -253,13 +253,13 @@ class MGLUForCausalLMMixin(MGLULanguageModelMixin):
 
 
 class MGLUMoePreTrainedMixin(_Model):
-    """A model whose experts always run on the operators of `mglu_ops`; put it before the other mixins."""
+    """A model whose experts always run on the operators of `mglu_ops`. Put it before the other mixins."""
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Return `eager`, which for Transformers means the code of the experts' class.
+        """Return `eager`, with which Transformers calls the forward of the experts' class.
 
         Raises:
-            ValueError: another implementation was requested. All others read the two matrices of SwiGLU.
+            ValueError: another implementation was requested. All other implementations read SwiGLU's two matrices.
         """
         if requested_experts not in (None, "eager"):
             raise ValueError(
@@ -270,7 +270,7 @@ class MGLUMoePreTrainedMixin(_Model):
 
 
 class MGLUMoeModelMixin(MGLUMoePreTrainedMixin, MGLUModelMixin):
-    """A decoder whose layers have MGLU experts; put it before the model class of Transformers.
+    """A decoder with MGLU experts. In the list of bases, put it before the model class of Transformers.
 
     Raises:
         TypeError: the configuration is not one of this package.
@@ -288,7 +288,7 @@ class MGLUMoeModelMixin(MGLUMoePreTrainedMixin, MGLUModelMixin):
 
 
 class MGLUMoeForCausalLMMixin(MGLUMoePreTrainedMixin, MGLULanguageModelMixin):
-    """A language model with MGLU experts, with the forward of its base class."""
+    """A language model with MGLU experts. Its forward is the one of Transformers' class."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What a configuration says of the weights that `mglu_ops.quantize` has stored in 8 or 4 bits."""
+"""How a configuration describes the weights that `mglu_ops.quantize` has stored in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..nn.masked_linear import MaskedLinear
 from ..nn.stored_linear import StoredLinear
 
 METHOD = "mglu"
-"""The `quant_method` of this package."""
+"""The name of this package's method, the value of the key `quant_method`."""
 
 _PLACES = ("quantization_config", "mglu_quantization_config")
-"""The keys of a configuration that may hold ours: the second one if a quantizer of linear layers has the first."""
+"""The keys that may hold our configuration. The second key is used if a quantizer of linear layers has the first."""
 
 
 @register_quantization_config(METHOD)
@@ -37,7 +37,7 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
         modules_to_not_convert: names, as in `model.named_modules()`, of MGLU layers and down projections of experts
             whose weight is dense. A model refuses names of other modules when it is made.
         activation_format: the format, a name in `mglu_ops.formats`, to which the quantized MGLU layers round x. If it
-            is `dense`, the key is left out of the dictionary, so that versions that do not know the key can read it.
+            is `dense`, the dictionary does not contain it, so that versions without this argument can read it.
 
     Raises:
         ValueError: there is no such format, or the two formats do not go together; or an argument is missing, has
@@ -87,7 +87,7 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
                 )
 
     def formats_of(self, name: str) -> tuple[str, str]:
-        """The weight and activation format of the layer of that name in the language model or in its decoder."""
+        """The weight format and the activation format of a layer, by its name in the language model or the decoder."""
         is_dense = _in_decoder(name) in map(_in_decoder, self.modules_to_not_convert)
         return ("dense", "dense") if is_dense else (self.weight_format, self.activation_format)
 
@@ -105,7 +105,7 @@ class MGLUQuantizer(HfQuantizer):
         ValueError: the checkpoint is not quantized.
     """
 
-    is_trainable = True  # adapters of other layers can be trained, since the gradient of x is computed
+    is_trainable = True  # adapters of other layers can be trained, since MGLU layers compute the gradient of x
     is_compileable = True
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
@@ -122,7 +122,7 @@ class MGLUQuantizer(HfQuantizer):
 
 
 def stored_weights(config: Any) -> MGLUQuantizationConfig:
-    """What a configuration says of the weights of its MGLU layers; the format is `dense` if it says nothing.
+    """Read how a configuration describes the weights of its MGLU layers. Without a description, the format is `dense`.
 
     Raises:
         ValueError: the value of the key is not a dictionary of `MGLUQuantizationConfig`.

@@ -1,4 +1,4 @@
-"""Checks, before any other import of this package, that transformers is installed and new enough."""
+"""Checks that transformers is installed and new enough, before this package imports anything else."""
 
 from __future__ import annotations
 

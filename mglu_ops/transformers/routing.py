@@ -14,8 +14,8 @@ def load_balancing_loss(
 
         n_masks * sum_i f_i P_i
 
-    f_i is the number of tokens that keep mask i, divided by the number of tokens, and P_i the mean probability of mask
-    i in the softmax over all masks. If all masks are used alike, the loss is top_k.
+    f_i is the fraction of the tokens that keep mask i. P_i is the mean probability of mask i in the softmax over all
+    masks. If all masks are used alike, the loss is top_k.
 
     Args:
         router_logits: the logits `[batch, length, n_masks]` of the router of each layer.

@@ -13,10 +13,10 @@ from .. import notices
 from ..nn import check_mask_lr, parameter_groups
 
 _GROUPS_OF_THEIR_OWN = {"params", "model", "optimizer_dict"}
-"""Arguments of optimizers, such as GaLore and LOMO, that choose their parameters themselves."""
+"""Arguments that show that an optimizer, such as GaLore or LOMO, chooses its parameters itself."""
 
 
-if TYPE_CHECKING:  # the class after the mixin in the list of bases
+if TYPE_CHECKING:  # a class that derives from the mixin also derives from Trainer
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
@@ -25,10 +25,10 @@ else:
 class MGLUTrainerMixin(_Trainer):
     """Gives mask logits no weight decay and a learning rate of their own; put it before your Trainer class.
 
-    `Trainer` decays all parameters but norms and biases, so it would decay logits too. Here
-    `mglu_ops.nn.parameter_groups` makes the groups: `weights` with `learning_rate` and `weight_decay` of the arguments,
+    `Trainer` alone decays all parameters but norms and biases, and so it would decay logits. This mixin gets the groups
+    from `mglu_ops.nn.parameter_groups`: `weights` with the `learning_rate` and `weight_decay` of the arguments,
     `no_decay` without decay, and `mask_logits` without decay and with `mask_lr`. The schedules of `Trainer` scale all
-    rates alike. A warning says if a scheduler of your own has overwritten the masks' rate
+    rates alike. If a scheduler of your own has overwritten the masks' rate, there is a warning
     (`mglu_ops.nn.check_mask_lr`).
 
     Args:
@@ -47,7 +47,8 @@ class MGLUTrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         config = getattr(self.model, "config", None)
         coefficient = getattr(config, "router_aux_loss_coef", 0)
-        has_balance = coefficient and getattr(config, "output_router_logits", True)  # a mixture may omit its loss
+        # A mixture adds its load-balancing loss only if output_router_logits is True.
+        has_balance = coefficient and getattr(config, "output_router_logits", True)
         if has_balance and (self.label_smoother is not None or self.compute_loss_func is not None):
             raise ValueError(
                 f"router_aux_loss_coef: got {coefficient} with label_smoothing_factor or compute_loss_func, must be 0: "
@@ -55,7 +56,7 @@ class MGLUTrainerMixin(_Trainer):
             )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer of the arguments with the groups of `parameter_groups`.
+        """Create the optimizer that the training arguments name, with the groups of `parameter_groups`.
 
         Raises:
             ValueError: the optimizer of the arguments (`optim`) does not accept parameter groups.
@@ -76,7 +77,10 @@ class MGLUTrainerMixin(_Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the scheduler of the arguments, unless there is one. Warn if it has overwritten the masks' rate."""
+        """Create the scheduler that the arguments name, unless there is one already.
+
+        Warn if the scheduler has overwritten the masks' rate.
+        """
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         scheduled = self.optimizer if optimizer is None else optimizer
         try:

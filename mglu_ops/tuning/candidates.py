@@ -1,4 +1,4 @@
-"""The launches that a search tries: first choices for this and similar calls, then neighbours of the fastest."""
+"""The launches that a search tries: those chosen for the call and for similar calls, and neighbours of the fastest."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
         "cluster": (1, 2),
     },
 }
-"""The settings that the search varies, by kernel, with their values in ascending order."""
+"""The settings that the search varies, for each kernel, with their values in ascending order."""
 
 
 def starts(call: Call, gpu: Gpu) -> list[LaunchConfig]:
-    """The first launches: the choices for the call, and for other numbers of tokens, other layers and another GPU.
+    """The first launches of a search: the choices for the call, and for calls that differ from it in one respect.
 
-    They include two launches of `tile_wgmma`, one dense and one sparse, with clusters of two blocks. The blocks share
-    128 rows, and each has half of the tokens.
+    Up to two of them are launches of `tile_wgmma`, one dense and one sparse, with clusters of two blocks. The blocks
+    share 128 rows, and each has half of the tokens.
     """
     found = [
         without_tables(call, gpu),
@@ -56,13 +56,13 @@ def starts(call: Call, gpu: Gpu) -> list[LaunchConfig]:
     widths = _LADDERS["tile_wgmma"]["block_tokens"]
     half = next((width for width in widths if 2 * width >= call.tokens), widths[-1])
     pair = TileWgmma(rows=128, block_tokens=half, sub=2, cluster=2)
-    if (call.n_masks + 1) * pair.block_tokens <= 336:  # so a thread has at most 336 / 2 accumulators
+    if (call.n_masks + 1) * pair.block_tokens <= 336:  # 128 threads share 64 rows, so each has at most 168 accumulators
         found += [_with_full_ring(replace(pair, sparse=sparse), call, gpu) for sparse in (False, True)]
     return [config for config in dict.fromkeys(found) if config.violation(call, gpu) is None]
 
 
 def neighbours(config: LaunchConfig, call: Call, gpu: Gpu) -> list[LaunchConfig]:
-    """The configurations that differ by one step of one setting, or trade `tiles` for `split_k` at equal warps."""
+    """The configurations that differ by one step of one setting, or in `tiles` and `split_k` with as many warps."""
     found = (_with_full_ring(other, call, gpu) for other in _steps(config))
     return [other for other in dict.fromkeys(found) if other != config and other.violation(call, gpu) is None]
 
@@ -83,7 +83,7 @@ def _steps(config: LaunchConfig) -> Iterator[LaunchConfig]:
 
 
 def _with_full_ring(config: LaunchConfig, call: Call, gpu: Gpu) -> LaunchConfig:
-    """Give `tile_wgmma` the most stages that fit. The search leaves its number of stages alone."""
+    """Give a launch of `tile_wgmma` as many stages as fit. The search does not vary its number of stages."""
     if not isinstance(config, TileWgmma):
         return config
     return config.with_full_ring(call.n_masks, call.weight.bits, gpu.shared_bytes_per_sm)

@@ -1,9 +1,9 @@
 """Fits the cost model of `tile_wgmma` to a GPU: measures launches, and finds the constants that explain their times.
 
-The model ranks launches, so it must be accurate for the fastest ones. Calls are drawn with a fixed seed. For each call,
-a fit first measures the launches that are fastest by the starting constants, and a few random launches. After a first
-fit of the constants, it measures the launches that are fastest by these. The timings can be kept in a CSV file, and
-fitted again.
+The model ranks launches, so it must be accurate for the fastest launches. Calls are drawn with a fixed seed. At first,
+for each call, the launches that are fastest by the starting constants are measured, and a few random launches. The
+constants are fitted to these times, and the launches that are fastest by the fitted constants are measured too. The
+timings can be kept in a CSV file, and fitted again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _times(wanted: Mapping[Call, list[TileWgmma]], gpu: Gpu, note: Callable[[str
 
 _SHAPE = ("n_masks", "tokens", "out_features", "in_features")
 _SETTINGS = {name: default for name, default in asdict(TileWgmma()).items() if name not in ("decoded", "fp8")}
-"""The settings of a launch for weights in x's dtype, and their defaults."""
+"""The settings of a launch, with their defaults. Only settings for weights in the dtype of x are included."""
 
 
 def write_timings(path: Path, timings: Iterable[Timing], header: str) -> None:
@@ -189,7 +189,7 @@ def fit(timings: Sequence[Timing], gpu: Gpu, start: CostModel) -> CostModel:
     found = least_squares(
         residuals, [1.0] * count, bounds=(0.2, 5), loss="soft_l1", f_scale=0.1, diff_step=0.02, max_nfev=60
     )
-    return _changed(_scaled(start, iter(found.x)), lambda value: float(f"{value:.3g}"))  # as precise as the timings
+    return _changed(_scaled(start, iter(found.x)), lambda value: float(f"{value:.3g}"))  # timings are not more precise
 
 
 def error_of(timings: Sequence[Timing], gpu: Gpu, costs: CostModel) -> float:

@@ -1,4 +1,4 @@
-"""Finds the fastest launch of a call by measurements, among launches with correct results."""
+"""Measures launches of a call, and finds the fastest one that gives correct results."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def search(call: Call, gpu: Gpu, steps: int, rounds: int, note: Callable[[str], 
 def _screen(
     layers: Layers, call: Call, gpu: Gpu, configs: list[LaunchConfig], note: Callable[[str], None]
 ) -> dict[LaunchConfig, float]:
-    """Measure microseconds per layer in a few rounds; infinity if a configuration cannot run or gives wrong results."""
+    """Measure microseconds per layer in a few rounds. A launch that cannot run or gives wrong results gets infinity."""
     found = dict.fromkeys(configs, math.inf)
     replays: dict[LaunchConfig, Replay] = {}
     refused = compile_all(call, gpu, configs)
@@ -128,7 +128,7 @@ def _screen(
 
 
 def compile_all(call: Call, gpu: Gpu, configs: Iterable[LaunchConfig]) -> dict[LaunchConfig, Exception]:
-    """Compile all kernels into the cache, in one thread per CPU. Return the errors of those that NVRTC refused."""
+    """Compile all kernels into the cache, in one thread per CPU. Map each launch that NVRTC refused to its error."""
     refused: dict[LaunchConfig, Exception] = {}
 
     def compile_one(config: LaunchConfig) -> None:

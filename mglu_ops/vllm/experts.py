@@ -51,7 +51,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
         renormalize: divide the weights of a token by their sum.
     """
     router = _router(top_k=top_k, global_num_experts=logits.shape[1], renormalize=renormalize)
-    return router.select_experts(logits, logits, torch.int32)  # of its first argument, the router reads only the sizes
+    return router.select_experts(logits, logits, torch.int32)  # the router reads only the sizes of the first argument
 
 
 @route.register_fake
@@ -82,12 +82,12 @@ class ColumnParallelExperts(ColumnParallelMGLU):
 
 
 class RowParallelDown(nn.Module):
-    """The down projections of experts. This rank has some columns of each, or with expert parallelism some experts.
+    """The down projections of experts. This rank has some columns of each expert's weight, or some whole weights.
 
     Args:
-        config: has `hidden_size`, and the format of the weight if `mglu_ops.quantize` has quantized it.
+        config: a config with `hidden_size`, and with the format of the weight if `mglu_ops.quantize` has quantized it.
         prefix: name of the module in the model.
-        size: name of the config's entry with the number of columns of all ranks together.
+        size: name of the config's key for the number of columns of the whole weight.
         part: the part that this rank holds.
 
     Attributes:
@@ -130,7 +130,7 @@ class RowParallelDown(nn.Module):
         return ops.experts_down(*given, self.weight_scale, self.weight_format)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy this rank's part of the tensors of a checkpoint. vLLM's loader may call it repeatedly.
+        """Copy this rank's part of the tensors of a checkpoint. vLLM's loader may call this method repeatedly.
 
         Returns:
             The names of the parameters that were loaded.
@@ -155,8 +155,8 @@ class ParallelExperts(nn.Module):
     """The experts of a mixture with their down projections. Each rank computes a partial sum of the result.
 
     Args:
-        config: as in `ColumnParallelMGLU`, with `num_experts`, and with `moe_intermediate_size` or else
-            `intermediate_size`.
+        config: as in `ColumnParallelMGLU`. It must also have `num_experts`. The size of an expert is its
+            `moe_intermediate_size`, or `intermediate_size` if there is no such key.
         quant_config: quantization of the router of masks.
         prefix: name of the module in the model.
 
@@ -199,7 +199,7 @@ def check_parallelism(parallel: ParallelConfig) -> None:
     """Check that vLLM's options keep the experts within the tensor-parallel group, and do not move them later.
 
     Raises:
-        ValueError: an option spreads experts over other ranks too, or moves them; the message names it.
+        ValueError: an option spreads experts over more ranks, or moves them; the message names the option.
     """
     if parallel.enable_eplb:
         raise ValueError("enable_eplb: got True, must be False: MGLU experts are not moved between ranks")
@@ -216,7 +216,8 @@ class MGLUMoE(nn.Module):
     """A router and MGLU experts, which replace the feed-forward layer of a model of vLLM.
 
     Args:
-        config: as in `ParallelExperts`, with `num_experts_per_tok`, and with `norm_topk_prob`, by default True.
+        config: as in `ParallelExperts`. It must also have `num_experts_per_tok`, and may have `norm_topk_prob`, whose
+            default is True.
         quant_config: quantization of the router of masks. The router of experts stays in the dtype of the model.
         prefix: name of the module in the model.
 
@@ -240,7 +241,7 @@ class MGLUMoE(nn.Module):
 
 
 def has_experts(config: PretrainedConfig, prefix: str) -> bool:
-    """True if the feed-forward layer named `prefix` is a mixture, by Transformers' reading of the config."""
+    """True if the feed-forward layer named `prefix` is a mixture. The config is read as Transformers reads it."""
     settings: Any = config
     if not getattr(settings, "num_experts", 0):
         return False

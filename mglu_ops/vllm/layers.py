@@ -34,14 +34,14 @@ class ColumnParallelMGLU(nn.Module):
     this rank's rows of these tensors, and packs logits.
 
     Args:
-        config: the model's config with `hidden_size`, `hidden_act`, `n_masks` and `mask_top_k`, and with the formats of
-            the weight and of x if `mglu_ops.quantize` has quantized the model. The activation scheme of another
-            quantizer does not affect MGLU.
+        config: the model's config with `hidden_size`, `hidden_act`, `n_masks` and `mask_top_k`. If `mglu_ops.quantize`
+            has quantized the model, the config also has the formats of the weight and of x. A format of x that another
+            quantizer sets does not affect MGLU.
         quant_config: quantization of the router of masks, which is a linear layer. It does not apply to the weight of
             MGLU; if that weight is dense, a warning says so.
         prefix: name of the module in the model.
-        size: name of the config's entry with the number of `out_features` of all ranks together.
-        part: the part that this rank holds; by default this rank's rows in the tensor-parallel group.
+        size: name of the config's key for the `out_features` of the whole layer.
+        part: the part that this rank holds; by default its rows in the tensor-parallel group.
 
     Raises:
         ValueError: a value in the config is out of range, `out_features` is not a multiple of the number of ranks, or
@@ -86,8 +86,8 @@ class ColumnParallelMGLU(nn.Module):
         if not stored.is_dense:
             scale = torch.empty(*leading, *stored.scale_shape(rows, self.in_features), dtype=stored.scale_dtype)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
-        # Zeros are valid masks, for runs with dummy weights. The masks are a Parameter, because vLLM checks that
-        # parameters were loaded.
+        # The masks are zeros, which are valid masks, because vLLM's runs with dummy weights load none. They are a
+        # Parameter, because vLLM checks that all parameters were loaded.
         masks = torch.zeros(*leading, *packed_shape(self.n_masks, rows, self.in_features), dtype=torch.uint8)
         self.packed_masks = nn.Parameter(masks, requires_grad=False)
         self.router = None
@@ -111,7 +111,7 @@ class ColumnParallelMGLU(nn.Module):
         return ops.forward(*given, self.weight_scale, self.weight_format, self.activation_format)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy this rank's part of the layer's tensors from a checkpoint. vLLM's loader may call it repeatedly.
+        """Copy this rank's part of the layer's tensors from a checkpoint. vLLM's loader may call this repeatedly.
 
         Returns:
             The names of the parameters that were loaded.
@@ -153,7 +153,7 @@ class ColumnParallelMGLU(nn.Module):
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Check that all tensors of a model's MGLU layers were loaded. vLLM checks this only without quantization.
+    """Check that all tensors of a model's MGLU layers were loaded. vLLM does not check this for quantized models.
 
     Raises:
         ValueError: a tensor is missing; the message names it.
@@ -172,7 +172,7 @@ class MGLUMLP(nn.Module):
     """`down_proj(mglu(x))`, which replaces the feed-forward layer of a model of vLLM.
 
     Args:
-        config: as in `ColumnParallelMGLU`, with `intermediate_size`.
+        config: as in `ColumnParallelMGLU`. It must also have `intermediate_size`.
         quant_config: quantization of `down_proj` and of the router of masks, as in `ColumnParallelMGLU`.
         prefix: name of the module in the model.
 

@@ -1,9 +1,10 @@
 """vLLM's Llama, Qwen3 and Mistral with MGLU feed-forward layers, and Qwen3-MoE and Mixtral with MGLU experts.
 
 vLLM imports this module when it loads such a model. Each decoder layer is vLLM's own, with its feed-forward layer
-replaced. It is built from a config in which the replaced layer is as small as possible, so that discarded weights take
-little memory. Qwen3-MoE uses Qwen3's decoder layers, and Mixtral uses Mistral's, which differ from vLLM's mixtures only
-in the replaced layer. vLLM's own mixtures would register their experts, and thus keep the discarded weights.
+replaced. The decoder layer is built from a config in which its first feed-forward layer is as small as possible, so
+that the discarded weights take little memory. Qwen3-MoE uses Qwen3's decoder layers, and Mixtral uses Mistral's. They
+differ from the decoder layers of vLLM's mixtures only in the feed-forward layer. vLLM's own mixtures would register
+their experts, and thus keep the discarded weights.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
 _STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-"""The projections that vLLM stacks in all these models. All of them belong to the attention."""
+"""The projections that vLLM stacks in these models. vLLM also stacks SwiGLU's, which MGLU does not have."""
 
 
 def _with_small_mlp(config: PretrainedConfig) -> PretrainedConfig:
-    """A config from which vLLM builds a decoder layer whose feed-forward layer has only 128 channels per rank.
+    """Copy a config so that vLLM's feed-forward layer, which is then replaced, has only 128 channels per rank.
 
-    Some quantization configs refuse fewer channels.
+    Some quantization configs refuse fewer than 128 channels.
     """
     small: Any = copy.copy(config)
     small.intermediate_size, small.hidden_act = 128 * get_tensor_model_parallel_world_size(), "silu"

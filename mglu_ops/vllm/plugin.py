@@ -21,9 +21,9 @@ FUSION = "MGLU_VLLM_FUSION"
 def register() -> None:
     """Register the MGLU architectures and quantization config with vLLM, and their configs with Transformers.
 
-    Further calls are allowed. vLLM imports the classes of MGLU models only when it loads such a model. If
-    `mglu_ops.transformers` cannot be imported, there is a warning, and other models of vLLM are unaffected. Fusion is
-    enabled if `MGLU_VLLM_FUSION` is set.
+    The function may be called again. vLLM imports the classes of MGLU models only when it loads such a model. If
+    `mglu_ops.transformers` cannot be imported, there is a warning, and vLLM still loads other models. Fusion is enabled
+    if `MGLU_VLLM_FUSION` is set.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def enable_fusion_from_environment() -> None:
-    """Enable the fusion pass in this process if `MGLU_VLLM_FUSION` is set. Warn if it is enabled in another way.
+    """Enable the fusion pass in this process if `MGLU_VLLM_FUSION` is set. Warn if the pass is enabled without it.
 
     `mglu_ops.enable_fusion()` applies only to its own process, but vLLM runs models in other processes. vLLM also keeps
     compiled code on disk, under a key that does not include the pass, so a model could run unfused code from an earlier
@@ -58,7 +58,7 @@ def enable_fusion_from_environment() -> None:
     Raises:
         ValueError: the variable is neither `1` nor `strict`.
     """
-    from mglu_ops.passes import current_pass  # imports Inductor
+    from mglu_ops.passes import current_pass  # imported here, because it imports Inductor, which is slow
 
     value = os.environ.get(FUSION)
     if value is None:

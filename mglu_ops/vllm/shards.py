@@ -1,11 +1,11 @@
-"""Selects the rows of a checkpoint that one rank of a tensor-parallel group holds. It does not need vLLM.
+"""Selects the rows of a checkpoint that one rank of a tensor-parallel group holds. This module does not import vLLM.
 
 MGLU is divided over `out_features`: a rank holds consecutive rows of the weight and of every mask, and computes the
 columns of the result that belong to these rows. The row-parallel output projection then sums over the ranks. The first
 dimension of packed masks is out_features, so a rank's rows need no repacking. The scales of a quantized weight are
 divided with its rows.
 
-A mixture is divided in the same way, over the rows of every expert, or else over its experts.
+A mixture is divided in the same way, over the rows of every expert, or with expert parallelism over its experts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The leading sizes of a parameter: the number of this rank's experts, or none without experts."""
+        """The leading sizes of a parameter: `(number of this rank's experts,)`, or `()` for a layer without experts."""
         return () if self.num_experts is None else (self.experts.stop - self.experts.start,)
 
     def layers(self, name: str, tensor: Tensor) -> list[Tensor]:
@@ -69,7 +69,7 @@ class Part(NamedTuple):
 def rows_of_rank(
     rows: int, rank: int, ranks: int, weight_format: str = "dense", name: str = "intermediate_size"
 ) -> slice:
-    """The rows that a rank holds if `rows` are divided evenly over `ranks`. `name` is the name of `rows` in messages.
+    """The rows that a rank holds if `rows` are divided evenly over `ranks`. Messages call the number of rows `name`.
 
     Raises:
         ValueError: `rows` is not a multiple of `ranks`, there is no such rank, or a rank's rows would cut a block of
@@ -102,7 +102,8 @@ def weight_shard(
     """A view of a rank's rows of a weight `[out_features, in_features]`. In `int4_group` a byte holds two columns.
 
     Raises:
-        TypeError: the dtype is not the format's, or for `dense` not floating. vLLM would cast such a weight.
+        TypeError: the dtype is not the format's, or is not floating if the format is `dense`. Without this check, vLLM
+            would cast the weight.
         ValueError: the weight has another shape, or `rows_of_rank` raises.
     """
     _check_weight(weight, out_features, in_features, weight_format)
@@ -157,7 +158,9 @@ def packed_shard_of_logits(
 def down_shard(
     weight: Tensor, out_features: int, in_features: int, rank: int, ranks: int, weight_format: str = "dense"
 ) -> Tensor:
-    """A view of a rank's columns of a down projection `[out_features, in_features]`. In `int4_group` a byte holds two.
+    """A view of a rank's columns of a down projection `[out_features, in_features]`.
+
+    In `int4_group` a byte holds two columns.
 
     Raises:
         TypeError: as in `weight_shard`.

@@ -94,7 +94,7 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     found = decode.run(sweep, tmp_path, "some")
     assert calls[:4] == [
         (64, 32, 1, 1, ("naive", "swiglu"), True, "a"),
-        (64, 32, 4, 1, ("naive",), True, "a"),  # SwiGLU has no masks
+        (64, 32, 4, 1, ("naive",), True, "a"),  # SwiGLU has no masks, so it is measured for one number only
         (64, 32, 1, 2, ("naive", "swiglu"), False, "a"),
         (64, 32, 4, 2, ("naive",), False, "a"),
     ]

@@ -110,7 +110,7 @@ def test_errors_of_a_step_are_against_float64() -> None:
     torch.manual_seed(0)
     decoding = decode_model.Decoding.start(decode_model.build(SIZES, 1, "cpu", torch.bfloat16))
     error, eager = decoding.errors(decoding.step)
-    assert error == eager  # here, the step is the eager model
+    assert error == eager  # `step` is the eager model here
     assert 1e-4 < error < 3e-2
     assert int(decoding.position) == int(decoding.token) == 0
     assert decoding.errors(lambda: decoding.step() * 1.5)[0] == pytest.approx(0.5, abs=0.05)
@@ -125,7 +125,7 @@ def test_the_blocks_compile_once() -> None:
     counter = torch._dynamo.testing.CompileCounter()
     decoding.model.compile_parts(lambda part: part.compile(backend=counter, fullgraph=True, dynamic=False))
     error, eager = decoding.errors(decoding.step)
-    assert counter.frame_count == 3  # start, block, head
+    assert counter.frame_count == 3  # the start, one block and the head
     assert error == eager < 1e-5
 
 

@@ -52,7 +52,7 @@ def test_layers_are_as_many_as_make_the_experts_in_use_cold(monkeypatch: pytest.
 
 
 def test_results_in_float64_are_the_formulas() -> None:
-    """The formulas are computed for one pair at a time, with unpacked masks."""
+    """The oracle computes the formulas for one token and expert at a time, with unpacked masks."""
     layers, i = small(5, whole=True), 1
     for n_masks in (0, 2):
         expected = torch.zeros(5, MODEL.h, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_results_in_float64_are_the_formulas() -> None:
 
 
 def scaled_grouped_mm(x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, offs: Tensor, **_: object) -> Tensor:
-    """Computes on a CPU what `torch._scaled_grouped_mm` computes on a GPU."""
+    """A replacement of `torch._scaled_grouped_mm` that runs on a CPU."""
     groups = zip(offs.diff(prepend=offs.new_zeros(1)).tolist(), weight, scale, strict=True)
     weights = [(one.float() * rows).expand(count, -1, -1) for count, one, rows in groups]
     return ((x.float() * x_scale[:, None])[:, None] @ torch.cat(weights))[:, 0]
@@ -79,7 +79,7 @@ def scaled_grouped_mm(x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor,
 @pytest.mark.parametrize("tokens", [1, 5, 23])
 @pytest.mark.parametrize("weight_format", ["dense", "fp8_row"])
 def test_operators_and_forms_of_swiglu_compute_their_layers(monkeypatch: Any, weight_format: str, tokens: int) -> None:
-    """Here SwiGLU runs as torch operations. The next test runs its Triton kernels."""
+    """Checks our operators and SwiGLU in torch; `test_triton_kernels_compute_their_layers` checks SwiGLU in Triton."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     expert_baselines._compiled.cache_clear()
@@ -105,7 +105,7 @@ def check(variants: list[Variant]) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not triton_backend.is_installed(), reason="triton is not installed")
 def test_triton_kernels_compute_their_layers() -> None:
-    """Runs in a process of its own, because the import of the kernels decides whether they are interpreted."""
+    """Runs in a new process, because Triton decides when kernels are imported whether it interprets them."""
     processes.python("-c", "import test_bench_experts; test_bench_experts.check_triton()", TRITON_INTERPRET="1")
 
 
@@ -129,7 +129,7 @@ def test_tiles_are_near_the_pairs_of_an_expert() -> None:
 
 @pytest.fixture
 def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the benchmark use layers on a CPU, and take times from a table instead of running variants."""
+    """Let the benchmark build layers on a CPU, and take times from a table instead of measuring variants."""
     times = {"read ceiling": 8.0, "mglu": 10.0, "SwiGLU bmm": 30.0, "SwiGLU grouped_mm": 20.0, "SwiGLU Triton": 25.0}
 
     def measure(variants: list[Variant], dtype: torch.dtype, rounds: int, settle: float) -> dict[str, Timing]:

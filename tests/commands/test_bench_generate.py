@@ -1,4 +1,4 @@
-"""The benchmark of `generate`: all forms compute the same model, and rows say what was measured."""
+"""benchmarks/generate.py: all forms compute the same model, and rows say what was measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = {
 
 
 class Inline(Executor):
-    """An executor that runs its tasks in this process, and not in a new one. Each executor has its own model."""
+    """An executor that runs its tasks in this process instead of a new one. Each executor keeps its own model."""
 
     served: Callable[[], torch.Tensor]
 
@@ -90,7 +90,7 @@ def test_a_form_with_wrong_masks_has_no_result(monkeypatch: pytest.MonkeyPatch) 
     def wrong(module: generate.PlainMGLU) -> torch.nn.Module:
         return torch.nn.Sequential(generate.MGLU.from_parameters(module.weight, -module.logits), module.down_proj)
 
-    # Otherwise freeze itself would refuse the wrong masks.
+    # Without this, `freeze` would refuse the wrong masks.
     monkeypatch.setattr("mglu_ops.nn.replacing.check_same_results", lambda *_: None)
     monkeypatch.setattr(generate, "packed", wrong)
     monkeypatch.setattr(generate, "MGLUS", (Form("naive"), Form("packed", packed=True)))

@@ -27,7 +27,7 @@ def committed(name: str) -> list[dict[str, str]]:
 
 
 def least(lines: list[dict[str, str]], prefix: str, **fields: object) -> float:
-    """The least time of the variants that begin with `prefix`, straight from a CSV."""
+    """The least time of the variants that begin with `prefix`, in lines of a CSV file."""
     wanted = {name: str(value) for name, value in fields.items()}
     return min(
         float(line["microseconds"])
@@ -37,7 +37,7 @@ def least(lines: list[dict[str, str]], prefix: str, **fields: object) -> float:
 
 
 def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
-    """Label -> points, for all lines of a panel that have a label."""
+    """The points of each line of a panel that has a label, by label."""
     return {
         line.get_label(): list(zip(map(float, line.get_xdata()), map(float, line.get_ydata()), strict=True))
         for line in axes.get_lines()
@@ -46,7 +46,7 @@ def drawn(axes: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def bars(axes: Any) -> dict[str, list[float]]:
-    """Label in the legend -> lengths of the bars of a panel, from top to bottom."""
+    """The lengths of a panel's bars from top to bottom, by label in the legend."""
     return {bars.get_label(): [float(bar.get_width()) for bar in bars] for bars in axes.containers}
 
 

@@ -1,4 +1,4 @@
-"""The timing and the variants of the GPU benchmarks, with a fake GPU that has only a clock."""
+"""The GPU benchmarks' timing, tested with a fake GPU that only has a clock, and the results of their variants."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_graphs_are_replayed_until_clocks_settle_and_timed_for_as_long(clock: Cl
     (timer,) = timers(clock, 0.001)
     time_graphs([timer], rounds=1, settle_seconds=0.05)
     assert timer.warmup_replays == timer.timed_replays == 50
-    before = 2 * (1 + 2)  # replays of the two short rounds that estimate the time of a replay
+    before = 2 * (1 + 2)  # replays in the two short rounds that estimate how long a replay takes
     rounds = 1 + len(timer.times)
     assert timer.graph.replays == before + rounds * 100  # type: ignore[attr-defined]
 
@@ -99,7 +99,7 @@ def test_calls_take_turns_under_their_own_load(clock: Clock) -> None:
     calls = Calls(clock, a=0.01, b=0.1)
     times = under_load(calls.calls, timing.gpu_microseconds, rounds=6, seconds=0.015)
     assert times == {"a": pytest.approx([10_000.0] * 6), "b": pytest.approx([100_000.0] * 6)}
-    turns = {"a": "aa" + "aa", "b": "b" + "b"}  # calls as load, and then as many timed calls
+    turns = {"a": "aa" + "aa", "b": "b" + "b"}  # calls before the clock starts, and as many timed calls
     before = "aaa" + "bbb"  # calls that estimate how many calls a turn takes
     assert calls.order.startswith(before)
     rounds = calls.order.removeprefix(before).replace(turns["a"], "A").replace(turns["b"], "B")
@@ -131,7 +131,7 @@ def test_a_variant_whose_replay_writes_a_wrong_result_has_no_time(clock: Clock, 
 
 
 def test_a_variant_that_writes_nothing_is_wrong(clock: Clock) -> None:
-    """The outputs hold the right result before the check, which must not take it for a result of the replay."""
+    """The outputs are right before the replay. The check must notice that the replay did not write them."""
     outputs: list[Tensor | None] = [torch.ones(8)]
     variant = Variant("some", lambda i: outputs[i], 1, lambda i: torch.ones(8, dtype=torch.float64))
     captured = Captured(variant, Graph(clock, 0.001), outputs)  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_a_variant_that_writes_nothing_is_wrong(clock: Clock) -> None:
 
 
 class CpuLayers:
-    """Small layers on a CPU, with all attributes of `Layers` that `decode` uses."""
+    """Small layers on a CPU, with the attributes of `Layers` that `benchmarks.decode` uses."""
 
     def __init__(self, tokens: int, n_masks: int) -> None:
         torch.manual_seed(0)

@@ -57,7 +57,7 @@ def test_the_compiled_forms_compile() -> None:
 
 
 def test_oracle_is_the_naive_layer_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the checked tokens have an upstream gradient, so a sum over all tokens is a sum over the checked ones."""
+    """Only checked tokens have an upstream gradient, so gradients of parameters are sums over the checked tokens."""
     monkeypatch.setattr(train_layers, "CHECKED_TOKENS", 4)
     torch.manual_seed(0)
     training = train_layers.Training(PROBLEM.shape, PROBLEM.tokens, PROBLEM.n_masks, "cpu")
@@ -74,7 +74,7 @@ def test_oracle_is_the_naive_layer_in_float64(monkeypatch: pytest.MonkeyPatch) -
         assert wrong.pop(name) == pytest.approx(0.5)
         assert max(wrong.values()) < 1e-12
     stray = exact.grad_x.clone()
-    stray[oracle.others] += 1e-3  # of tokens whose exact gradient is 0
+    stray[oracle.others] += 1e-3  # changes tokens whose exact gradient is 0
     assert oracle.errors(exact._replace(grad_x=stray))["grad_x"] == math.inf
 
 
@@ -192,7 +192,7 @@ def test_a_resumed_run_measures_only_what_the_result_lacks(monkeypatch, tmp_path
 
 
 def test_a_row_that_is_measured_again_replaces_the_earlier_one(tmp_path: Path) -> None:
-    """For example, `generate` measures SwiGLU again when it measures further numbers of masks."""
+    """For example, benchmarks/generate.py measures SwiGLU again when it measures more numbers of masks."""
     records.measure([PROBLEM], lambda one: [step(one, FUSED, 5.0), step(one, NAIVE, 6.0)], tmp_path, "train", "clock")
     more = replace(PROBLEM, n_masks=4)
     records.measure(

@@ -1,4 +1,4 @@
-"""The command `build`, which makes a cache folder for container images. Other users need no compiler with it."""
+"""The command `build`, which fills a cache folder for container images. With this folder, users need no compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYER = ["--arch", "sm_90", "--shapes", "8192x2048", "--n-masks", "4", "--tokens
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that a fake NVRTC has compiled."""
+    """Replace NVRTC by a fake. The list names the kernels that it was asked to compile."""
     kernels: list[str] = []
 
     def run_nvrtc(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
@@ -42,7 +42,7 @@ def modes(folder: Path) -> set[int]:
 
 
 def sources(*formats: str) -> list[tuple[str, str, dict[str, int]]]:
-    """The kernels of `LAYER` for 64 tokens, with the formats of the weight and of x."""
+    """The kernels that `LAYER` needs for 64 tokens. `formats` are the formats of the weight and of x."""
     call = Call.contiguous(torch.device("cuda"), torch.bfloat16, 4, 64, 8192, 2048, "silu", None, *formats)
     return [step.source for step in quantize_x.plan(choose(call, KNOWN_GPUS[9, 0]).config, call, KNOWN_GPUS[9, 0])]
 

@@ -28,7 +28,7 @@ def layer(): return MGLU(8, 8).eval(), (torch.randn(2, 8),)
 
 @pytest.fixture(autouse=True)
 def _files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to a folder with models, packages and configurations, and without a finished build."""
+    """Change to a folder with models, packages and configurations, some of them broken, and use an empty cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("models.py").write_text(MODELS)

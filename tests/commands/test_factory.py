@@ -1,4 +1,4 @@
-"""Models on the command line: how to name a factory function, and the message of every error."""
+"""Factories, functions that return a model for a command: how the command line names them, and every error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ not_a_function = 3
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with `models.py` and a package with `inner.py`. Both files import another file of the folder."""
+    """Change to a folder with `models.py` and `a_package/inner.py`, which import other files of the folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.chdir(tmp_path)
@@ -96,7 +96,7 @@ def test_every_command_reports_a_wrong_factory_in_the_same_words(name, words, ca
 
 @pytest.mark.parametrize("name", ["types", "torch", "mglu_ops", "sched", "neighbour_of_models"])
 def test_a_file_replaces_no_module_of_its_name(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Covers loaded modules, an unloaded module of the standard library, and a module beside the file."""
+    """Covers loaded modules, an unloaded module of the standard library, and a module on the path."""
     monkeypatch.syspath_prepend(folder)
     load_factory("models.py:make")
     before = dict(sys.modules)

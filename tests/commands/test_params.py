@@ -36,7 +36,7 @@ def three_digits(number: float) -> float:
 
 @pytest.mark.parametrize(("scale", "name", "n_masks", "weights", "masks", "megabytes"), PUBLISHED)
 def test_the_paper_published_the_same_numbers(scale, name, n_masks, weights, masks, megabytes):
-    """The paper rounds sizes of large models up to whole MB, so sizes may differ by 1."""
+    """The paper rounds the sizes of large models up to whole MB, so sizes may differ by up to 1 MB."""
     (row,) = [row for row in counts(PAPER[scale], [1, 2, 4, 8]) if (row.name, row.n_masks) == (name, n_masks)]
     assert three_digits(row.weights / 1e6) == weights
     assert three_digits(row.mask_bits / 1e6) == masks
@@ -151,7 +151,7 @@ def test_a_mixture_is_stored_whole_and_a_token_reads_its_experts(tmp_path, capsy
     swiglu, mglu = rows[1:]
     one = 4096 * 14336
     assert swiglu["weights"] == 46702792704
-    unread = 32 * 6 * 3 * one + 31999 * 4096  # six experts per layer, and all rows of the embedding but one
+    unread = 32 * 6 * 3 * one + 31999 * 4096  # 6 of 8 experts per layer, and the embedding except one row
     assert swiglu["load"] == 2 * (46702792704 - unread)
     with torch.device("meta"):
         experts = MGLUExpertsFeedForward(8, 4096, 14336, 2, n_masks=4, learnable_masks=False, dtype=torch.bfloat16)

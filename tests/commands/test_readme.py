@@ -31,7 +31,7 @@ EVERY_PAGE = pytest.mark.parametrize("page", pages.all_pages(), ids=name_of)
 
 
 def commands(page: str) -> list[str]:
-    """The commands of a page, without their comments: lines that are indented or stand in a bash fence."""
+    """The commands of a page without their comments. They are indented by four spaces, or are in a bash fence."""
     indented = re.findall(r"^    (.+)$", page, flags=re.MULTILINE)
     lines = [line.partition("#")[0].strip() for line in [*indented, *"\n".join(snippets(page, "bash")).splitlines()]]
     return [line for line in lines if re.match(r"(make|pip|python) ", line)]
@@ -106,7 +106,7 @@ def test_commands_of_a_page_name_targets_modules_and_files_that_exist(page: Path
 
 @EVERY_PAGE
 def test_a_page_installs_from_the_clone_and_never_by_name(page: Path) -> None:
-    """No public index has a project of this name, so anyone could register one there."""
+    """No public index has a project of this name, so anyone could register one, and users would install it."""
     text = page.read_text()
     assert not re.search(r"""pip install[^\n]*["' ]mglu[-_]ops""", text)
 

@@ -1,6 +1,6 @@
 // Emulates the AVX-512 and AMX intrinsics that csrc/cpu uses, as plain loops written from Intel's descriptions, so that
-// the kernels' source runs unchanged on machines without the instructions. It tests neither the code that a compiler
-// generates from the real intrinsics nor their speed.
+// the kernels' source runs unchanged on machines without the instructions. Tests with this header check neither the
+// code that a compiler generates from the real intrinsics nor its speed.
 #pragma once
 
 #include <cmath>
@@ -123,7 +123,7 @@ MGLU_LANES(__m512, _mm512_fmadd_ps, (__m512 a, __m512 b, __m512 c), std::fma(a.l
 inline __m512 _mm512_mask3_fmadd_ps(__m512 a, __m512 b, __m512 c, __mmask16 mask) {
     return each_<__m512>([&](int i) { return mask >> i & 1 ? std::fma(a.lane[i], b.lane[i], c.lane[i]) : c.lane[i]; });
 }
-// Both return the second argument if either is NaN.
+// max_ps and min_ps return the second argument if either argument is NaN.
 MGLU_LANES(__m512, _mm512_max_ps, (__m512 a, __m512 b), a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i])
 MGLU_LANES(__m512, _mm512_min_ps, (__m512 a, __m512 b), a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i])
 MGLU_LANES(__m512, _mm512_abs_ps, (__m512 a), std::fabs(a.lane[i]))

@@ -30,7 +30,7 @@ std::uint32_t bits_of(float x) {
 }
 
 // Numbers of few bits, which all three types hold exactly. Rounding is left to the tests in Python, which compare
-// conversions with those of torch.
+// conversions with torch's.
 struct Numbers {
     DType dtype;
     std::vector<float> floats;
@@ -108,7 +108,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     for (std::int64_t r = 0; r < d; ++r) {
         for (std::int64_t k = 0; k < h; ++k) weight.set(r * w_stride + k, std::round(uniform() * 64) / 64 * scale);
     }
-    for (std::size_t i = 0; i < bytes.size(); ++i) {  // fp8 numbers with the exponent 0: eighths from 1 to 2
+    for (std::size_t i = 0; i < bytes.size(); ++i) {  // fp8 numbers are multiples of 1/8, of magnitude 1 to 15/8
         bytes[i] = static_cast<std::uint8_t>(generator());
         const bool is_int8 = format == mglu::WeightFormat::int8_row;
         if (!is_int8) bytes[i] = (bytes[i] & 0x87) | 0x38;
@@ -120,7 +120,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     for (std::int64_t i = 0; i < tokens * n; ++i) mask_weight.set(i, std::round(uniform() * 64) / 64);
     for (auto& mask : masks) mask = uniform() < 0 ? 0 : 1;
 
-    // Pack with the library, then copy into rows with a stride, so that the kernels read the library's own layout.
+    // Pack with pack_masks, whose layout the kernels read, and then copy the rows to a larger stride.
     std::vector<std::uint8_t> contiguous(static_cast<std::size_t>(d * octets * n)), back(masks.size());
     const Pack pack{masks.data(), contiguous.data(), n, d, h, d * h, h, 1};
     const Unpack unpack{contiguous.data(), back.data(), n, d, h, octets * n, n, 1};
@@ -192,7 +192,7 @@ void check(Isa isa, DType dtype, std::int64_t tokens, std::int64_t d, std::int64
     const auto result = [&](std::int64_t t, std::int64_t r) -> double { return out.get(t * (d + 2) + r); };
     compare("forward", forward(call, two_threads), exact, result);
 
-    // In training, dy/dt and all dy/df_i together are the sum of the activations.
+    // In training, the sum of dy/dt and all dy/df_i is the sum of the activations times the mask weights.
     if (h == 0 || n == 0 || !is_dense) return;
     const std::int64_t entries = partials_of(call);
     Numbers partials(dtype, static_cast<std::size_t>(tokens * entries * d));

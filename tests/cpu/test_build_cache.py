@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_loaded_is_replaced(folder, capsys):
 
 
 def test_a_folder_from_which_no_library_can_be_loaded_is_replaced(folder, capsys):
-    """For example, its disk is mounted noexec. The next process finds the library in the folder used instead."""
+    """For example, its disk is mounted noexec. The second call finds the library that the first has put elsewhere."""
     builds = []
 
     def load(path: Path, content: bytes) -> Path:
@@ -90,7 +90,7 @@ def test_a_folder_from_which_no_library_can_be_loaded_is_replaced(folder, capsys
 
 
 def test_nothing_is_built_where_no_folder_runs_code(folder, monkeypatch, capsys):
-    """Otherwise each process would build for half a minute in vain, for example if all disks are mounted noexec."""
+    """If all disks are mounted noexec, a build of half a minute in each process would be in vain."""
 
     def refuse(*_: object, **options: int) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -254,7 +254,7 @@ def test_cubins_are_compiled_and_not_kept_where_no_folder_can_be_written(tmp_pat
 
 
 def test_a_complete_cache_needs_neither_a_compiler_nor_a_lock(kind, monkeypatch):
-    """In a container image, nobody may be able to write to the folder."""
+    """The folder may be part of a container image, and read-only."""
     kind.use()
     kind.remove_compiler()
     monkeypatch.setattr(cache, "FileLock", lambda *_: pytest.fail("a lock was taken"))
@@ -289,7 +289,10 @@ def test_is_cached_looks_in_all_folders_and_makes_none(folder, tmp_path, monkeyp
 
 
 def test_a_command_line_becomes_one_program(tmp_path, monkeypatch):
-    """Torch and CMake take a program, without launcher and options. Torch recognises GCC by the program's name."""
+    """Torch and CMake take the path of a program, so a script runs the command with its launcher and options.
+
+    Torch recognises GCC by the program's name, so the script's name contains it.
+    """
     compiler = fake_compiler(tmp_path, 'echo $A "$@"')
     monkeypatch.setenv("CXX", f"env A='1 2' {compiler} -m64")
     command = build.find_compiler()
@@ -336,7 +339,7 @@ def test_a_compiler_that_hangs_is_stopped(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("op", ["forward", "forward_train"])
 def test_cxx_can_be_mended_while_the_process_runs(op, tmp_path, monkeypatch):
-    """The new value of CXX also counts for calls that repeat an earlier one."""
+    """A new value of CXX also takes effect in calls that have run before."""
     monkeypatch.delenv("MGLU_CACHE_DIR")
     real = build.load_library(Path)
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path / "cache"))

@@ -74,7 +74,7 @@ def test_threads_that_start_together_build_once(slow_kind):
 
 
 def test_a_file_appears_whole(folder, monkeypatch):
-    """Other processes may look at any time. They must not see a file before it is complete and renamed."""
+    """Other processes may read the cache at any time. They must see a file only when it is complete."""
     replace, seen = os.replace, []
 
     def watched(source: str, target: Path) -> None:

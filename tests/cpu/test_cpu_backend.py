@@ -1,4 +1,4 @@
-"""When the CPU backend runs, and what happens on a machine without a compiler."""
+"""The choice of the CPU backend, on machines with and without a compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Makes this process forget the loaded kernels. It cannot build them again."""
+    """Makes this process forget the loaded kernels and find no compiler to build them again."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("MGLU_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(library, "_loaded", None)

@@ -100,7 +100,7 @@ def test_not_finite_numbers(kernels):
 
 
 def run(layer: Layer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
-    """Return the CPU backend's gradients, also on CPUs for which `dispatch` would not choose it, and the result."""
+    """Return the CPU backend's result and gradients, also on CPUs for which `dispatch` would not choose it."""
     backward = BACKENDS["cpu"].prepare("backward", layer.call)
     return take_step(layer, lambda given: torch.ops.mglu.forward_train(*given[:5]), backward, needs)
 
@@ -120,7 +120,7 @@ def test_layers_of_any_size(data):
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)
     exact = layer.in_plain_torch(F64)
-    # Small sums have few roundings, so errors vary by chance. So the bound does not depend on the naive layer's error.
+    # Small sums have few roundings, so errors vary by chance, and the bound does not depend on the naive layer's error.
     for name, found in run(layer).items():
         terms = exact[name].norm() + 1
         assert (found.double() - exact[name]).norm() <= 2.0**-4 * terms, name
@@ -192,7 +192,7 @@ def test_only_bfloat16_on_cpus_with_its_instructions_runs_this_backward_pass(mon
 
 
 def test_autograd_runs_this_backward_pass(monkeypatch):
-    """The operator's gradient prepares the CPU's backward pass once. x may have several leading dimensions."""
+    """Two backward passes of the same call are prepared once. x has two leading dimensions."""
     prepared = []
 
     class Spy(Cpu):

@@ -59,7 +59,7 @@ def test_more_tokens_and_features_than_a_block_holds(kernel):
 
 
 def layer_of_gates(gates: torch.Tensor, activation: str) -> Layer:
-    """A layer with the results act(gate): one column of W makes the gate, and the other one makes the value 1."""
+    """A layer whose results are act(gate): one column of W makes the gate, and the other one makes the value 1."""
     x, masks = torch.stack((gates, torch.ones_like(gates)), 1), torch.tensor([[[True, False]]])
     return Layer(x, torch.ones_like(x[:1]), masks, torch.ops.mglu.pack_masks(masks), activation, None)
 
@@ -76,7 +76,8 @@ def test_activations_and_their_derivatives(kernel, activation):
     act = s.ACTIVATIONS[activation].forward(wide)
     (slope,) = torch.autograd.grad(act.sum(), wide)
     act, size = act.detach(), wide.detach().abs().clamp(max=6)
-    # Near -5, gelu is the gate times 1 minus a number. As in torch, this difference has the rounding error of 1.
+    # Near -5, gelu is the gate times a small difference of two numbers near 1. As in torch, the difference has the
+    # rounding error of these numbers.
     error_of_one = 1.5e-7 if kernel.dtype is torch.float32 else 2e-7
     limit = (
         max(4e-7, rounding / 2) * act.abs() + error_of_one * size + 1e-12 + torch.finfo(kernel.dtype).tiny * rounding
@@ -187,7 +188,7 @@ def test_subnormal_and_extreme_float16(kernel):
 
 
 def near_ties(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs x `[tokens, 3]` and W `[1, 3]` with products x W^T halfway between two 16-bit numbers, or next to that.
+    """Inputs x `[tokens, 3]` and W `[1, 3]` with products x W^T halfway between two 16-bit numbers, or close to it.
 
     The products are exact in float32. They have both signs and various exponents, and include float16 subnormals.
     """
@@ -257,7 +258,7 @@ in_registers = pytest.mark.parametrize(
 @every_row_format
 @in_registers
 def test_every_stored_value_is_exact_in_every_column(kernel, name):
-    """The 70 columns are more than a step of every kernel, so the last step is partial."""
+    """The last step along the 70 columns is partial in every kernel."""
     for column in range(69):
         given, expected = every_stored_value(name, column, kernel.dtype, h=70)
         found = run_stored(given, kernel.isa)[0]
@@ -370,7 +371,7 @@ def test_bfloat16_instructions_refuse_other_types(kernel, dtype):
 
 @pytest.mark.parametrize("kernel", EMULATED[-1:], indirect=True, ids=str)
 def test_explain_names_the_instruction_set_that_runs(kernel):
-    """The instruction set depends on dtype, tokens and masks. Results have the bits of the one that is named."""
+    """The instruction set depends on dtype, tokens and masks. Results have the bits of the named one."""
     for tokens, n_masks, isa in ((1, 2, "avx512_bf16"), (1, 3, "avx512"), (300, 2, "amx")):
         layer = make_layer((tokens,), 64, 128, n_masks, dtype=torch.bfloat16)
         assert cpu.isa(torch.bfloat16, tokens, n_masks) == isa

@@ -40,7 +40,7 @@ def check_and_save(rank: int, folder: str) -> None:
 
 
 def run_page() -> None:
-    """Run the snippets of the page in order, and check the result of each."""
+    """Run the snippets of `PAGE` in order, and check the result of each."""
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     tensor_parallel_model, experts, exchanged, fully_sharded, frozen = snippets
     names: dict[str, Any] = {}

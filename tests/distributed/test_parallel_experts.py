@@ -36,7 +36,7 @@ def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
     run_on_ranks(expert_parallel.run_checks, tmp_path, *ON_CPU, list(expert_parallel.CHECKS), ranks=4)
 
 
-@pytest.mark.long  # the quick tests run the snippets of the page on two ranks (test_parallel.py)
+@pytest.mark.long  # the quick tests exchange tokens in the snippets of mglu_ops/parallel/README.md
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_exchange_tokens_equal_one_process(ranks: int, tmp_path: Path) -> None:
     checks = list(token_exchange.CHECKS)
@@ -54,7 +54,7 @@ def test_two_ranks_load_the_checkpoint_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_layers_in_other_dtypes_equal_one_process(tmp_path: Path) -> None:
-    """The checks and widths are those that tests/gpu runs on GPUs."""
+    """On GPUs, tests/gpu runs the same checks with the same widths."""
     run_on_ranks(check_in_other_dtypes, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The parallel style "mglu_colwise" on two gloo ranks: Transformers' loader shards, and results stay the same."""
+"""The parallel style "mglu_colwise" on two gloo ranks: Transformers loads sharded layers with the same results."""
 
 from __future__ import annotations
 

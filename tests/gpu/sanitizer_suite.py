@@ -5,9 +5,9 @@
 Without the caching allocator, every tensor is a separate allocation, so the sanitizer knows where it ends. All inputs
 are copied from the host, so the sanitizer knows that they are initialized.
 
-The oracle and the library GEMMs of a training step run on the CPU, because the sanitizer is told to watch our kernels
-only. If the library's kernels ran on the GPU, initcheck would take their results for uninitialized memory. Racecheck
-breaks kernels that run in clusters, unless it watches them.
+The sanitizer watches only our kernels. The oracle and the GEMMs that a training step leaves to torch run on the CPU: if
+their kernels ran on the GPU, initcheck would take their results for uninitialized memory. Racecheck breaks kernels that
+run in clusters, unless it watches them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
 def run(
     config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, has_mask_weights: bool, kernels: Sequence[str]
 ) -> bool:
-    """Run a call and check its result, but if its kernel is not in `kernels`, only return False."""
+    """Run a call, check its result and return True. If `kernels` are given without the call's kernel, return False."""
     tokens, d, h, n_masks = shape
     x = torch.randn(tokens, h).to(dtype)
     weight = (torch.randn(d, h) / h**0.5).to(dtype)
@@ -72,7 +72,7 @@ def run(
     mask_weights = torch.rand(tokens, n_masks) * used if has_mask_weights else None
     on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), mask_weights)]
     operands = (*on_gpu[:3], "silu", on_gpu[3])
-    launched = config or launch_of(*operands).config  # type: ignore[arg-type] # of None or not
+    launched = config or launch_of(*operands).config  # type: ignore[arg-type] # list items may be None
     if kernels and launched.kernel not in kernels:
         return False
     result = run_on("cuda", *operands, launch=config)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ EXPERTS = (
 
 
 def run_experts(sizes: tuple[int, ...], kernels: Sequence[str]) -> bool:
-    """Like `run`, for experts: with ids, and then with rows sorted by expert."""
+    """Like `run`, for experts: one call with ids, and one with rows sorted by expert."""
     layer = make_experts(*sizes, routing="some out of range", dtype=torch.bfloat16)
     rows, pairs = sorted_rows(layer)
     for given, expected in ((layer.given, layer.oracle()), (rows, layer.oracle().flatten(0, 1)[pairs])):

@@ -20,7 +20,7 @@ from mglu_ops.given import Given
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:mglu..forward runs on the backend"),  # unaligned rows
+    pytest.mark.filterwarnings("ignore:mglu..forward runs on the backend"),  # warns of unaligned rows
 ]
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -37,7 +37,7 @@ def make(
 
 
 def assert_as_good_as_naive(found: Tensor, given: Given) -> None:
-    """Compare with the float64 layer of the unrounded x; where x is rounded to fp8, this error exceeds all others."""
+    """Compare with float64 and unrounded x: the error may be little more than what rounding x to fp8 alone causes."""
     exact, naive = naive_error(given)
     assert found.dtype == given.x.dtype
     assert relative_error(found, exact) <= max(NAIVE_FACTOR * naive, BUDGET[found.dtype])
@@ -76,7 +76,7 @@ def test_the_gpu_rounds_as_a_cpu_does(dtype: torch.dtype, size: float) -> None:
     ],
 )
 def test_errors_equal_a_naive_layers(name: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int) -> None:
-    """Covers the dispatched kernel, which may multiply in fp8, each backend, and x in other memory layouts."""
+    """Covers the kernel that the dispatch chooses, which may multiply in fp8, every backend, and other layouts of x."""
     given, _ = make(name, dtype, tokens, d, h, n_masks)
     found = torch.ops.mglu.forward(*given[:8])
     assert_as_good_as_naive(found, given)
@@ -123,7 +123,7 @@ def test_each_kernel_gives_the_result_of_rounded_values(name: str, dtype: torch.
 @each_format
 @pytest.mark.parametrize("tokens", [1, 8, 64, 700])
 def test_a_token_does_not_depend_on_the_others(name: str, tokens: int) -> None:
-    """The other tokens are scaled by 0, 1000, infinity and NaN."""
+    """All tokens but the first and the last are scaled by 0, 1000, infinity and NaN."""
     given, _ = make(name, torch.bfloat16, tokens + 2, 330, 2080, 4)
     expected = torch.ops.mglu.forward(*given[:8])
     for value in (0.0, 1000.0, math.inf, math.nan):

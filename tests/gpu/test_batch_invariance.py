@@ -1,4 +1,4 @@
-"""In batch-invariant mode, a row has the same bits in every batch, with every kernel."""
+"""In batch-invariant mode, the result of a row has the same bits in every batch, with every kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mglu_ops.formats import FORMATS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:mglu..forward runs on the backend cuda"),  # unaligned rows of masks
+    pytest.mark.filterwarnings("ignore:mglu..forward runs on the backend cuda"),  # warns of unaligned rows of masks
 ]
 
 TOKENS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 200)
@@ -36,7 +36,7 @@ def invariant() -> Iterator[None]:
 
 
 def assert_rows_agree(p: Problem, x: Tensor) -> None:
-    """Compare bits of a whole batch with smaller batches: the first rows, the last rows, and one from the middle."""
+    """Compare the bits of a batch with smaller batches: its first rows, its last rows, and one row from the middle."""
 
     def run(rows: Tensor) -> Tensor:
         return torch.ops.mglu.forward(rows, p.weight, p.packed, p.activation)
@@ -88,7 +88,7 @@ def test_rows_of_small_and_odd_layers(dtype: torch.dtype, shape: tuple[int, int]
 
 @pytest.mark.parametrize("n_masks", [1, 4, 10, 16])
 def test_rows_on_other_gpus(n_masks: int) -> None:
-    """Runs, on this GPU, the launches that are chosen for other GPUs."""
+    """Runs the launches that are chosen for other GPUs on this GPU."""
     p = Problem(200, 528, 2048, n_masks, torch.bfloat16)
     for arch in ((8, 0), (8, 9), (12, 0)):
         everyone = None

@@ -74,7 +74,7 @@ def test_real_shapes(shape: tuple[int, int], n_masks: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("n_masks", [1, 6, 8, 16])
 def test_a_row_does_not_depend_on_the_number_of_others(n_masks: int, permuted: bool) -> None:
-    """From 41 tokens on, the order of `tile_wgmma`'s sums depends only on the options `permuted` and `sparse`."""
+    """With 41 or more tokens, the order of `tile_wgmma`'s sums depends only on the options `permuted` and `sparse`."""
     p = Problem(700, 2048, 1024, n_masks)
     x, everyone = p.x, {}
     for tokens in (700, 200, 41, 48, 64, 65, 128, 300, 699):
@@ -122,9 +122,9 @@ def test_override_of_tiles(config: LaunchConfig) -> None:
 
 
 @pytest.mark.parametrize("n_masks", [1, 4, 8])
-@pytest.mark.parametrize("tokens", [20, 60])  # on Hopper, 20 run sparse tiles, and 60 run dense tiles
+@pytest.mark.parametrize("tokens", [20, 60])  # on Hopper, 20 tokens run sparse tiles, and 60 tokens dense tiles
 def test_layouts_of_x_for_tiles(tokens: int, n_masks: int) -> None:
-    """Rows of x that overlap, or that TMA cannot load, are permuted first. Rows with gaps are read in place."""
+    """If rows of x overlap, or TMA cannot load them, x is permuted first. Rows with gaps are read in place."""
     p = Problem(tokens, 128, 256, n_masks)
     wide = torch.randn(tokens, 512, device="cuda", dtype=p.x.dtype)
     window = wide.flatten()[: tokens * 8 + 248].as_strided((tokens, 256), (8, 1))
@@ -215,7 +215,7 @@ def test_same_bits_every_time(n_masks: int, tokens: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("n_masks", [1, 8])
 def test_a_row_does_not_depend_on_the_others(n_masks: int) -> None:
-    """Tests 1 to 8 tokens, which share one launch."""
+    """Tests batches of 1 to 8 tokens, which all have the same launch."""
     p = Problem(8, 256, 1024, n_masks)
     everyone = p.run()
     x = p.x
@@ -227,7 +227,7 @@ def test_a_row_does_not_depend_on_the_others(n_masks: int) -> None:
 @pytest.mark.parametrize("last", ["x", "weight", "packed"])
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
-    """The launch starts early, while earlier kernels still write its inputs. It must not read the old values."""
+    """The kernel may start while earlier kernels still write its inputs, and must not read the old values."""
     p = Problem(tokens, 4096, 4096, 4)
     expected = p.run()
     kept = {name: getattr(p, name).clone() for name in ("x", "weight", "packed")}
@@ -243,13 +243,13 @@ def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_follows_an_mglu_launch_that_writes_its_weight(tokens: int) -> None:
-    """The second launch may start before the first one writes its result. It must not prefetch an old weight."""
+    """The second kernel may start before the first one writes the weight, and must not prefetch the old weight."""
     p = Problem(tokens, 1024, 2048, 4)
     producer = Problem(1024, 2048, 1024, 1)
     seen = set()
     for _ in range(50):
         producer.x.normal_()
-        p.weight = producer.run()  # its memory held the weight of an earlier round
+        p.weight = producer.run()  # in memory that held the weight of an earlier round
         seen.add(p.weight.data_ptr())
         result = p.run()
         torch.cuda.synchronize()
@@ -311,7 +311,7 @@ def test_a_weight_in_fewer_bits(name: str, dtype: torch.dtype, tokens: int, d: i
     given, expected = stored_layer(name, dtype, tokens, d, h, n_masks, "cuda")
     found = dispatch.forward(given, backend="cuda")
     assert relative_error(found.cpu(), expected) < BUDGET[dtype]
-    by_composite = dispatch.forward(given, backend="composite")  # decodes the weight to x's dtype
+    by_composite = dispatch.forward(given, backend="composite")  # rounds the decoded weight to x's dtype
     assert relative_error(by_composite.cpu(), expected) < 2 * BUDGET[dtype]
     padded = torch.zeros(d, given.weight.shape[1] + 16, dtype=torch.uint8, device="cuda").view(given.weight.dtype)
     padded[:, 16:].copy_(given.weight)
@@ -329,7 +329,7 @@ def test_a_weight_in_fewer_bits(name: str, dtype: torch.dtype, tokens: int, d: i
     [
         TileWgmma(block_tokens=32, stages=4, decoded=True),
         TileWgmma(block_tokens=32, stages=4, decoded=True, permuted=True),
-        # With stages of one chunk, a kernel writes fragments while products of the stage before may still run.
+        # With one chunk per stage, the kernel writes a stage's fragments while products of the previous stage may run.
         TileWgmma(block_tokens=16, stages=4, sparse=True),
         TileWgmma(rows=128, block_tokens=24, stages=3, sparse=True),
         TileWgmma(block_tokens=32, stages=3, mask_groups=2, sparse=True),

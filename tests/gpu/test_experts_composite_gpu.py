@@ -1,4 +1,4 @@
-"""Experts with library products on a GPU, and packing of their logits. Calls must not synchronize with the host."""
+"""Experts on the composite backend on a GPU, and packing of their logits. Calls must not wait for the GPU."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def problem(
     weight_format: str = "dense",
     index_dtype: torch.dtype = torch.int32,
 ) -> DownGiven:
-    """Random arguments with ids that repeat, ids out of range, and NaN in their rows of y."""
+    """Random arguments with repeated ids and ids out of range. Rows of y whose id is out of range are NaN."""
     weight = torch.randn(experts, out_features, in_features, device="cuda") / in_features**0.5
     chosen = FORMATS[weight_format]
     stored, scales = zip(*(chosen.quantize(one.to(dtype)) for one in weight), strict=True)
@@ -47,7 +47,7 @@ def problem(
 
 
 def run(given: DownGiven, launch: ExpertsDown | None = None) -> Tensor:
-    """The result of the kernels, or of the operator, which must choose them."""
+    """The result of `launch`, or else of the operator, which must choose the CUDA backend."""
     if launch is not None:
         return dispatch.down(None, given, backend="cuda", launch=launch)
     assert dispatch.choose("down", Call.of_down(given.in_rows())).backend == "cuda"
@@ -98,7 +98,7 @@ def test_dtypes_of_the_router(weights_dtype: torch.dtype, index_dtype: torch.dty
 
 @pytest.mark.parametrize("tokens", [1, 8, 33, 250])
 def test_loads_of_experts(tokens: int) -> None:
-    """Covers one expert with all rows, and ids that are all out of range."""
+    """Covers one expert that has all rows, and ids that are all out of range."""
     given = problem(tokens, 4, 64, 96, 384)._replace(y=torch.randn(tokens, 4, 384, device="cuda").bfloat16())
     for expert in (0, 63):
         one = given._replace(expert_ids=torch.full_like(given.expert_ids, expert))
@@ -129,7 +129,7 @@ def test_results_do_not_depend_on_the_launch_nor_on_other_rows() -> None:
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_divided_units(parts: int, weight_format: str) -> None:
-    """Covers split-K of the last work tiles, rows that two tiles share, and experts with several items."""
+    """Covers split-K of the last units of work, rows that two tiles compute, and experts with several items."""
     for sizes in ((20, 2, 3, 83, 4128), (90, 8, 40, 2880, 1056), (200, 2, 5, 1000, 800)):
         given = problem(*sizes, weight_format=weight_format)
         chosen = experts_down.choose(Call.of_down(given.in_rows()), gpu_of(0))
@@ -154,7 +154,7 @@ def test_memory_layouts(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("weight_format", [name for name in FORMATS if name != "dense"])
 def test_every_stored_value(weight_format: str, tokens: int) -> None:
-    """W has one row for each value of a byte."""
+    """Each of the 256 rows of W holds a different byte."""
     given = problem(tokens, 1, 1, 256, 64, torch.float16, weight_format)
     stored = torch.full((1, 256, given.weight.shape[2]), 0x88 if weight_format == "int4_group" else 0).byte()
     stored[0, :, 5] = torch.arange(256)
@@ -180,7 +180,7 @@ def test_graph_replay_with_other_ids(tokens: int) -> None:
 @pytest.mark.parametrize("last", ["y", "weight", "expert_ids", "expert_weights"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
-    """The launch starts early, while earlier kernels still write its inputs. It must not read the old values."""
+    """The kernel may start while earlier kernels still write its inputs, and must not read the old values."""
     given = problem(tokens, 4, 16, 1024, 2048)
     expected = run(given)
     kept = {name: tensor.clone() for name, tensor in given.tensors().items()}
@@ -221,7 +221,7 @@ def test_guard_bands(tokens: int, weight_format: str) -> None:
 
 
 def test_many_experts_and_rows() -> None:
-    """In large calls, ids need more shared memory, which leaves room for fewer stages."""
+    """Ids of many experts and rows take shared memory, which leaves room for fewer pipeline stages."""
     for tokens, top_k, experts in ((64, 8, 512), (1500, 8, 256)):
         given = problem(tokens, top_k, experts, 64, 128)
         assert_matches(run(given), oracle(given))
@@ -230,7 +230,7 @@ def test_many_experts_and_rows() -> None:
 def test_calls_without_kernels() -> None:
     call, gpu = Call.of_down(problem(4, 2, 3, 64, 128)), gpu_of(0)
     many = replace(call, leading=(10_000, 2))
-    assert experts_down.launch_for(many, gpu) is None  # library products
+    assert experts_down.launch_for(many, gpu) is None  # such calls use torch's GEMMs
     for other, reason in (
         (replace(call, dtype=torch.float32), "float32"),
         (replace(call, in_features=132), "aligned vectors"),

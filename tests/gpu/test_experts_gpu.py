@@ -31,7 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def run(given: Given, launch: ExpertLaunch | None = None) -> Tensor:
-    """The result, in memory that held NaN before."""
+    """The result. The memory that it is allocated in held NaN before."""
     call = Call.of(given)
     torch.full(call.result_shape, torch.nan, dtype=given.x.dtype, device="cuda")
     return dispatch.forward(given, backend="cuda", launch=launch)
@@ -78,7 +78,7 @@ LAUNCHES = [
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 def test_override(launch: ExpertLaunch) -> None:
-    """Covers more rows than a warp has lanes for finding items, and clusters in which a block has no rows of W."""
+    """Covers more rows than a warp has lanes, and clusters in which one block has no rows of W."""
     if isinstance(launch.config, DecodeItems) and launch.config.cluster > 1 and gpu_of(0).arch != (9, 0):
         pytest.skip("clusters of blocks need compute capability 9.0")
     for routing in ("skewed", "one expert", "some out of range"):
@@ -133,7 +133,7 @@ def test_empty() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "d", "h"), [(1, 50, 520), (6, 100, 544), (60, 67, 264)])
 def test_guard_bands(tokens: int, d: int, h: int, dtype: torch.dtype) -> None:
-    """NaN around inputs, and in experts without rows, must not be used. Bands around outputs must not change."""
+    """NaN around inputs and in weights of unused experts must not be used. Bands around outputs must not change."""
     layer = make_experts(tokens, 2, 6, h, d, 8, routing="some out of range", dtype=dtype, weighted=True)
     given = on_gpu(layer.given)
     expected = run(given)
@@ -186,7 +186,7 @@ def test_offs_that_do_not_ascend_lead_nowhere_else(ends: tuple[int, ...], dtype:
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("rows", "experts"), [(1, 1), (33, 8), (1000, 128), (8192, 1024), (2**20, 1024), (2**20, 1)])
 def test_table_of_items(rows: int, experts: int, index_dtype: torch.dtype) -> None:
-    """The table has the rows in stable order by expert, and an entry for each item."""
+    """The table lists the rows sorted by expert, in stable order, and an entry for each item."""
     ids = (torch.rand(rows, 1, device="cuda") ** 3 * (experts + 2)).to(index_dtype) - 1
     layer = Call.contiguous(ids.device, torch.bfloat16, 1, 1, 16, 64)
     call = layer.over_experts(experts, rows, 1)
@@ -236,7 +236,7 @@ def test_graph_replay_with_other_ids(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_same_bits_every_time(tokens: int, dtype: torch.dtype) -> None:
-    """The bits are the same for int32 and int64 ids, with and without grouping by expert, and in every repetition."""
+    """The bits are the same for int32 and int64 ids, with and without a table of items, and in every repetition."""
     given = on_gpu(make_experts(tokens, 4, 8, 1024, 256, 4, dtype=dtype).given)
     assert given.expert_ids is not None
     narrow = given._replace(expert_ids=given.expert_ids.int())

@@ -35,7 +35,7 @@ def chosen(given: Given) -> TileItems:
 
 
 def run(given: Given, launch: TileItems | None = None) -> Tensor:
-    """The result, in memory that held NaN before."""
+    """The result. The memory that it is allocated in held NaN before."""
     torch.full(Call.of(given).result_shape, torch.nan, dtype=given.x.dtype, device="cuda")
     return dispatch.forward(given, backend="cuda", launch=launch or chosen(given))
 
@@ -51,7 +51,7 @@ def check(layer: Experts, launch: TileItems | None = None) -> None:
 
 
 def random_layer(tokens: int, d: int, h: int, n_masks: int, **options: Any) -> Experts:
-    """A layer of seven experts with uneven loads: some experts have no rows. Each token has three experts."""
+    """A layer of seven experts, of which each token has three. Loads are uneven, and some experts have no rows."""
     return make_experts(tokens, 3, 7, h, d, n_masks, **{"dtype": torch.bfloat16, "routing": "skewed"} | options)
 
 
@@ -93,7 +93,7 @@ def test_every_form(name: str) -> None:
 @pytest.mark.parametrize("activation_format", ["dense", "fp8_token"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_weight_format(name: str, activation_format: str) -> None:
-    """`out_features` is not a multiple of the 128 rows that share a scale."""
+    """`out_features` is not a multiple of 128, the number of rows of W that share a scale in `fp8_block`."""
     if activation_format != "dense" and not name.startswith("fp8"):
         pytest.skip("x is rounded for weights in fp8")
     for tokens, n_masks in ((5, 1), (60, 4), (90, 8)):
@@ -130,7 +130,7 @@ def test_weights_that_form_no_matrix_are_refused() -> None:
 
 @pytest.mark.parametrize(("tokens", "d", "h", "n_masks"), [(2, 70, 96, 1), (60, 100, 520, 4), (33, 131, 352, 9)])
 def test_guard_bands(tokens: int, d: int, h: int, n_masks: int) -> None:
-    """NaN around inputs, and in experts without rows, must not be used. Bands around outputs must not change."""
+    """NaN around inputs and in weights of unused experts must not be used. Bands around outputs must not change."""
     layer = random_layer(tokens, d, h, n_masks, routing="some out of range", weighted=True)
     given = on_gpu(layer.given)
     expected = run(given)

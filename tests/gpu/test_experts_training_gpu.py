@@ -34,8 +34,8 @@ def _needs_grouped_products() -> None:
     params=["bfloat16", "bfloat16 without tiles", "bfloat16 without tiles and grouped_mm", "float16", "float32", "tf32"]
 )
 def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """The dtype of a step, after choosing its products: without `tile_wgmma` or `grouped_mm`, those of other GPUs."""
-    monkeypatch.setattr(dispatch, "_prepared", {})  # calls that are prepared with other products
+    """Choose a step's kernels for products, and return its dtype. Some GPUs lack `tile_wgmma` or `grouped_mm`."""
+    monkeypatch.setattr(dispatch, "_prepared", {})  # forgets calls that were prepared with other products
     if "without" in request.param:
         monkeypatch.setattr(experts_training, "training_items", lambda call, gpu: None)
     if "grouped_mm" in request.param:

@@ -1,7 +1,7 @@
 """GPU backends with outliers, and with NaN and infinity (the rule of `mglu_ops.ops`).
 
-The bounds hold if gates and values differ much in size, as in test_outliers.py. The CUDA and the Triton backend compute
-values as differences of sums over whole rows, so they have the error that `budgets` allows for differences. The naive
+As in test_outliers.py, gates and values may differ much in size. The CUDA and the Triton backend compute a value as the
+difference of two sums over whole rows, so their error may be larger, by what `slack_of_differences` allows. The naive
 layer and the float64 layer are computed on the CPU.
 """
 
@@ -56,7 +56,7 @@ mglu = torch.ops.mglu
 @pytest.mark.parametrize("where", ["x", "weight", "mask_weights"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_no_nan_is_hidden_and_no_wrong_number_comes_out(dtype: torch.dtype, where: str, value: float) -> None:
-    """One, few and many tokens, and odd sizes, run on different kernels. Training is tested too."""
+    """Covers one, few and many tokens and odd sizes, which run on different kernels, in inference and in training."""
     for tokens, out_features, in_features, n_masks, activation in (
         (1, 256, 256, 1, "silu"),
         (9, 256, 256, 4, "relu"),

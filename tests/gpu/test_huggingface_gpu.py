@@ -1,4 +1,4 @@
-"""`generate` on a GPU: with a static cache, Transformers uses CUDA graphs, and the tokens stay the same."""
+"""`generate` on a GPU: with a static cache, Transformers uses CUDA graphs, which must give the same tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generated(model: Any, **options: Any) -> list[list[int]]:
 
 
 def graphs(model: Any, expected: list[list[int]] | None = None) -> int:
-    """The number of graphs of several calls of compiled `generate`. All calls must give the expected tokens."""
+    """The number of graphs that Dynamo captures in calls of compiled `generate`, which must give `expected`."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(3):  # the first calls warm up and record

@@ -43,7 +43,7 @@ def test_forward_agrees_with_the_oracle(dtype, n_masks, tokens, d, h):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 4, 100])
 def test_cuda_graph_replay_is_bit_equal_to_eager(tokens: int, dtype: torch.dtype) -> None:
-    """Captures the first call of a new shape, and replays it with other inputs and masks."""
+    """Captures the first call with a shape, and replays it with other inputs, weights and masks."""
     x, weight, logits, _ = problem((tokens,), 264, 520, 4, dtype)
     packed = torch.ops.mglu.pack_masks(logits > 0)
     graph = torch.cuda.CUDAGraph()

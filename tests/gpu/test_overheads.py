@@ -1,7 +1,7 @@
 """Host time and first use of the operator on a GPU.
 
-The limits are generous, so that a slow machine stays below them and only a regression exceeds them.
-`benchmarks/overheads.py` measures the figures.
+The limits are generous: a slow machine stays below them, and only a regression exceeds them.
+`benchmarks/overheads.py` measures the times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import mglu_ops  # noqa: F401 (registers the operators)
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MICROSECONDS = {1: 25.0, 8: 25.0, 64: 40.0}
-"""Tokens -> limit of host time per call in microseconds: three times the time measured on an H200's host."""
+"""Tokens -> limit of host time per call in microseconds, three times the measured time of a host with an H200."""
 COLD_SECONDS, WARM_SECONDS = 8.0, 0.15
 
 
@@ -35,7 +35,8 @@ def operands_of(tokens: int) -> tuple[torch.Tensor, ...]:
 def test_a_call_costs_the_host_little(mode: type[torch.no_grad], tokens: int) -> None:
     operands = operands_of(tokens)
     times = []
-    torch.use_deterministic_algorithms(False)  # undo the poisoning of conftest.py, which launches a kernel
+    # tests/conftest.py lets torch fill all new tensors, which takes another kernel.
+    torch.use_deterministic_algorithms(False)
     with mode():
         for _ in range(50):
             torch.cuda.synchronize()

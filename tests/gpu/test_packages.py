@@ -1,4 +1,4 @@
-"""Packages on a GPU without Python: with the library and its kernels, or with Triton's kernels and no library."""
+"""Packages on a GPU without Python: with our C++ library and its kernels, or with Triton's kernels alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def libraries(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two builds of the library, each with `run_package` beside it.
 
-    One has the kernels of the layers. The other has none, so NVRTC compiles plain kernels at run time.
+    "compiled" contains the kernels of the layers. "nvrtc" has none, so NVRTC compiles plain kernels at run time.
     """
     major, minor = torch.cuda.get_device_capability()
     chosen: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def program_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_package(program: Path, package: Path, *options: str) -> str:
-    """Run a package with the inputs beside it, compare the results, and return the text on standard error."""
+    """Run a package on the inputs in its folder, compare the results, and return the text on standard error."""
     files = [x.with_name(name + x.name[1:]) for x in package.parent.glob("x*.tensor") for name in "xy"]
     process = run([program, package, "--tolerance", "3e-3", *options, *files])
     assert process.returncode == 0, process.stdout + process.stderr
@@ -106,7 +106,7 @@ def run_package(program: Path, package: Path, *options: str) -> str:
 @pytest.mark.parametrize("package", ["operator.pt2", "shim.pt2", "stored/operator.pt2", "rounding/operator.pt2"])
 @pytest.mark.parametrize("kernels", ["compiled", "nvrtc"])
 def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], kernels: str, package: str) -> None:
-    """The library prints a message if it has to use plain kernels."""
+    """Without compiled kernels, the library uses plain kernels and must print a message."""
     printed = run_package(libraries[kernels].with_name("run_package"), packages / package, "--time", "200")
     assert ("no tuned kernel" in printed) is (kernels == "nvrtc")
 
@@ -117,7 +117,7 @@ def test_triton_packages_need_no_library(packages: Path, program_alone: Path) ->
 
 
 def test_a_package_for_several_gpus(packages: Path, program_alone: Path) -> None:
-    """On GPUs before Hopper, the package runs. From Hopper on, torch cannot make it, and `export` raises an error."""
+    """The package runs on GPUs before Hopper. On Hopper and later, torch cannot make it, and `export` fails."""
     layers, example, path = model(torch.float16), (inputs(1, torch.float16),), packages / "several.pt2"
     if torch.cuda.get_device_capability() >= (9, 0):
         with pytest.raises(ValueError, match=r"compute capability 8\.x alone"):
@@ -172,7 +172,7 @@ print("fine")
 
 @pytest.mark.parametrize(("kernels", "program"), [("nvrtc", LIBRARY_ALONE), ("compiled", LAYOUTS_OF_X)])
 def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: str) -> None:
-    """The library launches on the current stream, and takes any memory layout of x."""
+    """In a process without mglu_ops, the library uses the current stream, and accepts any memory layout of x."""
     process = run([sys.executable, "-c", program, libraries[kernels]])
     assert process.returncode == 0, process.stderr
     assert "fine" in process.stdout
@@ -181,7 +181,7 @@ def test_the_library_alone(libraries: dict[str, Path], kernels: str, program: st
 # --- Experts ---------------------------------------------------------------------------------------------------------
 
 EXPERT_TOKENS = (1, 5, 40, 200)
-"""Numbers of tokens for which decode_mma finds its items itself, decode_mma reads a table, or tile_wgmma runs."""
+"""Numbers of tokens for three paths: decode_mma without and with a table of items, and tile_wgmma."""
 FORMS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16, "weighted": True, "weight_format": "fp8_block", "activation_format": "fp8_token"},
@@ -194,7 +194,7 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 class Mixture(nn.Module):
-    """Experts and down projections. Only their operators round, so Inductor's code has the same bits."""
+    """Experts and their down projections. Only our operators round, so compiled code gives the bits of eager mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Mixture(nn.Module):
 
 
 def expert_calls() -> tuple[list[Call], list[LayerInfo]]:
-    """Calls of the operators over experts on a GPU, and their layers. Only `plain` takes the layouts of some calls."""
+    """Calls of the operators over experts on a GPU, and their layers. Some memory layouts run only on `plain`."""
     calls: list[Call] = []
     layers: dict[LayerInfo, None] = {}
     for form in FORMS:
@@ -246,7 +246,7 @@ torch.save([getattr(torch.ops.mglu, name)(*given).cpu() for name, given in calls
 
 
 def test_experts_give_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compares a package, and the library's operators in a process without `mglu_ops`, with Python's bits."""
+    """A package, and the library's operators in a process without `mglu_ops`, give the bits of Python's operators."""
     module, package = Mixture().eval().cuda(), tmp_path / "package/experts.pt2"
     calls, layers = expert_calls()
     package.parent.mkdir()

@@ -1,6 +1,6 @@
 """Layers and experts on two GPUs with NCCL match one process: results, training, checkpoints, compilation.
 
-With gloo, ranks could share a GPU, but gloo crashes when it gathers CUDA tensors (pytorch issue 152645).
+With gloo, two ranks could share one GPU, but gloo crashes when it gathers CUDA tensors (pytorch issue 152645).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_tensor_parallel_layers_in_float64(tmp_path: Path) -> None:
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_layers_in_16_bits(module: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The layers are wide enough for the 16-bit kernels, and have dense, fp8 and other quantized weights."""
+    """The layers are wide enough for the 16-bit kernels, and have dense or quantized weights."""
     arguments = "cuda", dtype, module.WITHOUT_FLOAT64, tensor_parallel.WIDE
     run_on_ranks(module.run_checks, tmp_path, *arguments, backend="nccl")
 

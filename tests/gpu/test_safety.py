@@ -1,4 +1,4 @@
-"""No kernel accesses memory outside its tensors, depends on other threads or streams, or breaks the context."""
+"""No kernel accesses memory outside its tensors, depends on other threads or streams, or breaks the CUDA context."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 KERNELS = {"decode_mma": (6, torch.float16), "tile_wgmma": (40, torch.bfloat16), "plain": (5, torch.float32)}
-"""Kernel -> tokens and dtype for which the backend chooses it."""
+"""Kernel -> number of tokens and dtype for which the backend chooses this kernel."""
 if torch.cuda.is_available() and not HOPPER:
     del KERNELS["tile_wgmma"]
 
@@ -44,7 +44,7 @@ def problem(kernel: str, d: int, h: int, n_masks: int) -> Problem:
 
 
 @pytest.mark.parametrize("n_masks", [1, 3, 8, 16])
-@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # last: 6 tiles per block
+@pytest.mark.parametrize("shape", [(50, 520), (100, 544), (67, 41), (10564, 264)], ids=str)  # last: 6 tiles a block
 @pytest.mark.parametrize(
     ("tokens", "dtype"),
     [(1, torch.float16), *KERNELS.values(), (20, torch.bfloat16)],  # 20 tokens run sparse tiles on Hopper
@@ -156,7 +156,7 @@ def test_streams_and_threads(streams: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_first_operation_of_a_thread(kernel: str) -> None:
-    """The call's kernel is new to the process, or was used by another thread before."""
+    """The first thread loads the kernel into the process, and the second one uses a kernel that is already loaded."""
     p = problem(kernel, 144, 264, 4)
     found: list[Tensor] = []
     for _ in range(2):
@@ -205,7 +205,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 @pytest.mark.parametrize("backend", ["cuda", "triton", "composite"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tensors_on_another_gpu(kernel: str, backend: str) -> None:
-    """The tensors are not on the current GPU. This includes first calls, which compile and load kernels."""
+    """The tensors are not on the current GPU. Covers first calls, which compile and load kernels."""
     with torch.cuda.device(1):
         p = problem(kernel, 152, 264, 4)
         logits = p.masks.to(p.x.dtype) - 0.5

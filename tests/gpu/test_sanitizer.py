@@ -16,7 +16,7 @@ MISSING = not Path(SANITIZER).is_file()
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(  # `make gpu-sanitize` fails without it
+    pytest.mark.skipif(  # `make gpu-sanitize` must fail without compute-sanitizer
         MISSING and os.environ.get("MGLU_REQUIRE_GPU") != "1",
         reason="needs compute-sanitizer, which is part of the CUDA toolkit",
     ),
@@ -37,7 +37,7 @@ pytestmark = [
     ],
 )
 def test_the_sanitizer_finds_no_error(tool: str, kernels: tuple[str, ...]) -> None:
-    """Runs the calls of `sanitizer_suite.py` that launch one of `kernels`, or all calls."""
+    """Runs the calls of `sanitizer_suite.py` that launch one of `kernels`, or all calls if `kernels` is empty."""
     # By default, synccheck tracks fewer barriers than clusters use, and breaks kernels that use more.
     barriers = ("--num-cuda-barriers", "65536") if tool == "synccheck" else ()
     ours = ("--kernel-name", "kns=mglu_")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STEPS = Steps("cuda", [(3, 520), (257, 4096), (5, 37), (19, 1004), (1, 8), (2, 1), (0, 24), (4, 0)])
-"""Rows and columns: whole vectors, columns that are not multiples of 16 or 8, and sizes of 0."""
+"""Checks in sizes (rows, columns), some with columns that are not multiples of 8 or 16, and some of size 0."""
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -114,7 +114,7 @@ def test_gemms_of_backward(dtype: torch.dtype, sizes: tuple[int, int, int, int])
 
 @pytest.mark.alone(gibibytes=24)
 def test_more_than_2_31_elements() -> None:
-    """The last rows must have the bits that they have when they are computed alone."""
+    """The last rows of each kernel's result must have the same bits as if they were computed alone."""
     tokens, entries, columns = 2**16 + 3, 4, 2**13 + 8
     partials, grad = torch.empty(tokens, entries, columns, dtype=BF16, device="cuda").normal_(), normal(tokens, columns)
     scaled = steps.scale(grad, partials)
@@ -140,7 +140,7 @@ def test_more_than_2_31_elements() -> None:
 
 @pytest.fixture(params=["own kernels", "library GEMMs"])
 def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Force each way to multiply, whichever is faster, and forget calls that were prepared before."""
+    """Force our own GEMMs or torch's, no matter which is faster, and forget calls that were prepared before."""
     monkeypatch.setattr(dispatch, "_prepared", {})
     if request.param == "own kernels":
         monkeypatch.setattr(backward_gemm, "is_faster", lambda gpu, rows, columns, depth: rows * columns > 0)
@@ -215,7 +215,7 @@ def test_errors_are_within_the_budget(dtype: torch.dtype, n_masks: int) -> None:
     [
         *(((512,), 384, 512, 4, activation) for activation in ACTIVATIONS),
         *(((tokens,), d, h, 3, "silu") for tokens, d, h in RAGGED),
-        *((tokens, 2048, 1024, 4, "silu") for tokens in ((4096,), (16, 300))),  # several chunks
+        *((tokens, 2048, 1024, 4, "silu") for tokens in ((4096,), (16, 300))),  # D is computed in several chunks
     ],
     ids=str,
 )
@@ -257,7 +257,7 @@ def test_each_subset_of_gradients_has_the_bits_of_all(wanted: tuple[str, ...]) -
     layer = Layer.random("cuda", BF16, (7, 9), 136, 200, 3, mask_weights_dtype=F32)
     whole, found = run(layer, *NAMES), run(layer, *wanted)
     for name, tensor in found.items():
-        # GEMMs of other sizes may sum in another order.
+        # Fewer gradients may need GEMMs of other sizes, which may sum in another order.
         torch.testing.assert_close(tensor, whole[name], rtol=0.02, atol=0.02, msg=name)
 
 
@@ -265,7 +265,7 @@ def test_gradients_that_are_not_needed_are_empty_tensors() -> None:
     layer, cuda = Layer.random("cuda", BF16, (33,), 64, 72, 2), BACKENDS["cuda"]
     forward = cuda.prepare("train", layer.call)
     with torch.no_grad():
-        for needs in itertools.product([True, False], repeat=3):  # of a call that is prepared for them
+        for needs in itertools.product([True, False], repeat=3):
             found = take_step(layer, forward, cuda.prepare("backward", layer.call), (*needs, False))
             assert all(tensor.numel() for tensor in found.values())
 
@@ -307,7 +307,7 @@ def test_layouts_of_packed_masks(layout: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.usefixtures("gemms")
 def test_expanded_gradients() -> None:
-    """The gradient may be one expanded number (after `sum()`) or one expanded row (after a sum over tokens)."""
+    """grad_output may be one number (after `sum()`) or one row (after a sum over tokens), expanded to all elements."""
     layer = Layer.random("cuda", BF16, (4, 33), 136, 200, 3, mask_weights_dtype=F32)
     for grad in (torch.ones((), device="cuda", dtype=BF16), normal(136), normal(33, 136), normal(4, 1, 1)):
         layer.grad_output = grad.expand(4, 33, 136)
@@ -317,7 +317,7 @@ def test_expanded_gradients() -> None:
 
 @pytest.mark.parametrize("logits_dtype", [BF16, F32])
 def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> None:
-    """Library GEMMs need scratch for a fifth of dt, b_i and D. Our kernels need flipped weights or a chunk of D."""
+    """Our kernels need scratch memory for flipped weights at most, and torch's GEMMs for a fifth of the features."""
     tokens, d, h, n_masks = 8192, 8192, 1024, 4
     layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks, logits_dtype=logits_dtype)
     with torch.no_grad():
@@ -331,7 +331,7 @@ def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> No
     if gemms == "library GEMMs":
         assert len(training.feature_chunks(tokens, n_masks, d, h, training.BACKWARD_CHUNKS)) == 5
         scratch = 2 * (n_masks + 1) * round_up(d // 5, 128) * (tokens + h)
-    workspace = 64 * 2**20  # allowance for the library's workspace and the allocator's rounding
+    workspace = 64 * 2**20  # allowance for cuBLAS's workspace and the allocator's rounding
     assert torch.cuda.max_memory_allocated() - before <= gradients + scratch + workspace
 
 

@@ -32,7 +32,7 @@ def outputs(p: Problem) -> tuple[Tensor, Tensor]:
 
 
 def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None = None) -> None:
-    """Launch `config`, or by default the launch that the backend chooses."""
+    """Launch `config`, or without it the launch that the backend chooses."""
     call, gpu = p.call, gpu_of(0)
     launched = config or training_choice(call, gpu)
     assert launched is not None
@@ -43,7 +43,7 @@ def launch(p: Problem, y: Tensor, partials: Tensor, config: TrainingTile | None 
 
 
 def run(p: Problem, config: TrainingTile | None = None) -> tuple[Tensor, Tensor]:
-    """The result and the partial derivatives. The memory around them must not change."""
+    """Compute the result and the partial derivatives, and check that the memory around them does not change."""
     found = outputs(p)
     launch(p, *found, config)
     assert all(bands_of(tensor).isnan().all() for tensor in found)
@@ -91,7 +91,7 @@ def test_ragged_tokens(tokens: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("out_features", [64, 72, 80, 120, 128, 136, 184, 200, 1000, 1032])
 def test_ragged_out_features(out_features: int) -> None:
-    """The last tiles of rows overlap the tiles before them, and write some results twice."""
+    """The last tile of rows overlaps the tile before it, so some results are written twice."""
     for tokens, n_masks, mask_weight in ((40, 3, None), (260, 4, torch.bfloat16), (260, 8, None)):
         check(Problem(tokens, out_features, 352, n_masks, torch.float16, mask_weights_dtype=mask_weight))
 

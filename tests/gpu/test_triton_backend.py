@@ -39,7 +39,7 @@ def problem(
     return x, weight, masks, torch.rand(tokens, n_masks, device="cuda").to(dtype)
 
 
-# Each case compiles a kernel, so shapes and mask weights vary together with the other parameters.
+# Each case compiles a kernel. To keep cases few, shapes and mask weights vary together with the other parameters.
 SHAPES = ((256, 1024), (131, 333), (70, 1032))
 CASES = [(torch.float16, n) for n in (1, 2, 3, 4, 8, 16)] + [(dtype, n) for dtype in DTYPES[1:] for n in (1, 4)]
 
@@ -103,7 +103,7 @@ def test_error_is_near_the_naive_layers(density: float, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """This holds for one token only. For more tokens, the matmul kernel sums its two products in different orders."""
+    """For one token only: for more tokens, the matmul kernel sums its two products in different orders."""
     x, weight, masks, _ = problem(1, 128, 1000, 4, torch.float16)
     result = run_on("triton", x, weight, pack(torch.full_like(masks, fill)), "identity", None)
     assert torch.equal(result, torch.zeros_like(result))
@@ -120,7 +120,7 @@ def test_same_bits_always(n_masks: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_strides_offsets_and_guard_bands(tokens: int) -> None:
-    """Operands are surrounded by NaN, and masks by ones, so that reads outside of them change the result."""
+    """NaN surrounds x and the weight, and ones surround the masks, so that reads outside of them change the result."""
     x, weight, masks, _ = problem(tokens, 67, 344, 4, torch.bfloat16)
     oracle = reference.forward(x, weight, masks)
 

@@ -1,4 +1,4 @@
-"""Adapters of PEFT: LoRA on the weights of MGLU layers. Adapters are merged into the weights, and layers frozen."""
+"""PEFT trains LoRA on the weights of MGLU layers, and merges it into them. Merged models are frozen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and loading: both forms of masks come back bit for bit, and checkpoints that do not fit are refused."""
+"""Saving and loading: logits and packed masks come back bit for bit, and checkpoints that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ LOADERS: dict[str, dict[str, Any]] = {
     "device map": {"device_map": "cpu"},
     "mismatches ignored": {"ignore_mismatched_sizes": True},
 }
-SHARD_SIZES = ["5GB", "20KB"]  # one file, and several
+SHARD_SIZES = ["5GB", "20KB"]  # the checkpoint is one file, or several files
 
 
 @pytest.mark.parametrize(("loader", "shard_size"), family(LOADERS, SHARD_SIZES, most=1))
@@ -230,7 +230,7 @@ def test_a_router_is_not_ignored(learnable: bool, of_decoder: bool, tmp_path: Pa
 
 
 def test_logits_beside_packed_masks_are_refused(tmp_path: Path) -> None:
-    """If a checkpoint holds both, it is not clear which of them are the masks of the layer."""
+    """If a checkpoint holds logits and packed masks of one layer, it is not clear which of them to use."""
     saved(tiny(), tmp_path)
     logits_key = MASKS.replace("packed_masks", "mask_logits")
     rewrite(tmp_path, lambda state: {**state, MASKS: torch.ops.mglu.pack_logits(state[logits_key])})
@@ -242,7 +242,7 @@ def test_logits_beside_packed_masks_are_refused(tmp_path: Path) -> None:
 
 @FORMS
 def test_layers_in_two_forms_are_named(learnable: bool, tmp_path: Path) -> None:
-    """Either value of `learnable_masks` would be wrong, so the message suggests neither."""
+    """Some layers have logits, others packed masks. No `learnable_masks` fits all, so the message suggests no value."""
     saved(tiny(), tmp_path)
     logits_key = MASKS.replace("packed_masks", "mask_logits")
     rewrite(tmp_path, lambda state: {MASKS: torch.ops.mglu.pack_logits(state.pop(logits_key)), **state})

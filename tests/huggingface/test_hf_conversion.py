@@ -85,7 +85,7 @@ def test_weights_are_made_as_the_table_says(init: str) -> None:
 def test_every_expert_is_made_as_the_table_says(name: str, init: str) -> None:
     model = tiny_swiglu(name)
     with torch.no_grad():
-        model.model.layers[0].mlp.experts.gate_up_proj[1] *= 100  # logits do not grow with the weights
+        model.model.layers[0].mlp.experts.gate_up_proj[1] *= 100  # larger weights must not give larger logits
     result = from_swiglu(model, 3, init=init)
     for old, new in zip(model.model.layers, result.model.layers, strict=True):
         mglu = new.mlp.experts.mglu

@@ -218,7 +218,7 @@ def generated(model: Any, **options: Any) -> list[list[int]]:
 
 @EACH
 def test_the_cache_has_the_name_that_transformers_gives_it(name: str) -> None:
-    """Transformers 5.24 renamed this argument, and each call with the older name warns."""
+    """Transformers 5.24 renamed the argument `past_key_values` to `cache`, and warns at each call with the old name."""
     architecture = BY_NAME[name]
     ours, base = (set(inspect.signature(c[1].forward).parameters) for c in (architecture.mglu, architecture.swiglu))
     assert ours <= base

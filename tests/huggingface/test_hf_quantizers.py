@@ -71,7 +71,7 @@ def test_a_quantized_model_comes_back(weight_format: str, name: str, tmp_path: P
 def test_a_layer_on_the_disk_is_that_of_the_checkpoint(
     weight_format: str, name: str, offload_buffers: bool, tmp_path: Path
 ) -> None:
-    """When Transformers draws missing tensors, the layer's weight is on the meta device, but its masks may not be."""
+    """An offloaded layer has its weight on meta, but perhaps not its masks. Transformers must not call it missing."""
     model = quantized(weight_format, name, mask_top_k=1)
     model.save_pretrained(tmp_path / "first")
     result = loaded_from_disk(tmp_path / "first", offload_buffers=offload_buffers)
@@ -134,7 +134,7 @@ def test_down_projections_of_experts_that_were_skipped_stay_dense(tmp_path: Path
 
 
 def test_layers_that_were_skipped_stay_dense(tmp_path: Path) -> None:
-    """A decoder names its layers without the language model's prefix."""
+    """The configuration of a decoder names layers without the prefix `model.` of the language model."""
     model = quantized("fp8_row", skip=("model.layers.0",))
     model.save_pretrained(tmp_path / "model")
     model.model.save_pretrained(tmp_path / "decoder")
@@ -378,7 +378,7 @@ def test_sizes_are_checked_with_a_quantizer_too(tmp_path: Path) -> None:
 
 
 def test_torchao_keeps_the_linear_layers(tmp_path: Path) -> None:
-    """Tests a real quantizer of linear layers. Continuous integration does not install torchao."""
+    """This test runs torchao, a real quantizer of linear layers. Continuous integration does not install it."""
     torchao = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 

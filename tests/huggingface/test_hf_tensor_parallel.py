@@ -1,4 +1,4 @@
-"""The parallel plans of the configurations, on two gloo ranks: load, generate, freeze, save, and refuse."""
+"""Models are loaded, frozen and saved on two gloo ranks, divided by the parallel plans of their configurations."""
 
 from __future__ import annotations
 

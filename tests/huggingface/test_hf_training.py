@@ -48,7 +48,7 @@ def group_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
 
 @pytest.mark.parametrize(("weight_init", "mask_lr"), [("paper", 0.01), ("leveled", 0.003)])
 def test_logits_are_not_decayed_and_have_a_rate_of_their_own(weight_init: str, mask_lr: float, tmp_path: Path) -> None:
-    """Their learning rate depends on how weights were initialized, also in a model that was loaded."""
+    """The learning rate of logits depends on how the weights were initialized, also if the model was loaded."""
     tiny(weight_init=weight_init).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     optimizer = trainer(model, tmp_path).create_optimizer()
@@ -71,7 +71,7 @@ def test_a_mixture_has_the_groups_of_a_layer(tmp_path: Path) -> None:
 
 
 def test_the_trainer_of_transformers_decays_logits(tmp_path: Path) -> None:
-    """This is why the mixin is needed. If this test fails, the mixin is no longer needed."""
+    """The mixin is needed because `Trainer` alone decays logits. If this test fails, the mixin may be unnecessary."""
     model = tiny()
     optimizer = trainer(model, tmp_path, Trainer).create_optimizer()
     assert group_of(optimizer, mglus(model)[0].mask_logits)["weight_decay"] == 0.1
@@ -203,7 +203,8 @@ def test_the_balance_is_computed_for_each_layer() -> None:
     assert load_balancing_loss(logits, 4, 2).item() == pytest.approx(expected, rel=1e-5)
     expected = balance_by_hand(logits, 4, 2, padding.bool())
     assert load_balancing_loss(logits, 4, 2, padding).item() == pytest.approx(expected, rel=1e-5)
-    # Each layer keeps only one of two masks, so each is out of balance. The two layers together use both masks alike.
+    # Each layer keeps only one of its two masks, so each layer is out of balance, but on average over the two layers,
+    # both masks are used alike.
     one, other = torch.tensor([9.0, -9.0]).expand(2, 5, 2), torch.tensor([-9.0, 9.0]).expand(2, 5, 2)
     with torch.no_grad():
         assert load_balancing_loss((one, other), 2, 1).item() == pytest.approx(2, rel=1e-3)

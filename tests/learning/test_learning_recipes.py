@@ -98,7 +98,7 @@ EVERY_LEVELED = (
     *experiments.OTHER_GATES,
 )
 LEVELED = {(one.layer, one.activation, one.n_masks, one.top_k, one.weight_gain): one for one in EVERY_LEVELED}.values()
-"""One recipe for each way in which layers start."""
+"""One recipe for each kind of layer and its initial scale."""
 
 
 @pytest.mark.parametrize("recipe", LEVELED, ids=lambda one: one.name)
@@ -111,14 +111,14 @@ def test_layers_that_are_compared_begin_with_the_same_size(recipe, monkeypatch):
         projection = one.model().blocks[0].projection
         for module in projection.modules():
             if getattr(module, "router", None) is not None:
-                nn.init.zeros_(module.router.weight)  # so that all masks that it keeps have the same weight
+                nn.init.zeros_(module.router.weight)  # so that all masks that the router keeps have the same weight
         found.append(projection(x).std().item())
     # The ratio is not 1, because silu is curved. Without the gains, the ratio is up to 3.
     assert 0.75 < found[0] / found[1] < 1.25
 
 
 def test_layers_of_equal_training_time_follow_from_measured_times():
-    """The oracle fits a line to SwiGLU's times as a function of width."""
+    """Predict the times of the layers in `EQUAL_TIME` from other measured times, by a line through SwiGLU's times."""
     rows = read_table(experiments.RESULTS.parent / "learning_cost.csv")[1]
     ms = {row["name"]: float(row["ms"]) for row in rows}
     widths = {1.0: "", **{width: f"_width={width}" for width in (0.6667, 0.6875, 0.75, 2.0)}}
@@ -138,7 +138,7 @@ def test_layers_of_equal_training_time_follow_from_measured_times():
 
 
 def test_mixtures_have_active_weights_and_operations_of_the_dense_model(monkeypatch):
-    monkeypatch.undo()  # back to the real sizes, which eight experts can have
+    monkeypatch.undo()  # undoes the fixture `tiny`, whose sizes are too small for eight experts
     bits = {"lu": 32, "glu": 48, "mglu": 32}
     budgets = [one.width * (bits[one.layer] + one.has_masks * one.n_masks) for one in experiments.MIXTURE]
     assert budgets == pytest.approx([48, 32, 33, 36, 48, 48, 48], rel=1e-3)

@@ -53,7 +53,7 @@ def test_experiments_go_on_where_they_stopped(text, prepared, tmp_path, monkeypa
     monkeypatch.setattr("sys.argv", [*common, "--seeds", "0", "1", "--list"])
     experiments.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3  # the runs of the other seed, and their sum
+    assert len(lines) == 3  # the runs of the other seed, and a line with their sum
     assert all("seed=1" in line for line in lines[:2])
     assert float(lines[2].split()[0]) == pytest.approx(sum(float(line.split()[0]) for line in lines[:2]), abs=0.1)
     monkeypatch.setattr("sys.argv", [*common, "--scale", "0.5"])
@@ -84,7 +84,7 @@ def test_processes_that_share_a_folder_leave_out_each_others_runs(text, prepared
     common = ["experiments", "--only", "layers", "--out", str(out), "--corpus", str(prepared), "--device", "cpu"]
     monkeypatch.setattr("sys.argv", [*common, "--done"])
     out.mkdir()
-    with FileLock(out / f"{one.name}.lock", timeout=0):  # held as by a process that trains `one`
+    with FileLock(out / f"{one.name}.lock", timeout=0):  # as if another process trained `one`
         experiments.main()
     assert f"{one.name}: another process trains it" in capsys.readouterr().out
     assert [path.name for path in out.glob("*.csv")] == [f"{other.name}.csv"]
@@ -150,7 +150,7 @@ def test_only_gate_and_value_weights_are_rounded(options, text):
 
 @pytest.mark.long
 def test_the_cost_of_more_layers_than_torch_compiles_by_itself():
-    """By default torch compiles at most 8 graphs of a function, and the experiments have many more layers."""
+    """By default torch compiles a function at most 8 times, too few for the layers of the experiments."""
     with torch._dynamo.config.patch(recompile_limit=1):
         for layer in ("glu", "lu"):
             assert cost.cost(Recipe(layer), "cpu") == 0

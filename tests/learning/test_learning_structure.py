@@ -26,7 +26,7 @@ STRUCTURED = [
 
 
 def test_two_of_four_are_the_largest_and_of_equal_ones_the_earlier():
-    scores = torch.tensor(list(product((-1.0, 0.0, 2.0, 3.0), repeat=4)))  # every tie
+    scores = torch.tensor(list(product((-1.0, 0.0, 2.0, 3.0), repeat=4)))  # with all kinds of ties
     expected = torch.zeros_like(scores, dtype=torch.bool)
     for row, own in zip(expected, scores.tolist(), strict=True):
         row[sorted(range(4), key=lambda i: (-own[i], i))[:2]] = True
@@ -120,7 +120,7 @@ def test_a_compiled_layer_of_structure_follows_the_eager_one(options, text, tmp_
 
 
 def test_paired_layers_start_alike_and_read_the_same_text(text):
-    """Without `paired`, random numbers that are drawn after the first projection depend on the layer."""
+    """With `paired`, layers with the same seed share parameters and text. Without it, the layer affects later draws."""
     several = [replace(one, vocabulary=VOCABULARY, seed=3) for one in experiments.STRUCTURE]
     starts = [dict(one.model().named_parameters()) for one in several]
     shared = [name for name in starts[0] if ".projection." not in name]

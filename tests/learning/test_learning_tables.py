@@ -19,7 +19,7 @@ pytest_plugins = ["learning_fixtures"]
 
 
 def finished(folder: Path, one: Recipe, loss: float, name: str = "python", **last: object) -> None:
-    """Write a result as a run does, without training. `tabled` then makes tables from the results."""
+    """Write the result file of a run that ended with `loss`, without training. `tabled` makes tables from the files."""
     facts = {f"recipe.{key}": str(value) for key, value in asdict(one).items()}
     facts |= {"commit": "0123456789", "device": "a GPU", "torch": "2.13", "weights": "20000000", "mask_bits": "8000000"}
     facts |= {"seconds": "61.4", "peak_mb": "1234.5", "corpus.kind": "python", "corpus.digest": "abcd"}
@@ -143,8 +143,8 @@ def test_plots_show_the_losses(tmp_path):
     assert lines["the paper's recipe"] == [[4, 0.75]]
     assert lines["our recipe"] == [[1, pytest.approx(0.71)]]
     assert lines["SwiGLU"] == [[n_masks, 0.73] for n_masks in (1, 2, 4, 8, 16)]
-    assert [[1, 0.70], [1, 0.72]] in lines.values()  # from the best seed to the worst
-    assert main(["bench", "plots", "--out", str(tmp_path)]) == 0  # without any other result
+    assert [[1, 0.70], [1, 0.72]] in lines.values()  # a bar from the best seed to the worst
+    assert main(["bench", "plots", "--out", str(tmp_path)]) == 0  # works without other results
     for name, label in {"by_masks": "our recipe", "pareto": "lowest loss at no higher cost"}.items():
         assert label in (tmp_path / f"learning_{name}.svg").read_text()
 
@@ -207,11 +207,11 @@ def test_the_tables_explain_every_experiment():
 
 
 def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
-    """A token is 4 bytes. Seeds of two layers lie 0.001 apart, so that the standard deviation is 0.001 / sqrt(2)."""
+    """The losses of two layers' seeds are 0.001 apart: a standard deviation of 0.001 / sqrt(2). A token has 4 bytes."""
     for seed, (swiglu, gelu) in enumerate([(0.730, 0.732), (0.731, 0.733)]):
         finished(tmp_path, Recipe("glu", seed=seed), swiglu)
         finished(tmp_path, Recipe("lu", activation="gelu", seed=seed), gelu)
-    for seed in (0, 1):  # no claim uses this learning rate, with which seeds differ more
+    for seed in (0, 1):  # no claim is about this learning rate, so its larger differences do not count
         finished(tmp_path, Recipe("glu", lr=3e-3, seed=seed), 0.7 + 0.1 * seed)
     finished(tmp_path, Recipe("glu_shared"), 0.7335)
     finished(tmp_path, Recipe("mglu", n_masks=1), 0.7330)
@@ -263,7 +263,7 @@ def test_layers_of_structure_are_compared_by_runs_with_the_same_seed(tmp_path):
     columns = [f"{text}, 25M, {what}" for text in ("pinned", "pinned_earlier") for what in ("held out", "last text")]
     assert head == f"| layer | compared with | {' | '.join(columns)} |"
     # Differences 0.01 and 0.02 have the deviation 0.00707, and an interval of 12.706 * 0.00707 / sqrt(2).
-    same = "+0.0000 ± 0.0000"  # losses on the last text are all equal
+    same = "+0.0000 ± 0.0000"  # because all losses on the last text are equal
     assert first == f"| 1 mask | SwiGLU | +0.0150 ± 0.0635 | {same} | +0.0150 ± 0.0635 | {same} |"
     assert third.startswith("| 1 mask, 2:4 | 1 mask | **+0.0100 ± 0.0000** |")
     assert fourth.startswith("| 1 mask, 2:4 | SwiGLU | +0.0250 ± 0.0635 |")

@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(text, tmp_path):
 
 
 def assert_distilled(run: training.Training) -> None:
-    """The loss is the cross entropy of the teacher's probabilities, and the teacher does not learn."""
+    """Check that the loss is the cross entropy against the teacher's probabilities. The teacher must not change."""
     batch = run.windows.batch(0)
     before = [parameter.clone() for parameter in run.teacher.parameters()]
     with torch.no_grad():
@@ -269,14 +269,14 @@ def test_accumulators_flip_a_share_of_the_bits_if_gradients_are_noise():
         masks.step_accumulators(accumulators, scale * torch.randn(200, 300), 1e-3)
         assert float(accumulators.abs().max()) <= 1
         flips.append(float((before != (accumulators > 0)).float().mean()))
-    # An accumulator that crosses 0 goes about half a step of 0.03 too far, so the share is about a tenth too small.
+    # An accumulator that crosses 0 overshoots it, by about half a step of 0.03. So about a tenth fewer bits flip.
     for part in (flips[:100], flips[100:]):
         assert sum(part) / 100 == pytest.approx(1e-3, rel=0.2)
 
 
 def test_an_accumulator_flips_when_its_gradients_have_reached_the_threshold():
     accumulators = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    grad = torch.tensor([1.0, 1.0, -1.0, -1.0])  # the loss is lower without the first two bits, and with the others
+    grad = torch.tensor([1.0, 1.0, -1.0, -1.0])  # positive gradients push bits to 0, negative ones to 1
     found = []
     for _ in range(9):
         masks.step_accumulators(accumulators, 7 * grad, 0.0625)  # steps of a quarter
@@ -300,7 +300,7 @@ def test_accumulators_are_all_that_the_optimiser_knows_of_a_mask(text):
 
 
 def test_held_out_loss_is_in_nats_a_byte_of_the_text(text):
-    """The oracle adds up each token's loss, window by window, and the bytes of the tokenizer's pieces."""
+    """The oracle adds up each token's loss, window by window, and divides by the bytes that the tokens stand for."""
     run = training.Training(tiny_run(text, 4), text, "cpu", compiled=False)
     windows = (len(text.held_out) - 1) // 16
     windows -= windows % 4

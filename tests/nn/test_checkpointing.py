@@ -1,4 +1,4 @@
-"""Recomputing activations: `save_activations=False`, `torch.utils.checkpoint`, and selective checkpointing."""
+"""Layers whose activations are recomputed, by `save_activations=False` or by `torch.utils.checkpoint`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def test_recomputing_runs_forward_twice_and_gives_the_same_bits(runs, backend, o
 
 
 def test_recomputing_keeps_no_activations() -> None:
-    """Saved activations are at least n_masks + 1 results. Without them, only x and the router's tensors are saved."""
+    """A layer that saves activations keeps at least n_masks + 1 tensors of the result's size.
+
+    A layer that recomputes them keeps only x and the tensors of the router.
+    """
     x = torch.randn(40, 16)
     for top_k in (None, 2):
         saving, recomputing = (MGLU(16, 64, n_masks=3, top_k=top_k, save_activations=save) for save in (True, False))
@@ -161,7 +164,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("save_activations", [True, False])
 @each_kind_of_masks
 def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations: bool, options: dict[str, Any]) -> None:
-    """This also holds for a checkpoint around a layer that recomputes its activations itself."""
+    """A checkpoint around a block changes no bit, even if the layer in the block recomputes its activations too."""
     block = SwiMGLU(24, 40, n_masks=3, save_activations=save_activations, **options)
     x = torch.randn(2, 5, 24)
     want = gradients(compiled(block, backend), block, x)
@@ -172,7 +175,7 @@ def test_a_checkpoint_gives_the_same_bits(backend: str | None, save_activations:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @each_kind_of_masks
 def test_a_reentrant_checkpoint_gives_the_same_gradients(runs, dtype, options):
-    """Rounding may differ: the first forward pass records no gradients, so it runs the inference kernel."""
+    """The result may be rounded differently: the first forward pass records no gradients, so it runs other kernels."""
     block = SwiMGLU(24, 40, n_masks=3, dtype=dtype, **options)
     x = torch.randn(2, 5, 24, dtype=dtype)
     want = gradients(block, block, x)

@@ -85,7 +85,7 @@ def matrices(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_disjoint(layer: Any) -> None:
-    """Set each gate weight or its up weight, whichever is smaller, to 0. One matrix and one mask then hold both."""
+    """Of each gate weight and the up weight at its place, set the smaller to 0. One matrix can then hold both."""
     with torch.no_grad():
         if isinstance(layer, Joined):
             a, b = layer.gate_up_proj.weight.chunk(2)
@@ -107,7 +107,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_whose_matrices_share_no_element_is_converted_exactly(name: str) -> None:
-    """One mask says which matrix each weight belongs to, so nothing is lost."""
+    """A weight of the result comes from one of the two matrices, and the mask says from which, so nothing is lost."""
     layer = LAYERS[name]().double()
     make_disjoint(layer)
     x = torch.randn(5, H, dtype=torch.float64)

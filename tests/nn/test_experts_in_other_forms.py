@@ -57,9 +57,9 @@ def test_freeze_packs_the_masks_of_each_expert_and_fuses_the_loop():
 
 @pytest.mark.parametrize("weight_format", STORED)
 def test_each_expert_is_quantized_alone(weight_format):
-    """A quantized expert has the results and gradients of a quantized MGLU with the expert's slices.
+    """Each quantized expert has the results and gradients of a quantized MGLU with the expert's weight and masks.
 
-    A checkpoint of the quantized layer loads into a new layer.
+    A checkpoint of the quantized experts can be loaded into new experts.
     """
     options = {"n_masks": 2, "top_k": 1}
     layer = freeze(MGLUExperts(3, 132, 140, **options))

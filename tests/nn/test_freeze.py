@@ -1,4 +1,4 @@
-"""`freeze` turns learned masks into packed bits. Layers load them from checkpoints, and refuse what does not fit."""
+"""`freeze` turns learned masks into packed bits. Layers load packed masks, and refuse those that do not fit."""
 
 from __future__ import annotations
 

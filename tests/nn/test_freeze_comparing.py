@@ -121,7 +121,7 @@ def test_modules_of_other_ranks_and_modes_are_compared(cls: type[Sigmoid]) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", ["equal", "from 0.01 to 100"])
 def test_rounding_is_accepted_whatever_the_size_of_a_feature(dtype: torch.dtype, sizes: str) -> None:
-    """Rows of W may differ in size. Behind relu, a feature may be 0 for all tokens but one, which has a small gate."""
+    """A feature may be much smaller than others: its row of W may be small, or relu may be 0 for nearly all tokens."""
     module = Sigmoid(F.relu, dtype)
     torch.manual_seed(0)
     module.weight = nn.Parameter(torch.randn(2048, 1024, dtype=dtype))

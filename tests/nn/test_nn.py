@@ -45,7 +45,7 @@ def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor
     if layer.top_k is not None:
         router = wanted["router.weight"] = layer.router.weight.detach().double().requires_grad_()
         logits = F.linear(x, router)
-        # The layer uses topk. The oracle masks out the logits below the k-th largest instead.
+        # The layer uses `topk`. The oracle does not: it masks out the logits below the k-th largest.
         kth = logits.sort(-1, descending=True).values[..., layer.top_k - 1, None]
         mask_weights = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
     result = reference.forward(x, weight, masks, layer.activation, mask_weights)

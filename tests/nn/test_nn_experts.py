@@ -53,7 +53,7 @@ def test_any_shape_and_load_matches_the_loop_over_experts(
     options["top_k"] = data.draw(st.none() | st.integers(1, n_masks), label="top_k")
     fused, naive = pair(num_experts, in_features, out_features, seed=seed, **options)
     fused.save_activations = saved
-    # Either ids range from -1 to num_experts, which are both out of range, or one expert has all rows.
+    # Ids range from -1 to num_experts, of which the first and the last are out of range. Or one expert has all rows.
     ids = torch.randint(-1, num_experts + 1, (*leading, experts_of_a_token))
     if data.draw(st.booleans(), label="one expert"):
         ids[...] = num_experts - 1
@@ -89,7 +89,10 @@ def test_results_and_gradients_in_fewer_bits(dtype, learnable_masks):
 @each_kind
 @learned_or_fixed
 def test_an_expert_is_an_mglu(kind, learnable_masks):
-    """An expert has the results and gradients of an MGLU with its slices. Without rows, its gradients are zeros."""
+    """An expert has the results and gradients of an MGLU with its weight and masks.
+
+    The gradients of an expert without rows are zeros.
+    """
     layer = kind(4, 21, 12, n_masks=3, top_k=2, learnable_masks=learnable_masks, activation="gelu", dtype=F64)
     x, ids, grad = torch.randn(6, 21, dtype=F64), torch.tensor([0, 3, 0, 1, 3, 3]), torch.randn(6, 12, dtype=F64)
     got = results(layer, x, ids[:, None], grad[:, None])

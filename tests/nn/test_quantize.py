@@ -462,7 +462,7 @@ def test_dequantizing_keeps_what_skip_names_and_what_is_shared() -> None:
 
 @pytest.mark.parametrize("kind", ["experts", "down projections"])
 def test_a_stored_weight_that_is_parametrized(kind: str) -> None:
-    """An adapter parametrizes a weight to add to it. This one adds nothing, so results must not change."""
+    """Adapters may parametrize a weight. This parametrization is the identity, so results must not change."""
     block = quantize(freeze(MGLUExpertsFeedForward(2, IN, OUT, 1)), "int8_row")
     x, layer = torch.randn(3, IN), block.experts if kind == "experts" else block.down_proj
     expected = block(x)
@@ -477,7 +477,7 @@ def test_a_stored_weight_that_is_parametrized(kind: str) -> None:
 
 @each_format
 def test_data_parallel_training_makes_no_copies_of_stored_weights(weight_format: str) -> None:
-    """Calls only the part of mixed precision that makes copies in another dtype, because the rest needs a GPU."""
+    """This test calls only the part of mixed precision that casts copies of parameters. The rest needs a GPU."""
     model = quantize(frozen(), weight_format)
     for one in (model, copy.deepcopy(model), _saved(model), model.half()):
         _setup_mixed_precision_params(_MixedPrecision(torch.bfloat16), one)

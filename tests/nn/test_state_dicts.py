@@ -25,7 +25,7 @@ def saved_and_loaded(state: Any) -> Any:
 @MASKED
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_layer_takes_weight_init_with_the_weight(kind: type[nn.Module], assign: bool) -> None:
-    """The learning rate of masks and `reset_parameters` then follow the loaded weights."""
+    """After loading, the masks' learning rate is the one for the loaded weights."""
     leveled = nn.ModuleDict({"layer": kind(8, 8, weight_init="leveled")})
     state = leveled.state_dict()
     assert set(state) == {"layer.weight", "layer.mask_logits"}

@@ -83,7 +83,7 @@ def test_what_no_format_holds_is_refused(config: Any) -> None:
 
 
 def int4_weight_only(numbers: torch.Tensor, scale: torch.Tensor, zero_point: float) -> nn.Parameter:
-    """A weight as `Int4WeightOnlyConfig()` stores it, in two's complement. torchao makes it with the package mslk."""
+    """A weight as `Int4WeightOnlyConfig()` stores it, in two's complement, made without torchao's dependency mslk."""
     qdata = (numbers[:, ::2] & 15) | (numbers[:, 1::2] << 4)
     group_scales = scale.T.contiguous()
     zeros = torch.full_like(group_scales, zero_point)

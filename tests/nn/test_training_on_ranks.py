@@ -101,5 +101,5 @@ WRAPPERS = ["FSDP2, materialized", "FSDP2, offloaded", "FSDP2, assigned", "FSDP2
 
 @pytest.mark.parametrize("wrapper", sample(WRAPPERS, 2))
 def test_mixed_precision_does_not_cast_stored_weights(wrapper: str, tmp_path: Path) -> None:
-    """DistributedDataParallel casts on a GPU only, so tests/gpu/test_parallel_gpu.py tests it."""
+    """FSDP2 keeps the dtype. DistributedDataParallel casts on a GPU only: tests/gpu/test_parallel_gpu.py tests that."""
     run_on_ranks(check_mixed_precision, tmp_path, "cpu", wrapper)

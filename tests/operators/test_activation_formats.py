@@ -88,7 +88,7 @@ def test_each_value_is_rounded_to_the_nearest(dtype: torch.dtype, size: float) -
 
 @each_dtype
 def test_the_smallest_and_largest_numbers_are_rounded_exactly(dtype: torch.dtype) -> None:
-    """Denormals of a dtype stay exact. Values that would round to more than its largest number become that number."""
+    """Denormals are rounded exactly. Values that would be rounded past the dtype's largest number become it."""
     info = torch.finfo(dtype)
     tiny = (info.smallest_normal * info.eps * torch.arange(1, 600)).to(dtype)
     for x in (tiny[None], tiny[:3, None], torch.cat((tiny, tiny.new_ones(1)))[None]):
@@ -166,7 +166,7 @@ def test_errors_equal_a_naive_layers_in_fp8(dtype: torch.dtype, n_masks: int) ->
 
 @pytest.mark.parametrize("layout", ["strided", "transposed", "expanded", "offset"])
 def test_layouts_of_x_and_more_dimensions(layout: str) -> None:
-    """Rounded x is contiguous in any layout of x, and each layout gets its own prepared call."""
+    """The rounded x is contiguous for every layout of x. Each layout of x gets its own prepared call."""
     arguments, _ = make(dtype=torch.bfloat16, sizes=(6, 130, 264))
     x = laid_out(arguments.x, layout)
     expected = forward(*arguments._replace(x=round_activation(x).contiguous(), activation_format="dense"))
@@ -233,7 +233,7 @@ def test_wrong_arguments_are_named(arguments: Given, error: type[Exception], mes
 
 @pytest.mark.parametrize("weight_format", ["fp8_row", "fp8_block"])
 def test_opcheck(weight_format: str) -> None:
-    """Skips `test_schema`, which compares arguments before and after a call: torch cannot compare fp8 tensors."""
+    """Skip opcheck's `test_schema`: it compares arguments before and after a call, and torch cannot compare fp8."""
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     report = torch.library.opcheck(torch.ops.mglu.forward.default, tuple(make(weight_format)[0][:8]), test_utils=checks)
     assert set(report.values()) == {"SUCCESS"}

@@ -142,7 +142,7 @@ def test_a_call_that_records_gradients_names_the_wrong_argument(op, trained):
 
 @pytest.mark.parametrize("op", ["pack_masks", "unpack_masks", "forward", "forward_ste"])
 def test_torch_compile_names_the_wrong_argument(op):
-    """Dynamo's error contains the message."""
+    """Dynamo raises an error of its own class, whose text contains the message."""
     for name, value, _, message in _CASES_BY_OP[op]:
         if isinstance(value, Tensor) and value.is_meta:
             continue
@@ -246,7 +246,7 @@ def test_tensors_of_another_layout_are_refused(op: str, name: str) -> None:
 @pytest.mark.parametrize("is_freed", [True, False])
 @pytest.mark.parametrize(("op", "name"), TENSORS)
 def test_a_tensor_whose_storage_was_resized_is_refused(op: str, name: str, is_freed: bool) -> None:
-    """FSDP frees storages this way. test_repeated_calls.py tests it in calls that skip most checks."""
+    """FSDP frees storages by resizing them. test_repeated_calls.py tests calls that skip most other checks."""
     dispatch._prepared.clear()
     args = good(op) | {name: torch.stack([good(op)[name]] * 2)[1]}
     needed = 2 * args[name].nbytes

@@ -62,8 +62,8 @@ class Ranks:
 
 
 def _packing(ranks: Ranks) -> None:
-    """Unpacking comes first: the first call must not cache a result that is wrong for another `in_features`."""
-    for in_features in (24, 21, 20):  # all take three bytes per row
+    """Pack and unpack masks. DTensor must not reuse what it cached for a call with another `in_features`."""
+    for in_features in (24, 21, 20):  # a row of packed masks has three bytes for each of them
         masks = make_layer(in_features=in_features).masks
         packed = torch.ops.mglu.pack_masks(masks)
         for packed_placement, masks_placement in ((Shard(0), Shard(1)), (Replicate(), Replicate())):

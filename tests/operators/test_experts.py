@@ -79,9 +79,9 @@ def test_results_match_a_loop_over_experts(weight_format: str, how: str, data: s
 @given(data=st.data())
 @examples(60)
 def test_sorted_rows_give_the_same_bits(how: str, data: st.DataObject) -> None:
-    """`grouped_forward` has the bits of `experts_forward`. Rows past the last expert are zeros; their x is not read.
+    """`grouped_forward` gives the bits of `experts_forward`. Rows past the last expert are zeros; their x is not read.
 
-    float64 is compared with a tolerance: the last bits of BLAS depend on the memory layout.
+    float64 is compared with a tolerance, because the last bits of BLAS depend on the memory layout.
     """
     layer = data.draw(expert_layers(DTYPES))
     given, pairs = sorted_rows(layer)
@@ -130,7 +130,7 @@ def test_experts_down_has_the_range_of_float32(weight_format: str, dtype: torch.
 
 
 def test_experts_down_adds_in_float32_in_the_order_of_the_experts() -> None:
-    """In float32, 2^24 + 1 - 2^24 is 0, and 2^24 - 2^24 + 1 is 1."""
+    """The result shows the order: in float32, 2^24 + 1 - 2^24 is 0, and 2^24 - 2^24 + 1 is 1."""
     weight = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1)
     for down in (mglu.experts_down, lambda *given: composite._down(DownGiven(*given))):
         for ids, expected in (([0, 1, 2], 0.0), ([0, 2, 1], 1.0)):

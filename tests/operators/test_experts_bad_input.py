@@ -14,7 +14,7 @@ mglu = torch.ops.mglu
 
 
 def good(op: str) -> dict[str, object]:
-    """The arguments of a valid call: 6 tokens with 2 of 4 experts each, 3 masks, 10 x 24."""
+    """The arguments of a valid call: 6 tokens with 2 of 4 experts each, which have weights of 10 x 24 and 3 masks."""
     return arguments_of_experts(op, make_experts(weighted=True))
 
 

@@ -1,4 +1,4 @@
-"""A training step of experts on a CPU, where each expert's rows are computed as a layer of their own."""
+"""A training step of experts on a CPU, where each expert's rows are computed as the rows of a layer."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_wrong_arguments_are_named(given, changes, error, message, device):
 
 @pytest.mark.parametrize("name", quick_only_for(["int4_group"], STORED))
 def test_opcheck(name: str) -> None:
-    """fp8 skips `test_schema`, which compares arguments before and after a call: torch cannot compare fp8 tensors."""
+    """fp8 formats skip `test_schema`, which compares arguments before and after a call. torch cannot compare fp8."""
     given, _ = stored_layer(name, torch.float32, 3, 130, 264, 2)
     trained = given._replace(x=given.x.clone().requires_grad_(), mask_weights=given.mask_weights.requires_grad_())
     checks = CHECKS if given.weight.dtype.is_floating_point else ("test_schema", *CHECKS)

@@ -100,7 +100,7 @@ def test_gradients_of_logits_have_the_dtype_of_the_logits(dtype, logits_dtype):
 
 
 def matmuls(function) -> int:
-    """The number of library GEMMs that `function` runs."""
+    """The number of torch's GEMMs that `function` runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm", "aten::bmm"))
@@ -116,7 +116,7 @@ SUBSETS = [subset for size in range(5) for subset in itertools.combinations(NAME
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "none",
 )
 def test_each_subset_of_gradients_runs_only_its_gemms(op, wanted):
-    layer = make_layer(weighted=True, dtype=torch.float64)  # float64 runs library GEMMs, which can be counted
+    layer = make_layer(weighted=True, dtype=torch.float64)  # float64 runs torch's GEMMs, which can be counted
     args = leaves(layer, *wanted)
     if op == "forward":
         result = forward(args["x"], args["weight"], layer.packed_masks, "silu", args["mask_weights"])

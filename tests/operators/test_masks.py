@@ -71,7 +71,7 @@ def test_the_kernels_pack_large_masks_as_torch_does():
 
 @pytest.mark.parametrize("shape", [(1, 3, 8), (2, 5, 21), (3, 1, 7), (4, 256, 512), (3, 513, 1029)])
 def test_any_byte_of_a_bool_but_0_is_true(shape):
-    """A uint8 tensor viewed as bool has such bytes. Kernels pack the larger shapes, and torch the smaller ones."""
+    """A uint8 tensor that is viewed as bool may hold any byte. Kernels pack the larger shapes, and torch the others."""
     generator = torch.Generator().manual_seed(0)
     octets = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     octets[torch.rand(shape, generator=generator) < 0.4] = 0

@@ -56,7 +56,7 @@ def test_forward_ste_equals_forward_with_masks_where_the_logits_are_positive(lay
 def test_forward_train_returns_the_result(layer):
     result, _ = forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
     assert result.dtype is layer.x.dtype
-    assert_within_condition(result, layer)  # without saved activations, another backend may run, so the bits may differ
+    assert_within_condition(result, layer)  # the bits may differ from forward's, which may run on another backend
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -72,7 +72,7 @@ def test_relative_error_is_within_the_budget(activation, dtype, weighted):
 @pytest.mark.parametrize("n_masks", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_error_is_at_most_1_5_times_the_naive_layers(dtype, n_masks, density):
-    """float64 is skipped, because the oracle's own rounding errors are as large."""
+    """float64 is skipped, because the oracle is in float64 itself and has errors as large as the layers'."""
     for activation in ("silu", "relu", "sigmoid", "identity"):
         layer = make_layer((32,), 256, 64, n_masks, activation=activation, dtype=dtype, density=density)
         exact = layer.oracle()
@@ -124,7 +124,7 @@ def test_tokens_are_independent(layer, seed):
 
 @pytest.mark.parametrize("backend", ["cpu", "composite"])
 def test_relu_squared_beyond_float16_is_infinite_and_a_nan_stays(backend):
-    """The first column is the gate. The second is the value, which is 1."""
+    """The mask gives the first column of the weight to the gate, and the second to the value, which is 1."""
     gates = torch.tensor([200.0, 300.0, -300.0, 0.0, math.nan], dtype=torch.float16)
     x, weight = torch.stack((gates, torch.ones_like(gates)), 1), torch.ones(1, 2).half()
     masks = torch.tensor([[[True, False]]])

@@ -71,7 +71,10 @@ def test_sums_with_flipped_signs(data):
 @pytest.mark.parametrize("n_masks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_sums_overflow_where_the_naive_layers_do(dtype, n_masks):
-    """A gate near or past the largest float32 leaves values right, and sums that a kernel doubles do not overflow."""
+    """If a gate is close to the largest float32 or overflows, the results still equal the naive layer's.
+
+    Kernels may double a sum, or subtract a gate from a sum. This must not overflow or give NaN.
+    """
     for tokens in TOKENS:
         for large, activation in ((-2.5e38, "silu"), (-2.5e38, "identity"), (-4e38, "relu"), (4e38, "tanh")):
             layer = make_layer((tokens,), 24, 9, n_masks, activation=activation, dtype=dtype)

@@ -142,9 +142,10 @@ def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tens
 
 
 def magnitudes(grad_output: Tensor, layer: Layer, partials: Tensor) -> list[Tensor]:
-    """What the gradients would be if no terms cancelled. Rounding errors are bounded by these values.
+    """The gradients if no terms cancelled. Rounding errors are bounded by a multiple of these values.
 
-    A backend may compute the gradient of the logits as a difference of two larger products. The bound allows for that.
+    A backend may compute the gradient of the logits as a difference of two larger products, which the value for the
+    logits includes.
     """
     same_sign = layer.with_(x=layer.x.abs(), weight=layer.weight.abs(), masks=torch.zeros_like(layer.masks))
     grad_x, grad_weight, grad_logits, grad_mask_weights = equations(grad_output.abs(), same_sign, partials.abs())
@@ -193,7 +194,7 @@ def test_zero_tokens_and_one_token(tokens, dtype):
 
 
 GRADIENTS_FACTOR = {0.1: 2.5, 0.25: NAIVE_FACTOR, 0.5: NAIVE_FACTOR, 0.75: NAIVE_FACTOR, 0.9: 2.5}
-"""Density of masks -> allowed error of gradients, as a multiple of the naive layer's error."""
+"""Maps the density of masks to the allowed error of gradients, as a multiple of the naive layer's error."""
 
 
 def naive_gradients(layer: Layer, grad_output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -222,7 +223,7 @@ def assert_as_good_as_naive(layer: Layer, factor: float) -> None:
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [1, 2, 4, 16]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_errors_of_gradients_are_at_most_a_multiple_of_the_naive_layers(dtype, n_masks, density):
-    """float64 is skipped, because the oracle's own rounding errors are as large."""
+    """float64 is skipped, because the oracle is in float64 itself and has errors as large as the layers'."""
     for activation in ("silu", "relu", "sigmoid", "identity"):
         layer = make_layer((40,), 128, 56, n_masks, activation=activation, dtype=dtype, density=density)
         assert_as_good_as_naive(layer, GRADIENTS_FACTOR[density])

@@ -17,7 +17,7 @@ import mglu_ops
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_latency_of_guards() -> Iterator[None]:
-    """Skip a measurement that Dynamo only logs. It flushes the caches, which takes a third of a test's time."""
+    """Skip Dynamo's measurement of guards, which Dynamo only logs and which takes a third of a test's time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
@@ -35,7 +35,7 @@ def _fake_tensors_in_the_main_thread() -> None:
 
 @pytest.fixture
 def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Inductor interpret the graphs that its passes before autograd leave, instead of generating code for them."""
+    """Make Inductor interpret each graph after the passes before autograd, without generating code."""
     monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=interpreted))
 
 

@@ -9,7 +9,7 @@ failed. It exits with 1 if there was a failure.
 
     blocks --seed 7                  print and run one program
     perturbed --seed 7 --index 1234  print and run one program
-    perturbed --every 7              run all perturbed programs of seed 7 instead of samples (thousands)
+    perturbed --every 7              run all perturbed programs of seed 7, which are thousands
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # import this worki
 
 OUTCOMES = ("fused", "refused", "silent", "skipped", "failed")
 Key = tuple[int, int | None]
-"""The seed of a block, or the seed and the index of a perturbed program."""
+"""`(seed, None)` for a block, and `(seed, index)` for a perturbed program."""
 
 
 def start_process() -> None:

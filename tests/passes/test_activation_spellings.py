@@ -1,4 +1,4 @@
-"""Activations that are refused because of their derivative at a kink, and unknown ones, which the report names."""
+"""The choice of the gate in a symmetric product, unknown numbers, relu-like functions, and digits of coefficients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME = 10 * BUDGET[torch.float64]
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_factor_with_the_mask_itself_is_the_gate_of_a_symmetric_product(swapped: bool) -> None:
-    """If this factor is the gate, one operator reads the logits and packs them, and no node computes the complement."""
+    """If the gate is the factor with `logits > 0`, one operator compares and packs the logits."""
 
     def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         gate, value = F.linear(x, weight * (logits[0] > 0)), F.linear(x, weight * (logits[0] <= 0))
@@ -42,7 +42,7 @@ def test_a_symbolic_float_is_named() -> None:
     assert "whose value is unknown when compiling" in reason
 
 
-# For functions with the values of relu: their gradient at 0, and the function.
+# Functions with the values of relu, each after its gradient at 0.
 KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "clamp": ("1", lambda g: g.clamp(min=0)),
     "clamp of a position": ("1", lambda g: g.clamp(0)),

@@ -61,7 +61,7 @@ UNKNOWN = Effect(FIRST, FIRST, draws=True, is_known=False)
     ("node", "effect"),
     [
         (call(torch.add, "a", "b"), NONE),
-        (call(operator.and_, "bits", "bits"), NONE),  # not in place: the trailing underscore avoids a keyword
+        (call(operator.and_, "bits", "bits"), NONE),  # not in place: `and_` ends in `_` because `and` is a keyword
         # Writes
         (call("add_", "a", "b"), WRITES),
         (call(operator.iadd, "a", "b"), WRITES),
@@ -100,7 +100,7 @@ UNKNOWN = Effect(FIRST, FIRST, draws=True, is_known=False)
         (call(unknown_function, "a", "b"), Effect(BOTH, BOTH, draws=True, is_known=False)),
         (call(torch.autograd.backward, "a"), UNKNOWN),
         (call("unknown_function", "a"), UNKNOWN),
-        # Calls that cannot be run, so that their schemas decide
+        # Calls that cannot be run, whose schemas tell the effects
         (call(torch.add, "a", "unknown"), Effect(shares=BOTH)),
         (call(torch.add, "a", 1, out="unknown"), Effect(writes=BOTH, shares=BOTH)),
         (call("add_", "unknown", 1), Effect(writes=FIRST, shares=FIRST)),

@@ -95,7 +95,7 @@ def _report(
     optimise: bool = True,
     through_inductor: bool = False,
 ) -> FusionReport:
-    """The report of a training step under DDP, which must compute what eager does."""
+    """The report of a training step under DDP. The step must have eager's results and gradients."""
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", min(bucket_bytes, first_bucket_bytes or bucket_bytes))
     x = torch.randn(6, SIZE)
     expected = model(x)
@@ -188,7 +188,7 @@ def test_layers_between_the_splits_are_fused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def tied() -> OfSource:
-    """A model without a layer: a weight is read twice, scaled, and multiplied by an activation of its shape."""
+    """A model without an MGLU layer, which multiplies one weight by x elementwise and uses it in two products."""
     weight = nn.Parameter(torch.randn(6, SIZE) / SIZE**0.5)
     return OfSource("linear(x * w, v, b) @ w.t() @ w", w=weight, v=parameter(SIZE, SIZE), b=parameter(SIZE))
 

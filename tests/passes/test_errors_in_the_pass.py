@@ -1,4 +1,7 @@
-"""Errors inside of the pass: an error of a rule costs one node its value; another error leaves the graph unchanged."""
+"""Errors inside of the pass.
+
+If a rule raises an error, the node that it reads gets no value. After any other error, the graph is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def _left_alone(capture: Capture) -> None:
 @pytest.mark.usefixtures("broken_rule")
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_rule_that_raises_an_error_knows_nothing_of_a_node(strict: bool) -> None:
-    """Other layers of the graph are still fused, and the report counts the error."""
+    """Other layers of the graph are still fused, and the report lists the error."""
 
     def two(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
         return layer(x, weight, masks) + torch.relu(2 * x).sum()
@@ -82,7 +85,10 @@ def test_strict_mode_raises_an_error_of_the_pass(monkeypatch: pytest.MonkeyPatch
 def test_an_error_while_nodes_are_made_leaves_the_graph_as_it_was(
     written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of two layers fails after the nodes of the first were made. With `written`, the view is a copy."""
+    """The second of two layers fails after the nodes of the first were made.
+
+    With `written`, the program writes to a tensor, so that the view is a copy of the graph.
+    """
 
     def two(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
         copy = weight.clone()

@@ -1,7 +1,7 @@
 """Layers of experts, which become `mglu::grouped_forward` or `mglu::grouped_forward_ste`.
 
-Either x is `[E, t, h]` and the product is batched, or x is `[S, h]`, sorted by expert, and the product is `grouped_mm`.
-A loop over experts becomes one dense layer per expert.
+Either x is `[experts, tokens, in_features]` and the product is batched, or x is `[rows, in_features]` with rows sorted
+by expert and the product is `grouped_mm`. A loop over experts becomes one dense layer per expert.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from compile_passes.exported import fuse_exported
 
 SAME = 10 * BUDGET[torch.float64]
 E, T, D, H, MASKS = 4, 8, 8, 8, 2
-"""Numbers of experts, tokens, output features, input features and masks. D equals H, to hide a transpose."""
+"""Numbers of experts, tokens, output features, input features and masks. D equals H, so no shape shows a transpose."""
 
 TRAINED, FIXED = ("x", "w", "l"), ()
 
 
 def tensors(trained: tuple[str, ...] = FIXED, dtype: torch.dtype = torch.float64, tokens: int = T) -> dict[str, Tensor]:
-    """The tensors x `[E, tokens, h]`, w and o `[E, d, h]`, and logits l `[E, n_masks, d, h]`; o is another weight."""
+    """The tensors x `[E, tokens, H]`, the weights w and o `[E, D, H]`, and logits l `[E, MASKS, D, H]`."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (E, tokens, H), "w": (E, D, H), "l": (E, MASKS, D, H), "o": (E, D, H)}
     named = {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
@@ -68,7 +68,7 @@ PRODUCTS = {
     "einsum, weight [E, h, d]": "einsum('eth,ehd->etd', x, {a})",
 }
 
-# The mask m{i} and its complement n{i}, from logits
+# Statements that make the mask m{i} from the logits l
 MASKS_OF_LOGITS = {
     "slice": "m{i} = ste(l[:, {i}])",
     "slice of all": "M = ste(l); m{i} = M[:, {i}]",
@@ -102,7 +102,7 @@ def test_products(product: str) -> None:
 
 @pytest.mark.parametrize("masks", MASKS_OF_LOGITS)
 def test_trained_masks(masks: str) -> None:
-    """The operator reads the logits of all masks from one tensor of the program, or else from a new stack."""
+    """The operator reads the logits from one tensor of the program that holds all of them, or else from a new stack."""
     capture = fused(layer(PRODUCTS["bmm"], MASKS_OF_LOGITS[masks]), TRAINED)
     assert capture.calls["stack"] == (masks in ("one for each mask", "autograd.Function"))
     assert capture.calls["detach"] == 0
@@ -165,7 +165,7 @@ def test_float_masks() -> None:
 
 
 def test_operators_that_the_program_calls() -> None:
-    """Operators that the program calls are reported as layers that call the operator already."""
+    """If the program itself calls the operators, the report lists these calls under `present`."""
     source = (
         "e = torch.arange(1, 5, dtype=torch.int32) * 8; r = x.flatten(0, 1); "
         "p = torch.zeros(4, 8, 1, 2, dtype=torch.uint8); "
@@ -191,7 +191,7 @@ REFUSED = {
     "g = x @ (w * m).mT; x.add_(1); silu(g) * (x @ (w * ~m).mT)": "project different inputs",
     "g = x @ (w * m).mT; (silu(g) * (x @ (w * ~m).mT), g)": "which the operator would replace",
     "torch.sin(x @ (w * m).mT) * (x @ (w * ~m).mT)": "reads a product with a masked weight by `sin`",
-    # Products in which shapes differ, because neither x nor the weight may be broadcast
+    # Products that broadcast x or the weight, or that differ from the operator's product in another way
     "silu(x[:1] @ (w * m).mT) * (x[:1] @ (w * ~m).mT)": "by `matmul`",
     "silu(x[0] @ (w * m).mT) * (x[0] @ (w * ~m).mT)": "by `matmul`",
     "silu(x @ (w[:1] * m[:1]).mT) * (x @ (w[:1] * ~m[:1]).mT)": "by `matmul`",
@@ -203,7 +203,7 @@ REFUSED = {
     "silu(einsum('eth,edh,edh->etd', x, w, m.double())) * einsum('eth,edh->etd', x, w * ~m)": "by `einsum`",
     # One weight with a stack of masks, which are not experts
     "silu(x @ (w[0] * m).mT) * (x @ (w[0] * ~m).mT)": "by `matmul`",
-    # Weights of experts that are masked together, before a loop selects one
+    # Weights of experts that are masked together, before one expert is selected or two weights are concatenated
     "a, b = w * m, w * ~m; silu(linear(x[0], a[0])) * linear(x[0], b[0])": "by `getitem`",
     "y = x @ cat([w * m, w * ~m], 1).mT; silu(y[..., :8]) * y[..., 8:]": "by `cat`",
 }
@@ -261,7 +261,7 @@ GROUPED = {
 
 
 def grouped_tensors(trained: tuple[str, ...]) -> dict[str, Tensor]:
-    """Like `tensors`, in bfloat16, with x `[S, h]` and offs. The last row belongs to no expert."""
+    """The tensors of `tensors` in bfloat16, with x `[ROWS, H]`, and offs. The last row of x belongs to no expert."""
     named = tensors(dtype=torch.bfloat16)
     named["x"] = named["x"].flatten(0, 1)[:ROWS]
     named = {name: t.detach().requires_grad_(name in trained) for name, t in named.items()}
@@ -269,7 +269,10 @@ def grouped_tensors(trained: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def grouped(source: str, trained: tuple[str, ...]) -> Capture:
-    """Compile a program with offs, and compare experts' rows with eager's. `grouped_mm` leaves other rows undefined."""
+    """Compile a program of `grouped_tensors`, and compare the rows of experts with eager's.
+
+    `grouped_mm` leaves the rows after the last offset undefined.
+    """
     whole = from_source("x, w, l, o, offs", source, {})
 
     def function(**named: Tensor) -> Tensor:
@@ -393,7 +396,7 @@ def test_loops_over_experts(masks: str, trained: tuple[str, ...]) -> None:
 
 
 def test_a_loop_that_writes_to_the_stacked_weight() -> None:
-    """A write to one expert's weight counts as a write to the shared storage of all experts."""
+    """A write to one expert's weight counts as a write to the storage that holds the weights of all experts."""
     body = "[gated(x[e], w[e], m[e], ~m[e]) for e in range(4)]"
     layer_of = "w = w * 1; m = l[:, 0] > 0; y = {}; w[1].mul_(2); stack(y)".format
     assert len(compiled(layer_of(body)).report.fused) == E

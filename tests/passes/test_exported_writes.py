@@ -42,7 +42,7 @@ def flip(tensor: Tensor) -> None:
 torch.library.define("mglu_tests::flip_", "(Tensor(a!) mask) -> ()")
 torch.library.impl("mglu_tests::flip_", "CompositeExplicitAutograd", flip)
 
-# Some of these expressions are views of some tensors and copies of other tensors. No schema tells which.
+# Expressions of a tensor t. Some are a view or a copy, depending on the strides of t; schemas do not tell which.
 VIEWS = (
     "{t}",
     "{t}[0]",
@@ -91,7 +91,7 @@ def writing_model(mask: str, *writes: tuple[int, str, str], copied: bool = False
     masks = torch.rand(2, 6, 8) > 0.5
     tensors = {"weight": parameter(6, 8), "logits": parameter(6, 8), "masks": masks}
     if "second" in (mask, *(name for _, name, _ in writes)):
-        tensors["second"] = masks[1]  # added only on demand: torch cannot decompose writes to shared buffers
+        tensors["second"] = masks[1]  # only if used, because torch cannot decompose writes to shared buffers
     steps = [f"m = ({mask}){'.clone()' if copied else ''}", "g = linear(x, weight * m)"]
     steps += ["v = linear(x, weight * flipped(m))", "y = silu(g) * v", "y"]
     for place, name, write in sorted(writes, reverse=True):
@@ -175,7 +175,7 @@ _COUNTS = [0]
 
 @torch.library.impl("mglu_tests::count", "CompositeExplicitAutograd")
 def _count(mask: Tensor) -> Tensor:
-    """Return another value at each call, without saying so in the schema."""
+    """Return a different value at each call, which the schema does not declare."""
     _COUNTS[0] += 1
     return mask ^ bool(_COUNTS[0] % 2)
 

@@ -41,7 +41,7 @@ POINTS = torch.linspace(-3, 2, 9, dtype=torch.float64)
 
 
 def value(formula: Formula | None, g: Tensor = POINTS) -> Tensor:
-    """The value of a formula at the variable g."""
+    """The value of a formula, given the value g of its variable."""
     assert formula is not None
 
     def atom_value(atom: Atom) -> Tensor:

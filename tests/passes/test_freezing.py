@@ -35,7 +35,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_mask_changed_in_place_takes_effect_at_the_next_call(name: str) -> None:
-    """Changes through `.data` take effect too, although no version counter records them."""
+    """Changes through `.data`, which no version counter records, take effect too."""
     mode, settings = MODES[name]
     model, x = layer().eval(), torch.randn(3, 16)
     with mglu_ops.fusion(strict=True) as report, inductor_config.patch(settings), torch.no_grad():

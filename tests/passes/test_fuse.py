@@ -112,7 +112,7 @@ def test_fuse_in_a_backend(
     """A graph that another pass has changed is run again to record examples, and its shapes stay symbolic."""
     backend = Backend(inputs, before)
     _check(backend, layer(), training, dynamic=dynamic)
-    graphs = {True: 1, None: 2, False: 3}[dynamic]  # with None, sizes become dynamic once they change
+    graphs = {True: 1, None: 2, False: 3}[dynamic]  # with None, a size becomes dynamic when it changes
     assert backend.operators == ["forward_ste" if training else "forward"] * graphs
     if before is not None:
         (result,) = backend.fused[-1].graph.output_node().all_input_nodes
@@ -172,7 +172,7 @@ def test_fuse_in_a_backend_with_parameters_in_the_graph(inputs: Callable[..., An
 
 
 def test_fuse_in_a_backend_with_a_data_dependent_size() -> None:
-    """The symbol of the size has no value. Running the graph creates another symbol, which must not remain."""
+    """The symbol of the size has no value. If `fuse` runs the graph, it makes another symbol, which it must drop."""
 
     class Selected(nn.Module):
         def __init__(self) -> None:
@@ -264,7 +264,7 @@ def test_fuse_an_exported_program(kind: str, dynamic: bool, training: bool) -> N
 
 
 def test_numbers_that_export_makes_attributes_are_known() -> None:
-    """For a write of a number to parts of a weight, `torch.export` makes the number an attribute."""
+    """If a program writes a number to parts of a weight, `torch.export` makes the number an attribute."""
     source = "g, v = w.clone(), w.clone(); g[~m] = 0; v[m] = 0; term(x @ g.T, x @ v.T)"
     x, report, module = (
         torch.randn(3, 16),
@@ -282,7 +282,7 @@ def test_numbers_that_export_makes_attributes_are_known() -> None:
 
 
 class Plain(nn.Module):
-    """A layer that `torch.fx.symbolic_trace` can trace, with modules of torch that it does not trace into."""
+    """A layer for `torch.fx.symbolic_trace`, which does not trace into its norms and its activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class NormedTwice(Plain):
 
 
 class MaskOfAModule(Plain):
-    """A layer whose mask a module of torch computes."""
+    """A layer whose mask is computed by a module of torch."""
 
     def __init__(self) -> None:
         super().__init__()

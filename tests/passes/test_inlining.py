@@ -60,7 +60,7 @@ def value_and_gradients(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_hard_mask_in_a_training_graph_is_found(kind: str) -> None:
-    """The inlined graph has the same results and gradients, and its layer is fused with trained masks."""
+    """The inlined graph has the module's results and gradients, and its layer is fused with trained masks."""
     module, x = layer(kind), torch.randn(5, 20, requires_grad=True)
     inlined = torch.export.export(module, (x,)).module()
     assert bodies_in(inlined)
@@ -187,7 +187,7 @@ def test_inlined_body_may_write_to_a_parameter(trains: bool) -> None:
 
 
 class Body(nn.Module):
-    """A model with a `no_grad` block that reads only its operand, calls a module, or reads a parameter."""
+    """The body of a `no_grad` block, which reads only its operand, calls a module, or reads a parameter."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

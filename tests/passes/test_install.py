@@ -107,7 +107,10 @@ def test_enabling_and_disabling_inside_a_block() -> None:
 
 
 def test_enabling_leaves_the_callbacks_of_others() -> None:
-    """`torch._dynamo.reset` would remove the callbacks, and fail while another thread compiles a backward pass."""
+    """`enable_fusion` keeps callbacks of other libraries, and works while a backward pass is being compiled.
+
+    `torch._dynamo.reset` would remove the callbacks, and raise an error during such a compilation.
+    """
     calls: list[Any] = []
     callback_handler.register_start_callback(calls.append)
     with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0"):
@@ -151,7 +154,7 @@ def test_graphs_that_inductor_keeps_belong_to_the_sources_of_the_pass(
 
 
 def test_strict_raises_for_a_missed_layer() -> None:
-    """Torch wraps the error in one of its own."""
+    """`FusionError` is raised, and torch wraps it in an error of its own."""
     report = mglu_ops.enable_fusion(strict=True)
     with pytest.raises(Exception, match=r"FusionError: strict fusion: .*proves to be binary"):
         trace(soft_mask())
@@ -184,7 +187,7 @@ def test_assume_binary_checks_at_run_time() -> None:
 
 @pytest.mark.parametrize("kind", ["a pass", "a function without uuid", "a list of passes"])
 def test_passes_in_the_slot_are_run_first_and_once(kind: str) -> None:
-    """The passes run first and once for any number of enclosing blocks."""
+    """Other passes run before the fusion pass, and only once, for any number of enclosing blocks."""
     if kind == "a list of passes" and not hasattr(inductor_config, "pre_grad_pass_timing"):
         pytest.skip("the slot holds no list")
     theirs = [Recorder("first"), Recorder("second")]
@@ -214,7 +217,7 @@ def test_another_library_overwrites_the_slot() -> None:
 
 @pytest.mark.parametrize("enabled", ["in the process", "in a block"])
 def test_another_library_gives_its_pass_to_one_compilation(enabled: str) -> None:
-    """Settings for one compilation replace those of the thread. vLLM adds its passes in this way."""
+    """Settings for one compilation replace the thread's settings. vLLM adds its passes in this way."""
     theirs = Recorder()
     with mglu_ops.fusion() if enabled == "in a block" else nullcontext(mglu_ops.enable_fusion()) as report:
         trace(layer(), pre_grad_custom_pass=theirs)
@@ -246,7 +249,7 @@ def test_a_pass_of_ours_in_the_slot_is_run_once() -> None:
 
 @pytest.mark.usefixtures("unchanged_inductor")
 def test_a_loop_over_experts_that_dynamo_leaves_to_python() -> None:
-    """The data-dependent number of an expert's rows breaks the graph. The warning names the option that prevents it."""
+    """The data-dependent number of an expert's rows breaks the graph. A warning names the option that prevents this."""
 
     def mixture(x: torch.Tensor, weight: torch.Tensor, masks: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(len(x), weight.shape[1])

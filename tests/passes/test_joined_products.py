@@ -17,17 +17,17 @@ from torch import Tensor
 
 
 def stacked(x: Tensor, weights: Any) -> Tensor:
-    """The products `[n, tokens, D]` of x and a stack or list of weights."""
+    """The products `[n, tokens, D]` of x and a stack or list of n weights."""
     return torch.einsum("bh,ndh->nbd", x, weights if isinstance(weights, Tensor) else torch.stack(weights))
 
 
 def tokens_first(x: Tensor, weights: Any) -> Tensor:
-    """The products `[tokens, n, D]` of x and a stack or list of weights."""
+    """The products `[tokens, n, D]` of x and a stack or list of n weights."""
     return torch.einsum("bh,ndh->bnd", x, weights if isinstance(weights, Tensor) else torch.stack(weights))
 
 
 def catted(x: Tensor, weights: Any) -> Tensor:
-    """The products `[tokens, n * D]` of x and a list of weights."""
+    """The products `[tokens, n * D]` of x and a list of n weights."""
     return F.linear(x, torch.cat(list(weights)))
 
 
@@ -117,7 +117,7 @@ def test_all_masks_in_one_product(source: str, kind: str, mode: str) -> None:
 
 
 def each(w: Tensor, f: Tensor) -> Tensor:
-    """A stack of the weight under each mask of f."""
+    """A stack of the weight times each mask of f."""
     return torch.stack([w * mask for mask in f])
 
 
@@ -215,7 +215,7 @@ NOT_JOINED = (
     "(activated(stacked(x[:3], each(w, f)) for f in (b, ~b)) * o[:3, :1]).sum(0)",
 )
 
-# Programs with one layer, which the unusual part of the program does not affect.
+# Programs with an unusual part and one layer, which is fused.
 STILL_JOINED = (
     "activated(linear(x, w * f) for f in (cat([b, ~b, b])[:8].select(1, 0), ~cat([b, ~b, b])[:8].select(1, 0)))",
     "activated(stacked(x, each(w, f[:2]) * f[:2]) for f in (b, ~b)).sum(0)",

@@ -1,4 +1,4 @@
-"""Layers with functions of a mask that are almost its complement have eager's results."""
+"""Layers in which a factor is almost the complement of the mask have eager's results, fused or not."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CONSTANTS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "heaviside(0.5 of an integer)": (torch.int64, lambda m: 1 - torch.heaviside(m, torch.full_like(m, 0.5))),
 }
 
-# More dtypes and factors, in the form of `CONSTANTS`. The mask m is 0 or 1. A comment beside an entry says what torch
-# computes, mostly where plain arithmetic differs.
+# More dtypes and factors, in the form of `CONSTANTS`. The mask m is 0 or 1. Comments beside entries say what torch
+# computes.
 ARITHMETIC: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "m - 1 of uint8": (torch.uint8, lambda m: m - 1),  # 255 at m = 0
     "m > -1 of uint8": (torch.uint8, lambda m: m > -1),  # torch compares with 255
@@ -95,7 +95,7 @@ def test_function_of_a_compared_mask(name: str) -> None:
     "name", sample((name for name, (dtype, _) in MASK_FUNCTIONS.items() if dtype is torch.float64), every=16)
 )
 def test_function_of_a_straight_through_mask(name: str) -> None:
-    """In a straight-through mask, the derivatives of the function at 0 and 1 matter, too."""
+    """With a straight-through mask, gradients depend on the derivatives of the function at 0 and 1."""
     check(with_factor(name, "straight-through", on_value=True), ALL)
 
 
@@ -103,7 +103,8 @@ def test_function_of_a_straight_through_mask(name: str) -> None:
 
 
 HARD_FIRST: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
-    # True if the layer is fused, and the factor of the value. The factor of the gate is m = hard + L - L.detach().
+    # True if the layer is fused, and the factor of the value as a function of m, the factor of the gate. With the
+    # logits L and hard = (L > 0), m is hard + L - L.detach().
     "1 - m": (True, lambda m: 1 - m),
     "m < 0.5": (True, lambda m: m < 0.5),
     "not m.bool()": (True, lambda m: ~m.bool()),

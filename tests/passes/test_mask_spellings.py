@@ -110,7 +110,7 @@ def test_masks_made_before_autocast(name: str) -> None:
 
 # --- Float tensors that are used as masks ----------------------------------------------------------------------------
 
-# More functions of a float tensor that equal its complement at 0 and 1.
+# Functions of a float tensor m that are 1 where m is 0, and 0 where m is 1.
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: complement for name, (masks, complement) in COMPLEMENTS.items() if masks in ("any", "real", "fixed")},
     "1 - m / 1": lambda m: 1 - m / 1,
@@ -149,8 +149,8 @@ USED_AS_MASKS: dict[int, tuple[str, ...]] = {
         "of_total(torch.inner(x, w), torch.inner(x, w * m[0]))",
         "of_total(torch.addmm(o.new_zeros(8), x, w.t()), linear(x, w * m[0]))",
         "of_total(einsum('bh,dh->bd', x, w), linear(x, w * m[0]))",
-        # In `w * m`, the pass must not take w for the mask of a weight m. In a `where`, it must not take one branch for
-        # a mask of the other branch
+        # In `w * m`, the pass must not take w for the mask of a weight m. In `where(b, w, o)`, it must not take w for
+        # the mask of a weight o
         "(of_total(linear(x, w), linear(x, w * m[0])), linear(x, (2 * w) * m[0]))",
         "chosen = where(b[0], w, o).tanh() + where(b[0], w, 1 - o); (gated(x, w * o, b[0], ~b[0]), chosen)",
         # Stacks
@@ -186,7 +186,7 @@ NOT_USED_AS_MASKS: dict[str, tuple[str, ...]] = {
 
 
 def layer_of_stack(products: Tensor) -> Tensor:
-    """The layer, from a stack of all gates and all values."""
+    """The result of a layer, from the stack of all gates followed by all values."""
     return term_of_products(*products.chunk(2)).sum(0)
 
 

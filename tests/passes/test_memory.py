@@ -94,7 +94,7 @@ def test_storages_that_are_joined_share_only_later_writes(last: str) -> None:
     given = {name: input_of(graph, name) for name in "xy"}
     writes = {name: graph.call_method("neg_", (given[name],)) for name in sorted(given, key=lambda name: name == last)}
     (x, y), (to_x, to_y) = given.values(), (writes[name] for name in given)
-    either = graph.call_function(lambda x, y: x, (x, y))  # may be a view of both
+    either = graph.call_function(lambda x, y: x, (x, y))  # an unknown call, whose result may be a view of x or y
     to_both = graph.call_method("neg_", (x,))
     graph.output(either)
     memory = Memory(graph)

@@ -48,7 +48,7 @@ def stacked_functions(count: int) -> str:
         ),
         ("checkpoint(F.linear, x, w * m) * v", "another graph reads one or both of them"),
         ("y = linear(x, w * m); y * checkpoint(F.linear, x, w * ~m)", "another graph reads one or both of them"),
-        # Products are searched up to eight nodes after a mask, and the reason names at most four nodes.
+        # Products are searched up to eight nodes after a masked weight, and the reason names at most four nodes.
         (f"{FAR}; linear(x, a) * linear(x, b)", "reads a masked weight by `sin`"),
         (stacked_functions(4), "by `asin` in a way"),
         (stacked_functions(8), "by `asin`, and 4 more in a way"),

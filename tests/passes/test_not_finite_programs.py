@@ -18,7 +18,7 @@ from mglu_ops.activations import ACTIVATIONS
 
 NAN_AS_0 = "a mask logit that is NaN counts as 0"
 
-# The mask of logits, and True if the report says that the program may return NaN for a NaN logit.
+# A function that makes a mask from logits, and True if the report says that the program may return NaN for a NaN logit.
 MASKS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "round(sigmoid)": (lambda l: torch.round(torch.sigmoid(l.detach())), True),
     "heaviside": (lambda l: torch.heaviside(l.detach(), torch.zeros(())), True),
@@ -93,7 +93,7 @@ MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize(("name", "activation"), family(MASKED, ["silu", "relu", "tanh"]))
 def test_no_wrong_number_comes_out_where_a_weight_is_not_finite(name: str, activation: str) -> None:
-    """The weight is infinite or NaN, or a product overflows, under a mask of 0 or 1."""
+    """One weight is infinite, NaN or so large that a product overflows, and its mask is 0 or 1."""
     masked, act = MASKED[name], ACTIVATIONS[activation].forward
 
     def program(x: Tensor, w: Tensor, m: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ MOST_SECONDS = 2.0
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` inside the block once it has used this much CPU time."""
+    """Raise `TimeoutError` inside a `with` block that uses more than this much CPU time."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"the pass takes more than {seconds} s")
@@ -66,7 +66,7 @@ class Watched(Both):
 
 
 def check(program: Program) -> str:
-    """The verdict on a program. It is skipped if autograd or Dynamo rejects it, or if a size depends on data."""
+    """The verdict on a program: skipped, if autograd or Dynamo rejects it, or if a size depends on data."""
     try:
         wanted = outcomes(program, program.function())
     except Exception:
@@ -104,7 +104,7 @@ COMMON: dict[str, tuple[str, ...]] = {
         for kind, mask in {
             "bool": "m.tril()",
             "float": "torch.tril(f)",
-            "DropConnect": "torch.rand_like(W) < 2",  # all True, so eager and compiled agree
+            "DropConnect": "torch.rand_like(W) < 2",  # always True, so that eager and compiled results agree
             "dropout": "F.dropout(torch.ones_like(W), 0.0)",
         }.items()
     },
@@ -134,7 +134,7 @@ def test_common_layers_are_not_reported(name: str) -> None:
     assert check(program) == "silent"
 
 
-# Programs that the pass once broke, keyed by what it got wrong.
+# Programs on which the pass once failed.
 REGRESSIONS: dict[str, tuple[str, ...]] = {
     "permutation by keyword": ("v0 = x.permute(dims=(1, 0))",),
     "permutation by keywords of the function": ("v0 = torch.permute(input=x, dims=(1, 0)) @ x",),
@@ -209,7 +209,7 @@ def traced(model: nn.Module, x: Tensor) -> Graph:
 
 @pytest.mark.parametrize("kind", quick_only_for(["masked tanh"], MASKED_LAYERS))
 def test_time_per_node_does_not_grow_with_the_depth(kind: str) -> None:
-    """The depths are timed in turn, and their least CPU times are compared, so other load does not fail the test."""
+    """Both depths are timed in turn, and the least CPU times are compared, so that other load cannot fail the test."""
     cases = [masked(kind, layers) for layers in (SHALLOW, DEEP)]
     with torch.no_grad():
         graphs = [traced(*case.build()) for case in cases]

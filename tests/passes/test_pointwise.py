@@ -18,7 +18,7 @@ TRAINED = Operand((0, 1), FLOAT, has_gradient=True)
 
 
 def call(target: Any, *args: Any, **kwargs: Any) -> tuple[Node, list[Node]]:
-    """A call and its input nodes, which the letters `a` and `b` stand for among the arguments."""
+    """A call and its input nodes. Among the arguments, `a` and `b` stand for the first and the second input node."""
     graph = Graph()
     inputs = [graph.placeholder(name) for name in "ab"]
     op = "call_method" if isinstance(target, str) else "call_function"

@@ -26,7 +26,7 @@ A_BIAS_IN_ONE_HALF = "sigmoid(linear(x, w * b[0], o[0])) * linear(x, w * b[0]) *
 
 FOUR_TIMES_SILU = "g = linear(x, w * b[0]); (silu(silu(silu(silu(g))))"
 
-# Refused layers, by the reason; `a|b` stands for either reason.
+# Refused layers, keyed by a part of the reason. The key `a|b` means that the reason contains `a` or `b`.
 REFUSED: dict[str, tuple[str, ...]] = {
     # Masks
     "nothing proves to be binary": (
@@ -73,8 +73,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "of_weights(x, F.normalize(w) * b[0], F.normalize(w, p=1.0) * ~b[0])",
     ),
     "project different inputs": ("gated_on_two(x, x + 1, w, b[0])",),
-    # A reason names the nodes at which the two expressions begin to differ. It names no slices, because their names
-    # tell nothing.
+    # If two inputs or weights differ, the reason names the nodes at which their expressions begin to differ. It names
+    # no slices, because the name of a slice tells the user nothing.
     "different inputs, `l_x_` and `add [5, 8] = add(l_x_, 1)`": ("gated_on_two(x.sin(), (x + 1).sin(), w, b[0])",),
     "different inputs, `sin [8, 8] = sin(a)` and `sin_1 [8, 8] = sin(c)`": (
         "a, c = l[0], l[1]; gated_on_two(a.sin(), c.sin(), w, b[0])",
@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Layers that are refused only in training, by the reason. In inference only the results are compared.
+# Layers that are refused only in training, keyed by a part of the reason. In inference only the results are compared.
 REFUSED_IN_TRAINING: dict[str, tuple[str, ...]] = {
     "does not pass straight through": (
         "m = ste(l[0]); gated(x, w, m, m == 0)",
@@ -251,7 +251,7 @@ def twin_masks(logits: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
 
 # --- Layers that are fused -------------------------------------------------------------------------------------------
 
-# Programs with one layer, which no condition may refuse.
+# Programs with one layer, which must be fused.
 ACCEPTED = (
     "sum(gated(x, w, b[i % 3], ~b[i % 3]) for i in range(16))",
     "linear(x, w * ste(l[0])) * sigmoid(linear(x, ste(l[0]) * w)) * linear(x, w * (1 - ste(l[0])))",
@@ -356,7 +356,10 @@ def test_layer_is_accepted(source: str, mode: str) -> None:
 
 @pytest.mark.parametrize("numbers", [(1e-9, 1e-3), (1e5, 2e5)])
 def test_numbers_that_the_dtype_of_the_layer_cannot_hold(numbers: tuple[float, float]) -> None:
-    """Each term is fused alone: as float16 mask weights, the numbers would be 0 or infinite. Eager uses float32."""
+    """Each term is fused alone, because as mask weights in float16 the numbers would be 0 or infinite.
+
+    Eager multiplies by the numbers in float32.
+    """
 
     def function(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
         return sum(number * gated(x, weight, m, ~m) for number, m in zip(numbers, bits[:2], strict=True))
@@ -392,7 +395,7 @@ def test_narrower_parts_are_kept(where: str) -> None:
 
 @pytest.mark.parametrize("on_gate", [True, False])
 def test_a_nan_that_one_straight_through_factor_makes_is_hidden(on_gate: bool) -> None:
-    """In inference one factor may be straight-through, and the other a comparison of its logits, which is never NaN."""
+    """In inference one factor may be straight-through, and the other a comparison of the logits, which is never NaN."""
 
     def function(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
         m, hard = straight_through(logits[0]), logits[0] > 0
@@ -407,7 +410,7 @@ def test_a_nan_that_one_straight_through_factor_makes_is_hidden(on_gate: bool) -
 
 
 def test_terms_around_a_residual_of_a_wider_dtype_are_layers_of_their_own() -> None:
-    """Each term is fused in its own dtype, which holds the whole numbers of this test exactly. The sum is wider."""
+    """Each term is fused in float32, which represents the whole numbers of this test exactly. The sum is float64."""
 
     def function(x: Tensor, weight: Tensor, bits: Tensor, residual: Tensor) -> Tensor:
         first, second = (F.relu(F.linear(x, weight * m)) * F.linear(x, weight * ~m) for m in bits[:2])

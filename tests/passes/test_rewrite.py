@@ -42,12 +42,12 @@ EXAMPLES = {
 
 
 def masks_of(bits: Any, *indices: int | None, complement: bool = False, **more: Any) -> Any:
-    """The masks of a layer, as slices of a stack of masks. Names stand for nodes."""
+    """Masks of a layer: the slices of the stack `bits` at `indices`. The name of a tensor stands for its node."""
     return [(Mask(bits, (bits, i), **{"proof": "bool", "index": i, **more}), complement) for i in indices]
 
 
 def trained(node: Any, *indices: int, logits: Any = None, complement: bool = False) -> Any:
-    """The masks of a layer, as slices of a stack of straight-through masks."""
+    """Masks of a layer: the slices at `indices` of the stack `node` of straight-through masks."""
     return [
         (Mask(node, (node, i), "straight-through", Carrier(node, (node, i), logits, i), i), complement) for i in indices
     ]

@@ -81,5 +81,5 @@ def test_rules_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_rules_make_no_masks_themselves(module: ModuleType) -> None:
-    """Only the recogniser makes masks, so that it can add the shape, dtype and rounding errors."""
+    """Only the recogniser makes masks, so that no rule can forget the shape and dtype in a mask's key."""
     assert not re.search(r"\b(Mask|Carrier)\(", inspect.getsource(module))

@@ -1,4 +1,4 @@
-"""Mask weights, masks and results that are also used elsewhere, and tensors that require a gradient."""
+"""Layers with mask weights, with masks or results that have other users, and with some tensors trained."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_result_that_is_cast_or_copied() -> None:
 
 
 def test_sixteen_bits_summed_in_float32() -> None:
-    """The program computes gate, value and sum in float32, and rounds once at the end."""
+    """The program casts gate and value to float32, adds the terms in float32, and rounds the sum at the end."""
 
     def layer(x: Tensor, weight: Tensor, bits: Tensor) -> Tensor:
         y: Any = 0

@@ -72,8 +72,8 @@ def test_zeros_to_which_a_product_is_added_are_removed() -> None:
 # --- Sums that are not one layer -------------------------------------------------------------------------------------
 
 
-# Sums of two terms y and z, by the number of operators that they become. As one layer they would lose a summand or a
-# result, or would have another shape or dtype.
+# Programs of two terms y and z, by the number of operators that they become. Fused into one layer, a program would lose
+# a summand or a result, or would have another shape or dtype.
 OTHER_SUMS: dict[int, tuple[str, ...]] = {
     1: (
         "(y + 0, y)",

@@ -70,7 +70,10 @@ def test_enabled_fusion_holds_in_every_thread(enable_in_thread: bool) -> None:
 
 
 def test_the_pass_of_another_library_in_one_thread() -> None:
-    """Our pass still runs in both threads. Before torch 2.13, Inductor's setting applies to the whole process."""
+    """The fusion pass also runs in a thread that gives Inductor another pass.
+
+    Before torch 2.13, such a setting of Inductor applies to the whole process.
+    """
     theirs = Recorder()
     report = mglu_ops.enable_fusion(strict=True)
 
@@ -104,7 +107,10 @@ def test_enabling_and_disabling_at_once() -> None:
 
 @pytest.mark.long
 def test_enabling_while_other_threads_run_compiled_code() -> None:
-    """The other threads compile the code again. `torch._dynamo.reset` would crash the process after a few seconds."""
+    """`enable_fusion` makes the other threads compile their code again.
+
+    `torch._dynamo.reset` would crash the process after a few seconds.
+    """
     model, x = layer(), torch.randn(3, 16)
     compiled = torch.compile(model, backend="eager")
     expected, running = model(x), [True, True]
@@ -168,7 +174,7 @@ def test_compilations_by_inductor_in_many_threads() -> None:
 
 
 def test_blocks_of_threads_have_reports_and_options_of_their_own() -> None:
-    """All blocks are open at once. Before torch 2.13, threads share Inductor's settings.
+    """The blocks of all threads are open at once. Before torch 2.13, these threads share Inductor's settings.
 
     Inductor is called without Dynamo, which would compile in one thread at a time.
     """
@@ -242,7 +248,7 @@ def test_enabled_fusion_holds_in_threads_beside_a_block() -> None:
 
 
 def test_blocks_of_asyncio_tasks_do_not_mix() -> None:
-    """Two tasks run in one thread. Each task also compiles in a thread of the executor, where its block holds."""
+    """Two tasks run in one thread. The block of a task also holds in a worker thread that the task starts."""
 
     async def task(n_masks: int) -> FusionReport:
         with mglu_ops.fusion(strict=True) as report:

@@ -28,7 +28,7 @@ from compile_passes.report import FusionReport, layers_present
 from mglu_ops.formats import FORMATS
 
 Decode = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-"""A function that decodes a stored weight, given its scales and the dtype of x."""
+"""A function that decodes a stored weight. Its arguments are the weight, the scales and the dtype of x."""
 
 
 def blocks(scale: Tensor, like: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def test_a_fused_layer_is_as_accurate_as_eager(case: Any, trains_x: bool) -> Non
 
 # --- Weights that the operator reads decoded --------------------------------------------------------------------------
 
-# A part of the reason, the format of the arguments, and a decoding that deviates from that format in one way.
+# A part of the reason, the format of the arguments, and a decoding that differs from the format in one way.
 DECODED: dict[str, tuple[str, str, Decode]] = {
     "float8_e5m2": (
         "is float8_e5m2, and the operator takes float8_e4m3fn and int8",
@@ -302,7 +302,7 @@ UNPACKED: dict[str, Callable[[Tensor], Tensor]] = {
     "halves of a row": lambda q: torch.cat((q & 15, q >> 4), 1).to(torch.int8) - 8,
     "transposed bytes": lambda q: pairs(q.t() & 15, q.t() >> 4).view(q.shape[0], -1).to(torch.int8) - 8,
 }
-"""Functions that unpack 4 bits to other numbers or columns than the format, or by a view that needs real memory."""
+"""Functions that unpack 4 bits to other numbers or columns than the format does, or by a view that needs strides."""
 
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "another order of rows": lambda q: numbers(q).flip(0),
@@ -312,7 +312,7 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "a view of bytes": lambda q: pairs(q & 15, q >> 4).view(torch.int8) - 8,
     "a tensor of shifts": lambda q: ((q[..., None] >> torch.tensor([0, 4])) & 15).flatten(1).to(torch.int8) - 8,
 }
-"""Functions that unpack 4 bits by calls that the proof does not know, so that the numbers count as 8 bits."""
+"""Functions that unpack 4 bits by calls that the proof does not know, so it takes the result for numbers of 8 bits."""
 
 DECODED |= {
     name: (reason, "int4_group", lambda q, s, dtype, unpack=unpack: unpack(q).to(dtype) * groups(s, q).to(dtype))
@@ -402,7 +402,7 @@ def test_a_stored_weight_has_no_gradient(trained: str, grad: bool) -> None:
 
 
 def test_a_parameter_that_is_decoded_without_a_gradient() -> None:
-    """While gradients are recorded, the operator would reject a scale that requires a gradient."""
+    """The operator does not read the stored weight, because it rejects scales that require a gradient."""
 
     @torch.no_grad()
     def decode(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
@@ -429,8 +429,8 @@ def test_trained_masks() -> None:
     assert_format("dense", function, make, "trains masks of weights in x's dtype only")
 
 
-# Keyed by when the program writes to a stored weight or its scales: True if the operator may read the stored weight in
-# inference, and True if it may in training of x, where backward decodes the weight again.
+# For each time at which a program writes to a stored weight or its scales: `(inference, training)`, True if the
+# operator may read the stored weight in that mode. In training of x, backward decodes the stored weight again.
 WRITES: dict[str, tuple[bool, bool]] = {"before the layer": (False, False), "after the layer": (True, False)}
 
 
@@ -523,7 +523,7 @@ def test_other_devices() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of two ranks. This process is the first one; nothing is communicated."""
+    """A mesh of two ranks. This process is the first rank, and nothing is communicated."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
@@ -548,7 +548,7 @@ def test_shards_of_rows(mesh: DeviceMesh, name: str, wanted: str, decode: Decode
 
 
 class RowScaled(Tensor):
-    """A tensor subclass with scales of rows that is decoded in every operation, like torchao's weights."""
+    """A weight with one scale per row, as a tensor subclass that every operation decodes, like torchao's weights."""
 
     q: Tensor
     s: Tensor

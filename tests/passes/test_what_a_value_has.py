@@ -57,7 +57,7 @@ def program(source: str, *, training: bool = False, dtype: torch.dtype = torch.f
 
 
 MASKED = "a, b = W * M, W * ~M"
-# The strides of a layer's result decide if the later `flatten` is a view, to which the program then writes, or a copy.
+# The strides of a layer's result decide if `flatten` gives a view or a copy, and so if the write to it changes y.
 STRIDES = (
     f"{MASKED}; {LAYER}; y = y + x.t(); z = y.flatten(); z.mul_(2); y, z",
     f"{MASKED}; {LAYER}; y = x.t() + y; z = y.flatten(); z.mul_(2); y, z",
@@ -151,13 +151,13 @@ FACTORS_IN_FLOAT16 = (
 
 @pytest.mark.parametrize("source", FACTORS_IN_FLOAT16)
 def test_factors_inside_of_a_layer_in_float16_stay_where_they_are(source: str) -> None:
-    """After or inside of the operator, the factor would come too late: a value would have overflowed or vanished."""
+    """A factor that is moved behind the operator would come too late: a value may have overflowed or become 0."""
     assert through_the_pass(program(source, dtype=torch.float32)) == "fused"
     half = program(source, dtype=torch.float16)
     capture = Capture()
     with torch.no_grad():
         capture.compile(half.function())(**half.inputs())
-    parts_alone = "mean" in source  # the terms have no factor
+    parts_alone = "mean" in source  # the terms alone have no factor, so each is fused
     assert len(capture.report.fused) == 2 * parts_alone
     assert [("in float16" in reason) for reason in capture.reasons] == [True] * (not parts_alone)
 
@@ -194,7 +194,7 @@ def test_a_layer_in_a_region_is_fused_without_what_follows_it(region: str, train
 
 
 def test_a_square_weight_and_its_transpose_are_two_layers() -> None:
-    """The masks are trusted to be binary, so only the layout of the products tells the layers apart."""
+    """Only the layouts of the products show that the gate multiplies the weight, and the value its transpose."""
 
     def function(x: Any, weight: Any, m: Any) -> Any:
         return torch.nn.functional.silu(torch.nn.functional.linear(x, weight * m)) * (x @ (weight * (1 - m)))
@@ -218,7 +218,7 @@ def test_a_view_that_cannot_be_made_in_inference_mode_refuses_a_layer() -> None:
 
 
 def test_writes_after_enable_grad_in_no_grad() -> None:
-    """Gradients are recorded although grad mode is off at the start, and the write changes what backward needs."""
+    """The layer records gradients, although grad mode is off around it, and the write changes what backward needs."""
     lines = LAYER.replace("x, a", "x, W * M").replace("x, b", "x, W * ~M")
 
     def function(x: Any, weight: Any, m: Any) -> Any:
@@ -290,7 +290,7 @@ def test_rounding_errors_in_a_function_of_autograd() -> None:
 
 
 def test_a_chain_of_unknown_calls_takes_linear_time() -> None:
-    """The positions at which storages were joined are found without visiting all storages."""
+    """The pass finds the positions at which storages were joined without visiting all storages."""
     from benchmarks.compile_time import captured, time_of_pass, unknown_calls
 
     times = []

@@ -78,7 +78,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("name", sample(LAYERS, every=25))
 def test_exported_layer(name: str) -> None:
-    """The exported graph consists of ATen operators, in training and in inference."""
+    """`fuse` also finds the layers in exported graphs, which consist of ATen operators, with grad mode on and off."""
     operator, activation, function = LAYERS[name]
     named = tensors(2)
     layer = Layer(function, named["weight"], named["logits"])
@@ -90,7 +90,7 @@ def test_exported_layer(name: str) -> None:
             assert_same(results(fused.forward, {"x": named["x"]}, dict(fused.named_parameters())), wanted, SAME)
             assert_same({"y": fused(named["x"]).detach()}, {"y": layer(named["x"]).detach()}, SAME)
         assert [site.activation for site in report.fused] == [activation]
-        # `torch.export` drops the backward of a custom `autograd.Function`.
+        # `torch.export` drops the backward of a custom `autograd.Function`, so another operator replaces the layer.
         if "autograd.Function" not in name and "Sign.apply" not in name:
             assert calls([fused.graph])[f"mglu.{wanted_operator}"] == 1
 

@@ -1,4 +1,4 @@
-"""The plugin's registrations and warnings, with a fake vLLM registry. test_vllm_models.py uses the real one."""
+"""The plugin's registrations and warnings, with a fake vLLM. test_vllm_models.py uses the real vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes rows of a result, for tests of tables and plots."""
+"""Makes the rows of a benchmark's result, for tests of tables and plots."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ TRICKY_MASKS: dict[str, Spelling] = {
     "division by zero": _bool("k{i} = m{i}.long(); m{i} = 7 % (k{i} + 1)", "n{i} = 7 // (k{i} + 7) - k{i}", *_INT),
     "other": _bool("n{i} = m{i}.flip(0)", "n{i} = ~n{i}"),
 }
-"""Masks that a careless pass takes for binary or for a pair of complements. Some of these masks really are."""
+"""Masks that a careless pass takes for binary or for a pair of complements. Some of them are binary or a pair."""
 
 PRODUCTS: dict[str, Lines] = right.PRODUCTS | {
     "W * m.to(W.dtype)": ("{a}d = {m}.to(W.dtype)", "{a} = W * {a}d"),

@@ -1,4 +1,4 @@
-"""Random whole blocks as source: one or two layers, with regions, views, writes, casts and other users around them.
+"""Random blocks as source: one or two layers, with regions, views, writes, casts and other users around them.
 
 `block_program(seed)` makes a block from the parts in `block_parts`. `Block.parts` has the names of its parts, so that
 outcomes can be counted by part.
@@ -20,7 +20,7 @@ from source_programs import NAMES, SourceProgram, assigned, attempt, reads
 from torch import Tensor
 
 SIZE = 8
-"""The number of features, and of experts. All sizes are equal, so that shapes do not reveal a transpose."""
+"""The number of features and the number of experts. All sizes are equal, so that shapes do not reveal a transpose."""
 ATTEMPTS = 12
 """At most this many blocks are drawn for a seed. The first one that eager torch runs is taken."""
 ROUNDING = {r"bfloat16|Narrow": 0.1, r"float16|half\(": 2e-2, r"float32|\.float\(|int64": 1e-3, r"": 1e-10}

@@ -24,7 +24,7 @@ NAIVE_FACTOR = 1.5
 # `sum_k |x_k W_k|`. The bound holds for float32 sums of up to 1024 products, in any kernel's order of addition.
 DIFFERENCE_ERROR = 2.0**-17
 # The CPU kernels do not use a difference that has lost more than 9 bits. A difference that they use has at most this
-# relative error in float32, and none in 16 bits (csrc/cpu/small_values.h).
+# relative error in float32, and no error in 16 bits (csrc/cpu/small_values.h).
 SMALL_DIFFERENCE_ERROR = 2.0**-15
 
 

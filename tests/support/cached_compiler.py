@@ -1,7 +1,7 @@
 """A compiler launcher for CMake that compiles without optimisation and caches object files.
 
-Tests build the C++ library often. `processes.run` sets the launcher. It passes linking, and the compilation of sources
-that embed files, straight to the compiler.
+Tests build the C++ library often. `processes.run` tells CMake to use the launcher. When CMake links a library, or
+compiles a source that embeds files, the launcher runs the compiler and caches nothing.
 """
 
 from __future__ import annotations

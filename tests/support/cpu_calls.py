@@ -72,7 +72,7 @@ def emulated_library() -> library.Library:
     compile_files = build._run
 
     def compile_quickly(compiler: Sequence[str], folder: Path, *arguments: Sequence[str]) -> None:
-        """Compile with -O1, but with -O0 for avx512.cpp, the emulated file, which compiles slowest and rarely runs."""
+        """Compile with -O1, but avx512.cpp with -O0. That file is emulated: it compiles slowest and rarely runs."""
         compile_files(compiler, folder, *([*one, "-O0" if "avx512.cpp" in one[1] else "-O1"] for one in arguments))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -58,7 +58,7 @@ class Problem:
         return run_on("cuda", *self.given[:5], launch=config)
 
     def launch(self, sequence: Any, out: Tensor, workspace: Tensor, **addresses: int) -> None:
-        """Launch prepared kernels on the current stream, with outputs of the test."""
+        """Launch prepared kernels on the current stream. They write to the test's tensors `out` and `workspace`."""
         pointers = self.given.addresses(out) | addresses
         sequence(torch.cuda.current_stream().cuda_stream, pointers, workspace.data_ptr())
 

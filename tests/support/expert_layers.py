@@ -1,4 +1,7 @@
-"""Random layers of experts and routings, and their results in float64."""
+"""Random layers of experts and routings, and their results in float64.
+
+The routing `[T, K]` has K slots for each token. A slot has the id of an expert, or an id out of range for no expert.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Experts:
 
     @property
     def has_expert(self) -> Tensor:
-        """Whether each slot has an expert, bool `[T, K]`."""
+        """True for each slot with an expert, bool `[T, K]`."""
         ids = self.given.routing
         return (ids >= 0) & (ids < len(self.masks))
 
@@ -39,7 +42,7 @@ class Experts:
         return torch.ops.mglu.experts_forward(x, weight, packed_masks, expert_ids, *rest)
 
     def oracle(self) -> Tensor:
-        """The float64 result `[T, K, d]`: one layer per token and expert slot, and zeros in slots without an expert."""
+        """The float64 result `[T, K, d]`: the output of each slot's expert, and zeros for slots without an expert."""
         given, ids = self.given, self.given.routing
         result = torch.zeros(*ids.shape, given.out_features, dtype=torch.float64)
         for t, k in self.has_expert.nonzero().tolist():
@@ -82,7 +85,11 @@ def make_experts(
     activation_format: str = "dense",
     seed: int = 0,
 ) -> Experts:
-    """Random experts. NaN fills x of tokens without an expert and mask weights of empty slots: nobody may read them."""
+    """Random experts.
+
+    The x of tokens without an expert and the mask weights of slots without an expert are NaN, because kernels must not
+    read them.
+    """
     generator, stored = torch.Generator().manual_seed(seed), FORMATS[weight_format]
     ids = route(tokens, top_k, experts, routing, generator)
     x = torch.randn(tokens, in_features, generator=generator).to(dtype)
@@ -109,7 +116,7 @@ def make_experts(
 
 
 def sorted_rows(layer: Experts) -> tuple[Given, Tensor]:
-    """The layer's expert slots sorted by expert: arguments of `grouped_forward`, and the flat slot of each row."""
+    """Arguments of `grouped_forward` with a row per slot, sorted by expert, and the flat index of each row's slot."""
     given, (top_k, experts) = layer.given, (layer.given.routing.shape[1], len(layer.masks))
     ids = torch.where(layer.has_expert, given.routing, experts).flatten()
     pairs = torch.argsort(ids, stable=True)

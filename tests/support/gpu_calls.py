@@ -26,7 +26,10 @@ def on_gpu(given: Given) -> Given:
 
 
 def assert_follows_producers(run: Callable[[Given], Tensor], given: Given) -> None:
-    """Write ids, x or W just before each call. Programmatic launches start early, and must not read the old values."""
+    """Write ids, x or W just before each call.
+
+    A kernel launched programmatically may start before the writes end. It must not read the old values.
+    """
     expected = run(given)
     kept = {name: getattr(given, name).clone() for name in ("x", "weight", "expert_ids")}
     for last in kept:

@@ -88,7 +88,8 @@ def _memory_read_once(graph: Graph) -> Iterator[None]:
     """Compute a graph's `Memory` once for all views of the graph, because this takes longer than fusing the graph."""
     with _no_new_guards(graph):
         memory = Memory(graph)
-    with patch.object(view, "Memory", lambda of: memory if of is graph else Memory(of)):  # bodies have another Memory
+    # The body of a higher-order operator is another graph and has its own Memory.
+    with patch.object(view, "Memory", lambda of: memory if of is graph else Memory(of)):
         yield
 
 
@@ -118,7 +119,11 @@ def masked_products(counts: Counter[str]) -> int:
 
 
 def call_name(node: torch.fx.Node) -> str:
-    """`mglu.forward` and the like for our operators, otherwise the symbol (`linear`, `mul`), otherwise the name."""
+    """The name of a call's operator.
+
+    It is `mglu.forward` or similar for our operators, a symbol (`linear`, `mul`) for calls that the pass knows, and the
+    name of the target for others.
+    """
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "mglu":
         return f"mglu.{node.target._schema.name.split('::')[1]}"
     call = as_call(node)
@@ -186,7 +191,7 @@ def assert_same(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor 
 def assert_same_where_finite(
     found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], budget: float
 ) -> None:
-    """Check that two `results` agree wherever the wanted one is finite.
+    """Check that two `results` agree wherever `wanted` is finite.
 
     Tensors narrower than float64, such as a weight that the program widens, have the budget of their dtype.
     """

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# Model type -> sizes besides those in SIZES.
+# Model type -> arguments of its configuration besides SIZES.
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 28, **EXPERTS},
     "mixtral": EXPERTS,

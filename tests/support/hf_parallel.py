@@ -18,8 +18,8 @@ from transformers.distributed import DistributedConfig
 import mglu_ops
 import mglu_ops.transformers as mt
 
-SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # two ranks divide these sizes
-MIXTURE: dict[str, Any] = {**SIZES, "n_masks": 3, "mask_top_k": 2}  # so that the router of masks has a gradient
+SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # 98: a multiple of two ranks
+MIXTURE: dict[str, Any] = {**SIZES, "n_masks": 3, "mask_top_k": 2}  # with top_k 1, the masks' router has no gradient
 
 
 def load(folder: Path, **options: Any) -> Any:

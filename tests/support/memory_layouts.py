@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 BAND = 4096
-"""Elements before and after a tensor."""
+"""The number of elements before a tensor that `between` returns, and the number after it."""
 
 
 def unaligned(tensor: Tensor, offset: int = 1) -> Tensor:
@@ -21,7 +21,7 @@ def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
 
 
 def spaced(tensor: Tensor) -> Tensor:
-    """A copy with an element of poison after each element."""
+    """A copy with one element between neighbouring elements. These elements are NaN or the largest integer."""
     return torch.stack((tensor, torch.full_like(tensor, _poison(tensor))), -1)[..., 0]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 # Fields of templates: {any}, {real}, {int}, {mask}, {matrix}, {batch}, {image} and {complex} are tensors. Some fields
 # relate to the first tensor of the template. {like} broadcasts with the first tensor, and {twin} has its shape. The
-# last size of the first tensor is the last size of {weight}, and the last but one of {right}. {dim} is a dimension of
-# the first tensor, and {order} is a permutation of its dimensions. All other fields are constants (`CONSTANTS`).
+# last size of the first tensor is the last size of {weight}, and is the second last size of {right}. {dim} is a
+# dimension of the first tensor, and {order} is a permutation of its dimensions. All other fields are constants
+# (`CONSTANTS`).
 ELEMENTWISE = """
 {any} + {like} | {any} - {like} | {any} * {like} | {any} / {like} | {real} * {real} | {number} - {any}
 {any} + {number} | {number} * {real} | {real} / {number} | {number} / {real} | {any} // {number} | {any} % {number}

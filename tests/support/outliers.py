@@ -1,8 +1,9 @@
 """Layers with gates far smaller or far larger than their values, and a bound on a backend's error in them.
 
 A backend may compute a value as the difference of two sums over a whole row. If the value is much smaller than the
-sums, the difference cancels most digits. The naive layer, which multiplies twice, loses none. The bound is the naive
-layer's error in the same dtype times `NAIVE_FACTOR`, plus the error that `budgets` allows for differences.
+sums, the difference cancels most digits. The naive layer loses no digits in this way, because it computes gates and
+values as separate products. The bound is the naive layer's error in the same dtype times `NAIVE_FACTOR`, plus the
+error that `budgets` allows for differences.
 """
 
 from __future__ import annotations

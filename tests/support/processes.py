@@ -1,4 +1,4 @@
-"""Runs commands and Python code with this checkout in new processes, and reads the snippets of pages."""
+"""Runs commands and Python code with this checkout in new processes, and reads the snippets of Markdown pages."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Program(SourceProgram):
     trained: tuple[str, ...] = ()
     no_grad: bool = False
     shared: str = ""
-    """The name of an argument. Unless it is empty, the program's argument `shared` is a detached view of that one."""
+    """The name of an argument, or "". The program's argument `shared` is a detached view of the named argument."""
     extra: tuple[str, ...] = ()
     """The variables that the program returns besides `y`."""
     compiled_autograd: bool = False

@@ -52,7 +52,7 @@ def check_spread(setting: Setting) -> None:
 
 
 def check_fully_sharded_training(setting: Setting) -> None:
-    """After AdamW steps, parameters equal those of one process with the whole batch, and the gathered model freezes.
+    """AdamW steps give the same parameters as in one process with the whole batch. The gathered model can be frozen.
 
     The sharded layers recompute their activations in the backward pass.
     """

@@ -93,7 +93,7 @@ class SourceProgram:
     traces = False
     """True if AOTAutograd traces a graph with a fused layer before the graph runs."""
     rounding = SAME
-    """Relative errors up to this one count as rounding, unless the program casts to a narrower dtype."""
+    """Relative errors up to this value count as rounding, unless the program casts to a narrower dtype."""
 
     @property
     def arguments(self) -> list[str]:
@@ -142,7 +142,7 @@ _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 
 
 def sides(statement: str) -> tuple[str, str]:
-    """A statement in two parts: the targets of an assignment with its `=` (or nothing), and the rest."""
+    """A statement in two parts: the targets of an assignment with its `=`, which may be missing, and the rest."""
     block, targets, rest = _STATEMENT.fullmatch(statement).groups("")
     return block + targets, rest
 

@@ -15,7 +15,7 @@ from mglu_ops.masks import pack, unpack
 
 
 def forward(*given: Any) -> Tensor:
-    """The result of `mglu::forward` for the first fields of a `Given`, or all: the last two, for experts, are None."""
+    """The result of `mglu::forward` for the fields of a `Given`. The fields for experts are left out or None."""
     assert all(routing is None for routing in given[8:])
     return torch.ops.mglu.forward(*given[:8])
 

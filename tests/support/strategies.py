@@ -73,7 +73,7 @@ class Layer:
         return reference.forward(self.x, self.weight, self.masks, self.activation, self.mask_weights)
 
     def with_(self, **changes: object) -> Layer:
-        """A copy with some fields changed. If `masks` changes, `packed_masks` follows."""
+        """A copy with some fields changed. New `masks` are packed, unless `packed_masks` is given."""
         if "masks" in changes and "packed_masks" not in changes:
             changes["packed_masks"] = torch.ops.mglu.pack_masks(changes["masks"])
         return replace(self, **changes)

@@ -20,7 +20,7 @@ import mglu_ops
 from mglu_ops.parallel import ParallelExperts
 
 TOKENS_OF_RANKS = ((1, 0, 3), (0, 2, 0))
-"""Numbers of tokens on all ranks but the last, which has the other tokens."""
+"""Numbers of tokens on all ranks but the last. The last rank has all remaining tokens."""
 
 
 def exchanging(setting: ExpertSetting, model: nn.Sequential, src_data_rank: int | None = 0) -> nn.Sequential:

@@ -20,9 +20,9 @@ LR, MASK_LR = 1e-2, 1e-3
 # with 24 seeds.
 SAME_LOSS = 4e-5
 # The first mask bit differs when a logit comes within rounding of 0 and gets different signs in the two runs. The
-# largest such logit measured was 3e-7, while a step changes logits by up to MASK_LR. From then on the runs diverge
-# slowly, because one bit is a small change. The measured difference was 0.3% of the curve and 5% of the final masks.
-# About 30% of all bits flip during a run, so 42% of the final bits of unrelated runs would differ.
+# largest such logit measured was 3e-7, while a step changes logits by up to MASK_LR. After the first bit, the runs
+# diverge slowly, because one bit is a small change. The measured difference was 0.3% of the curve and 5% of the final
+# masks. About 30% of all bits flip during a run, so 42% of the final bits of unrelated runs would differ.
 ON_THE_EDGE = 1e-2 * MASK_LR
 PARTED_CURVE = 2e-2
 PARTED_MASKS = 0.15
@@ -119,7 +119,10 @@ def train(
 
 
 def assert_learned(run: Run) -> None:
-    """Assert that the loss fell by over half and over 10% of mask bits flipped. Else a comparison means little."""
+    """Assert that the loss fell by over half and that over 10% of mask bits flipped.
+
+    Comparing runs that learned less would prove little.
+    """
     assert run.losses[-20:].mean() < 0.5 * run.losses[:5].mean()
     assert run.flips > 0.1
 

@@ -108,7 +108,10 @@ class Steps:
     def _partials_of(
         self, products: Tensor, dtype: torch.dtype, activation: str, mask_weights: Tensor | None, distance: int
     ) -> None:
-        """Check `partials` for products `[tokens, n_masks + 1, columns]`; in place if the products have `dtype`."""
+        """Check `partials` for products `[tokens, n_masks + 1, columns]`.
+
+        If the products have `dtype`, the partial derivatives overwrite them.
+        """
         tokens, n_products, columns = products.shape
         n_entries = n_products if mask_weights is None else 2 * n_products - 1
         exact_result, exact = exact_partials(products, activation, mask_weights)
@@ -137,7 +140,7 @@ class Steps:
     def weight_gradients(
         self, n_masks: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, logits_dtype: torch.dtype | None
     ) -> None:
-        """Check gradients in the given dtypes, with separate outputs and in place. None is a gradient not needed."""
+        """Check gradients in the given dtypes, with separate outputs and in place. A dtype None means no gradient."""
         for shape in self.shapes:
             weight, total = self.normal(*shape, dtype=dtype), self.normal(*shape, dtype=dtype)
             masks, products = self.masks(n_masks, *shape), self.normal(n_masks, *shape, dtype=dtype)

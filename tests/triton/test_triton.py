@@ -1,7 +1,7 @@
 """The Triton backend without a GPU: its kernels are interpreted on CPU tensors, and compiled for GPUs.
 
-Kernels are interpreted or compiled depending on a variable that is read at import, and tracing registers operators. So
-the tests of kernels and of tracing run in new processes.
+At import, Triton reads TRITON_INTERPRET, which tells it to interpret kernels, and tracing registers operators. So the
+tests of kernels and of tracing run in new processes.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def compile_products_of_experts(
 
 
 def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
-    """Compile with arguments specialised as in Triton's launcher to 1, None and multiples of 16."""
+    """Compile a kernel, specialised for arguments that are 1, None or multiples of 16, as Triton's launcher does."""
     options = {name: kwargs[name] for name in ("num_warps", "num_stages")}
     constants = {name: value for name, value in kwargs.items() if name not in options}
     signature: dict[str, str] = dict.fromkeys(constants, "constexpr")

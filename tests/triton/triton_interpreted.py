@@ -72,7 +72,7 @@ def test_numbers_of_masks(weight_format: str, n_masks: int, tokens: int) -> None
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.float16), (4, torch.float16), (4, torch.bfloat16)])
 @pytest.mark.parametrize("weight_format", ["fp8_row", "int8_row"])
 def test_every_stored_value_is_decoded(weight_format: str, tokens: int, dtype: torch.dtype) -> None:
-    """Skips the NaN of fp8, which Triton's interpreter reads as 480. test_triton_backend.py tests it on a GPU."""
+    """Skips the NaN of fp8, which Triton's interpreter reads as 480. test_triton_backend.py tests NaN on a GPU."""
     layer, expected = every_stored_value(weight_format, 3, dtype)
     result = run_on("triton", *layer._replace(x=layer.x.expand(tokens, -1)))[-1]
     rounding = 2**-7 if dtype is torch.bfloat16 else 0  # the interpreter truncates results in bfloat16
@@ -142,7 +142,7 @@ def test_strides_and_offsets(layout: Layout, tokens: int) -> None:
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """The gate of masks of zeros, and the value of masks of ones, are exactly 0: rounding of sums must not show."""
+    """The gate of masks of zeros and the value of masks of ones are exactly 0, without rounding errors."""
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
@@ -181,7 +181,7 @@ def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtyp
     [(1, 0.1, torch.float32), (5, 0.9, torch.float32), (3, 0.25, torch.float16)],
 )
 def test_a_training_step_of_experts(n_masks: int, density: float, dtype: torch.dtype) -> None:
-    """The step of `triton.experts`, in which every product is one of these kernels'."""
+    """`triton.experts` computes every product of a step with `grouped_products` or `products_over_rows`."""
     torch.manual_seed(0)
     layer = ExpertLayer.random(
         "cpu", dtype, [33, 0, 20], 50, 77, n_masks, unowned=5, density=density, mask_weights_dtype=torch.float32

@@ -49,7 +49,7 @@ def isa(dtype: torch.dtype, tokens: int, n_masks: int, weight_format: str = "den
 
 
 _LEAST_PACKED = 1 << 18
-"""The least masks, in bits, for which packing builds the kernels. Torch packs fewer in less than 1 ms."""
+"""The least number of mask bits for which packing builds the kernels. Torch packs fewer bits in less than 1 ms."""
 
 
 class Cpu(Backend):
@@ -99,7 +99,7 @@ class Cpu(Backend):
         return (CpuForwardTrain if task == "train" else CpuCall)(_library(), call, launch)
 
     def can_pack(self, masks: Tensor) -> bool:
-        """Small masks are packed by torch until another call has built the kernels."""
+        """True if `pack` takes the masks. It does not take small masks unless the kernels have been built already."""
         is_worth_it = masks.numel() >= _LEAST_PACKED or is_loaded()
         is_known = masks.is_cpu and masks.dim() == 3 and masks.dtype in _MASK_SOURCES
         return is_known and is_worth_it and isinstance(load(), Library)
@@ -137,7 +137,7 @@ def _library() -> Library:
 
 
 def _has_contiguous_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """True if each row of a tensor is contiguous. `strides` has all dimensions, `sizes` all but the first, the rows."""
+    """True if each row of a tensor is contiguous. `sizes` lacks the first dimension, the rows, and `strides` has it."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides[1:]), strict=True):
         if size != 1 and stride != expected:
@@ -191,7 +191,7 @@ class _Call:
         )
 
     def _run(self, given: Given, out: Tensor, partials: int) -> None:
-        """Write the result, and the partial derivatives if `partials`, their address, is not 0."""
+        """Write the result to `out`, and the partial derivatives to the address `partials` unless it is 0."""
         if self._copied:
             given = given._replace(**{name: getattr(given, name).contiguous() for name in self._copied})
         self._library.forward(self._pack(given.addresses(out) | {"partials": partials}))

@@ -1,4 +1,4 @@
-"""The backward pass in bfloat16 on CPUs that multiply bfloat16: stacked library GEMMs, and C++ steps around them.
+"""The backward pass in bfloat16 on CPUs that multiply bfloat16: torch's GEMMs, and elementwise steps in C++.
 
 F_i is -1 where M_i = 1 and +1 elsewhere, G is grad_output, and P, Q_i and R_i are the partial derivatives of forward
 (`mglu_ops.ops`):
@@ -7,7 +7,7 @@ F_i is -1 where M_i = 1 and +1 elsewhere, G is grad_output, and P, Q_i and R_i a
     dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum over out_features of G * R_i
 
 torch's GEMMs compute the products. They sum products of bfloat16 in float32 and round once. With AVX512-BF16 they take
-a third of the time of the float32 GEMMs of `composite`. The functions of `backward_steps` do the elementwise work.
+a third of the time of the float32 GEMMs of the backend `composite`. `backward_steps` has the elementwise steps.
 
 dx is computed in chunks of tokens, and all D_i in chunks of output features, so that dt and the b_i of a large layer
 are never in memory as a whole. Each element of dx and of D_i is the result of one GEMM, and is rounded once.
@@ -37,7 +37,7 @@ dW would exceed 1.5 times the error of the compiled naive layer, which sums over
 
 
 def reason(call: Call) -> Reason | None:
-    """Why `Backward` does not run a call. It needs a library whose GEMMs are faster in bfloat16 than in float32."""
+    """Why `Backward` does not run a call. It runs where torch's GEMMs are faster in bfloat16 than in float32."""
     is_for_bfloat16 = call.dtype is torch.bfloat16 and torch.backends.mkldnn.is_available()
     # `load` is called last, because it may build the kernels.
     if is_for_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -61,7 +61,7 @@ class Backward:
         needs_x, needs_weight = needs
         grad_output, weight = _with_contiguous_columns(grad_output), _with_contiguous_columns(weight)
         x, packed_masks, n_masks = x.contiguous(), packed_masks.contiguous(), self._n_masks
-        first = 0 if needs_x or needs_weight else 1  # dlogits alone needs no dt
+        first = 0 if needs_x or needs_weight else 1  # dlogits alone does not need dt, which is made from entry 0
         scaled = _Scaled(self._library, grad_output, partials[:, first : n_masks + 1])
         grad_x, grad_weight, grad_logits, grad_mask_weights = (x.new_empty(0) for _ in range(4))
         if needs_x:
@@ -104,7 +104,7 @@ class Backward:
         grad_weight: Tensor | None,
         grad_logits: Tensor | None,
     ) -> None:
-        """Write dW and dlogits in chunks of output features; either may be None."""
+        """Write dW and dlogits in chunks of output features. A gradient that is not needed is None."""
         tokens, entries, d = scaled.shape
         narrow_total = grad_weight is not None and self._n_masks <= _MOST_MASKS_OF_NARROW_TOTALS
         wide_total = grad_weight is not None and not narrow_total
@@ -162,7 +162,7 @@ def _with_contiguous_columns(matrix: Tensor) -> Tensor:
 
 
 def _chunks(size: int, elements_each: int) -> list[slice]:
-    """Divide `size` tokens or output features, which take `elements_each` elements each, into chunks."""
+    """Divide `size` tokens or output features into chunks. Each token or feature takes `elements_each` elements."""
     fit = _CHUNK_ELEMENTS // max(elements_each, 1) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
     step = max(fit, _CHUNK_MULTIPLE)
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]

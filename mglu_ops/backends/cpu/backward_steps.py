@@ -1,6 +1,7 @@
 """The elementwise steps of a backward pass in bfloat16 (csrc/cpu/backward.h). Each is one pass over memory.
 
 The elements of a row are contiguous, and rows may have any stride. Packed masks and results are contiguous.
+`backward.py` defines the symbols F_i, D_0, D_i and G.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def flip_signs(library: Library, weight: Tensor, packed_masks: Tensor) -> Tensor
 
 
 def scale(library: Library, grad_output: Tensor, partials: Tensor, out: Tensor) -> None:
-    """Write the products of G `[tokens, columns]` and partials `[tokens, entries, columns]` to `out`."""
+    """Write the products of `grad_output` `[tokens, columns]` and `partials` `[tokens, entries, columns]` to `out`."""
     _run(
         library,
         "scale",
@@ -53,7 +54,7 @@ def weight_gradients(
     grad_weight: Tensor | None,
     grad_logits: Tensor | None,
 ) -> None:
-    """Write `dW = D_0 + sum_i F_i * D_i` and `dlogits_i = -2 W * D_i`; either may be None.
+    """Write `dW = D_0 + sum_i F_i * D_i` and `dlogits_i = -2 W * D_i`.
 
     Args:
         library: the library.
@@ -61,9 +62,9 @@ def weight_gradients(
         products: every D_i, `[n_masks, out_features, in_features]`, contiguous.
         weight: `[out_features, in_features]`.
         packed_masks: all masks.
-        grad_weight: receives dW.
-        grad_logits: receives dlogits `[n_masks, out_features, in_features]` in bfloat16 or float32. The matrix of each
-            mask is contiguous.
+        grad_weight: receives dW; None if it is not needed.
+        grad_logits: receives dlogits `[n_masks, out_features, in_features]` in bfloat16 or float32, where the matrix of
+            each mask is contiguous; None if they are not needed.
     """
     n_masks, d, h = products.shape
     _run(
@@ -88,7 +89,10 @@ def weight_gradients(
 
 
 def mask_weight_gradients(library: Library, grad_output: Tensor, terms: Tensor) -> Tensor:
-    """Sum G `[tokens, columns]` times R `[tokens, n_masks, columns]` over columns, in float32."""
+    """Sum `grad_output` `[tokens, columns]` times `terms` `[tokens, n_masks, columns]` over columns, in float32.
+
+    `terms` are the partial derivatives R_i of `mglu_ops.ops`.
+    """
     sums = terms.new_empty(terms.shape[:2], dtype=torch.float32)
     _run(
         library,

@@ -25,17 +25,17 @@ from ..interruptible import COMPILER_SECONDS, run
 T = TypeVar("T")
 
 COMPILERS = ("c++", "g++", "clang++")
-# No implicit contraction to FMA, so that the same sum is rounded the same way in every kernel.
+# The compiler must not contract products and sums to FMAs, so that every kernel rounds the same sum in the same way.
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-psabi", "-pthread")
 
 
 class BuildError(RuntimeError):
-    """A tool that a build needs is missing, or the C++ compiler refused a source; the message has its log."""
+    """A tool that a build needs is missing, or the C++ compiler failed. The message contains the compiler's log."""
 
 
 @cache
 def source_directory() -> Path:
-    """Return the folder of the kernels: inside an installed package, or beside it in a checkout."""
+    """Return the folder of the kernels' sources: in the package if it is installed, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[2]
     for candidate in (package / "csrc" / "cpu", package.parent / "csrc" / "cpu"):
         if candidate.is_dir():
@@ -76,7 +76,7 @@ def find_compiler(command: str | None = None) -> list[str]:
 
 
 def as_program(command: Sequence[str], folder: Path) -> str:
-    """Return a single program that runs a command line, for tools that take no options with the compiler.
+    """Return a single program that runs a command line, for tools that take a compiler's path but no options with it.
 
     A command of one word is returned as it is; otherwise the program is a script in `folder`. The name of the script
     contains the name of the compiler, because torch tells GCC from Clang by the name of the program.

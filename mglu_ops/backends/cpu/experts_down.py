@@ -1,7 +1,7 @@
-"""`mglu::experts_down` on a CPU, by the CPU kernel for n_masks = 0, whose result is the product in float32.
+"""`mglu::experts_down` on a CPU. With n_masks = 0, the CPU kernel returns the products with an expert's weight.
 
-For many rows and a dense weight, the library's GEMM is faster. The GEMM rounds its result to y's dtype. In float16 the
-result may overflow, so float16 always uses the kernel.
+For many rows and a dense weight, torch's GEMM is faster than the kernel. The kernel's result is in float32. The GEMM
+rounds its result to y's dtype, in which float16 may overflow, so float16 always uses the kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .. import expert_loop
 from ..base import Prepared
 
 _MOST_ROWS = 8
-"""The most rows of an expert for which the kernel multiplies a dense weight. On two cores of a Xeon with AVX512-BF16
-the kernel beats the library up to 16 rows in float32 and bfloat16 (weights of 2048 x 768 and 2048 x 4096)."""
+"""The most rows of an expert for which the kernel multiplies a dense weight. On two cores of a Xeon with AVX512-BF16,
+the kernel is faster than torch's GEMM for up to 16 rows (float32 and bfloat16, weights 2048 x 768 and 2048 x 4096)."""
 
 
 class CpuDown:

@@ -18,7 +18,7 @@ ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4, "amx
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 STEPS = ("flip_signs", "scale", "weight_gradients", "mask_weight_gradients")
-"""The steps of a backward pass (csrc/cpu/backward.h)."""
+"""The names of the steps of a backward pass (csrc/cpu/backward.h)."""
 
 
 def packer(
@@ -62,7 +62,7 @@ class Library:
         return str(self._isa(DTYPES[dtype], tokens, n_masks, weight_format.code).decode())
 
     def supports(self, isa: str, dtype: torch.dtype) -> bool:
-        """True if this machine and this library support an instruction set."""
+        """True if this machine and this library support an instruction set for a dtype."""
         return bool(self._supports(ISAS[isa], DTYPES[dtype]))
 
     def forward(self, call: bytes) -> None:
@@ -74,11 +74,11 @@ class Library:
         self._check(self._forward(call, self.parallel_for), "forward")
 
     def pack(self, call: bytes) -> None:
-        """Pack masks. Otherwise like `forward`."""
+        """Run a packed call of the kernel that packs masks, as `forward` runs its kernel."""
         self._check(self._pack(call, self.parallel_for), "pack_masks")
 
     def run_step(self, name: str, call: bytes) -> None:
-        """Run the step `name` of `STEPS`. Otherwise like `forward`."""
+        """Run a packed call of the step `name` of `STEPS`, as `forward` runs its kernel."""
         self._check(self._steps[name](call, self.parallel_for), name)
 
     def _check(self, status: int, name: str) -> None:
@@ -141,7 +141,7 @@ def is_missing() -> bool:
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked process, because the thread that holds it may exist only in the parent."""
+    """Replace the lock in a forked process, because a thread that exists only in the parent may hold it."""
     global _lock
     _lock = threading.Lock()
 

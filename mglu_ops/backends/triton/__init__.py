@@ -1,8 +1,8 @@
-"""MGLU as Triton kernels, for few tokens; used where CUDA code cannot be built.
+"""MGLU as Triton kernels: for few tokens where CUDA code cannot be built, and for training experts.
 
-`matvec` is the kernel for one token, `matmul` the kernel for several; `configs` chooses how they are launched. This
-package does not import Triton before the first call is prepared, so `reason` works without it. The kernels
-are deterministic: they use no atomics, and sum in one order.
+`matvec` is the kernel for one token, and `matmul` the kernel for several tokens. `configs` chooses how they are
+launched. `grouped` has the kernels for experts. This package does not import Triton before the first call is prepared,
+so `reason` works without Triton. The kernels are deterministic: they use no atomics, and sum in one order.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from .configs import Config
 
 MAX_WIDE_TOKENS = 8
-"""The most tokens in float32, which the kernel computes one by one: beyond this, library GEMMs are faster."""
+"""The most tokens in float32. The kernel computes float32 tokens one by one, so torch's GEMMs are faster for more."""
 
 _FORMATS = ("dense", "fp8_row", "int8_row")
-"""A row's scale is a factor of its gates and values, which the kernels multiply once."""
+"""The weight formats that the kernels read: those with at most one scale per row, which multiplies the row's sums."""
 
 
 @cache
 def is_installed() -> bool:
-    """True if Triton can be imported; does not import it."""
+    """True if Triton is installed. This function does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -103,7 +103,7 @@ class Triton(Backend):
         return Description("the masks are applied on chip" if task == "forward" else "grouped products in Triton")
 
     def prepare(self, task: Task, call: Call, launch: Config | None = None) -> Prepared:
-        """Import the kernels. Triton itself compiles and keeps them; `launch` replaces the tuned configuration."""
+        """Import the kernels, which Triton compiles when they run. `launch` replaces the tuned configuration."""
         if task != "forward":
             return getattr(experts, {"train": "forward_train"}.get(task, task))
         from .launch import launch as run

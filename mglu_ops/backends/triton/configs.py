@@ -1,7 +1,8 @@
 """The launch configurations of the Triton kernels, from measurements on an H200.
 
-Comments give times in microseconds for weights of 14336 x 4096 and 8192 x 2048 in float16, by CUDA graph replay over
-more than 1 GB of weights. A kernel that only reads the bytes takes
+The comment after a configuration gives its times in microseconds, first for a weight of 14336 x 4096 in float16, and
+then for 8192 x 2048. They were measured by CUDA graph replay over more than 1 GB of weights. A kernel that only reads
+the weight and the masks takes, in microseconds,
 
 | masks | 1 | 2 | 4 | 8 | 16 |
 |---|---|---|---|---|---|
@@ -54,9 +55,9 @@ def choose(n_masks: int, tokens: int, *, wide: bool) -> Config:
 
 # The keys of the tables are the number of masks, rounded up to a power of two.
 
-# A program has one warp. Two or four warps would sum through shared memory and a barrier: 41 and 46 us against 38 for 4
-# masks. With 128 groups, each thread has four 16-byte loads in flight. With many sums, 64 groups use fewer registers
-# and leave room for more warps.
+# A program has one warp. Several warps would sum through shared memory with a barrier: for 4 masks, two warps take
+# 41 us and four take 46 us, but one takes 38 us. With 128 groups, each thread has four 16-byte loads in flight. With 64
+# groups, a program needs fewer registers for its sums, so more warps run at once.
 _MATVEC = {
     1: MatvecConfig(groups=128),  # 30.6, 10.3
     2: MatvecConfig(groups=128),  # 32.6, 11.1
@@ -65,16 +66,17 @@ _MATVEC = {
     16: MatvecConfig(groups=128),  # 93.0, 31.2
 }
 
-# The most tokens for `matvec_kernel`. For 2 tokens and 1 or 2 masks, a second program that finds its row in the cache
-# (37.9, 13.3 and 44.4, 15.9) beats a nearly empty tile of 8 or 16 tokens. For 4 masks both take as long (62.7, 21.5).
+# The most tokens for `matvec_kernel`. With 2 tokens, a second program finds the row of W in the cache. This is faster
+# than a nearly empty tile of 8 or 16 tokens for 1 mask (37.9, 13.3) and for 2 masks (44.4, 15.9). For 4 masks,
+# both kernels take equally long (62.7, 21.5).
 _MATVEC_TOKENS = {1: 2, 2: 2, 4: 1, 8: 1, 16: 1}
 
 # The configurations of a key are in order of block_tokens. The last one is also for all larger numbers of tokens.
 #
-# For one mask, and for two masks and 32 tokens, a tile has 64 rows, for which Triton uses `wgmma` (36.6 for one mask,
-# against 67.8 with `mma`). For more masks `wgmma` waits for its operands (245 for 4 masks). There, one or two warps
-# hold the accumulators of 16 or 32 rows: (masks + 1) * rows * tokens / threads registers. Every tile fits into 99 KB of
-# shared memory, the limit on compute capabilities 8.6, 8.9 and 12.0.
+# For one mask, and for two masks and 32 tokens, a tile has 64 rows, for which Triton uses `wgmma`: 36.6 us for one
+# mask, instead of 67.8 us with `mma`. For more masks `wgmma` waits for its operands (245 us for 4 masks), so a tile has
+# 16 or 32 rows. Its one or two warps hold the accumulators, (masks + 1) * rows * tokens / threads registers in each
+# thread. Every tile fits into 99 KB of shared memory, the limit on compute capabilities 8.6, 8.9 and 12.0.
 _MATMUL = {
     1: (
         MatmulConfig(64, 128, 16, num_warps=4, num_stages=3),  # 36.6, 16.7
@@ -85,7 +87,7 @@ _MATMUL = {
         MatmulConfig(32, 128, 8, num_warps=2, num_stages=3),  # 68.0, 19.4
         MatmulConfig(32, 128, 16, num_warps=2, num_stages=3),  # 70.7, 21.6
         MatmulConfig(64, 128, 32, num_warps=8, num_stages=3),  # 64.3, 23.1
-        MatmulConfig(32, 64, 64, num_warps=2, num_stages=3),  # 118.6, 37.4; 101.7, 30.1 with 133 KB
+        MatmulConfig(32, 64, 64, num_warps=2, num_stages=3),  # 118.6, 37.4 (101.7, 30.1 if 133 KB were allowed)
     ),
     4: (
         MatmulConfig(32, 64, 8, num_warps=2, num_stages=4),  # 66.1, 20.7

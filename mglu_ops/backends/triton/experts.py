@@ -1,6 +1,6 @@
 """A training step of experts by grouped products in Triton, for rows sorted by expert, in any dtype but float64.
 
-The formula is the one of `formula`. Nothing waits for the GPU, and no shape depends on `offs`.
+`backends/formula.py` has the formulas. Nothing waits for the GPU, and no shape depends on `offs`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from .. import formula
 from ..formula import Products
 
 _LIBRARY_ARCHITECTURES = (9, 10)
-"""Major compute capabilities for which `grouped_mm` has a kernel, of bfloat16 (torch 2.11 to 2.13). Elsewhere, and for
-other dtypes, torch reads `offs` on the host and loops over the experts."""
+"""Major compute capabilities on which torch's `grouped_mm` has a kernel for bfloat16 (torch 2.11 to 2.13). On other
+GPUs and for other dtypes, torch reads `offs` on the host and loops over the experts."""
 
 
 class GroupedProducts(Products):
-    """The GEMMs of experts, for rows sorted by expert. They return float32, and undefined rows without an expert.
+    """The GEMMs of experts, for rows sorted by expert. The results are in float32.
+
+    Rows of a result that belong to no expert are undefined.
 
     `weight` is `[experts, out_features, in_features]`; `x` and `grad` have the rows of all experts.
     """
@@ -118,7 +120,7 @@ def _times(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """The result of `torch.nn.functional.grouped_mm`, which computes it where it does not wait for the GPU.
+    """Compute `torch.nn.functional.grouped_mm`, with torch where it does not wait for the GPU, else with our kernels.
 
     Each expert multiplies its rows of a by its matrix of b, or its columns of a by its rows of b.
     """
@@ -135,11 +137,11 @@ def _library_has_kernel(a: Tensor) -> bool:
 
 
 def _is_for_library(matrices: Tensor) -> bool:
-    """True if the rows or the columns of matrices in bfloat16 are contiguous, at multiples of 16 bytes."""
+    """True if the rows or the columns of bfloat16 matrices are contiguous and all start at multiples of 16 bytes."""
     distance, step = sorted(matrices.stride()[-2:], reverse=True)
     return step == 1 and distance % 8 == 0 and matrices.data_ptr() % 16 == 0
 
 
 def ascending(offs: Tensor, rows: int) -> Tensor:
-    """The same ends if they are valid. Others would let `grouped_mm` stop the GPU, or read outside of the rows."""
+    """Return valid ends unchanged, and change invalid ones, with which `grouped_mm` would read outside of the rows."""
     return offs.clamp(0, rows).cummax(0).values

@@ -1,12 +1,13 @@
 """Grouped GEMMs of rows sorted by expert, where `torch.nn.functional.grouped_mm` does not suffice.
 
 On compute capabilities 9.x and 10.x, `grouped_mm` multiplies bfloat16 and rounds its results to bfloat16. For other
-dtypes and GPUs it reads the offsets on the host. These kernels read them on the device, and can return float32. Each
-element is one sum in float32, in an order that depends only on the sizes.
+dtypes and GPUs it reads the offsets on the host. The kernels of this module read the offsets on the device, and can
+return float32. Each element is one sum in float32, in an order that depends only on the sizes.
 
-A float32 product is computed as six products of bfloat16 parts on tensor cores. That is faster than FMAs, with smaller
-errors, since fewer sums are rounded. If torch may use TF32, three products suffice for smaller errors than TF32.
-Triton's own TF32 is less accurate than the library's, because it truncates the operands instead of rounding them.
+A float32 product is computed as six products of bfloat16 parts on tensor cores. This is faster than FMAs, and has
+smaller errors, since fewer sums are rounded. If torch may use TF32, three products are enough to have smaller errors
+than TF32. Triton's own TF32 is not used: it truncates the operands, and is less accurate than torch's, which rounds
+them.
 
 Importing this module imports Triton.
 """
@@ -128,7 +129,7 @@ def products_over_rows_kernel(
     ends_ptr,
     out_ptr,
     rows,
-    a_column_units,  # a_columns / UNIT, as above
+    a_column_units,  # a_columns / UNIT, as `column_units` in `grouped_products_kernel`
     b_column_units,
     a_row_units,
     b_row_units,
@@ -253,7 +254,7 @@ def products_over_rows(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = 
 
 
 def tile_of(dtype: torch.dtype, major: int) -> Tile:
-    """The tile for a dtype and a major compute capability. It fits into the shared memory of all such GPUs."""
+    """The tile for a dtype and a major compute capability. It fits into the shared memory of all GPUs that have it."""
     has_large_tiles = major in (9, 10)
     if dtype is torch.float32:
         return Tile(128, 128, 32, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)

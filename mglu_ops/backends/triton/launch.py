@@ -44,7 +44,7 @@ def _is_traced(tensor: Tensor) -> bool:
 
 
 def launch(given: Given, config: Config | None) -> Tensor:
-    """Return y `[tokens, out_features]`; `given` is `in_rows`, so x is two-dimensional.
+    """Return y `[tokens, out_features]`. `given` is a result of `Given.in_rows`, so x is two-dimensional.
 
     `config` overrides the chosen launch configuration. One kernel runs, and only the result is allocated.
     """

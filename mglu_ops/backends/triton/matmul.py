@@ -1,9 +1,9 @@
 """The kernel for several tokens: a program multiplies BLOCK_ROWS rows of W by BLOCK_TOKENS tokens on tensor cores.
 
 Let t = W x and f_i = (F_i * W) x, where F_i is -1 if M_i = 1 and +1 otherwise. Then gate_i = (t - f_i) / 2 and
-value_i = (t + f_i) / 2. The F_i * W of all masks are one operand `[MASKS * BLOCK_ROWS, BLOCK_K]` of one product. So the
-compiler reads W and the mask bytes from shared memory in the layout of that operand, and flips the signs in registers.
-W is read once, and no flipped weight goes through shared memory.
+value_i = (t + f_i) / 2. The matrices F_i * W of all masks are stacked to one operand `[MASKS * BLOCK_ROWS, BLOCK_K]` of
+one product. The compiler therefore reads W and the mask bytes from shared memory in the layout of this operand, and
+flips the signs in registers. W is read once, and no flipped weight goes through shared memory.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.jit
 def dot(a, b, total, PRECISION: tl.constexpr):
     """`total + a b`. PRECISION is Triton's `input_precision`, which matters for float32 only."""
-    if INTERPRETED:  # the interpreter stores bfloat16 as integers, and its products of them are wrong
+    if INTERPRETED:  # Triton's interpreter stores bfloat16 as integers, so its products of bfloat16 are wrong
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit
 def _flip(w, mask_bytes, ROWS: tl.constexpr, K: tl.constexpr, MASKS: tl.constexpr):
-    """Return `[MASKS * ROWS, K]`: w `[ROWS, K]`, with flipped signs where the bits of mask_bytes are set.
+    """Return `[MASKS * ROWS, K]`: one copy of w `[ROWS, K]` per mask, with flipped signs where the mask's bits are set.
 
-    mask_bytes are `[ROWS, K / 8, MASKS]`. Two weights are flipped at a time, the halves of an int32, since the compiler
-    keeps such pairs in one register. `byte * 0x8001` copies bit k to the positions k and k + 15. A shift left by
-    15 - 2 j then moves bit 2 j to position 15 and bit 2 j + 1 to position 31, the signs of the two halves.
+    mask_bytes are `[ROWS, K / 8, MASKS]`. Two weights at a time are the halves of an int32, and are flipped together,
+    since the compiler keeps them in one register. `byte * 0x8001` copies bit k to the positions k and k + 15. A shift
+    left by 15 - 2 j then moves bit 2 j to position 15 and bit 2 j + 1 to position 31, the signs of the two halves.
     """
     low, high = tl.split(tl.reshape(w.to(tl.int16, bitcast=True), [ROWS, K // 8, 4, 2]))
     pairs = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
@@ -89,7 +89,7 @@ def matmul_kernel(
     m_ptr += (last_row * m_row * M_UNIT)[:, None]
     k = tl.arange(0, BLOCK_K)
     mask = tl.arange(0, MASKS)
-    # The mask bytes of a row are one dimension of the tile, so that contiguous ones are loaded 16 at a time.
+    # The mask bytes of a row are one dimension of the tile, so that contiguous mask bytes are loaded 16 at a time.
     byte = tl.arange(0, BLOCK_K // 8 * MASKS)
 
     total = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)

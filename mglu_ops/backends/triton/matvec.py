@@ -1,8 +1,8 @@
 """The kernel for one token, and for float32: a program multiplies one row of W by one token with FMAs.
 
-A row is read as `[groups, 8]`. A thread loads 8 neighbouring weights in one 16-byte load (two in float32), and the
-`n_masks` bytes with their mask bits in as few loads as possible. A program has one row and not a tile of rows, so that
-the loads that a warp has in flight are adjacent (README.md has the times).
+A row is read as `[groups, 8]`. A thread loads 8 neighbouring weights in one 16-byte load, or two in float32. It loads
+the `n_masks` bytes with the mask bits of these weights in as few loads as possible. A program has one row and not a
+tile of rows, so that the loads that a warp has in flight are adjacent (README.md has the times).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _eight(v, GROUPS: tl.constexpr):
-    """Split `[GROUPS, 8]` into its eight columns. Each thread has them in its registers, so no data moves."""
+    """Split `[GROUPS, 8]` into its eight columns. Each thread has whole rows in its registers, so no data moves."""
     even, odd = tl.split(tl.reshape(v, [GROUPS, 2, 2, 2]))
     v04, v26 = tl.split(even)
     v15, v37 = tl.split(odd)
@@ -32,8 +32,8 @@ def _eight(v, GROUPS: tl.constexpr):
 def _bit(word, BIT: tl.constexpr):
     """True if a bit of a word is set.
 
-    The `and` is inline PTX to hide it from LLVM, which would gather the bits of all masks in a vector and extract them
-    again with shifts: 19 instructions per weight for 4 masks, instead of 12.6.
+    The `and` is inline PTX, because LLVM would gather the bits of all masks in a vector and extract them again with
+    shifts. For 4 masks this would take 19 instructions per weight, instead of 12.6.
     """
     if INTERPRETED:
         bits = (word >> BIT) & 1
@@ -90,7 +90,7 @@ def _load_words(
 def _add(gates, rest, w, x, words, N_MASKS: tl.constexpr, WORD_BYTES: tl.constexpr, GROUPS: tl.constexpr):
     """Add the products of `w` and `x` to the sums `gates` and `rest`.
 
-    In float32, `rest` holds the value of each mask, otherwise the sum of all products.
+    If x is float32, `rest` holds the value of each mask; otherwise it holds one sum, of all products.
     `where(on, fma(w, x, sum), sum)` compiles to one predicated FMA.
     """
     ws = _eight(w.to(tl.float32), GROUPS)
@@ -160,7 +160,7 @@ def matvec_kernel(
     m_ptr += row * m_row
     WORDS: tl.constexpr = N_MASKS // WORD_BYTES
     # Products of 16-bit numbers are exact in float32, so a value is the sum of all products minus the gate. Products of
-    # float32 numbers are rounded, and a value of few weights would inherit the error of the whole sum.
+    # float32 numbers are rounded, so a value with few weights would get the rounding error of the whole sum.
     WIDE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     gates = (tl.zeros([GROUPS], tl.float32),) * N_MASKS
     rest = (tl.zeros([GROUPS], tl.float32),) * (N_MASKS if WIDE else 1)
