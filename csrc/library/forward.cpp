@@ -32,7 +32,7 @@ constexpr float kLargest<BFloat16> = 0x1.fep127f;
 template <>
 constexpr float kLargest<Float16> = 65504.0f;
 
-// Rounds a token to fp8_token (mglu_ops/formats.py), as csrc/cuda/quantize_x.cu does on a GPU.
+// Rounds a token to fp8_token (mglu_ops/formats.py), as a kernel does on a GPU.
 template <typename Element>
 void round_token(const Element* x, Element* out, std::int64_t count) {
     // Magnitudes order like their bits as integers, with NaN above infinity.

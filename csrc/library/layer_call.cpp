@@ -167,7 +167,7 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
     return call;
 }
 
-// The CPU kernels need contiguous rows. On a GPU, the plain kernel takes any strides of W and of the masks. The tuned
+// The CPU kernels need contiguous rows. On a GPU, some plan takes any strides of W and of the masks. The tuned
 // kernels read x in 16-byte vectors, which a rounded x always allows. All kernels need contiguous scales.
 Copies needed_copies(const LayerCall& call) {
     const bool on_cpu = call.x.device == Device::cpu;

@@ -108,7 +108,7 @@ void say_that_the_kernel_is_slow(const LayerCall& call) {
     std::call_once(said, [&] {
         std::fprintf(
             stderr,
-            "mglu: this libmglu_ops.so has no tuned kernel for a layer with weight %s, and uses the plain one, "
+            "mglu: this libmglu_ops.so has no tuned kernel for a layer with weight %s, and uses one for any layer, "
             "several times slower; build it with --arch and --package for this GPU and this model\n",
             call.weight.shape().c_str());
     });
