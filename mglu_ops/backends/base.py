@@ -21,12 +21,12 @@ Task = Literal["forward", "train", "backward", "down", "down_backward"]
 | train | `forward_train`, `grouped_forward_train` | `Given`, `in_rows` and with a dense weight | result, partials |
 | backward | `backward`, `grouped_backward` | `BackwardGiven`, `in_rows` | the gradients of `mglu::backward` |
 | down | `experts_down` | `DownGiven`, `in_rows` | the result `[T, out_features]` |
-| down_backward | `experts_down_backward` | grad_output, `DownGiven` (`in_rows`), needs | its gradients |
+| down_backward | `experts_down_backward` | grad_output, `DownGiven` (`in_rows`), needs | the operator's gradients |
 
-Results are contiguous and have memory of their own. Those of `train` have a single dimension of tokens. A gradient that
-is not needed is an empty tensor. Rows without an expert are zeros, and their x is not read. No prepared call reads an
-id or an offset on the host of a GPU, and no value of ids or offs leads out of bounds. The partials of every backend
-have the layout that `mglu_ops.ops` describes, so that another backend can run `backward`.
+Results are contiguous and have memory of their own. The results of `train` have a single dimension of tokens. A
+gradient that is not needed is an empty tensor. Rows without an expert are zeros, and their x is not read. No prepared
+call reads an id or an offset on the host of a GPU, and wrong ids or offs never cause an access out of bounds. The
+partials of every backend have the layout that `mglu_ops.ops` describes, so that another backend can run `backward`.
 """
 
 Prepared = Callable[..., Any]
@@ -59,10 +59,10 @@ class Description:
     """How a backend runs a call.
 
     Attributes:
-        text: what runs it.
+        text: what runs the call.
         launch: the launch configuration, if the backend has several.
         origin: the source of `launch`.
-        slow_reason: why it takes several times longer than such calls do on this backend; None if it does not.
+        slow_reason: why the call takes several times as long as similar calls on this backend; None if it does not.
         rounds_x: True if the kernel multiplies in the call's activation format.
     """
 
@@ -78,33 +78,33 @@ class Backend(ABC):
 
     name: ClassVar[str]
     device_type: ClassVar[str | None]
-    """The type of the devices whose calls it runs; None for any."""
+    """The type of the devices on which the backend runs; None for all devices."""
     rounds_x: ClassVar[bool] = False
-    """True if prepared calls round x to the call's activation format. Otherwise `dispatch` does it before them."""
+    """True if prepared calls round x to the call's activation format. Otherwise `dispatch` rounds x before each call."""
     batch_invariant_tasks: ClassVar[frozenset[Task]] = frozenset()
-    """The tasks in which a row's bits do not depend on the other rows, if the call asks for it."""
+    """The tasks with a batch-invariant mode, in which the bits of a row do not depend on the other rows."""
 
     @abstractmethod
     def reason(self, task: Task, call: Call) -> Reason | None:
-        """Why the backend does not run a task of a call; None if it does.
+        """Return the reason why the backend does not run a task of a call; None if it does.
 
         In a call of `backward`, the activation and the layout of the mask weights mean nothing, and
-        `mask_weights_dtype` is the argument of that name.
+        `mask_weights_dtype` is the operator's argument of that name.
         """
 
     @abstractmethod
     def prepare(self, task: Task, call: Call, launch: Any = None) -> Prepared:
-        """Choose, compile and load what runs a task that the backend can run.
+        """Choose, compile and load the kernels of a task that the backend can run, and return the prepared call.
 
         Args:
             task: the task.
             call: the call.
-            launch: how to run it instead of the backend's own choice, for tests and tuning; the backend defines its
-                type.
+            launch: a launch to use instead of the one that the backend chooses, for tests and tuning. Each backend has
+                its own type of launch.
         """
 
     def describe(self, task: Task, call: Call) -> Description:
-        """How the backend would run a task that it can run. Compiles nothing."""
+        """Describe how the backend would run a task that it can run, without compiling anything."""
         return Description(f"kernels of this package, for {call}")
 
     def can_pack(self, masks: Tensor) -> bool:
@@ -117,5 +117,5 @@ class Backend(ABC):
 
 
 def no_kernel(what: str, dtype: torch.dtype | None) -> Reason:
-    """The reason of a backend without kernels for a dtype, which the library's products run as fast."""
+    """Return the reason of a backend without kernels for a dtype. This is no loss: library GEMMs are as fast."""
     return Reason(f"no kernel for {what} {dtype}", is_loss=False)

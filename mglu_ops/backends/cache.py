@@ -54,7 +54,7 @@ class Artifact:
 
     @property
     def stem(self) -> str:
-        """The name and the key."""
+        """The first part of the file's name: `NAME-KEY`."""
         key = _hash("\0".join(self.inputs).encode())
         return f"{self.name}-{key}"
 

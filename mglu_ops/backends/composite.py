@@ -2,9 +2,9 @@
 
 Experts are a loop over experts on a CPU, and elsewhere batched GEMMs over blocks of rows. A block has B slots for rows
 of one expert. The device assigns rows to slots, by sorting the rows by expert and counting them. The number of blocks
-depends on S and E only, so the host reads no value and never waits. For a chunk of blocks, the weights of their experts
-are gathered, masked as in `formula`, and multiplied by `torch.bmm`. Unused slots hold rows of other experts, whose
-products are discarded.
+depends only on the number of rows S and the number of experts E, so the host reads no value and never waits. For a
+chunk of blocks, the weights of their experts are gathered, masked as in `formula`, and multiplied by `torch.bmm`.
+Unused slots hold rows of other experts, whose products are discarded.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ def _rows_of_a_block(rows: int, experts: int) -> int:
 
 
 def _layer(call: Call) -> Prepared:
-    """Prepare `forward`."""
+    """Prepare `forward` for a layer without experts."""
     shape = call.result_shape
 
     def prepared(given: Given) -> Tensor:
-        # Not a view: autograd does not allow detaching a view in place.
+        # The result must not be a view, since autograd does not allow detaching a view in place.
         return torch.ops.aten._unsafe_view(formula.forward(given.in_rows()), shape)
 
     return prepared
@@ -166,19 +166,19 @@ def _decode(weight: Tensor, scale: Tensor | None, weight_format: str, dtype: tor
 
 
 def _matmul(rows: Tensor, weight: Tensor) -> Tensor:
-    """`rows @ weight^T` of each block, summed and returned in float32 at least."""
+    """Return `rows @ weight^T` of each block, summed in float32 at least, in the dtype of the sums."""
     if rows.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(rows, weight.mT, out_dtype=torch.float32)
     return torch.bmm(rows, weight.mT)
 
 
 def _down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """`down_backward` for every dtype and device, without reading a value on the host."""
+    """Run `down_backward` without reading a value on the host."""
     y, weight, ids, expert_weights, *_ = given
     (tokens, top_k, d), (experts, out_features, _), wide = y.shape, weight.shape, sum_dtype(y.dtype)
     blocks, rows_of_y = _Blocks.of(ids, None, experts, tokens * top_k), y.flatten(0, 1)
     dtype, weights = operand_dtype(y), expert_weights.view(-1, 1).to(wide)
-    grad_y, grad_expert_weights = [], []  # of each chunk of blocks
+    grad_y, grad_expert_weights = [], []  # one tensor for each chunk of blocks
     grad_weight = y.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
     for chunk in blocks.chunks(out_features * d):
         chosen, pairs, is_used = blocks.experts[chunk], blocks.pairs[chunk], blocks.is_used[chunk, :, None]
@@ -187,12 +187,12 @@ def _down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool])
         rows = torch.where(is_used, rows_of_y[pairs], 0).to(dtype)
         factors = torch.where(is_used, weights[pairs], 0)
         if needs[0] or needs[2]:
-            back = _matmul(grad, weight[chosen].mT.to(dtype))  # the gradient of y before its expert weight
+            back = _matmul(grad, weight[chosen].mT.to(dtype))  # times the expert weight, this is the gradient of y
             grad_y.append((back * factors).to(y.dtype))
             grad_expert_weights.append((back * rows).sum(-1, keepdim=True))
         if needs[1]:
             products = _matmul((grad * factors).to(dtype).mT, rows.mT)
-            for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # one by one: deterministic
+            for expert, product in zip(chosen.split(1), products.split(1), strict=True):  # one by one, in a fixed order
                 grad_weight.index_add_(0, expert, product)
     return (
         blocks.rows(grad_y).view(y.shape) if needs[0] else y.new_empty(0),
@@ -207,7 +207,7 @@ def _down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool])
 
 
 def _down_on_cpu(given: DownGiven) -> Tensor:
-    """Run `experts_down`."""
+    """Run `experts_down` by a loop over the experts."""
     _, weight, _, _, scale, weight_format = given
     dtype = sum_dtype(given.y.dtype)
 
@@ -232,7 +232,7 @@ def _down_backward_on_cpu(
     for expert, rows in expert_loop.pairs_of_experts(ids, weight.shape[0]):
         grad = grad_output[rows // top_k].to(wide)
         if needs[0] or needs[2]:
-            back = grad @ weight[expert].to(wide)  # the gradient of y before its expert weight
+            back = grad @ weight[expert].to(wide)  # times the expert weight, this is the gradient of y
         if needs[0]:
             grad_y.view(-1, d)[rows] = (back * weights[rows, None]).to(y.dtype)
         if needs[2]:

@@ -22,12 +22,12 @@ from .base import Backend, Prepared, Task
 from .formula import sum_dtype
 
 _LAYERS_KEPT, _ROWS_KEPT = 64, 256
-"""Capacities of the caches of prepared layers: the layers, and the numbers of rows of each. A prepared layer of the CPU
-kernels takes about 1 KB, so all together take at most 20 MB."""
+"""The most layers in the cache, and the most numbers of rows for which each is prepared. A prepared layer of the CPU
+kernels takes about 1 KB, so a full cache takes less than 20 MB."""
 
 
 def prepare(backend: Backend, task: Task, call: Call, launch: Any = None) -> Prepared:
-    """Prepare a task over experts, other than `down`, on a backend that prepares the same task of one layer."""
+    """Prepare a task over experts, other than `down`, with a backend that can prepare this task for one layer."""
     runs: dict[str, Callable[..., Any]] = {"forward": _forward, "train": _forward_train, "backward": _backward}
     return partial(runs[task], layers(backend, task, call, launch), call)
 
@@ -44,7 +44,7 @@ def layers(backend: Backend, task: Task, call: Call, launch: Any = None) -> Call
 
 @lru_cache(_LAYERS_KEPT)
 def _layers(backend: Backend, task: Task, one: Call, launch: Any) -> Callable[[int], Prepared]:
-    """`layers` for the layer of one expert. Calls with any number of tokens share it."""
+    """Return the function of `layers` for the layer of one expert. Calls with any number of tokens share it."""
     return lru_cache(_ROWS_KEPT)(lambda rows: backend.prepare(task, one.of_rows(rows), launch))
 
 
@@ -68,7 +68,7 @@ def down(product: Callable[[int, Tensor], Tensor], given: DownGiven) -> Tensor:
 
 
 def sum_in_order(terms: Tensor) -> Tensor:
-    """`sum_k terms[t, k]` in the order of k."""
+    """Return `sum_k terms[t, k]`, added in the order of k."""
     total = terms[:, 0].clone(memory_format=torch.contiguous_format)
     for k in range(1, terms.shape[1]):
         total += terms[:, k]
@@ -102,7 +102,7 @@ def _backward(
 
 
 def _layer(given: Given, expert: int, rows: slice | Tensor, top_k: int) -> Given:
-    """The arguments of an expert's layer for its rows; each token has `top_k` rows."""
+    """Return the arguments of an expert's layer for its rows of the result. Each token has `top_k` rows there."""
     x = given.x[rows] if isinstance(rows, slice) else given.x[rows // top_k]
     return given.of_expert(expert, x, None if given.mask_weights is None else given.mask_weights[rows])
 

@@ -3,19 +3,19 @@
 Let F_i be -1 where M_i = 1 and +1 elsewhere, t = x W^T and f_i = x (F_i * W)^T. The gate and the value of a mask are
 computed in one of three ways:
 
-- Sign flips (`_sign_flips`, n_masks + 1 GEMMs): gate_i = (t - f_i) / 2 and value_i = (t + f_i) / 2. Unlike with
-  gate_i = x (M_i * W)^T and value_i = t - gate_i, a value of few weights is not the small difference of two large sums,
-  unless x or W has outliers (see the bound in `mglu_ops.ops`).
+- Sign flips (`_sign_flips`, n_masks + 1 GEMMs): gate_i = (t - f_i) / 2 and value_i = (t + f_i) / 2. A simpler formula,
+  gate_i = x (M_i * W)^T and value_i = t - gate_i, would compute a value of few weights as the small difference of two
+  large sums. Sign flips do so only if x or W has outliers (see the bound in `mglu_ops.ops`).
 - Separate products (`_both_products`, 2 n_masks GEMMs), as in the naive layer: for one mask; for inference on a CPU
   except in float64, so that outliers cost no digits; and in float32 on a GPU or for two masks or few tokens.
-- A float64 total (`_smaller_parts`): for all other training in float32 on a CPU. The error of a float32 total would
-  enter every gate and value.
+- A float64 t (`_smaller_parts`): for all other training in float32 on a CPU. The error of a float32 t would enter every
+  gate and value.
 
 The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps (`gradients`).
 On a CPU, the backend `cpu` runs most calls instead: forward, also in training, and backward in bfloat16.
 
 A mask is applied by a product with 0 and 1, or with 1 and -1: exact, and several times faster than `torch.where` on a
-CPU. Sums are in float32 at least. Where the library has no 16-bit GEMM with a float32 result, the operands are widened.
+CPU. Sums are in float32 at least. Where torch has no 16-bit GEMM with a float32 result, the operands are widened.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FAST_FLOAT64 = {(7, 0), (8, 0), (9, 0), (10, 0)}
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the GEMMs' operands: x's dtype if the library can return wider sums, else the dtype of the sums."""
+    """The dtype of the GEMMs' operands: x's dtype if torch can return wider sums, else the dtype of the sums."""
     return x.dtype if x.is_cuda else sum_dtype(x.dtype)
 
 
@@ -58,16 +58,16 @@ def _total_dtype(x: Tensor) -> torch.dtype:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, summed and returned in float32 at least."""
+    """Return `a @ b`, summed in float32 at least, in the dtype of the sums."""
     if a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
 
 
 class Products:
-    """The GEMMs of a layer's training step, by the library. `triton.experts` has a subclass for experts.
+    """The GEMMs of a layer, by torch. `triton.experts` has a subclass whose GEMMs are for experts.
 
-    They sum and return in float32 at least. `weight` is `[out_features, in_features]`, `x` is `[tokens, in_features]`
+    Sums and results are in float32 at least. `weight` is `[out_features, in_features]`, `x` is `[tokens, in_features]`
     and `grad` is `[tokens, out_features]`. If `total` is given, the product is added to it in place.
     """
 
@@ -89,7 +89,7 @@ class Products:
         return _add_matmul(total, grad.t(), x)
 
     def count_ones(self, mask: Tensor) -> Tensor:
-        """Count the ones of the mask of the layer, or of each expert. The result broadcasts to the mask."""
+        """Count the ones of a layer's mask, or of each expert's mask. The result broadcasts to the mask."""
         return mask.count_nonzero()
 
     def per_row(self, numbers: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _gates_and_values(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield gate_i and value_i `[tokens, out_features]` of each mask, in the dtype of the sums.
 
-    All masks share the same memory. `apart` asks for separate products.
+    The next mask overwrites the yielded tensors. If `apart` is True, gate and value are separate products.
     """
     n_masks, tokens, narrow_sums = packed_masks.shape[-1], x.shape[0], x.dtype is torch.float32
     gate, value = (x.new_empty(tokens, weight.shape[-2], dtype=sum_dtype(x.dtype)) for _ in range(2))
@@ -269,7 +269,7 @@ def gradients(arguments: BackwardGiven, products: Products = _LAYER) -> tuple[Te
             total = total.to(total_dtype)
     b = None
     for i in range(n_masks):
-        b = torch.mul(grad, partials[:, 1 + i], out=b)  # all masks share the memory
+        b = torch.mul(grad, partials[:, 1 + i], out=b)  # overwrites b of the previous mask
         if needs_total:
             mask = _mask(packed_masks, i, weight)
             flips = mask.to(operand).mul_(-2).add_(1)
@@ -328,9 +328,9 @@ def _gradients_of_both_products(arguments: BackwardGiven, products: Products) ->
 
 
 def _mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum `grad_output * R_i` over out_features: `[tokens, n_masks]`. `terms` are all R_i.
+    """Sum `grad_output * R_i` over out_features. Return `[tokens, n_masks]` in `dtype`.
 
-    `terms` is `[tokens, n_masks, out_features]`.
+    `terms` holds all R_i, `[tokens, n_masks, out_features]`.
     """
     grad = grad_output.to(sum_dtype(grad_output.dtype))
     result = grad.new_empty(terms.shape[:2], dtype=dtype)

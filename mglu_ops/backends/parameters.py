@@ -19,7 +19,7 @@ _OTHER = re.compile(r"([\w:]+) (\w+)(?: = [\w:]+)?;")
 
 
 def addresses(**tensors: Tensor | None) -> dict[str, int]:
-    """The addresses of tensors by name; 0 for None."""
+    """Map the names of tensors to their addresses; 0 for None."""
     return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
@@ -78,7 +78,7 @@ class Parameters:
 def read_parameters(source: Path, name: str) -> Parameters:
     """Read the declaration of struct `name`, which has one field per line. Fields of its base come first.
 
-    A type other than a pointer, `int` and `TensorMap` must be a 64-bit integer or enumeration.
+    A field that is not a pointer, an `int` or a `TensorMap` must be a 64-bit integer or enumeration.
 
     Raises:
         ValueError: the source does not declare the struct, or its fields are not in the order of `Parameters`.

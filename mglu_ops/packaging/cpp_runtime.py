@@ -4,7 +4,7 @@ A C++ compiler that links libstdc++ statically (`-static-libstdc++`, or an insta
 copy into the machine code of a package, which then exports the copy's symbols. A Python process loads torch, and with
 it `libstdc++.so`, in a way that hides their functions from libraries that are loaded later. So the package calls the
 functions of its copy. But the identifiers of locale facets are unique symbols (`STB_GNU_UNIQUE`): a process has only
-one of each, and here those of `libstdc++.so`. The copy therefore looks up its facets by identifiers that another
+one of each, here the one in `libstdc++.so`. The copy therefore looks up its facets by identifiers that another
 library has numbered, and finds a wrong facet or none. The first `std::regex` in the package looks up a facet while the
 package is loaded. Code of GCC 12 then throws `std::bad_cast`. Code of GCC 13 does not check the facet, and the process
 ends with a segmentation fault.
@@ -44,8 +44,8 @@ def has_own_libstdcxx(package: Path) -> bool:
 def _exports_libstdcxx(library: IO[bytes]) -> bool:
     """True if a shared library exports a function of libstdc++.
 
-    The result is False for files that are not ELF, because on systems with other files a library's symbols do not
-    replace those of other libraries.
+    The result is False for files in other formats than ELF. On systems with such files, the symbols of one library do
+    not replace the symbols of another.
     """
 
     def read(offset: int, size: int) -> bytes:

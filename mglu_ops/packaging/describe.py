@@ -33,7 +33,7 @@ def describe(
     embeds_weights: bool,
     multi_arch: bool,
 ) -> PackageInfo:
-    """Describe the package of a program. `fused` is the program after fusion, which is compiled.
+    """Describe the package of a program. `fused` is the program after fusion, from which the package is compiled.
 
     Raises:
         ValueError: the program takes inputs that a package cannot check.
@@ -147,7 +147,7 @@ def _describe_inputs(program: ExportedProgram) -> list[InputInfo]:
 
 
 def _written(program: ExportedProgram) -> set[str]:
-    """The names of the inputs to which a program writes. A decomposed program returns their new values instead."""
+    """The names of the inputs to which a program writes, from its signature, which has them after decomposition."""
     schemas = [getattr(node.target, "_schema", None) for node in program.graph.nodes]
     if any(schema is not None and schema.is_mutable for schema in schemas):
         program = program.run_decompositions({})
@@ -265,7 +265,7 @@ def _minima(graph: Graph) -> Iterator[tuple[Any, int]]:
 
 
 def _minimal_sizes(node: Node) -> Iterator[tuple[Any, int]]:
-    """Yield (size, minimum) for an attention's heads and tokens, for pooled sizes, and for a size with an index."""
+    """Yield (size, minimum) for the heads and tokens of attention, for pooled sizes, and for indexed dimensions."""
     name, given = str(node.target), arguments_of(node)
     shapes = [each.meta["val"].shape for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
     if "scaled_dot_product" in name:

@@ -1,6 +1,7 @@
 """Compiles CUDA kernels into `libmglu_ops.so`, for the layers of packages and for chosen GPU architectures.
 
-`backends.cuda.plans` has the plans of a layer. This module compiles their kernels, and writes the plans as C++ tables.
+`backends.cuda.plans` makes the plans of a layer. This module compiles their kernels, and writes the plans as tables in
+C++.
 """
 
 from __future__ import annotations
@@ -82,10 +83,10 @@ def _layers(package: str | Path) -> list[LayerInfo]:
 
 
 def _rows(layer: LayerInfo, gpu: Gpu, table: _Table) -> Iterator[str]:
-    """Yield a row for each plan of a layer."""
+    """Yield the row of the table for each plan of a layer."""
 
     def call_of(rows: int) -> Call:
-        """The call with contiguous tensors, as the plans need them. C++ copies an x with other strides."""
+        """Describe the call with contiguous tensors, which its plans need. C++ copies an x with other strides."""
         return layer.call(torch.device("cuda"), rows)
 
     try:
@@ -106,7 +107,7 @@ def _rows(layer: LayerInfo, gpu: Gpu, table: _Table) -> Iterator[str]:
 
 
 def _rows_of_any_shape(kind: LayerInfo, gpu: Gpu, table: _Table) -> Iterator[str]:
-    """Yield the rows of layers that differ from those of a package in shape only."""
+    """Yield the rows of the table for layers that differ only in shape from a layer of a package."""
     call = replace(kind, out_features=64, in_features=64).call(torch.device("cuda"), 1)
     for found in plans_for_any_shape(call, gpu, has_experts=False, is_sorted=False):
         yield _row_of_any_shape(found, _variant(call, gpu), table)
@@ -137,7 +138,7 @@ def _variant(call: Call, gpu: Gpu) -> str:
 
 
 def _row(**fields: object) -> str:
-    """A C++ initializer with named fields, in the order in which csrc/library/cuda/plan.h declares them.
+    """Return a C++ initializer with these fields, which must be in the order of their declarations in plan.h.
 
     Omitted fields get their default values.
     """
@@ -149,17 +150,17 @@ def _row(**fields: object) -> str:
 
 
 class _Table:
-    """C++ declarations: cubins, functions that evaluate sizes, and arrays, each once."""
+    """The C++ declarations of plans: cubins, functions that evaluate sizes, and arrays. Equal ones are written once."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is for the cubins; None for steps that C++ compiles itself."""
+        """Cubins are written to `folder`, which is None if the C++ library compiles the kernels of all steps."""
         self._folder = folder
         self._embedded: list[str] = []
         self._declared: dict[str, str] = {}
         self._cubins: dict[tuple[object, ...], str] = {}
 
     def text(self, name: str, rows: Sequence[str], *more: str) -> str:
-        """The file with a table of plans in the namespace `name`. The table ends with an empty row."""
+        """Return the file's text: a table of plans in the namespace `name`, which ends with an empty row."""
         declarations = [template.replace("@", symbol) for template, symbol in self._declared.items()]
         lines = [*self._embedded, f"namespace mglu::cuda::{name} {{", *more, *declarations]
         lines += ["constexpr Plan kPlans[] = {", *(f"    {row}," for row in rows), "    {}};"]
@@ -222,7 +223,7 @@ class _Table:
         return self._declare("array", f"constexpr {element} @[] = {{{joined}}};") if joined else "{}"
 
     def _declare(self, prefix: str, template: str) -> str:
-        """The symbol of a declaration, in which @ stands for the symbol."""
+        """Return the symbol of a declaration, in whose template @ stands for the symbol."""
         return self._declared.setdefault(template, f"{prefix}_{len(self._declared)}")
 
     def _cubin(self, source: Source) -> str:

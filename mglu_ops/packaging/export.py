@@ -179,7 +179,7 @@ def _replacing(name: str, path: Path) -> Iterator[Path]:
 
 
 def _compiler(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's setting of the C++ compiler: from `options`, else the command line in `CXX`, else torch's default.
+    """Return Inductor's setting of the C++ compiler: from `options`, else from `CXX`, else torch's default.
 
     A missing compiler is an error here, before minutes of tracing.
     """
@@ -213,7 +213,7 @@ def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: b
 
 
 def _check_experts(program: ExportedProgram, backend: str, shim: bool) -> None:
-    """Check that the backend supports experts, which must stay calls of operators."""
+    """Check that the backend supports the program's operators over experts, which a package can only call."""
     called = [node.target.name() for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     name = next((name for name in called if name.startswith(("mglu::experts_", "mglu::grouped_"))), None)
     if name is None:
@@ -459,7 +459,7 @@ def _triton_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: 
             given = given._replace(x=round_activation(given.x))
         in_rows = given.in_rows()
         tokens = in_rows.x.shape[0]
-        # Choose one launch for all numbers of tokens: tiles of 16 tokens can take any number.
+        # If the number of tokens varies, the launch for 16 tokens is chosen, which can run any number.
         chosen = choose(given.n_masks, tokens if isinstance(tokens, int) else 16, wide=given.x.dtype is torch.float32)
         return launch(in_rows, chosen).view(*given.x.shape[:-1], given.out_features)
 

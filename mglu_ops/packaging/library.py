@@ -126,8 +126,8 @@ def build_targets(
 def write_kernels(folder: str | Path, archs: Sequence[str], packages: Sequence[str | Path]) -> None:
     """Compile kernels and write them to a folder, for CMake's `MGLU_KERNELS`.
 
-    Arguments and errors are as in `build_runtime`. A BuildError also tells that neither NVRTC nor nvcc was found, or
-    that a kernel does not compile.
+    Arguments and errors are as in `build_runtime`. A BuildError is also raised if neither NVRTC nor nvcc was found, or
+    if a kernel does not compile.
     """
     from ..backends.cuda.compiler import CompileError
     from . import device_code

@@ -23,9 +23,9 @@ from .seal import PackageError, check_seal
 class Package:
     """A loaded package, which is called like the model.
 
-    Several threads may call one package, but a lock makes its calls run one after another. A package has one model.
-    Without the lock, torch's runner would wait for a running call of the model while holding the GIL, which that call
-    may need to finish.
+    Several threads may call one package, but a lock makes its calls run one after another. torch's runner holds one
+    instance of the model. Without the lock, a second call would wait in the runner for the first one while holding the
+    GIL, which the first call may need to finish.
 
     Attributes:
         info: the package's description of itself.

@@ -193,7 +193,7 @@ def seal_package(path: Path, info: PackageInfo) -> None:
 
 
 def minor_version(version: str) -> str:
-    """`2.13` for `2.13.1+cu130`. Packages run with all versions of torch with the same minor version."""
+    """Return `2.13` for `2.13.1+cu130`. Packages run with all versions of torch that have the same minor version."""
     return ".".join(version.split(".")[:2])
 
 

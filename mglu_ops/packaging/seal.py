@@ -48,7 +48,7 @@ def check_seal(path: Path, kind: str) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        PackageError: it has no seal or another version, is damaged, or is of the other kind.
+        PackageError: the file has no seal or another version, is damaged, or is of the other kind.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
@@ -72,6 +72,6 @@ def check_seal(path: Path, kind: str) -> None:
 
 
 def _checksum(file: BinaryIO) -> bytes:
-    """The checksum of all but the last eight bytes of a file, which is mapped, since it may not fit into memory."""
+    """The checksum of all but the last eight bytes of a file. The file is mapped, since it may not fit into memory."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
         return b"%08x" % zlib.adler32(view[:-_CHECKSUM_DIGITS])
