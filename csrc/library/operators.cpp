@@ -7,8 +7,11 @@
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 
+#include "formats.h"
 #include "python_process.h"
 #include "torch_call.h"
 
@@ -20,38 +23,6 @@ namespace stable = torch::stable;
 using stable::detail::from;
 using stable::detail::StableLibrary;
 using stable::detail::to;
-
-// The schemas of mglu_ops/ops.py; a test compares the strings.
-constexpr const char* kSchemas[] = {
-    "pack_masks(Tensor masks) -> Tensor",
-    "pack_logits(Tensor mask_logits) -> Tensor",
-    "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
-    "forward(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None, "
-    "Tensor? weight_scale=None, str weight_format=\"dense\", str activation_format=\"dense\") -> Tensor",
-    "forward_ste(Tensor x, Tensor weight, Tensor mask_logits, str activation=\"silu\", Tensor? mask_weights=None) -> "
-    "(Tensor, Tensor)",
-    "forward_train(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None) "
-    "-> (Tensor, Tensor)",
-    "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
-    "ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    "pack_expert_logits(Tensor mask_logits) -> Tensor",
-    "experts_forward(Tensor x, Tensor weight, Tensor packed_masks, Tensor expert_ids, str activation=\"silu\", "
-    "Tensor? mask_weights=None, Tensor? weight_scale=None, str weight_format=\"dense\", "
-    "str activation_format=\"dense\") -> Tensor",
-    "experts_down(Tensor y, Tensor weight, Tensor expert_ids, Tensor expert_weights, Tensor? weight_scale=None, "
-    "str weight_format=\"dense\") -> Tensor",
-    "experts_down_backward(Tensor grad_output, Tensor y, Tensor weight, Tensor expert_ids, Tensor expert_weights, "
-    "bool[3] needs) -> (Tensor, Tensor, Tensor)",
-    "grouped_forward(Tensor x, Tensor weight, Tensor packed_masks, Tensor offs, str activation=\"silu\", "
-    "Tensor? mask_weights=None, Tensor? weight_scale=None, str weight_format=\"dense\", "
-    "str activation_format=\"dense\") -> Tensor",
-    "grouped_forward_ste(Tensor x, Tensor weight, Tensor mask_logits, Tensor offs, str activation=\"silu\", "
-    "Tensor? mask_weights=None) -> (Tensor, Tensor)",
-    "grouped_forward_train(Tensor x, Tensor weight, Tensor packed_masks, Tensor offs, str activation=\"silu\", "
-    "Tensor? mask_weights=None) -> (Tensor, Tensor)",
-    "grouped_backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor offs, Tensor partials, "
-    "bool[2] needs, ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-};
 
 // Replaces torch's to<std::string>, which leaks a copy at each call (torch 2.11 to 2.13).
 std::string to_string(StableIValue value) {
@@ -139,21 +110,39 @@ void boxed_experts_down(StableIValue* stack, std::uint64_t, std::uint64_t) {
                                  weight_scale ? weight_scale->get() : nullptr, weight_format));
 }
 
+struct Kernel {
+    const char* name;
+    void (*function)(StableIValue*, std::uint64_t, std::uint64_t);
+};
+
+// The operators of this library. Python's mglu_ops defines all others of kSchemas.
+constexpr Kernel kKernels[] = {
+    {"pack_masks", boxed_pack_masks},
+    {"pack_logits", boxed_pack_logits},
+    {"unpack_masks", boxed_unpack_masks},
+    {"forward", boxed_forward},
+    {"forward_ste", boxed_forward_ste},
+    {"experts_forward", boxed_experts_forward<false>},
+    {"grouped_forward", boxed_experts_forward<true>},
+    {"experts_down", boxed_experts_down},
+};
+
+const char* schema_of(std::string_view name) {
+    for (const std::string_view schema : kSchemas)
+        if (schema.substr(0, schema.find('(')) == name) return schema.data();
+    throw std::logic_error("mglu: an operator has no schema");
+}
+
 class Registration {
   public:
     Registration() {
         if (python_has_operators()) return;
-        for (const char* schema : kSchemas) schemas_.def(schema);
         // These kernels have the dispatch key CompositeExplicitAutograd. If Python imports mglu_ops later, it registers
         // kernels with the keys CPU and CUDA, which take precedence.
-        kernels_.impl("pack_masks", &boxed_pack_masks)
-            .impl("pack_logits", &boxed_pack_logits)
-            .impl("unpack_masks", &boxed_unpack_masks)
-            .impl("forward", &boxed_forward)
-            .impl("forward_ste", &boxed_forward_ste)
-            .impl("experts_forward", &boxed_experts_forward<false>)
-            .impl("grouped_forward", &boxed_experts_forward<true>)
-            .impl("experts_down", &boxed_experts_down);
+        for (const Kernel& kernel : kKernels) {
+            schemas_.def(schema_of(kernel.name));
+            kernels_.impl(kernel.name, kernel.function);
+        }
     }
 
   private:
