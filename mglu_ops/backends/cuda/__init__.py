@@ -33,8 +33,8 @@ from .launch import LaunchSequence, Plan, load
 __all__ = ["MOST_TOKENS_FOR_REREADING", "Cuda", "DecodeMma", "LaunchConfig", "Plain", "TileWgmma"]
 
 MOST_TOKENS_FOR_REREADING = 512
-"""The most tokens of a call without `tile_wgmma`. The other kernels read W again, from L2 or memory, for every 4, 8 or
-16 tokens."""
+"""The most tokens of a 16-bit call for kernels other than `tile_wgmma`. These kernels read W again, from L2 or memory,
+for every 4, 8 or 16 tokens."""
 
 _NO_COMPILER = "cuda-core is not installed (pip install cuda-core), and the cache does not hold the kernel"
 
@@ -61,7 +61,7 @@ class Cuda(Backend):
         return self._layer_reason(call) or self._tokens_reason(call)
 
     def _layer_reason(self, call: Call) -> Reason | None:
-        """The reason that holds for a layer with any number of tokens, without experts."""
+        """Return the reason why no kernel runs a layer without experts for any number of tokens; None if one does."""
         if call.dtype not in ELEMENTS:
             return no_kernel("x", call.dtype)
         if call.mask_weights_dtype is not None and call.mask_weights_dtype not in ELEMENTS:
@@ -79,7 +79,7 @@ class Cuda(Backend):
         return None
 
     def _tokens_reason(self, call: Call) -> Reason | None:
-        """The reason why a layer's kernel is not for this number of tokens."""
+        """Return the reason why this backend does not run a layer with this many tokens; None if it does."""
         most = _most_tokens_on_chip(call)
         if call.tokens <= most:
             return None
@@ -160,7 +160,7 @@ class Cuda(Backend):
     def prepare(self, task: Task, call: Call, launch: Any = None) -> Prepared:
         """Choose the launches of a supported task (or take `launch`), compile their kernels and load them.
 
-        `backward` does so in its first call.
+        The task `backward` compiles and loads its kernels in its first call instead, as it needs the tensors.
 
         Raises:
             ValueError: `launch` cannot run the call.
@@ -209,9 +209,9 @@ class Cuda(Backend):
 
 
 def _most_tokens_on_chip(call: Call) -> int:
-    """Above this many tokens the library beats the kernels that reread W for every 4, 8 or 16 tokens.
+    """Above this many tokens, GEMMs of cuBLAS beat the kernels that reread W for every 4, 8 or 16 tokens.
 
-    `tile_wgmma` beats all of them, so the limit does not apply to it. Measured in 16 bits on an H200
+    `tile_wgmma` beats both, so the limit does not apply to it. Measured in 16 bits on an H200
     (benchmarks/results/tokens.csv, routes.csv); float32 was not measured.
     """
     if call.dtype is torch.float32:
@@ -220,7 +220,7 @@ def _most_tokens_on_chip(call: Call) -> int:
 
 
 def _check_launch(launch: Any, call: Call, gpu: Gpu, as_read: Call | None = None) -> None:
-    """Raise ValueError if a launch, of any kind, cannot run a call, which its kernel may see as `as_read`."""
+    """Raise ValueError if `launch` cannot run `call`, or `as_read`, the call with a copy of x that the kernel reads."""
     problem = None if launch is None else launch.violation(as_read or call, gpu)
     if problem is not None:
         raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")

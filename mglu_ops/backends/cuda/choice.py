@@ -1,7 +1,7 @@
-"""Chooses the launch of a call in the CUDA backend: a pure function of the call and the GPU.
+"""Chooses the launch of a call in the CUDA backend, from the call, the GPU and the tables of measured launches.
 
-If a table of measured launches has the call, its entry wins. Otherwise the first kernel in `CHOICES` that accepts the
-call runs it. Nothing is timed at run time.
+If a table has an entry for the call, that entry decides. Otherwise the first kernel in `CHOICES` that accepts the call
+runs it. Nothing is timed at run time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LaunchChoice:
     Attributes:
         config: the kernel and its launch configuration.
         origin: the source of `config`, such as "the cost model".
-        slow_reason: the reason why the slow plain kernel runs a 16-bit call. None if another kernel runs the call, and
-            in float32, where plain is the only kernel.
+        slow_reason: the reason why the slow kernel `plain` runs a 16-bit call. None if another kernel runs the call,
+            and for float32, in which every call runs by `plain`.
     """
 
     config: LaunchConfig
@@ -54,12 +54,12 @@ def choose(call: Call, gpu: Gpu) -> LaunchChoice:
 
 
 def without_tables(call: Call, gpu: Gpu) -> LaunchConfig:
-    """Choose the launch of a call without tables. The first kernel in `CHOICES` that accepts the call runs it."""
+    """Return the launch that is chosen without tables: the first one that a function in `CHOICES` returns."""
     return next(config for config in (choose(call, gpu) for choose in CHOICES) if config is not None)
 
 
 def choose_experts(call: Call, gpu: Gpu) -> experts.ExpertLaunch:
-    """Choose the launch of a call of experts, by the rows of an expert with balanced routing."""
+    """Choose the launch of a call of experts by the number of rows that each expert gets if routing is balanced."""
     tiles = tile_experts.choose(call, gpu) if call.balanced_rows >= tile_experts.least_rows(call.one) else None
     return tiles or experts.choose(call, gpu)
 

@@ -22,17 +22,17 @@ from ..interruptible import COMPILER_SECONDS, run
 
 _STANDARD = "c++17"
 _IMPORTING = threading.RLock()
-# A process that is forked during the import could never finish it, so forks wait for the lock.
+# A process that is forked while another thread imports could never finish the import, so forks wait for the lock.
 os.register_at_fork(before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release, after_in_child=_IMPORTING.release)
 
 
 class CompileError(RuntimeError):
-    """There is no compiler, it has no folder for its output, or it refused a kernel; the message has its log."""
+    """No compiler is installed, it has no folder for its output, or it refused a kernel (the message has its log)."""
 
 
 @cache
 def source_directory() -> Path:
-    """Return the folder of the device code: inside an installed package, or beside it in a checkout."""
+    """Return the folder of the device code: inside an installed package, or beside the package in a checkout."""
     package = Path(__file__).resolve().parents[2]
     for candidate in (package / "csrc" / "cuda", package.parent / "csrc" / "cuda"):
         if candidate.is_dir():
@@ -51,7 +51,7 @@ def source_hash() -> str:
 
 @cache
 def compiler_version() -> str:
-    """Return the version of NVRTC, from its package if possible, since loading the library takes 0.15 s."""
+    """Return the version of NVRTC, from its package's metadata if possible, since loading NVRTC takes 0.15 s."""
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return f"{package} {metadata.version(package)}"
@@ -124,7 +124,7 @@ def _run_nvcc(nvcc: str, kernel: str, arch: str, macros: dict[str, int], scratch
 
 
 def _cuda_core() -> Any:
-    """Import `cuda.core`, in one thread at a time: it replaces itself during import, and is incomplete until then."""
+    """Import `cuda.core`. The lock keeps other threads from seeing it incomplete, as it replaces itself meanwhile."""
     with _IMPORTING:
         return importlib.import_module("cuda.core")
 

@@ -17,17 +17,18 @@ from .kernels.group_tokens import Order, order_words
 from .launch import load
 
 _NOT_READ = dict.fromkeys(("x", "packed_masks", "mask_weights"), 0)
-"""The pointers of `Params` that `decode_weight` does not read."""
+"""Null pointers for the fields of `Params` that the kernel `decode_weight` does not read."""
 
 
 class CudaDown:
-    """A prepared call of `experts_down`. Thread-safe. It runs a plan, or the library's products between some steps.
+    """A prepared call of `experts_down`. Thread-safe.
 
-    The library multiplies the rows, sorted by expert, in their dtype.
+    It runs a plan, or it multiplies by torch's `grouped_mm`, which takes the rows of y sorted by expert in the dtype of
+    y, and runs some kernels before and after that.
 
     Attributes:
-        launches: the loaded plan; None if the library multiplies.
-        steps: the loaded `LibrarySteps`; None if the library does not multiply.
+        launches: the loaded plan; None if `grouped_mm` multiplies.
+        steps: the loaded `LibrarySteps`, the launches around `grouped_mm`; None if a plan runs.
     """
 
     __slots__ = ("_device", "launches", "steps")
@@ -61,7 +62,7 @@ class CudaDown:
             "out": out.data_ptr(),
         }
         stream = current_stream(device)
-        # The workspace and the products are freed on return, like the workspace in CudaCall.
+        # The workspace and the products are freed on return, which `CudaCall.__call__` explains for its workspace.
         if self.launches is not None:
             nbytes = self.launches.workspace_bytes
             workspace = empty((nbytes,), (1,), torch.uint8, device) if nbytes else None

@@ -1,4 +1,4 @@
-"""The driver calls of a launch, through ctypes. Each eager call launches, and a general wrapper would take longer.
+"""Launches kernels through the CUDA driver and ctypes, in each eager call. A general wrapper would take longer.
 
 A whole eager call takes 11 to 20 us of host time on an H200 (`benchmarks/results/overheads.csv`).
 """
@@ -19,13 +19,13 @@ class LaunchError(RuntimeError):
 
 
 class _Attribute(ctypes.Structure):
-    """`CUlaunchAttribute` with a value of type int."""
+    """The driver's struct `CUlaunchAttribute`, with a value of type int."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
 
 
 class _LaunchStruct(ctypes.Structure):
-    """`CUlaunchConfig`."""
+    """The driver's struct `CUlaunchConfig`."""
 
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
@@ -65,7 +65,7 @@ def _check(result: int, what: str) -> None:
 
 
 def bind_context(device: int) -> None:
-    """Give this thread torch's context of a device if the thread has none, as before its first torch operation."""
+    """Make torch's context of a device current if this thread has no context, as before its first torch operation."""
     library, context, handle = _library(), ctypes.c_void_p(), ctypes.c_int()
     _check(library.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
     if not context.value:
@@ -84,7 +84,7 @@ class Kernel:
         self.device = device
         self.handle = ctypes.c_void_p()
         self._module = ctypes.c_void_p()
-        self._shared = 48 * 1024  # launches may use this many bytes without asking
+        self._shared = 48 * 1024  # the most bytes that a launch may use; `allow_shared` raises it
         self._lock = threading.Lock()
         _check(library.cuModuleLoadData(ctypes.byref(self._module), cubin), f"loading {name}")
         _check(library.cuModuleGetFunction(ctypes.byref(self.handle), self._module, name.encode()), name)
@@ -149,8 +149,8 @@ class Launch:
     def __call__(self, stream: int, pointers: Mapping[str, int], maps: bytes | None = None) -> None:
         """Launch on a stream of the current context.
 
-        `pointers` has the address of each pointer of the struct, by name. `maps` are the struct's last tensor maps;
-        maps before them are zeros.
+        `pointers` has an address for the name of each pointer of the struct. `maps` fills the end of the struct with
+        its last tensor maps. Tensor maps before them stay zero.
 
         Raises:
             KeyError: a pointer of the struct is missing.
@@ -165,7 +165,7 @@ class Launch:
         if second is not None:
             second(pointers)
         if maps is not None:
-            buffer[-len(maps) :] = maps  # a single copy, because `buffer` is a memoryview and not a ctypes array
+            buffer[-len(maps) :] = maps  # one copy, since `buffer` is a memoryview; ctypes copies byte by byte
         result = self._launch(config, function, arguments, None)
         if result == _NO_CONTEXT:
             bind_context(self._kernel.device)
@@ -176,7 +176,7 @@ class Launch:
     def _new_state(self) -> tuple[_LaunchStruct, object, ctypes.c_void_p, memoryview, object, _Fill | None]:
         """Make the buffers that the driver reads in a launch.
 
-        Each thread has its own buffers, because ctypes releases the GIL, so other threads run during a launch.
+        Each thread has its own buffers: ctypes releases the GIL, so another thread may launch at the same time.
         """
         attributes = ctypes.pointer(self._attribute)
         struct = _LaunchStruct(*self._geometry, None, attributes, 1 if self._overlap else 0)

@@ -1,18 +1,21 @@
 """A training step of experts in 16 bits on a GPU, for rows sorted by expert (csrc/cuda/training.md).
 
-The rows of each expert follow the equations of one layer (`training`).
+The rows of each expert follow the equations in `training.py`, which define the symbols t, f_i, F_i, b_i, D_i and dt.
 
 - Forward on compute capability 9.0 is one kernel, `tile_wgmma`, if sizes and addresses suit it.
-- Otherwise `torch.nn.functional.grouped_mm` multiplies, which reads offs on the device. Elementwise kernels before and
-  after it pass once over memory, and treat the weights of all experts as one matrix. The flipped weights of an expert
-  are stacked: the n_masks + 1 products of forward are the columns of one GEMM, and dx is one GEMM with a float32 sum.
+- Otherwise `torch.nn.functional.grouped_mm` multiplies. It reads `offs`, where the rows of each expert end, on the
+  device. Elementwise kernels before and after it pass once over memory, and treat the weights of all experts as one
+  matrix. W and all flipped weights F_i * W of an expert are stacked: the n_masks + 1 products of forward are columns of
+  one GEMM, and dx is one GEMM with a float32 sum.
 - In float16, and on GPUs for which torch has no kernel, Triton kernels replace `grouped_mm`
   (`mglu_ops.backends.triton.grouped`).
 
 `grouped_mm` rounds its results to 16 bits. If t and all f_i were rounded, y would have up to 2.5 times the error of the
 naive layer, mostly because the error of t enters every gate and value. Therefore a Triton kernel computes t in float32.
-With one mask, gate and value are separate products instead, which need no t. With relu they are separate products too,
-at the cost of 2 n_masks products: relu's derivative jumps at 0, so a gate near 0 needs the right sign.
+In two cases t is not used, and the gate and the value of each mask are products of their own:
+
+- with one mask, where this takes no more products;
+- with relu, whose derivative jumps at 0, so that a gate near 0 needs the right sign. This takes 2 n_masks products.
 
 Nothing waits for the GPU, and no shape depends on the values of `offs`. The same inputs give the same bits.
 """
@@ -78,7 +81,7 @@ class ForwardTrain:
 
 
 def as_read(call: Call) -> Call:
-    """Return the call after x, weight and masks were copied to the layouts that the kernel reads.
+    """Return the call that the kernel sees, after `ForwardTrain` has copied x, weight and masks to fixed layouts.
 
     Because of the copies, neither the choice of the launch nor the bits of the result depend on the arguments' layouts.
     """
@@ -104,7 +107,7 @@ def _octets_together(n_masks: int) -> int:
 
 
 def library_forward(given: Given) -> tuple[Tensor, Tensor]:
-    """Run `mglu::grouped_forward_train` with library GEMMs, for arguments in any strides."""
+    """Run `mglu::grouped_forward_train` with `grouped_mm` or Triton GEMMs, for arguments in any strides."""
     x, weight, packed_masks, activation, mask_weights, *_ = given
     offs = _offs(given)
     (rows, h), d, n_masks = x.shape, weight.shape[1], packed_masks.shape[3]
@@ -165,7 +168,7 @@ def _gradients(
         del flipped
         steps.clear_rows(grad_x, offs)
     if needs_products:
-        # `products` is all D_i, and `total` is D_0. Gradients of the same dtype overwrite them.
+        # `products` holds D_1 to D_n, and `total` holds D_0. A gradient of the same dtype is written over them.
         products = product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
         total = product(scaled[:, 0].t(), x, offs) if needs_weight else None
         del scaled
@@ -184,7 +187,7 @@ def _gradients(
 
 def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """Return t = x W^T of each row in float32."""
-    from ..triton.grouped import grouped_products  # imported here, because it imports Triton
+    from ..triton.grouped import grouped_products  # imported here, because the module imports Triton
 
     return grouped_products(x, weight.mT, offs, x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32))
 

@@ -1,4 +1,4 @@
-"""The plan of a call: the launches that compute it, as data; and the loading and the running of plans."""
+"""Plans, which describe the launches that compute a call as data, and the functions that load and run plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .driver import Kernel, KernelStruct, Launch
 from .tensor_map import Matrix, TensorMaps
 
 Source = tuple[str, str, dict[str, int]]
-"""A kernel to compile: its name, which is that of its file in csrc/cuda, the target such as `sm_90a`, and macros."""
+"""A kernel to compile: its name, which its file in csrc/cuda shares, the target such as `sm_90a`, and macros."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class Step:
         overlap: True for programmatic dependent launch.
         integers: the values of the integers of the kernel's struct.
         struct: the struct of the kernel's parameters (csrc/cuda/params.cuh).
-        items: the values of the integers of `ItemParams`, the second struct of a kernel of experts; None without it.
-        maps: the last tensor maps of the struct, in order, as the matrices by the names of their addresses. None stands
-            for an unused map. Matrices whose addresses change together share an entry.
-        writes: what the step writes, as the pointer by which later steps read it; None for the last step, which writes
-            the result.
+        items: the values of the integers of `ItemParams`, the second struct of kernels for experts; None for kernels
+            with one struct.
+        maps: the matrices of the struct's last tensor maps, in order, under the names of their pointers; None for an
+            unused map. Each mapping is encoded and cached as a whole, so it has matrices whose addresses change
+            together.
+        writes: the name of the pointer by which later steps read what this step writes; None for the last step, which
+            writes the result.
         nbytes: the size of what the step writes; 0 for the last step.
     """
 
@@ -54,7 +56,7 @@ class Step:
 
     @property
     def source(self) -> Source:
-        """What is compiled for the step."""
+        """The kernel that is compiled for the step."""
         return self.kernel, self.target, self.macros
 
     def load(self, device: int) -> Launch:
@@ -78,7 +80,7 @@ class Step:
 
 
 Plan = tuple[Step, ...]
-"""The steps of a call, in order. Each step may start only after all earlier ones have ended."""
+"""The steps of a call, in order. Each step waits until the results of the earlier steps are in memory."""
 
 
 def load(plan: Plan, device: int) -> LaunchSequence:
@@ -107,7 +109,7 @@ def _load_kernel(device: int, name: str, target: str, macros: tuple[tuple[str, i
 
 
 def parameters(source: str, name: str = "Params") -> Parameters:
-    """The fields of the struct `name`, which a file of csrc/cuda declares."""
+    """Return the fields of the struct `name`, which the file `source` of csrc/cuda declares."""
     return read_parameters(source_directory() / source, name)
 
 
@@ -132,9 +134,8 @@ class LaunchSequence:
 
     Attributes:
         kernel: the launch that computes the result.
-        copies: the launches before it, in order. A launch may start only after all earlier ones have ended.
-        maps: the last tensor maps of the kernel's struct, in order. Matrices whose addresses change together share an
-            entry.
+        copies: the launches before `kernel`, in order.
+        maps: the last tensor maps of the kernel's struct, in order, grouped as in `Step.maps`.
     """
 
     kernel: Launch
@@ -147,7 +148,7 @@ class LaunchSequence:
         return sum(round_up(copy.nbytes, 16) for copy in self.copies)
 
     def __call__(self, stream: int, pointers: dict[str, int], workspace: int = 0) -> None:
-        """Launch on a stream. `pointers` has all addresses by name; `workspace` is the address for the copies.
+        """Launch on a stream. `pointers` has all addresses by name; the copies are written at `workspace`.
 
         Raises:
             LaunchError: the driver refused a launch; the context stays usable.

@@ -8,9 +8,9 @@
                   "config": {"kernel": "decode_mma", "tiles": 7, ...}, "microseconds": 40.1,
                   "model": {"kernel": "decode_mma", ...}, "model_microseconds": 42.3}, ...]}
 
-The tables in the folder `tables` beside this file are part of the package. `MGLU_TUNING_TABLE` names a table of the
-user. If both have a call, the entry in the user's table wins. Tables are read once per process, when the first launch
-is chosen. Entries for other GPUs are ignored.
+The folder `tables` beside this file has the tables of the package, and the environment variable `MGLU_TUNING_TABLE`
+names a table of the user. If both have an entry for a call, the user's entry decides. Tables are read once per process,
+when the first launch is chosen. Entries for other GPUs are ignored.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Entry:
         microseconds: the time of `config`.
         model: the launch that is chosen without tables.
         model_microseconds: the time of `model`.
-        table: the file of the entry.
+        table: the file from which the entry was read; None for a new entry.
     """
 
     gpu: Gpu
@@ -96,7 +96,7 @@ _Key = tuple[object, ...]
 
 
 def _key(call: Call, gpu: Gpu) -> _Key:
-    """The properties in which a call must equal the measured call of an entry."""
+    """Return the properties that a call and its GPU must share with an entry."""
     shape = call.n_masks, call.tokens, call.out_features, call.in_features
     formats = call.dtype, call.weight.format.name, call.activation_format
     return (gpu.name, gpu.arch, gpu.multiprocessors, *formats, *shape)

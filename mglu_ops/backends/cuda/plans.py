@@ -1,7 +1,8 @@
 """The plans of libmglu_ops.so, which is compiled once and runs calls of any number of rows.
 
-Python chooses a launch for some numbers of rows, and plans it with `Size`s in place of the integers that depend on the
-call or on the GPU at hand. C++ evaluates the same `Size`s, from the values that `VARIABLES` lists.
+Python chooses a launch for some numbers of rows. It computes the plan of this launch with a `Size`, a recorded
+expression, for each integer that depends on the call or on the GPU. C++ evaluates these expressions in each call, from
+the values that `VARIABLES` lists.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ the launch of the larger one."""
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A plan, and the numbers of rows for which it is used."""
+    """A plan, and the range of numbers of rows for which it is used."""
 
     first_rows: int
     last_rows: int
@@ -80,7 +81,7 @@ def layer_plans(call_of: Callable[[int], Call], gpu: Gpu) -> Iterator[LayerPlan]
 
 
 def described(plan: Plan) -> tuple[object, ...]:
-    """A plan with the text of each Size instead of its value, for comparisons."""
+    """Return a plan with the text of each `Size` in place of its value. Plans with equal texts agree in every call."""
 
     def texts(value: object) -> object:
         if isinstance(value, dict):
@@ -95,7 +96,7 @@ def described(plan: Plan) -> tuple[object, ...]:
 
 
 def _row_counts(call: Call) -> list[int]:
-    """The numbers of rows for which launches are chosen, up to the most that one launch takes."""
+    """Return the numbers of rows for which launches are chosen, up to the most rows of a launch."""
     if call.routing is None:
         most = plain.MOST_TOKENS
     else:
@@ -105,9 +106,9 @@ def _row_counts(call: Call) -> list[int]:
 
 
 def _launch(call: Call, gpu: Gpu) -> Callable[[Call, Gpu], Plan] | None:
-    """The function that plans the chosen launch of a call; None if shared memory cannot hold the sorted rows.
+    """Return the function that plans the chosen launch of a call; None if shared memory cannot hold the sorted rows.
 
-    For many rows per expert, Python multiplies by `grouped_mm` instead (`experts_down.uses_library`); C++ does not.
+    For many rows per expert, Python multiplies by `grouped_mm` (`experts_down.uses_library`). C++ always launches.
     """
     if call.routing is None:
         return partial(quantize_x.plan, choose(call, gpu).config)
@@ -120,7 +121,7 @@ def _launch(call: Call, gpu: Gpu) -> Callable[[Call, Gpu], Plan] | None:
 
 
 def _plan(launch: Callable[[Call, Gpu], Plan], call_of: Callable[[int], Call], rows: int, gpu: Gpu) -> Plan:
-    """The plan of a launch as a function of the rows, the strides of x and of the mask weights, and the GPU's sizes."""
+    """Return the plan of a launch in terms of the rows, the strides of x and mask weights, SMs and shared memory."""
     call = call_of(Size(rows, "rows"))
     x, weights = call.x, call.mask_weights
     traced = replace(
@@ -144,13 +145,13 @@ def _any_gpu(gpu: Gpu) -> Gpu:
 
 
 def _at_run_time(step: Step) -> Step:
-    """A step that takes from the call what no arithmetic gives: the alignment of x and the bytes of an id."""
+    """Return the step with variables for the alignment of x and the bytes of an id, which are constants when traced."""
 
     def values(integers: dict[str, int]) -> dict[str, int]:
         found = dict(integers)
         if "id_bytes" in found:
             found["id_bytes"] = Size(found["id_bytes"], "id_bytes")
-        if text(found.get("x_row_stride", 0)) == "x_row_stride":  # not for a copy of x
+        if text(found.get("x_row_stride", 0)) == "x_row_stride":  # false for a copy of x
             found["x_is_vectorizable"] = Size(found["x_is_vectorizable"], "x_is_vectorizable")
         return found
 
@@ -166,12 +167,12 @@ class AnyLayerPlan:
     """A plan for layers of any shape, in tensors of any layout.
 
     Attributes:
-        rounds_x: True for an x that is rounded to `fp8_token`.
+        rounds_x: True if the plan rounds x to `fp8_token`.
         has_experts: True for layers of experts.
-        is_sorted: True for rows that are sorted by expert.
+        is_sorted: True if the rows of x are sorted by expert.
         first_rows: the least rows of x; 1 or 2.
         last_rows: the most rows of x.
-        plan: the plan. Its targets are empty if the kernel is compiled where it runs.
+        plan: the steps. Their targets are empty if the kernels are compiled where they run.
     """
 
     rounds_x: bool
@@ -183,7 +184,7 @@ class AnyLayerPlan:
 
 
 def any_layer_plans() -> Iterator[AnyLayerPlan]:
-    """Yield the plans by which `plain` runs any call; the numbers in their macros are values of the call."""
+    """Yield the plans by which the kernel `plain` runs any call. The numbers in their macros are `Size`s too."""
     codes = {
         "MGLU_ELEMENT": "element",
         "MGLU_WEIGHT_FORMAT": "weight_format",
@@ -211,7 +212,7 @@ def any_layer_plans() -> Iterator[AnyLayerPlan]:
 
 
 def plans_for_any_shape(layer: Call, gpu: Gpu, has_experts: bool, is_sorted: bool) -> Iterator[AnyLayerPlan]:
-    """Yield the plans of `plain` for one token and for more, for any shape in place of that of `layer`."""
+    """Yield the plans of `plain` for one token and for more. They run layers of any shape, in the dtypes of `layer`."""
     most = plain.MOST_TOKENS
     for block_tokens, first, last in ((1, 1, 1), (4, 2, most)):
         call = _of_any_shape(replace(layer, leading=(Size(block_tokens, "rows"),)))
@@ -252,7 +253,7 @@ def _of_any_shape(call: Call) -> Call:
 
 
 def _of_any_layout(step: Step, block_tokens: int) -> Step:
-    """A step for any distance between experts, and for any dtype of a rounded x."""
+    """Return the step with variables for the bytes between experts and for the element size of a rounded x."""
     integers, items, nbytes = dict(step.integers), step.items, step.nbytes
     row = Size(64, "in_features") * Size(4, "element_bytes")
     if text(integers.get("x_row_stride", 0)) == "in_features" and block_tokens > 1:

@@ -50,7 +50,7 @@ class Matrix:
     box_depth: int = 1
 
     def encode(self, pointer: int) -> bytes:
-        """Return the encoded map of the matrix at `pointer`, a multiple of 16.
+        """Return the encoded map of the matrix at the address `pointer`, a multiple of 16.
 
         Raises:
             LaunchError: the driver refused the map.
@@ -79,10 +79,10 @@ class Matrix:
 
 
 class TensorMaps:
-    """The concatenated tensor maps of some matrices, cached by their addresses. Thread-safe."""
+    """The concatenated tensor maps of some matrices, cached by the addresses of the matrices. Thread-safe."""
 
     def __init__(self, **matrices: Matrix | None) -> None:
-        """Give each matrix the name of its address. None stands for an unused map, which is filled with zeros."""
+        """Take each matrix under the name of its pointer. None stands for an unused map, which is filled with zeros."""
         self._matrices = matrices
         self._addresses = itemgetter(*(name for name, matrix in matrices.items() if matrix is not None))
         self._known: dict[object, bytes] = {}

@@ -52,8 +52,8 @@ _SMALLEST_CHUNK = 1 << 24
 """The least elements of a chunk's largest tensor (32 MiB in 16 bits). Smaller chunks would save little memory."""
 
 _SCRATCH_PRODUCTS = 1 << 25
-"""The most elements of D_0 and all D_i (64 MiB) in a chunk of `backward_gemm`, if it cannot write them to the memory of
-the gradients. Such a chunk still has several tiles for each SM."""
+"""The most elements of D_0 and all D_i (64 MiB in 16 bits) that a chunk of `backward_gemm` writes to scratch memory, if
+the gradients have another dtype. Such a chunk still has several tiles for each SM."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
 """With up to this many masks, D_0 is rounded to 16 bits before the D_i are added to it. With more masks, this rounding
@@ -108,7 +108,7 @@ class Backward:
         grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype, _ = arguments
         n_masks = self._n_masks
         grad_output, partials = _with_contiguous_columns(grad_output), partials.contiguous()
-        # Copied, if necessary, to the layouts that the kernels take.
+        # Tensors in other layouts are copied to the layouts that the kernels read.
         arguments = BackwardGiven(
             grad_output,
             x.contiguous(),
@@ -213,8 +213,8 @@ class _WeightChunk:
 class _WeightGradients:
     """The launches that compute dW and dlogits, or one of them, by `backward_gemm`.
 
-    D_0 and the D_i are written to the memory of gradients that have their dtype. If dlogits has another dtype or is not
-    needed, the D_i of a chunk of output features are in scratch memory.
+    D_0 and the D_i are written to the memory of the gradients if these have the same dtype. If dlogits has another
+    dtype or is not needed, the D_i of a chunk of output features are in scratch memory.
     """
 
     def __init__(self, arguments: BackwardGiven) -> None:
@@ -301,7 +301,7 @@ class _WeightGradients:
 
 
 def _bytes_between(whole: Tensor | None, part: Tensor | None) -> int:
-    """The bytes from the address of a tensor to the address of a view of it; 0 if either is None."""
+    """Return the bytes from the address of a tensor to the address of a view of it; 0 if either is None."""
     if whole is None or part is None:
         return 0
     return int(part.storage_offset() - whole.storage_offset()) * whole.element_size()
@@ -349,7 +349,7 @@ def _backward_chunk(
     grad_weight: Tensor | None,
     grad_logits: Tensor | None,
 ) -> None:
-    """Add the terms of a chunk of output features to `grad_x`, and write their rows of the other gradients.
+    """Add the terms of the output features `rows` to `grad_x`, and write these rows of the other gradients.
 
     A gradient that is not needed is None.
     """
@@ -375,7 +375,7 @@ def _backward_chunk(
 
 
 def _weight_products(scaled: Tensor, x: Tensor) -> Tensor:
-    """The products `b_i^T x` `[entries, out_features, in_features]` of `scaled`, `[tokens, entries, out_features]`."""
+    """Return scaled^T x, `[entries, out_features, in_features]`, for dt and b_i `[tokens, entries, out_features]`."""
     _, entries, out_features = scaled.shape
     return torch.mm(scaled.flatten(1).t(), x).view(entries, out_features, x.shape[1])
 

@@ -1,4 +1,7 @@
-"""The GEMMs of backward. The left operand is grad_output times partial derivatives (csrc/cuda/backward_gemm.cu)."""
+"""The GEMMs of backward, whose left operand is grad_output times partials (csrc/cuda/backward_gemm.cu).
+
+`training.py` defines F_i and D_i.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,19 @@ _STAGE_BYTES = 2 * (2 * _ROWS * _DEPTH + _DEPTH * _COLUMNS)
 _BARRIER_BYTES = 16 * _STAGES
 
 _LEAST_FULL = 0.75
-"""The least fraction of SMs with a tile. With fewer tiles the library's GEMM is faster, because it splits k."""
+"""The least number of tiles, as a fraction of the SMs. With fewer tiles cuBLAS is faster, because it splits k."""
 
 _MOST_MULTIPLICATIONS = 0.61e12
-"""The number of multiplications from which the library's GEMM, with elementwise kernels around it, is faster for a
-result of `_MEASURED_COLUMNS` columns (training.md)."""
+"""From this number of multiplications on, elementwise kernels and a GEMM of cuBLAS are faster, for a result of
+`_MEASURED_COLUMNS` columns (training.md)."""
 
 _MEASURED_COLUMNS = 4096
-"""With half as many columns, the library's elementwise kernels take twice the share of a step, so the measured limit is
-about eight times as high."""
+"""The columns for which `_MOST_MULTIPLICATIONS` was measured. With half as many columns, the elementwise kernels take
+twice the share of a step, so the limit is about eight times as high."""
 
 
 def macros(dtype: torch.dtype, n_products: int, *, is_grad_x: bool, wide: bool) -> dict[str, int]:
-    """Return the macros of the source. `wide` asks for a single weight product, in float32."""
+    """Return the macros of the source. `wide` is True for a single weight product in float32."""
     return {
         "MGLU_ELEMENT": ELEMENTS[dtype],
         "MGLU_PRODUCTS": n_products,
@@ -66,7 +69,7 @@ def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
 
 
 def is_faster(gpu: Gpu, rows: int, columns: int, depth: int) -> bool:
-    """True if the kernel beats the library for a GEMM with a result `[rows, columns]` and an inner size of `depth`."""
+    """True if the kernel beats cuBLAS for a GEMM with a result `[rows, columns]` and an inner size of `depth`."""
     tiles = ceil_div(rows, _ROWS) * ceil_div(columns, _COLUMNS)
     comparable = rows * columns * depth * (columns / _MEASURED_COLUMNS) ** 3
     return tiles >= _LEAST_FULL * gpu.multiprocessors and comparable < _MOST_MULTIPLICATIONS

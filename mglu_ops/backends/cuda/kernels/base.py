@@ -61,7 +61,7 @@ class LaunchConfig(ABC):
 
     @property
     def rounds_x(self) -> bool:
-        """True if the kernel multiplies in the call's activation format. Otherwise `quantize_x` rounds x beforehand."""
+        """True if the kernel multiplies in the call's activation format, such as fp8, and not in x's dtype."""
         return False
 
     def target(self, gpu: Gpu) -> str:
@@ -69,7 +69,7 @@ class LaunchConfig(ABC):
         return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
 
     def plan(self, call: Call, gpu: Gpu) -> Plan:
-        """The launches of a call in x's dtype, or of one that this configuration rounds itself (`rounds_x`)."""
+        """Return the launches of a call, whose activation format is "dense" unless `rounds_x` is true."""
         shared, overlap = self.requested_shared_bytes(call, gpu), self.overlaps and gpu.arch >= (9, 0)
         return (
             Step(
@@ -170,7 +170,7 @@ def mask_alignment(call: Call) -> int:
 
 
 def has_aligned_rows(call: Call) -> bool:
-    """True if rows of W and of the masks can be copied in vectors, of 16 bytes and of at least 4 bytes."""
+    """True if rows of W can be copied in vectors of 16 bytes, and rows of masks in vectors of at least 4 bytes."""
     return weight_is_vectorizable(call) and mask_alignment(call) >= 4 and call.in_features > 0
 
 
@@ -180,7 +180,7 @@ def has_x_in_rows(call: Call) -> bool:
 
 
 def aligned_violations(kernel: str, call: Call, rows: int) -> Iterator[str]:
-    """Yield the requirements of the 16-bit kernels that a call does not meet. A block takes `rows` rows of W."""
+    """Yield the requirements of a 16-bit kernel that a call does not meet. A block computes `rows` rows of W."""
     if call.dtype is torch.float32:
         yield f"{kernel} has no float32"
     if call.in_features % 8 or not call.in_features:

@@ -34,7 +34,7 @@ class DecodeMma(LaunchConfig):
     """The launch configuration of `decode_mma`.
 
     A block has `tiles * split_k` warps: `split_k` warps share a tile of 16 rows, and each sums a part of k. Each warp
-    has a ring of `stages` stages in shared memory. A stage holds `sub` times 64 columns.
+    has a ring of `stages` stages in shared memory. A stage holds `64 * sub` columns of W and of its masks.
     """
 
     kernel = "decode_mma"
@@ -69,15 +69,15 @@ class DecodeMma(LaunchConfig):
         return 64 * self.sub
 
     def token_columns(self, tokens: int) -> int:
-        """Columns of the `mma`'s result that are used."""
+        """The columns of a block's `mma` results that the kernel keeps."""
         return 1 if tokens == 1 else 8 * self.token_tiles
 
     def mask_vector(self, n_masks: int) -> int:
-        """The widest copy, in bytes, that divides a row of masks of a stage."""
+        """The bytes of the widest copy that divides the masks of one row in a stage."""
         return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
 
     def shared_bytes(self, call: Call) -> int:
-        """Bytes for the scales of the rows, for all rings and x (at the end: for the sums), and for the barriers."""
+        """Bytes for row scales, rings, x and barriers. At the end of a block, sums overwrite the rings and x."""
         warps = self.tiles * self.split_k
         ring = self.stages * ROWS * call.bytes_of_columns(self.stage_columns)
         columns = round_up(call.in_features, self.stage_columns)
@@ -89,7 +89,7 @@ class DecodeMma(LaunchConfig):
         return scales + greatest(warps * ring + rows_of_x, warps * sums) + 32
 
     def requested_shared_bytes(self, call: Call, gpu: Gpu) -> int:
-        """Request so much that an SM cannot hold more than `blocks_per_sm` blocks, which spreads them over all SMs."""
+        """Request so much that an SM holds at most `blocks_per_sm` blocks, which spreads blocks over all SMs."""
         share = gpu.shared_bytes_per_sm // (self.blocks_per_sm + 1)
         return greatest(self.shared_bytes(call), share - RESERVED_SHARED_BYTES_PER_BLOCK + 128)
 
@@ -194,7 +194,8 @@ def in_one_wave(call: Call, tiles: int) -> DecodeMma:
     - sub for more masks: 2 if one warp has all of k.
     - Weights in 8 bits get up to 16 warps and the shortest stages in two cases: with scales of rows, for one mask and
       more than 8 tokens; with scales of columns, for one or two masks and one token.
-    - mask_group: 4, which needs the fewest registers. With long stages, all 8 masks at once are faster.
+    - mask_group: 4 if it divides n_masks, since small groups need few registers. For 8 masks with long stages, 8 is
+      faster.
     """
     n_masks = call.n_masks
     # Scales of columns double the registers for sums, and only blocks of 8 warps have so many.
@@ -227,11 +228,11 @@ def in_several_waves(call: Call, rows: int) -> list[DecodeMma]:
     end. But every block reads its x, so many tokens need larger blocks (csrc/cuda/decode_mma.md, "Experts").
     """
     n_masks, in_16_bits = call.n_masks, call.weight.bits == 16
-    if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # too many registers for two blocks
+    if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # too few registers for two blocks
         shapes = [(2, 4, 1)]
     elif rows > 4:
         shapes = [(3, 4, 1)] if in_16_bits else [(4, 2, 1)]
-        if not _scales_columns(call) or n_masks <= 2:  # enough registers for two blocks
+        if not _scales_columns(call) or n_masks <= 2:  # an SM has enough registers for two blocks
             small = [(2, 4, 2)] if call.tokens <= 8 else []
             shapes = [*small, *shapes] if in_16_bits else [(4, 2, 2), *small, *shapes]
     else:
@@ -263,7 +264,7 @@ def _mask_group(n_masks: int, long_stages: bool) -> int:
 
 
 def _block_tokens(call: Call) -> int:
-    """The tokens of one column tile; for more than 8 tokens those of two, if registers allow it."""
+    """Return 16 (two column tiles) for more than 8 tokens if there are enough registers, and 8 otherwise."""
     return 16 if call.tokens > 8 and not (call.n_masks > 8 and _scales_columns(call)) else 8
 
 

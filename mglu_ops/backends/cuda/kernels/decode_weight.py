@@ -1,4 +1,4 @@
-"""Decodes a stored weight to x's dtype, for `tile_wgmma` with many tokens (csrc/cuda/decode_weight.cu)."""
+"""Copies a stored weight to x's dtype, for `tile_wgmma` or `grouped_mm` of many rows (csrc/cuda/decode_weight.cu)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def macros(call: Call) -> dict[str, int]:
 
 
 def step(call: Call, gpu: Gpu, target: str) -> Step:
-    """The step that writes the copy, which later kernels read as the weight."""
+    """Return the step that writes the decoded copy, which later kernels read as the weight."""
     elements = call.out_features * call.in_features
     return Step(
         NAME,

@@ -1,7 +1,7 @@
-"""The launches for experts with few rows each: `decode_mma` or `plain`, run for items.
+"""The launches for experts with few rows each: `decode_mma` or `plain`, whose blocks compute items.
 
 An item is up to `item_rows` rows of one expert (csrc/cuda/work.cuh). Launches depend on the numbers of rows and
-experts, never on the ids.
+experts, never on the expert ids.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ExpertLaunch:
         return f"{self.config} for items {'of a table' if self.grouped else 'that blocks find'}"
 
     def of_item(self, call: Call) -> Call:
-        """The call of an expert's layer for one item."""
+        """Return the call for one item: the layer of one expert with `item_rows` rows."""
         return quantize_x.as_read(self.config, call.of_rows(self.item_rows))
 
     def macros(self, call: Call) -> dict[str, int]:
@@ -87,7 +87,7 @@ class ExpertLaunch:
         return (*self._copies(call, gpu), kernel)
 
     def _copies(self, call: Call, gpu: Gpu) -> Plan:
-        """The steps that round x and write the table of items, where they are needed."""
+        """The steps before the kernel, if the launch needs them: one rounds x, and one writes the table of items."""
         target = self.config.target(gpu)
         rounds_x_before = call.activation_format != "dense" and not self.config.rounds_x
         rounds = [quantize_x.step(call.of_rows(call.rows_of_x), gpu, target, 0)] if rounds_x_before else []
@@ -125,9 +125,9 @@ def choose(call: Call, gpu: Gpu) -> ExpertLaunch:
 def _decode(call: Call, gpu: Gpu) -> ExpertLaunch | None:
     """Choose a launch of `decode_mma`, or return None if it cannot run an expert's layer.
 
-    An item has 8 or 16 rows, which are one or two column tiles of the `mma`. With fewer than 8 tokens, an item has
-    about one row per token, because an expert has no more rows unless a token chose it twice. In the batch-invariant
-    mode the launch and the order of sums depend only on the layer.
+    An item has up to 8 or 16 rows, which are one or two column tiles of the `mma`. With fewer than 8 tokens, the limit
+    is the number of tokens, rounded up to a power of two, because an expert has no more rows unless a token chose it
+    twice. In the batch-invariant mode the launch and the order of sums depend only on the layer.
     """
     layer = call.one
     if not decode_mma.can_run(layer, gpu):
@@ -151,7 +151,7 @@ def _decode(call: Call, gpu: Gpu) -> ExpertLaunch | None:
 
 
 def _fit(config: DecodeMma, item: Call, gpu: Gpu) -> DecodeItems | None:
-    """Return the nearest configuration for items whose blocks fit into shared memory, or None."""
+    """Return the `DecodeItems` nearest to `config` that fits into shared memory, or None."""
     settings = vars(config) | {"block_tokens": min(item.tokens, config.block_tokens)}
     fitted = decode_mma.fit(DecodeItems(**settings), item, gpu)
     assert fitted is None or isinstance(fitted, DecodeItems)

@@ -25,10 +25,10 @@ _COMBINE_THREADS = 128
 _LEAST_COLUMNS = 4096
 """The least in_features for which split-K of the last wave pays. With fewer, the last wave is short anyway."""
 _MOST_ROWS_OF_EXPERT = dict.fromkeys(FORMATS, 320) | {"dense": 64, "fp8_block": 160}
-"""The most rows per expert, on average, for which this kernel is faster than library GEMMs, by weight format. For the
-library, weights in 8 or 4 bits are decoded first (csrc/cuda/experts_down.md)."""
+"""The most rows per expert, on average, for which this kernel is faster than `grouped_mm`, by weight format. Weights in
+8 or 4 bits are decoded before `grouped_mm` (csrc/cuda/experts_down.md)."""
 MOST_ROWS = 2**14
-"""The most rows that the blocks of the kernel, or the one block of `group_tokens`, sort by expert."""
+"""The most rows that each block of this kernel, or the only block of `group_tokens`, sorts by expert."""
 _LIBRARY_ARCHITECTURES = ((9, 0), (10, 0))
 """The compute capabilities where `grouped_mm` reads no offset on the host."""
 
@@ -38,7 +38,7 @@ class ExpertsDown:
     """The launch configuration of csrc/cuda/experts_down.cu.
 
     A block has `teams` teams of `row_warps` warps. Each warp computes `row_tiles` tiles of 16 rows of W. An item is up
-    to `block_tokens` pairs of one expert. A work tile is the rows of W of a team, for one item.
+    to `block_tokens` (token, expert) pairs of one expert. A work tile is the product of an item and a team's rows of W.
     """
 
     block_tokens: int
@@ -90,7 +90,7 @@ class ExpertsDown:
         return blocks, 1
 
     def pair_bytes(self, call: Call) -> int:
-        """The bytes that the kernel writes per pair: float32 sums of each split, and each work tile's split-K."""
+        """The bytes that the kernel writes per pair: float32 sums for each split, and one byte of split-K per tile."""
         out_features = call.out_features
         return 4 * self.parts * out_features + (ceil_div(out_features, self.rows) if self.parts > 1 else 0)
 
@@ -131,7 +131,7 @@ def _common_macros(call: Call) -> dict[str, int]:
 
 
 def combine_macros(call: Call, config: ExpertsDown | None) -> dict[str, int]:
-    """The macros of csrc/cuda/combine_experts.cu for the products of `config`, or of the library if it is None."""
+    """Return the macros of combine_experts.cu for the products of `config`, or of `grouped_mm` if it is None."""
     assert call.routed.top_k is not None
     return _common_macros(call) | {
         "MGLU_PRODUCTS": ELEMENTS[call.dtype if config is None else torch.float32],
@@ -151,7 +151,7 @@ def _target(gpu: Gpu) -> str:
 
 
 def unsupported_reason(call: Call, gpu: Gpu) -> str | None:
-    """The reason why neither these kernels nor library GEMMs take a call; None if one of them does."""
+    """The reason why neither these kernels nor `grouped_mm` take a call; None if one of them does."""
     layer = call.one
     if layer.dtype not in (torch.float16, torch.bfloat16):
         return f"no kernel for y {layer.dtype}"
@@ -173,7 +173,7 @@ def unsupported_reason(call: Call, gpu: Gpu) -> str | None:
 
 
 def uses_library(call: Call, gpu: Gpu) -> bool:
-    """True if library GEMMs (`torch.nn.functional.grouped_mm`) can run a call, and are faster."""
+    """True if `torch.nn.functional.grouped_mm` can multiply for a call, and is faster than this kernel."""
     layer = call.one
     stored, row_stride = layer.weight.format, layer.weight.layout.strides[0]
     # `decode_weight` takes the weights of all experts as one matrix. Rows of two experts must not share a scale.
@@ -191,12 +191,12 @@ def uses_library(call: Call, gpu: Gpu) -> bool:
 
 
 def _orders(call: Call) -> bool:
-    """True if `group_tokens` sorts the rows for the library. It has a single block, so torch sorts many rows faster."""
+    """True if `group_tokens` sorts the rows for `grouped_mm`. It has one block, so torch sorts many rows faster."""
     return call.tokens <= MOST_ROWS and call.routed.experts <= group_tokens.MOST_EXPERTS
 
 
 def launch_for(call: Call, gpu: Gpu) -> ExpertsDown | None:
-    """Choose the launch of a supported call; None for library GEMMs."""
+    """Choose the launch of a supported call; None if `grouped_mm` multiplies."""
     return None if uses_library(call, gpu) else choose(call, gpu)
 
 
@@ -276,7 +276,7 @@ def plan(config: ExpertsDown, call: Call, gpu: Gpu) -> Plan:
 
 
 def combine_step(call: Call, config: ExpertsDown | None, gpu: Gpu) -> Step:
-    """The step that adds the products of `config`, or of the library if it is None."""
+    """Return the step that adds the products of `config`, or of `grouped_mm` if it is None."""
     return Step(
         COMBINE,
         _target(gpu),
@@ -295,7 +295,7 @@ def combine_step(call: Call, config: ExpertsDown | None, gpu: Gpu) -> Step:
 
 
 class LibrarySteps(NamedTuple):
-    """The steps around the products of the library."""
+    """The steps before and after `grouped_mm`."""
 
     decode: Step | None
     """Copies a weight in 8 or 4 bits to y's dtype; None for a dense weight."""
@@ -306,7 +306,7 @@ class LibrarySteps(NamedTuple):
 
 
 def library_steps(call: Call, gpu: Gpu) -> LibrarySteps:
-    """The steps of a call for which `uses_library` is true."""
+    """Return the steps of a call for which `uses_library` is true."""
     decode = None
     if not call.weight.format.is_dense:
         stack = replace(call.one, out_features=call.routed.experts * call.out_features)
@@ -316,6 +316,6 @@ def library_steps(call: Call, gpu: Gpu) -> LibrarySteps:
 
 
 def sources(config: ExpertsDown | None, call: Call, gpu: Gpu) -> list[Source]:
-    """What is compiled for a call; `config` is None for the library's products."""
+    """Return the kernels that are compiled for a call. `config` is None if `grouped_mm` multiplies."""
     steps = library_steps(call, gpu) if config is None else plan(config, call, gpu)
     return [step.source for step in steps if step is not None]

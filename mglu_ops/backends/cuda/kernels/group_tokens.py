@@ -21,7 +21,7 @@ MOST_EXPERTS = 1024
 MOST_ROWS = 1 << 20
 
 _WARPS = 16
-"""The warps of the only block. Each counts the experts of its share of the rows."""
+"""The warps of the only block. Each counts how many rows of its share belong to each expert."""
 _ENTRY_BYTES = 16
 
 
@@ -36,13 +36,13 @@ def table_bytes(call: Call, item_rows: int) -> int:
 
 
 def step(call: Call, gpu: Gpu, target: str, item_rows: int) -> Step:
-    """The step that writes the table of items, which the next kernel reads as `items`."""
+    """Return the step that writes the table of items, which the next kernel reads as `items`."""
     sorts = {"MGLU_SORTED": int(call.routed.is_sorted)}
     return _step(call, gpu, target, sorts, item_rows, "items", table_bytes(call, item_rows))
 
 
 def order_step(call: Call, gpu: Gpu, target: str) -> Step:
-    """The step that writes an `Order` instead of a table of items."""
+    """Return the step that sorts the rows by expert. It writes the memory of an `Order` and no table of items."""
     nbytes = 8 * order_words(call.tokens, call.routed.experts)
     return _step(call, gpu, target, {"MGLU_SORTED": 0, "MGLU_ORDER": 1}, 1, "order", nbytes)
 
@@ -82,10 +82,10 @@ class Order(NamedTuple):
 
     @staticmethod
     def of(memory: Tensor, rows: int, experts: int) -> Order:
-        """Divide the memory that the launch of `order` writes, int64 `[order_words]`."""
+        """Return views of the memory that `order_step` has written, int64 `[order_words]`."""
         return Order(memory[:rows], memory[rows : 2 * rows], memory[2 * rows :].view(torch.int32)[:experts])
 
 
 def order_words(rows: int, experts: int) -> int:
-    """The size of the memory that the launch of `order` writes, in 64-bit words."""
+    """Return the size of the memory that `order_step` writes, in 64-bit words."""
     return 2 * rows + ceil_div(experts, 2)

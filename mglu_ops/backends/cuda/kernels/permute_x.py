@@ -15,12 +15,12 @@ BLOCK_ELEMENTS = 8 * 8 * 64
 
 
 def macros(block_tokens: int, sub: int) -> dict[str, int]:
-    """The macros of the source. It writes whole tiles of `block_tokens` tokens and whole stages of `sub` chunks."""
+    """Return the macros for a copy of whole tiles of `block_tokens` tokens and whole stages of `sub` chunks."""
     return {"MGLU_TOKEN_COLUMNS": block_tokens, "MGLU_SUB": sub}
 
 
 def step(call: Call, gpu: Gpu, target: str, block_tokens: int, sub: int) -> Step:
-    """The step that writes the copy for a `tile_wgmma` with these settings, which reads it as x."""
+    """Return the step that writes the copy of x that a `tile_wgmma` with these settings reads."""
     elements = round_up(call.tokens, block_tokens) * round_up(call.in_features, 64 * sub)
     return Step(
         NAME,

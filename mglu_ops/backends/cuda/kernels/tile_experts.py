@@ -1,4 +1,4 @@
-"""The launches of `tile_wgmma` for experts with many rows each. A tile of tokens is an item, rows of one expert.
+"""The launches of `tile_wgmma` for experts with many rows each. A tile of tokens is an item: rows of one expert.
 
 The kernel treats the weights of all experts as one matrix, and their masks as another (csrc/cuda/tile_wgmma.md).
 """
@@ -26,7 +26,7 @@ _GATHERED_TOGETHER = 8
 
 @dataclass(frozen=True)
 class TileItems(ExpertLaunch):
-    """The launch of `tile_wgmma` for items. Its blocks loop over tiles of the result: the rows of W for an item.
+    """The launch of `tile_wgmma` for items. Its blocks loop over tiles, each of some rows of W and one item.
 
     Up to two launches precede it:
 
@@ -159,7 +159,7 @@ def unstacked(call: Call) -> Iterator[str]:
 def least_rows(layer: Call) -> int:
     """The least rows per expert for which the kernel is faster than `decode_mma` (measured; csrc/cuda/tile_wgmma.md).
 
-    The number is higher if TMA cannot load the masks. In the batch-invariant mode the kernel takes any number of rows.
+    It is larger if TMA cannot load the masks. In the batch-invariant mode the kernel takes any number of rows.
     """
     return 1 if layer.batch_invariant else 12 if mask_alignment(layer) == 16 else 24
 
@@ -177,7 +177,7 @@ def choose(call: Call, gpu: Gpu) -> TileItems | None:
 
 
 def candidates(call: Call, gpu: Gpu) -> Iterator[TileWgmma]:
-    """The launches to compare for a call. Dense products permute x, since x is gathered in any case."""
+    """Return the launches to compare for a call. Dense products permute x, since a launch copies x in any case."""
     layer, shared = call.one, gpu.shared_bytes_per_sm
     if layer.activation_format != "dense":
         found = fp8_launches(layer.n_masks, layer.weight.format.name, shared)

@@ -83,7 +83,7 @@ class TileWgmma(LaunchConfig):
         return super().target(gpu) + "a"
 
     def as_read(self, call: Call) -> Call:
-        """The call that the kernel sees: after `decode_weight`, if the launch has it."""
+        """Return the call that the kernel sees: with a weight in x's dtype if `decode_weight` runs first."""
         return call.with_dense_weight() if self.decoded else call
 
     def shared_bytes(self, call: Call) -> int:
@@ -96,7 +96,7 @@ class TileWgmma(LaunchConfig):
         return 128 if self.fp8 else 64
 
     def _fixed_bytes(self, n_masks: int) -> int:
-        """The bytes for sums that warpgroups of the same rows, or successive passes, exchange."""
+        """The bytes for sums that warpgroups with the same rows exchange, or that one pass leaves for the next."""
         exchanges = self.mask_groups == 2 or self.passes > 1
         return self.row_groups * self.block_tokens * 512 if exchanges else 0
 
@@ -134,7 +134,7 @@ class TileWgmma(LaunchConfig):
         }
 
     def matrices(self, call: Call) -> tuple[Matrix | None, Matrix, Matrix | None]:
-        """The matrices that TMA reads: x, W and the masks. None for x if it is a copy, and for unaligned masks."""
+        """Return x, W and the masks for TMA: None for x if the kernel reads a copy of it, and for unaligned masks."""
         call = self.as_read(call)
         x = None
         if not (self.permuted or self.fp8):
@@ -172,7 +172,7 @@ class TileWgmma(LaunchConfig):
         if self.fp8:
             copies.append(quantize_x.step(call, gpu, target, self.block_tokens))
         x, weight, masks = self.matrices(call)
-        # x has an entry of its own, because the address of x changes with every call, but that of W with every layer.
+        # x has a mapping of its own, because its address changes in every call, unlike those of W and the masks.
         maps: list[dict[str, Matrix | None]] = [] if x is None else [{"x": x}]
         maps.append({"weight": weight, "packed_masks": masks})
         results = self.results(call)

@@ -1,6 +1,6 @@
 """Chooses the launch of `tile_wgmma` with the least time by the cost model (csrc/cuda/tile_wgmma.md).
 
-For few tokens and many masks, the launch is sparse products of a single tile of tokens, without asking the model.
+For few tokens and many masks the model is not asked: the launch has sparse products and a single tile of tokens.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def candidates(call: Call, gpu: Gpu, must_permute: bool) -> Iterator[TileWgmma]:
 def choose_fp8(call: Call, gpu: Gpu) -> TileWgmma | None:
     """Choose the launch in fp8, or return None if the kernel cannot run the call or another launch is faster.
 
-    In the batch-invariant mode the kernel takes any number of tokens. With all tiles it sums in ascending order of k.
+    In the batch-invariant mode the kernel takes any number of tokens, since every tile sums in ascending order of k.
     """
     if not can_run(call, gpu) or (call.tokens < _LEAST_FP8_TOKENS and not call.batch_invariant):
         return None
@@ -121,7 +121,7 @@ def fp8_launches(n_masks: int, weight_format: str, shared_bytes_per_sm: int) -> 
     found = []
     for groups, rows in ((1, 128), (1, 64), (2, 64)):
         products = ceil_div(n_masks + 1, groups)
-        # The registers that ptxas leaves for these purposes, estimated from kernels that it compiled.
+        # The registers that ptxas leaves for sums, products and masks, estimated from compiled kernels.
         most = 215 if weight_format == "fp8_row" else 211 if groups == 1 else 205
         for columns in _TOKEN_COLUMNS:
             sums = (products + 1) * columns // 2

@@ -58,13 +58,13 @@ class CostModel:
         exchange_us: the time for which two warpgroups of the same rows wait for each other at the end of a tile.
         cluster: a factor on the time of multiplying in clusters of two blocks, which wait for each other.
         serial: multiplying and reading overlap, except for this fraction of the shorter of the two.
-        serial_alone: the same fraction for a warpgroup that is alone on its SM, and waits for its own stages.
+        serial_alone: this fraction for a warpgroup that is alone on its SM, and waits for its own stages.
         last_wave: the cost of the last wave if there are many, in waves.
         mask_columns: three times in columns to read a mask's bits for an x that is not permuted. The first is for fewer
             than 8 masks except 4, the second for 4 masks, and the third for 8 or more masks.
         alone, of_rows, of_masks: the costs of products with one consumer warpgroup, with two for different rows, and
             with two for different masks of the same 64 rows.
-        sparse_alone, sparse_of_rows, sparse_of_masks: the same for sparse products.
+        sparse_alone, sparse_of_rows, sparse_of_masks: these costs for sparse products.
     """
 
     launch_us: float
@@ -95,7 +95,7 @@ class CostModel:
         return self._microseconds_of_tiles(config, call, gpu, token_tiles, 1)
 
     def microseconds_of_experts(self, config: TileWgmma, call: Call, gpu: Gpu) -> float:
-        """Estimate the time of a launch for experts, in microseconds. The loads, the rows of each expert, are unknown.
+        """Estimate the time of a launch for experts in microseconds.
 
         The load of an expert, its number of rows, is unknown. The estimate is three quarters of the time for equally
         probable experts, plus a quarter of the time for exponentially distributed loads. In an exponential
@@ -160,8 +160,8 @@ _GROUP_US = 3.0
 """The time of `group_tokens` in microseconds."""
 
 _L2_OF_EXPERTS = 0.8
-"""The bandwidth of L2 for experts, as a fraction of that for a layer. This fraction, and the shares of three quarters
-and one quarter for the two kinds of loads, were fitted to 24 calls with balanced and skewed loads on an H100
+"""The bandwidth of L2 for experts, as a fraction of the bandwidth for one layer. This fraction, and the shares of three
+quarters and one quarter in `microseconds_of_experts`, were fitted to 24 calls with balanced and skewed loads on an H100
 (csrc/cuda/tile_wgmma.md)."""
 
 _DECODE_LAUNCH_US = 2.0
@@ -178,7 +178,7 @@ _DECODE_COLUMNS = {"dense": 0, "fp8_row": 20, "fp8_block": 40, "int8_row": 20, "
 
 
 def waves_of(blocks: float, multiprocessors: int, last_wave: float) -> float:
-    """The number of waves of blocks, with one block per SM. If waves are many, the last ones overlap."""
+    """Return the number of waves of blocks, with one block per SM. Beyond four waves, the last ones overlap."""
     waves = blocks / multiprocessors
     return ceil(waves) if waves <= 4 else waves + last_wave
 

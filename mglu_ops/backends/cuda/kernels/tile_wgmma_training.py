@@ -27,9 +27,11 @@ class TrainingTile(TileWgmma):
 
     Its plan also takes the address of `partials`. The result `[tokens, out_features]` and `partials` are
     contiguous and 16-byte aligned. `partials` is `[tokens, n_masks + 1, out_features]` in x's dtype, or
-    `[tokens, 2 n_masks + 1, out_features]` with mask weights:
+    `[tokens, 2 n_masks + 1, out_features]` with mask weights. For masks i = 1 to n_masks:
 
         partials[:, 0] = dy/dt, partials[:, i] = dy/df_i, partials[:, n_masks + i] = dy/dmask_weight_i
+
+    `training.py` defines t and f_i.
     """
 
     box_tokens: int = 8
@@ -40,9 +42,10 @@ class TrainingTile(TileWgmma):
     """True if rows of masks are padded to a multiple of 16 bytes, so that TMA can load them."""
 
     def _fixed_bytes(self, n_masks: int) -> int:
-        """The bytes for two sets of boxes to store, and for sums that warpgroups of the same rows or passes exchange.
+        """The bytes for two sets of boxes that TMA stores, and for exchanged sums.
 
-        Three sums per element of the result are exchanged, or two with a single warpgroup, which keeps t in registers.
+        Warpgroups with the same rows exchange three sums per element of the result. The passes of a single warpgroup
+        exchange two, because it keeps t in registers.
         """
         masks = ceil_div(n_masks // self.passes, self.mask_groups)
         boxes = masks * (2 if self.weighted else 1) + 2

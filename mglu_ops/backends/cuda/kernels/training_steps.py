@@ -1,8 +1,9 @@
 """The elementwise kernels of a training step, before and after its GEMMs (csrc/cuda/training.md).
 
-Tensors are on the current device, in float16 or bfloat16 unless a docstring says otherwise. Kernels run on the current
-stream. A function with the name of a kernel runs the kernel. The function `prepare_<kernel>` returns a launch without
-running it. The launch can run with all tensors that have the metadata of the function's arguments.
+`training.py` defines the symbols F_i, t, f_i, P, Q_i, R_i and D_i. Tensors are on the current device, in float16 or
+bfloat16 unless a docstring says otherwise. Kernels run on the current stream. A function with the name of a kernel runs
+the kernel. The function `prepare_<kernel>` returns a launch, which can run with all tensors that have the metadata of
+the function's arguments.
 
 Every function raises:
     CompileError: NVRTC refused the kernel.
@@ -89,7 +90,7 @@ def partials(
     total: Tensor | None = None,
     parts: bool = False,
 ) -> None:
-    """Compute the result and its partial derivatives from the products t and f_i. `mglu_ops.ops` defines the symbols.
+    """Compute the result and its partial derivatives from the products t and f_i.
 
     Args:
         products: t and all f_i `[tokens, n_masks + 1, columns]` with contiguous rows; with `total` only the f_i
@@ -341,7 +342,7 @@ def _stream(on: Tensor) -> int:
 
 
 def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, integers: Mapping[str, int]) -> Prepared:
-    """Prepare a launch of `warps` warps on the device of `on`. `integers` are those of the kernel's struct."""
+    """Prepare a launch of `warps` warps on the device of `on`. `integers` fill the integers of the kernel's struct."""
     if warps == 0:
         return _launch_nothing
     return _launch(
@@ -350,7 +351,7 @@ def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, int
 
 
 def _launch_nothing(stream: int, pointers: Mapping[str, int]) -> None:
-    """Do nothing: the replacement of a launch with an empty grid."""
+    """Do nothing, in place of a launch with an empty grid."""
 
 
 @lru_cache(maxsize=4096)
