@@ -8,6 +8,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "../cpu/kernels.h"
 #include "cuda/launch.h"
@@ -219,25 +220,25 @@ std::vector<std::int64_t> ExpertsCall::result_sizes() const {
     return {routing.sizes[0], top_k, layer.out_features};
 }
 
-ExpertsCall describe_experts(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, const Tensor& routing,
-                             bool is_sorted, std::string_view activation, const std::optional<Tensor>& mask_weights,
-                             const std::optional<Tensor>& weight_scale, std::string_view weight_format,
-                             std::string_view activation_format) {
+ExpertsCall describe_experts(const Given<Tensor>& given) {
+    const auto& [x, weight, packed_masks] = std::tie(given.x, given.weight, given.packed_masks);
+    const Tensor& routing = *given.routing;
+    const bool is_sorted = given.is_sorted;
     check_rank("x", x, 2, is_sorted ? "[S, in_features]" : "[T, in_features]");
     check_weight_of_experts(weight);
     check_experts_of("packed_masks", packed_masks, weight);
-    if (weight_scale) check_experts_of("weight_scale", *weight_scale, weight);
+    if (given.weight_scale) check_experts_of("weight_scale", *given.weight_scale, weight);
     is_sorted ? check_offs(routing, weight.sizes[0], x) : check_ids(routing, "x", x);
     // The checks compare mask_weights [T, K, n_masks] with x expanded to [T, K, in_features].
     const std::int64_t top_k = is_sorted ? 1 : routing.sizes[1];
     const std::int64_t sizes[] = {x.sizes[0], top_k, x.sizes[1]}, strides[] = {x.strides[0], 0, x.strides[1]};
-    Tensor expanded = x;
-    if (!is_sorted) expanded.dims = 3, expanded.sizes = sizes, expanded.strides = strides;
+    Given<Tensor> one = given;
+    if (!is_sorted) one.x.dims = 3, one.x.sizes = sizes, one.x.strides = strides;
+    one.weight = select_expert(weight);
+    one.packed_masks = select_expert(packed_masks);
+    one.weight_scale = select_expert(given.weight_scale);
     ExpertsCall call{};
-    call.layer = check_one_expert([&] {
-        return describe(expanded, select_expert(weight), select_expert(packed_masks), activation, mask_weights,
-                        select_expert(weight_scale), weight_format, activation_format);
-    });
+    call.layer = check_one_expert([&] { return describe(one); });
     call.rows = call.layer.tokens;
     call.layer.x = x;
     call.layer.x_row_stride = x.strides[0];
@@ -248,13 +249,14 @@ ExpertsCall describe_experts(const Tensor& x, const Tensor& weight, const Tensor
     call.top_k = top_k;
     call.weight_stride = weight.strides[0];
     call.masks_stride = packed_masks.strides[0];
-    call.scale_stride = weight_scale ? weight_scale->strides[0] : 0;
+    call.scale_stride = given.weight_scale ? given.weight_scale->strides[0] : 0;
     return call;
 }
 
 Copies needed_copies(const ExpertsCall& call) {
     Copies copies = needed_copies(call.layer);
     copies.mask_weights = call.layer.mask_weights && !call.layer.mask_weights->is_contiguous();
+    copies.routing = !call.routing.is_contiguous();
     return copies;
 }
 

@@ -42,14 +42,11 @@ struct DownCall {
 
 // These two functions read metadata only. They throw std::invalid_argument if no kernel could compute the call,
 // whatever the strides of its tensors.
-ExpertsCall describe_experts(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, const Tensor& routing,
-                             bool is_sorted, std::string_view activation, const std::optional<Tensor>& mask_weights,
-                             const std::optional<Tensor>& weight_scale, std::string_view weight_format,
-                             std::string_view activation_format);
+ExpertsCall describe_experts(const Given<Tensor>& given);
 DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expert_ids, const Tensor& expert_weights,
                        const std::optional<Tensor>& weight_scale, std::string_view weight_format);
 
-// The tensors that must be made contiguous before `forward` takes them. The routing must always be contiguous.
+// The tensors that must be made contiguous before `forward` takes them.
 Copies needed_copies(const ExpertsCall& call);
 
 // `out` is contiguous, in x's dtype, and has `call.result_sizes()`. No tensor may be in `needed_copies(call)`.

@@ -1,4 +1,5 @@
-// The formats of weights, with the facts that checks of a call need, as in mglu_ops/formats.py.
+// What this library shares with mglu_ops in Python: the schemas of the operators, and the formats of weights with the
+// facts that checks of a call need.
 #pragma once
 
 #include <iterator>
@@ -14,7 +15,8 @@ namespace mglu {
 struct Format {
     std::string_view name;
     WeightFormat code;
-    std::optional<Scalar> dtype;  // dtype of the stored weight; none for dense, which has x's dtype and no scales
+    std::optional<Scalar> dtype =
+        std::nullopt;  // dtype of the stored weight; none for dense, which has x's dtype and no scales
     Scalar scale_dtype = Scalar::float32;
     std::int64_t rows = 1;     // rows that share a scale
     std::int64_t columns = 0;  // columns that share a scale; 0 for whole rows
@@ -29,13 +31,9 @@ struct Format {
     static constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 };
 
-constexpr Format kFormats[] = {
-    {"dense", WeightFormat::dense, {}},
-    {"fp8_row", WeightFormat::fp8_row, Scalar::float8_e4m3fn},
-    {"fp8_block", WeightFormat::fp8_block, Scalar::float8_e4m3fn, Scalar::float32, kScaledTogether, kScaledTogether},
-    {"int8_row", WeightFormat::int8_row, Scalar::int8},
-    {"int4_group", WeightFormat::int4_group, Scalar::uint8, Scalar::bfloat16, 1, kScaledTogether, 2},
-};
+// The schemas of the operators (kSchemas), and the formats by their codes (kFormats), written from Python's lists.
+#include "contract.inc"
+
 static_assert(std::size(kFormats) == kWeightFormats);
 
 }  // namespace mglu

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <tuple>
 
 #include "formats.h"
 #include "masks.h"
@@ -133,13 +134,13 @@ std::vector<std::int64_t> LayerCall::result_sizes() const {
     return sizes;
 }
 
-LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
-                   const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
-                   std::string_view weight_format, std::string_view activation_format) {
-    const Format& format = find_format(weight_format);
+LayerCall describe(const Given<Tensor>& given) {
+    const auto& [x, weight, packed_masks] = std::tie(given.x, given.weight, given.packed_masks);
+    const auto& [mask_weights, weight_scale] = std::tie(given.mask_weights, given.weight_scale);
+    const Format& format = find_format(given.weight_format);
     check_x_and_weight("x", x, weight, format);
     check_device("weight", weight, x);
-    const bool rounds_x = rounds(activation_format, x, format);
+    const bool rounds_x = rounds(given.activation_format, x, format);
     check_scale(weight_scale, x, weight, format);
     check_packed(packed_masks, x.last_size());
     if (packed_masks.sizes[0] != weight.sizes[0])
@@ -154,7 +155,7 @@ LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_m
     call.weight_scale = weight_scale;
     call.weight_format = format.code;
     call.rounds_x = rounds_x;
-    call.activation = activation_code(activation);
+    call.activation = activation_code(given.activation);
     call.tokens = count_rows(x);
     call.out_features = weight.sizes[0];
     call.in_features = x.last_size();

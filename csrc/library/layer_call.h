@@ -11,6 +11,17 @@
 
 namespace mglu {
 
+// What a forward operator is given, as tensors or as torch's handles of tensors (mglu_ops/given.py).
+template <typename T>
+struct Given {
+    T x{}, weight{}, packed_masks{};
+    std::string_view activation = "silu";
+    std::optional<T> mask_weights{}, weight_scale{};
+    std::string_view weight_format = "dense", activation_format = "dense";
+    std::optional<T> routing{};  // expert_ids for experts_forward, offs for grouped_forward, none for forward
+    bool is_sorted = false;      // true for grouped_forward
+};
+
 // result = sum_i r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
 // The leading dimensions of x and mask_weights are flattened to [tokens, ...]. A row stride is valid only if its tensor
@@ -36,9 +47,7 @@ struct LayerCall {
 
 // Reads metadata only. Throws std::invalid_argument if no kernel could compute the call, whatever the strides of its
 // tensors.
-LayerCall describe(const Tensor& x, const Tensor& weight, const Tensor& packed_masks, std::string_view activation,
-                   const std::optional<Tensor>& mask_weights, const std::optional<Tensor>& weight_scale,
-                   std::string_view weight_format, std::string_view activation_format);
+LayerCall describe(const Given<Tensor>& given);
 
 // The operators over experts use these checks too. `argument` is the name of x in messages. All checks throw
 // std::invalid_argument.
@@ -50,9 +59,9 @@ void check_device(const char* argument, const Tensor& tensor, const Tensor& x, c
 
 // The tensors that must be made contiguous before a kernel of their device can take them.
 struct Copies {
-    bool x, weight, packed_masks, mask_weights, weight_scale;
+    bool x, weight, packed_masks, mask_weights, weight_scale, routing;
 
-    bool any() const { return x || weight || packed_masks || mask_weights || weight_scale; }
+    bool any() const { return x || weight || packed_masks || mask_weights || weight_scale || routing; }
 };
 Copies needed_copies(const LayerCall& call);
 

@@ -5,10 +5,15 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <deque>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <string_view>
+#include <utility>
 
+#include "formats.h"
 #include "python_process.h"
 #include "torch_call.h"
 
@@ -20,38 +25,6 @@ namespace stable = torch::stable;
 using stable::detail::from;
 using stable::detail::StableLibrary;
 using stable::detail::to;
-
-// The schemas of mglu_ops/ops.py; a test compares the strings.
-constexpr const char* kSchemas[] = {
-    "pack_masks(Tensor masks) -> Tensor",
-    "pack_logits(Tensor mask_logits) -> Tensor",
-    "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
-    "forward(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None, "
-    "Tensor? weight_scale=None, str weight_format=\"dense\", str activation_format=\"dense\") -> Tensor",
-    "forward_ste(Tensor x, Tensor weight, Tensor mask_logits, str activation=\"silu\", Tensor? mask_weights=None) -> "
-    "(Tensor, Tensor)",
-    "forward_train(Tensor x, Tensor weight, Tensor packed_masks, str activation=\"silu\", Tensor? mask_weights=None) "
-    "-> (Tensor, Tensor)",
-    "backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor partials, bool[2] needs, "
-    "ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    "pack_expert_logits(Tensor mask_logits) -> Tensor",
-    "experts_forward(Tensor x, Tensor weight, Tensor packed_masks, Tensor expert_ids, str activation=\"silu\", "
-    "Tensor? mask_weights=None, Tensor? weight_scale=None, str weight_format=\"dense\", "
-    "str activation_format=\"dense\") -> Tensor",
-    "experts_down(Tensor y, Tensor weight, Tensor expert_ids, Tensor expert_weights, Tensor? weight_scale=None, "
-    "str weight_format=\"dense\") -> Tensor",
-    "experts_down_backward(Tensor grad_output, Tensor y, Tensor weight, Tensor expert_ids, Tensor expert_weights, "
-    "bool[3] needs) -> (Tensor, Tensor, Tensor)",
-    "grouped_forward(Tensor x, Tensor weight, Tensor packed_masks, Tensor offs, str activation=\"silu\", "
-    "Tensor? mask_weights=None, Tensor? weight_scale=None, str weight_format=\"dense\", "
-    "str activation_format=\"dense\") -> Tensor",
-    "grouped_forward_ste(Tensor x, Tensor weight, Tensor mask_logits, Tensor offs, str activation=\"silu\", "
-    "Tensor? mask_weights=None) -> (Tensor, Tensor)",
-    "grouped_forward_train(Tensor x, Tensor weight, Tensor packed_masks, Tensor offs, str activation=\"silu\", "
-    "Tensor? mask_weights=None) -> (Tensor, Tensor)",
-    "grouped_backward(Tensor grad_output, Tensor x, Tensor weight, Tensor packed_masks, Tensor offs, Tensor partials, "
-    "bool[2] needs, ScalarType? logits_dtype, ScalarType? mask_weights_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-};
 
 // Replaces torch's to<std::string>, which leaks a copy at each call (torch 2.11 to 2.13).
 std::string to_string(StableIValue value) {
@@ -66,94 +39,116 @@ std::string to_string(StableIValue value) {
 
 StableIValue give(Handle handle) { return from(stable::Tensor(handle.release())); }
 
-// Boxed kernels, in torch's calling convention: a kernel takes ownership of the arguments on `stack`, and leaves the
-// results there.
+// The arguments of a call in torch's calling convention, read in the order of the schema. A kernel takes ownership of
+// the arguments on the stack, and leaves the results there.
+class Arguments {
+  public:
+    explicit Arguments(StableIValue* stack) : next_(stack) {}
+
+    AtenTensorHandle tensor() { return tensors_.emplace_back(to<stable::Tensor>(*next_++)).get(); }
+    std::optional<AtenTensorHandle> optional_tensor() {
+        auto found = to<std::optional<stable::Tensor>>(*next_++);
+        return found ? std::optional(tensors_.emplace_back(std::move(*found)).get()) : std::nullopt;
+    }
+    std::string_view text() { return texts_.emplace_back(to_string(*next_++)); }
+    std::int64_t integer() { return to<std::int64_t>(*next_++); }
+
+  private:
+    StableIValue* next_;
+    std::deque<stable::Tensor> tensors_;
+    std::deque<std::string> texts_;
+};
+
 void boxed_pack_masks(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    const auto masks = to<stable::Tensor>(stack[0]);
-    stack[0] = give(pack_masks(masks.get()));
+    Arguments arguments(stack);
+    stack[0] = give(pack_masks(arguments.tensor()));
 }
 
 void boxed_pack_logits(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    const auto mask_logits = to<stable::Tensor>(stack[0]);
-    stack[0] = give(pack_logits(mask_logits.get()));
+    Arguments arguments(stack);
+    stack[0] = give(pack_logits(arguments.tensor()));
 }
 
 void boxed_unpack_masks(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    const auto packed_masks = to<stable::Tensor>(stack[0]);
-    const auto in_features = to<std::int64_t>(stack[1]);
-    stack[0] = give(unpack_masks(packed_masks.get(), in_features));
+    Arguments arguments(stack);
+    const AtenTensorHandle packed_masks = arguments.tensor();
+    stack[0] = give(unpack_masks(packed_masks, arguments.integer()));
 }
 
+enum class Rows { of_one_layer, with_ids, sorted };
+
+// mglu::forward, mglu::experts_forward or mglu::grouped_forward.
+template <Rows rows>
 void boxed_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    const auto x = to<stable::Tensor>(stack[0]);
-    const auto weight = to<stable::Tensor>(stack[1]);
-    const auto packed_masks = to<stable::Tensor>(stack[2]);
-    const std::string activation = to_string(stack[3]);
-    const auto mask_weights = to<std::optional<stable::Tensor>>(stack[4]);
-    const auto weight_scale = to<std::optional<stable::Tensor>>(stack[5]);
-    const std::string weight_format = to_string(stack[6]);
-    const std::string activation_format = to_string(stack[7]);
-    stack[0] = give(forward(x.get(), weight.get(), packed_masks.get(), activation,
-                            mask_weights ? mask_weights->get() : nullptr, weight_scale ? weight_scale->get() : nullptr,
-                            weight_format, activation_format));
+    Arguments arguments(stack);
+    Given<AtenTensorHandle> given;
+    given.x = arguments.tensor();
+    given.weight = arguments.tensor();
+    given.packed_masks = arguments.tensor();
+    if (rows != Rows::of_one_layer) given.routing = arguments.tensor();
+    given.is_sorted = rows == Rows::sorted;
+    given.activation = arguments.text();
+    given.mask_weights = arguments.optional_tensor();
+    given.weight_scale = arguments.optional_tensor();
+    given.weight_format = arguments.text();
+    given.activation_format = arguments.text();
+    stack[0] = give(forward(given));
 }
 
 void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    const auto x = to<stable::Tensor>(stack[0]);
-    const auto weight = to<stable::Tensor>(stack[1]);
-    const auto mask_logits = to<stable::Tensor>(stack[2]);
-    const std::string activation = to_string(stack[3]);
-    const auto mask_weights = to<std::optional<stable::Tensor>>(stack[4]);
-    Handle packed_masks = pack_logits(mask_logits.get());
-    Handle result = forward(x.get(), weight.get(), packed_masks.get(), activation,
-                            mask_weights ? mask_weights->get() : nullptr, nullptr, "dense", "dense");
-    stack[0] = give(std::move(result));
+    Arguments arguments(stack);
+    Given<AtenTensorHandle> given;
+    given.x = arguments.tensor();
+    given.weight = arguments.tensor();
+    Handle packed_masks = pack_logits(arguments.tensor());
+    given.packed_masks = packed_masks.get();
+    given.activation = arguments.text();
+    given.mask_weights = arguments.optional_tensor();
+    stack[0] = give(forward(given));
     stack[1] = give(std::move(packed_masks));
 }
 
-// mglu::experts_forward, or mglu::grouped_forward if `is_sorted`.
-template <bool is_sorted>
-void boxed_experts_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    const auto x = to<stable::Tensor>(stack[0]);
-    const auto weight = to<stable::Tensor>(stack[1]);
-    const auto packed_masks = to<stable::Tensor>(stack[2]);
-    const auto routing = to<stable::Tensor>(stack[3]);
-    const std::string activation = to_string(stack[4]);
-    const auto mask_weights = to<std::optional<stable::Tensor>>(stack[5]);
-    const auto weight_scale = to<std::optional<stable::Tensor>>(stack[6]);
-    const std::string weight_format = to_string(stack[7]);
-    const std::string activation_format = to_string(stack[8]);
-    stack[0] = give(experts_forward(x.get(), weight.get(), packed_masks.get(), routing.get(), is_sorted, activation,
-                                    mask_weights ? mask_weights->get() : nullptr,
-                                    weight_scale ? weight_scale->get() : nullptr, weight_format, activation_format));
+void boxed_experts_down(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    Arguments arguments(stack);
+    const AtenTensorHandle y = arguments.tensor(), weight = arguments.tensor(), expert_ids = arguments.tensor();
+    const AtenTensorHandle expert_weights = arguments.tensor();
+    const std::optional<AtenTensorHandle> weight_scale = arguments.optional_tensor();
+    stack[0] = give(experts_down(y, weight, expert_ids, expert_weights, weight_scale, arguments.text()));
 }
 
-void boxed_experts_down(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    const auto y = to<stable::Tensor>(stack[0]);
-    const auto weight = to<stable::Tensor>(stack[1]);
-    const auto expert_ids = to<stable::Tensor>(stack[2]);
-    const auto expert_weights = to<stable::Tensor>(stack[3]);
-    const auto weight_scale = to<std::optional<stable::Tensor>>(stack[4]);
-    const std::string weight_format = to_string(stack[5]);
-    stack[0] = give(experts_down(y.get(), weight.get(), expert_ids.get(), expert_weights.get(),
-                                 weight_scale ? weight_scale->get() : nullptr, weight_format));
+struct Kernel {
+    const char* name;
+    void (*function)(StableIValue*, std::uint64_t, std::uint64_t);
+};
+
+// The operators of this library. Python's mglu_ops defines all others of kSchemas.
+constexpr Kernel kKernels[] = {
+    {"pack_masks", boxed_pack_masks},
+    {"pack_logits", boxed_pack_logits},
+    {"unpack_masks", boxed_unpack_masks},
+    {"forward", boxed_forward<Rows::of_one_layer>},
+    {"forward_ste", boxed_forward_ste},
+    {"experts_forward", boxed_forward<Rows::with_ids>},
+    {"grouped_forward", boxed_forward<Rows::sorted>},
+    {"experts_down", boxed_experts_down},
+};
+
+const char* schema_of(std::string_view name) {
+    for (const std::string_view schema : kSchemas)
+        if (schema.substr(0, schema.find('(')) == name) return schema.data();
+    throw std::logic_error("mglu: an operator has no schema");
 }
 
 class Registration {
   public:
     Registration() {
         if (python_has_operators()) return;
-        for (const char* schema : kSchemas) schemas_.def(schema);
         // These kernels have the dispatch key CompositeExplicitAutograd. If Python imports mglu_ops later, it registers
         // kernels with the keys CPU and CUDA, which take precedence.
-        kernels_.impl("pack_masks", &boxed_pack_masks)
-            .impl("pack_logits", &boxed_pack_logits)
-            .impl("unpack_masks", &boxed_unpack_masks)
-            .impl("forward", &boxed_forward)
-            .impl("forward_ste", &boxed_forward_ste)
-            .impl("experts_forward", &boxed_experts_forward<false>)
-            .impl("grouped_forward", &boxed_experts_forward<true>)
-            .impl("experts_down", &boxed_experts_down);
+        for (const Kernel& kernel : kKernels) {
+            schemas_.def(schema_of(kernel.name));
+            kernels_.impl(kernel.name, kernel.function);
+        }
     }
 
   private:

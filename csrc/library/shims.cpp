@@ -12,11 +12,12 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_mglu_forward(AtenTensorHandle x,
                                                              AtenTensorHandle* weight_scale, const char* weight_format,
                                                              const char* activation_format, AtenTensorHandle* result) {
     try {
-        AtenTensorHandle mask_weight = mask_weights != nullptr ? *mask_weights : nullptr;
-        AtenTensorHandle scale = weight_scale != nullptr ? *weight_scale : nullptr;
-        *result =
-            mglu::forward(x, weight, packed_masks, activation, mask_weight, scale, weight_format, activation_format)
-                .release();
+        mglu::Given<AtenTensorHandle> given{x, weight, packed_masks, activation};
+        if (mask_weights != nullptr) given.mask_weights = *mask_weights;
+        if (weight_scale != nullptr) given.weight_scale = *weight_scale;
+        given.weight_format = weight_format;
+        given.activation_format = activation_format;
+        *result = mglu::forward(given).release();
         return AOTI_TORCH_SUCCESS;
     } catch (const std::exception& error) {
         // The caller's exception names this function but not the reason, so the reason is printed here.

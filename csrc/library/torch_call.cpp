@@ -117,51 +117,37 @@ Handle unpack_masks(AtenTensorHandle handle, std::int64_t in_features) {
     return result;
 }
 
-Handle forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks, std::string_view activation,
-               AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,
-               std::string_view activation_format) {
-    Handle owners[5];
-    const auto describe_with = [&](const Copies& copies) {
-        std::optional<Tensor> mask_weight, scale;
-        if (mask_weights != nullptr)
-            mask_weight = view_or_copy(mask_weights, "mask_weights", copies.mask_weights, owners[3]);
-        if (weight_scale != nullptr) scale = view_or_copy(weight_scale, "weight_scale", copies.weight_scale, owners[4]);
-        return describe(view_or_copy(x, "x", copies.x, owners[0]),
-                        view_or_copy(weight, "weight", copies.weight, owners[1]),
-                        view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]), activation,
-                        mask_weight, scale, weight_format, activation_format);
-    };
-    LayerCall call = describe_with({});
-    if (const Copies copies = needed_copies(call); copies.any()) call = describe_with(copies);
-    return result_of(call.result_sizes(), call.x,
-                     [&](const Tensor& out, const Executor& executor) { forward(call, out, executor); });
-}
-
-Handle experts_forward(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle packed_masks,
-                       AtenTensorHandle routing, bool is_sorted, std::string_view activation,
-                       AtenTensorHandle mask_weights, AtenTensorHandle weight_scale, std::string_view weight_format,
-                       std::string_view activation_format) {
-    const char* index = is_sorted ? "offs" : "expert_ids";
+Handle forward(const Given<AtenTensorHandle>& given) {
     Handle owners[6];
-    const auto describe_with = [&](const Copies& copies, bool copy_routing) {
-        std::optional<Tensor> weights, scale;
-        if (mask_weights != nullptr)
-            weights = view_or_copy(mask_weights, "mask_weights", copies.mask_weights, owners[3]);
-        if (weight_scale != nullptr) scale = view_or_copy(weight_scale, "weight_scale", copies.weight_scale, owners[4]);
-        return describe_experts(view_or_copy(x, "x", copies.x, owners[0]),
-                                view_or_copy(weight, "weight", copies.weight, owners[1]),
-                                view_or_copy(packed_masks, "packed_masks", copies.packed_masks, owners[2]),
-                                view_or_copy(routing, index, copy_routing, owners[5]), is_sorted, activation, weights,
-                                scale, weight_format, activation_format);
+    const auto viewed = [&](const Copies& copies) {
+        Given<Tensor> views;
+        views.x = view_or_copy(given.x, "x", copies.x, owners[0]);
+        views.weight = view_or_copy(given.weight, "weight", copies.weight, owners[1]);
+        views.packed_masks = view_or_copy(given.packed_masks, "packed_masks", copies.packed_masks, owners[2]);
+        if (given.mask_weights)
+            views.mask_weights = view_or_copy(*given.mask_weights, "mask_weights", copies.mask_weights, owners[3]);
+        if (given.weight_scale)
+            views.weight_scale = view_or_copy(*given.weight_scale, "weight_scale", copies.weight_scale, owners[4]);
+        const char* routing = given.is_sorted ? "offs" : "expert_ids";
+        if (given.routing) views.routing = view_or_copy(*given.routing, routing, copies.routing, owners[5]);
+        views.activation = given.activation;
+        views.weight_format = given.weight_format;
+        views.activation_format = given.activation_format;
+        views.is_sorted = given.is_sorted;
+        return views;
     };
-    ExpertsCall call = describe_with({}, false);
-    call = describe_with(needed_copies(call), !call.routing.is_contiguous());
-    return result_of(call.result_sizes(), call.layer.x,
-                     [&](const Tensor& out, const Executor& executor) { forward(call, out, executor); });
+    const auto computed = [&](const auto& describe_given) {
+        auto call = describe_given(viewed({}));
+        if (const Copies copies = needed_copies(call); copies.any()) call = describe_given(viewed(copies));
+        return result_of(call.result_sizes(), view(given.x),
+                         [&](const Tensor& out, const Executor& executor) { forward(call, out, executor); });
+    };
+    return given.routing ? computed(describe_experts) : computed(describe);
 }
 
 Handle experts_down(AtenTensorHandle y, AtenTensorHandle weight, AtenTensorHandle expert_ids,
-                    AtenTensorHandle expert_weights, AtenTensorHandle weight_scale, std::string_view weight_format) {
+                    AtenTensorHandle expert_weights, const std::optional<AtenTensorHandle>& weight_scale,
+                    std::string_view weight_format) {
     const Tensor given = view_argument(weight, "weight");
     const bool on_gpu = given.device == Device::cuda;
     Handle owners[5];
@@ -171,7 +157,7 @@ Handle experts_down(AtenTensorHandle y, AtenTensorHandle weight, AtenTensorHandl
             return view_or_copy(handle, argument, copy && !is_fine(view(handle)), owners[owner]);
         };
         std::optional<Tensor> scale;
-        if (weight_scale != nullptr) scale = as_needed(weight_scale, "weight_scale", 4);
+        if (weight_scale) scale = as_needed(*weight_scale, "weight_scale", 4);
         const bool copies_weight = copy && given.last_size() > 1 && given.last_stride() != 1;
         return describe_down(
             as_needed(y, "y", 0),

@@ -60,8 +60,7 @@ def plans_of_any_layer() -> str:
     table = _Table(None)
     rows = [_row_of_any_shape(found, _row(rounds_x=found.rounds_x), table) for found in any_layer_plans()]
     limits = f"constexpr std::int64_t kMostExperts = {MOST_EXPERTS}, kMostRows = {MOST_EXPERT_ROWS};"
-    head = "// Written by mglu_ops/packaging/device_code.py (`plans_of_any_layer`).\n"
-    return head + table.text("of_any_layer", rows, limits)
+    return table.text("of_any_layer", rows, limits)
 
 
 def capability(arch: str) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from stored_weights import StoredLayers
 from torch import Tensor, nn
 
 import mglu_ops
+from mglu_ops.backends.cuda import plans
 from mglu_ops.nn import MGLU, NaiveMGLU
-from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import build_targets
 from mglu_ops.packaging.package import LayerInfo
 from mglu_ops.packaging.tensor_file import write_tensor
@@ -258,7 +258,7 @@ def test_experts_give_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.Mon
     arch = torch.cuda.get_device_capability()
     write_small_package(tmp_path / "layers.pt2", device="cuda", backend="cuda", layers=layers, arch=list(arch))
     sizes = {2: EXPERT_TOKENS, 0: [2 * count for count in EXPERT_TOKENS]}  # sorted calls have two rows per token
-    monkeypatch.setattr(device_code, "_chosen_tokens", lambda layer: sizes[layer.top_k])
+    monkeypatch.setattr(plans, "_row_counts", lambda call: sizes[call.routing.top_k or 0])
     library = mglu_ops.build_runtime(
         tmp_path / "runtime",
         flags=["-O0"],

@@ -322,11 +322,6 @@ def test_cpp_launches_the_down_projections_that_python_launches(
         assert_cpp_launches(program[0], driver_of_python, layer, (1, 2, 9, 40, 300, 512, 700, 5000), sms)
 
 
-def test_the_plans_for_any_layer_are_those_of_python() -> None:
-    written = (source_directory() / "library/cuda/any_layer.inc").read_text()
-    assert written == device_code.plans_of_any_layer(), "write the file anew: see its first line"
-
-
 def plain_plan(call: Call) -> Plan:
     """The plan of the plain kernel by which C++ runs calls of layers that the table lacks."""
     config, gpu = Plain(block_tokens=1 if call.rows_of_x == 1 else 4), gpu_of_architecture((9, 0))

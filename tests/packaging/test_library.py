@@ -20,11 +20,11 @@ from stored_weights import stored_layer
 from torch import Tensor
 
 import mglu_ops
-from mglu_ops import ops
 from mglu_ops.backends import reference
 from mglu_ops.backends.cpu.build import BuildError
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.given import Given
+from mglu_ops.packaging import generated
 from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import build_runtime, source_directory
 
@@ -88,7 +88,18 @@ def test_cmake_comes_from_the_path_or_from_its_python_package(monkeypatch: pytes
     assert Path(build._find_cmake()).name == "cmake"
 
 
-NAMES = [schema.split("(")[0] for schema in ops.SCHEMAS]
+NAMES = [
+    *("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste"),
+    *("experts_forward", "grouped_forward", "experts_down"),
+]
+"""The operators of the library."""
+
+
+@pytest.mark.parametrize("path", generated.FILES)
+def test_generated_files_are_up_to_date(path: str) -> None:
+    written = (source_directory() / path).read_text()
+    assert written == generated.text_of(path), "run python -m mglu_ops.packaging.generated"
+
 
 ALONE = """
 import json, sys, torch

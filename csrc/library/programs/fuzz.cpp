@@ -182,8 +182,8 @@ void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const 
     const std::optional<mglu::Tensor> given_weights =
         random.chance(40) ? std::optional(mask_weights->tensor) : std::nullopt;
     const mglu::ExpertsCall call =
-        mglu::describe_experts(x->tensor, weight->tensor, masks->tensor, routing->tensor, is_sorted, activation,
-                               given_weights, given_scale, format.name, random.chance(80) ? "dense" : "fp8_token");
+        mglu::describe_experts({x->tensor, weight->tensor, masks->tensor, activation, given_weights, given_scale,
+                                format.name, random.chance(80) ? "dense" : "fp8_token", routing->tensor, is_sorted});
     if (!mglu::needed_copies(call).any())
         mglu::forward(call, result(call.result_sizes(), x->tensor.dtype)->tensor, executor);
 }
@@ -223,8 +223,8 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                     random.chance(40) ? std::optional(mask_weight->tensor) : std::nullopt;
                 const std::optional<mglu::Tensor> given_scale = has_scale ? std::optional(scale->tensor) : std::nullopt;
                 const mglu::LayerCall call =
-                    mglu::describe(x->tensor, weight->tensor, masks->tensor, random.pick(activations), given,
-                                   given_scale, format.name, random.chance(70) ? "dense" : "fp8_token");
+                    mglu::describe({x->tensor, weight->tensor, masks->tensor, random.pick(activations), given,
+                                    given_scale, format.name, random.chance(70) ? "dense" : "fp8_token"});
                 if (mglu::needed_copies(call).any()) continue;
                 mglu::forward(call, result(call.result_sizes(), call.x.dtype)->tensor, executor);
             } else if (random.chance(50)) {
