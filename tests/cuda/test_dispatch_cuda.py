@@ -14,10 +14,10 @@ import torch
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS, cuda
-from mglu_ops.backends.cuda import CudaCall, DecodeMma, TileWgmma, launch, launch_tables
+from mglu_ops.backends.cuda import CudaCall, DecodeMma, TileWgmma, launch, launch_tables, tensor_map
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
-from mglu_ops.backends.cuda.tensor_map import MAP_BYTES, Matrix
+from mglu_ops.backends.cuda.tensor_map import MAP_BYTES, Matrix, TensorMaps
 from mglu_ops.call import Call, Layout
 from mglu_ops.given import Given
 
@@ -283,6 +283,17 @@ def test_memory_is_bounded_and_shared_by_threads(launched, monkeypatch):
         thread.join()
     assert len(launched) == 4 * 5 * len(calls)
     assert len(dispatch._prepared) <= 8 + len(threads)
+
+
+def test_tensor_maps_of_all_calls_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_map, "_ENTRIES_KEPT", 10)
+    monkeypatch.setattr(Matrix, "encode", lambda _, pointer: bytes([pointer]))
+    matrix = Matrix(2, 64, 8, 128, 64, 8, swizzle=True)
+    caches = [TensorMaps(x=matrix) for _ in range(3)]
+    for pointer in range(1, 60):
+        assert caches[pointer % 3]({"x": pointer}) == bytes([pointer])
+        assert sum(len(maps._known) for maps in caches) <= 10
+    assert caches[0]({"x": 57}) == bytes([57])
 
 
 class Recorder:

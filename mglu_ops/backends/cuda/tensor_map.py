@@ -7,11 +7,14 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import ClassVar
+from weakref import WeakSet
 
 from ..parameters import MAP_BYTES
 from .driver import call_driver
 
-_MAPS_KEPT = 1024
+_ENTRIES_KEPT = 1 << 14
+"""The most entries that the caches of all `TensorMaps` hold together, about 8 MB. Then all caches are emptied."""
 _ALIGNMENT = 64  # required alignment of an encoded map, in bytes
 
 _UINT8, _UINT16 = 0, 1
@@ -81,12 +84,17 @@ class Matrix:
 class TensorMaps:
     """The concatenated tensor maps of some matrices, cached by the addresses of the matrices. Thread-safe."""
 
+    _all: ClassVar[WeakSet[TensorMaps]] = WeakSet()
+    _entries: ClassVar[int] = 0
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self, **matrices: Matrix | None) -> None:
         """Take each matrix under the name of its pointer. None stands for an unused map, which is filled with zeros."""
         self._matrices = matrices
         self._addresses = itemgetter(*(name for name, matrix in matrices.items() if matrix is not None))
         self._known: dict[object, bytes] = {}
-        self._lock = threading.Lock()
+        with TensorMaps._lock:
+            TensorMaps._all.add(self)
 
     def __call__(self, pointers: Mapping[str, int]) -> bytes:
         addresses = self._addresses(pointers)
@@ -96,8 +104,11 @@ class TensorMaps:
                 bytes(MAP_BYTES) if matrix is None else matrix.encode(pointers[name])
                 for name, matrix in self._matrices.items()
             )
-            with self._lock:
-                if len(self._known) >= _MAPS_KEPT:
-                    self._known.clear()
+            with TensorMaps._lock:
+                if TensorMaps._entries >= _ENTRIES_KEPT:
+                    for maps in TensorMaps._all:
+                        maps._known.clear()
+                    TensorMaps._entries = 0
                 self._known[addresses] = found
+                TensorMaps._entries += 1
         return found
