@@ -1,4 +1,4 @@
-"""The command line of `build`, which builds kernels before calls need them. The module does not import torch."""
+"""The command line of `build`, which builds kernels before calls need them. Importing it does not import torch."""
 
 from __future__ import annotations
 

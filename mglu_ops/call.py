@@ -48,7 +48,7 @@ class Layout:
 
     @staticmethod
     def of_every_expert(tensor: Tensor) -> Layout:
-        """The layout of one expert's slice of a tensor, with an alignment that every expert's slice has."""
+        """Return the layout of an expert's slice of a tensor, with an alignment that the slices of all experts have."""
         first = Layout.of(tensor[0])
         step = tensor.stride(0) * tensor.itemsize
         if tensor.shape[0] == 1 or not step:
@@ -85,8 +85,8 @@ class Routing:
         top_k: K, the number of experts of a token; None if the rows are sorted by expert, with `offs`.
         index_dtype: the dtype of the ids or offs.
         weight_stride: the distance, in elements, from one expert's stored weight to the next one's.
-        masks_stride: the same distance for the packed masks.
-        scale_stride: the same distance for the scales; 0 without scales.
+        masks_stride: the distance in elements from one expert's packed masks to the next one's.
+        scale_stride: the distance in elements from one expert's scales to the next one's; 0 without scales.
         expert_weights_dtype: the dtype of the expert weights of `experts_down`.
     """
 
@@ -117,9 +117,10 @@ class Call:
         n_masks: the number of masks, 1 to 16; 0 for `experts_down`.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights_dtype: the dtype of the mask weights; None without them.
-        x: the layout of x, or y, as `[tokens, in_features]`.
-        weight: the format and the layout of the weight. With experts, this is the layout of every expert's weight.
-        masks: the layout of the packed masks `[out_features, ceil(in_features / 8), n_masks]`, or of every expert's.
+        x: the layout of x, or of y in `experts_down`, as `[tokens, in_features]`.
+        weight: the format and the layout of the weight; with experts, of each expert's weight.
+        masks: the layout of the packed masks `[out_features, ceil(in_features / 8), n_masks]`; with experts, of each
+            expert's masks.
         mask_weights: the layout of the mask weights as `[tokens, n_masks]`.
         batch_invariant: True if the bits of a row of the result must not depend on the number of tokens.
         activation_format: the format to which x is rounded, a name of `mglu_ops.formats.ACTIVATION_FORMATS`.
@@ -234,7 +235,7 @@ class Call:
     def over_experts(
         self, experts: int, tokens: int, top_k: int | None, expert_weights_dtype: torch.dtype | None = None
     ) -> Call:
-        """Return the call of contiguous experts whose layers are as this call's layer.
+        """Return the call over experts with contiguous tensors, whose layers have the shape and dtypes of this layer.
 
         Args:
             experts: E, the number of experts.
@@ -316,11 +317,11 @@ def _alignment(address: int) -> int:
 
 
 def metadata_key(given: Given) -> Key:
-    """The metadata on which the checks of a call and its `Call` depend, for tensors of any rank.
+    """Return the metadata on which the checks of a call and its `Call` depend, for tensors of any rank.
 
-    This runs in every eager call, in just under 1 us. It therefore does not call `tensor_key` for x, weight and masks,
-    which all calls have. The key does not hold the storage offset of a contiguous x, but only whether the storage is
-    large enough, so that calls with different slices of one large tensor share a key.
+    Every eager call runs this function, which takes just under 1 us. To save time, it does not call `tensor_key` for x,
+    weight and masks, which all calls have. The key does not hold the storage offset of a contiguous x, but only whether
+    the storage is large enough, so that calls with different slices of one large tensor share a key.
 
     Raises:
         RuntimeError: a tensor is not dense, and so has no strides or no address.
@@ -343,7 +344,7 @@ def metadata_key(given: Given) -> Key:
 
 
 def arguments_key(*args: object) -> Key | None:
-    """A key like `metadata_key` for any operator: the metadata of each tensor, and all other arguments.
+    """Return a key for any operator, which has the metadata of each tensor, and all other arguments.
 
     Returns None if a tensor is not dense, and so has no strides or no address.
     """
@@ -358,7 +359,7 @@ def arguments_key(*args: object) -> Key | None:
 
 
 def tensor_key(tensor: Tensor) -> Key:
-    """The metadata of a tensor. Raises RuntimeError if it is not dense."""
+    """Return the metadata of a tensor. Raises RuntimeError if it is not dense."""
     return (
         tensor.dtype, tensor.device, tensor.shape, tensor.is_contiguous() or tensor.stride(),
         # Storages can be resized under their tensors, so a check of their size holds only for this size.

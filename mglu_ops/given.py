@@ -129,7 +129,7 @@ class Given(NamedTuple):
 
 
 class SteGiven(NamedTuple):
-    """The arguments of `mglu::forward_ste`, or with offs of `mglu::grouped_forward_ste`. Shapes are as in `Given`."""
+    """The arguments of `mglu::forward_ste`, or with offs of `mglu::grouped_forward_ste`, shaped as in `Given`."""
 
     x: Tensor
     weight: Tensor
@@ -265,7 +265,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "experts_forward": ("forward", Given.of_ids),
     "experts_down": ("down", DownGiven),
 }
-"""Maps each operator to what it does, and to the function that takes its arguments in the order of its schema."""
+"""Maps each operator to its kind ("ste" has learned masks), and to the function that takes its arguments in order."""
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -209,13 +209,13 @@ def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
 
 
 def fake_result(given: Given) -> Tensor:
-    """The result of the fake kernel of an operator of inference."""
+    """Check the arguments of an inference operator and return its fake result."""
     checks.check_forward(given)
     return given.x.new_empty((*given.leading, given.out_features))
 
 
 def _register_forward(op: Any, given_of: Callable[..., Given]) -> None:
-    """Register an operator of inference; `given_of` takes the arguments in the order of its schema."""
+    """Register an inference operator. `given_of` takes the operator's arguments in the order of its schema."""
     name = op._schema.name.split("::")[1]
 
     @kernel(name)
@@ -365,7 +365,7 @@ def _experts_down_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
 
 @kernel("experts_down_backward")
 def _experts_down_backward(grad_output: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of y, weight and expert_weights; gradients that are not needed are empty."""
+    """Return the gradients of y, weight and expert_weights; gradients that are not needed are empty."""
     given, needs = DownGiven(*args[:4]), args[4]
     _check_real({"grad_output": grad_output, **given.tensors()})
     checks.check_down_backward(grad_output, given, needs)
@@ -400,7 +400,7 @@ for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):
 
 
 class _Layer(torch.autograd.Function):
-    """The gradient of a layer, or with offs of experts. Either `mask_logits` or `packed_masks` is None."""
+    """The derivative of a layer, or with `offs` of experts. Either `mask_logits` or `packed_masks` is None."""
 
     @staticmethod
     def forward(
@@ -455,7 +455,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """The gradient of `mglu::experts_down`."""
+    """The derivative of `mglu::experts_down`."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -487,7 +487,7 @@ def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str)
 
 
 def _differentiable(given: Given) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the packed masks and the partials of a call that autograd records."""
+    """Return result, packed masks and partials of a call that autograd records. With ids, x stands for the partials."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format, ids, offs = given
     if ids is not None or activation_format != "dense" or weight_format != "dense" or scale is not None:
         checks.check_forward(given)
@@ -549,11 +549,11 @@ for _op in (forward, forward_ste, grouped_forward, grouped_forward_ste, experts_
     register_autocast(_op)
 
 
-# --- vmap: a batch of tokens becomes more tokens of one call; any other batch becomes a loop of calls ----------------
+# --- vmap: if only arguments with tokens are batched, one call takes all tokens; otherwise vmap is a loop of calls ---
 
 
 def _vmap_tokens(op: Any, tokens: set[str], out_dims: Any = 0) -> Callable[..., Any]:
-    """Return the vmap rule that makes a batch more tokens. `tokens` names the arguments with dimensions of tokens.
+    """Return the vmap rule that turns a batch into more tokens. `tokens` names the arguments with token dimensions.
 
     In operators over experts, these arguments have exactly one such dimension.
     """

@@ -80,7 +80,7 @@ class Backend(ABC):
     device_type: ClassVar[str | None]
     """The type of the devices on which the backend runs; None for all devices."""
     rounds_x: ClassVar[bool] = False
-    """True if prepared calls round x to the call's activation format. Otherwise `dispatch` rounds x before each call."""
+    """True if prepared calls round x to the call's activation format. Otherwise `dispatch` rounds x before a call."""
     batch_invariant_tasks: ClassVar[frozenset[Task]] = frozenset()
     """The tasks with a batch-invariant mode, in which the bits of a row do not depend on the other rows."""
 

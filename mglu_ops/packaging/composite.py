@@ -58,7 +58,7 @@ def _gates_and_values(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Iterat
 
 
 def _mask(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
-    """Return mask `index` as bool `[out_features, in_features]`. Inductor computes it inside the kernel that reads it."""
+    """Return mask `index` as bool `[out_features, in_features]`. Inductor computes it in the kernel that reads it."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed_masks.device)
     bits = (packed_masks[:, :, index].unsqueeze(-1) >> shifts) & 1
     return bits.reshape(packed_masks.shape[0], packed_masks.shape[1] * 8)[:, :in_features] != 0
