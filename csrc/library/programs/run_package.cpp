@@ -70,7 +70,7 @@ Tensors read_weights(const std::string& path, at::Device device) {
     return tensors;
 }
 
-// Gives a model the tensors that it needs. They must outlive the model; several models may share them.
+// Gives a model the tensors that it needs. The tensors must outlive the model; several models may share them.
 void give_weights(torch::inductor::AOTIModelPackageLoader& model, const Tensors& weights) {
     Tensors needed;
     for (const std::string& name : model.get_constant_fqns()) {
