@@ -78,7 +78,7 @@ class Given(NamedTuple):
         return tuple(self.x.shape[:-1] if self.expert_ids is None else self.expert_ids.shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """Return the tensors by name, without arguments that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def addresses(self, out: Tensor) -> dict[str, int]:
@@ -146,7 +146,7 @@ class SteGiven(NamedTuple):
         return SteGiven(x, weight, mask_logits, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """Return the tensors by name, without arguments that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def packed(self, packed_masks: Tensor) -> Given:
@@ -169,7 +169,7 @@ class DownGiven(NamedTuple):
     weight_format: str = "dense"
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """Return the tensors by name, without arguments that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def in_rows(self) -> DownGiven:
@@ -214,7 +214,7 @@ class BackwardGiven(NamedTuple):
         return BackwardGiven(grad_output, x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """Return the tensors by name, without arguments that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def in_rows(self) -> BackwardGiven:
@@ -241,7 +241,7 @@ class BackwardGiven(NamedTuple):
         )
 
     def empty_gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Uninitialised gradients of x, weight, mask logits and mask weights; empty tensors for those not needed."""
+        """Return uninitialised gradients of x, weight, mask logits and mask weights; empty if not needed."""
         x, needs, n_masks = self.x, self.needs, self.packed_masks.shape[-1]
         *experts, d, h = self.weight.shape
         logits, mask_weights = (*experts, n_masks, d, h), (*x.shape[:-1], n_masks)

@@ -4,7 +4,7 @@
 |---|---|
 | `mglu::pack_masks(masks)` | bool or {0, 1} masks in the packed format (`mglu_ops.masks`) |
 | `mglu::pack_logits(mask_logits)` | the masks `logits > 0` in the packed format, in one pass over the logits |
-| `mglu::pack_expert_logits(mask_logits)` | the same for the logits of experts |
+| `mglu::pack_expert_logits(mask_logits)` | the masks of all experts in the packed format, from their logits |
 | `mglu::unpack_masks(packed_masks, in_features)` | bool masks: the inverse of packing |
 | `mglu::forward(x, weight, packed_masks, activation, mask_weights, ...)` | the layer with fixed masks |
 | `mglu::forward_ste(x, weight, mask_logits, activation, mask_weights)` | the layer with learned masks; packs them |

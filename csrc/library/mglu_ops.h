@@ -19,7 +19,7 @@ extern "C" {
 //
 // - package: the path of a package of mglu_ops.export.
 // - weights: the path of the weights file that the program will give to the package, or null for none. Packages of
-//   export(..., weights=FILE) need one, and other packages refuse it.
+//   export(..., weights=FILE) need one. For other packages it must be null.
 // - torch_version: the version of torch that the package must have been made for, such as "2.13.1"; null accepts any.
 // - device: the device that the package must have been made for, "cpu" or "cuda"; null accepts both.
 //

@@ -35,7 +35,7 @@ Prepared = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a backend does not run a call.
+    """The reason why a backend does not run a call.
 
     Attributes:
         text: the reason, for a message.
@@ -56,7 +56,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Description:
-    """How a backend runs a call.
+    """The way in which a backend runs a call.
 
     Attributes:
         text: what runs the call.

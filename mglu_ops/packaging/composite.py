@@ -1,8 +1,8 @@
 """`mglu::forward` in torch operators, which Inductor compiles into a package with `backend="composite"`.
 
-It computes the same as the backend `composite`, but writes nothing in place and reads no mask on the host. Inductor
-generates one kernel for each masked copy of the weight, and one that computes the result from the products. Uncompiled,
-it is slower than the backend.
+It computes what the backend `composite` computes, but writes nothing in place and reads no mask on the host. Inductor
+generates one kernel for each masked copy of the weight, and one that computes the result from the products. Without
+Inductor, it is slower than the backend.
 """
 
 from __future__ import annotations

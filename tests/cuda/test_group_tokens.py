@@ -36,7 +36,7 @@ def table_of(call: Call, index: Tensor, item_rows: int) -> tuple[Tensor, Tensor]
 
 
 def entries_of(offs: Tensor, rows: int, item_rows: int) -> Tensor:
-    """Return the expected entries: of the experts, whose rows end at `offs`, and then of the rows without an expert."""
+    """Return the expected entries: first for experts, whose rows end at `offs`, then for rows without an expert."""
     found = []
     for expert, (first, end) in enumerate(pairwise((0, *offs.tolist(), rows))):
         count = -(-(end - first) // item_rows)

@@ -1,4 +1,4 @@
-"""For many calls, the CUDA backend's launches must equal those recorded in `recorded_launches.txt`.
+"""For many calls, the CUDA backend's launches must equal the launches recorded in `recorded_launches.txt`.
 
 A change of the code that describes, chooses or prepares calls must not change launches by accident. If launches should
 change, `MGLU_RECORD_LAUNCHES=1 python -m pytest tests/cuda/test_recorded_launches.py` writes the file again.

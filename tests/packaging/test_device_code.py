@@ -230,7 +230,7 @@ def call_of(layer: LayerInfo, tokens: int) -> Call:
 
 
 def launches(printing: PrintingDriver, layer: LayerInfo, tokens: int, sms: int) -> list[str]:
-    """The CUDA backend's launches of a call, chosen for a usual GPU and launched on a GPU with `sms` SMs.
+    """Return the CUDA backend's launches of a call on a GPU with `sms` SMs. The launches are chosen for a usual H200.
 
     If no launch was chosen for a number of tokens, the launch for the next larger number is used. If one launch cannot
     take all tokens, several do.
@@ -270,7 +270,7 @@ def _decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
-    """The largest number of tokens takes two launches."""
+    """Covers a number of tokens that takes two launches."""
     path, dense = program
     few = range(1, 513) if sms == 132 else (1, 2, 8, 16, 17, 64, 200, 512)
     for layer in layers_with(dense.n_masks):
@@ -315,7 +315,7 @@ def test_cpp_launches_the_experts_that_python_launches(
 def test_cpp_launches_the_down_projections_that_python_launches(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
-    """Calls with more rows than one launch can sort take several launches."""
+    """Covers calls with more rows than one launch can sort, which take several launches."""
     for layer in DOWNS:
         assert_cpp_launches(program[0], driver_of_python, layer, (1, 2, 9, 40, 300, 512, 700, 5000), sms)
 

@@ -60,7 +60,7 @@ def test_header_and_package_have_one_version() -> None:
 
 
 def test_the_checksum_matches_the_library(library: Path) -> None:
-    """The file has the format of `sha256sum`."""
+    """The file with the checksum has the format of `sha256sum`."""
     assert run(["sha256sum", "--check", f"{library.name}.sha256"], folder=library.parent).returncode == 0
 
 
@@ -188,7 +188,7 @@ def rounding_calls() -> Iterator[Given]:
             x[0], x[1, 5], x[2, 7], x[3, 9] = 0, math.nan, -math.inf, info.max
             x[4] = integers * max(info.smallest_normal * info.eps, 2**-136)  # the smallest scale, and ties
             x[5], x[5, 0] = x[5] / 100, 448  # the largest number for a scale of 1
-            x[6] = integers / 16  # ties
+            x[6] = integers / 16  # ties: halfway between two fp8 numbers
             yield layer
             yield layer._replace(weight_scale=layer.weight_scale * 2.0**100)  # so that results of x[4] are not 0
             yield layer._replace(x=x.repeat(1, 2)[:, 1:138])

@@ -114,7 +114,7 @@ const DeviceFacts& current_device() {
     int device = 0;
     cuda.check(cuda.current_device(&device), "the current device");
     static std::mutex mutex;
-    static auto* known = new std::map<int, DeviceFacts>;  // a map, whose entries do not move
+    static auto* known = new std::map<int, DeviceFacts>;  // std::map, since its entries never move
     const std::lock_guard lock(mutex);
     const auto found = known->find(device);
     if (found != known->end()) return found->second;

@@ -12,7 +12,7 @@ namespace mglu::cuda {
 
 namespace {
 
-// The code of an element type in csrc/cuda/element.cuh.
+// Returns the code of a dtype in csrc/cuda/element.cuh.
 int element(const char* argument, Scalar dtype) {
     switch (dtype) {
         case Scalar::float16: return 0;

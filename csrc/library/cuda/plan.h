@@ -92,7 +92,7 @@ struct Variant {
     auto operator<=>(const Variant& other) const = default;
 };
 
-// The layer, or the weights of mglu::experts_down (with n_masks 0), for which a plan is wanted.
+// A layer for which a plan is looked up. mglu::experts_down counts as a layer with n_masks 0.
 struct Layer {
     Variant variant;
     std::int64_t out_features, in_features;

@@ -1,4 +1,4 @@
-// Runs a package in a process without Python, and compares its results with those of eager PyTorch (see kUsage).
+// Runs a package in a process without Python, and compares its results with results of eager PyTorch (see kUsage).
 #include <ATen/Parallel.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
