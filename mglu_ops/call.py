@@ -61,9 +61,9 @@ class StoredWeight:
     """The format and the memory layout of a call's weight.
 
     Attributes:
-        format: the format.
-        dtype: the dtype of the tensor.
-        layout: the layout of the tensor.
+        format: the format of the weight.
+        dtype: the dtype of the weight's tensor.
+        layout: the layout of the weight's tensor.
     """
 
     format: WeightFormat

@@ -45,13 +45,13 @@ class Given(NamedTuple):
 
     @staticmethod
     def of_ids(x: Tensor, weight: Tensor, packed_masks: Tensor, expert_ids: Tensor, *rest: Any) -> Given:
-        """The arguments of `mglu::experts_forward`, in its schema's order. Raises TypeError if expert_ids is None."""
+        """Take the arguments of `mglu::experts_forward` in its schema's order. Raises TypeError if ids are None."""
         check_dense("expert_ids", expert_ids)  # torch accepts None for a tensor
         return Given(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest ends before it
 
     @staticmethod
     def of_offs(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any) -> Given:
-        """The arguments of `mglu::grouped_forward`, in its schema's order. Raises TypeError if offs is None."""
+        """Take the arguments of `mglu::grouped_forward` in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)  # torch accepts None for a tensor
         return Given(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
 
@@ -141,7 +141,7 @@ class SteGiven(NamedTuple):
 
     @staticmethod
     def of_offs(x: Tensor, weight: Tensor, mask_logits: Tensor, offs: Tensor, *rest: Any) -> SteGiven:
-        """The arguments of `mglu::grouped_forward_ste`, in its schema's order. Raises TypeError if offs is None."""
+        """Take the arguments of `mglu::grouped_forward_ste` in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)
         return SteGiven(x, weight, mask_logits, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
 
@@ -209,7 +209,7 @@ class BackwardGiven(NamedTuple):
     def of_offs(
         grad_output: Tensor, x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any
     ) -> BackwardGiven:
-        """The arguments of `mglu::grouped_backward`, in its schema's order. Raises TypeError if offs is None."""
+        """Take the arguments of `mglu::grouped_backward` in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)  # torch accepts None for a tensor
         return BackwardGiven(grad_output, x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
 

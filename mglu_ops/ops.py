@@ -8,7 +8,7 @@
 | `mglu::unpack_masks(packed_masks, in_features)` | bool masks: the inverse of packing |
 | `mglu::forward(x, weight, packed_masks, activation, mask_weights, ...)` | the layer with fixed masks |
 | `mglu::forward_ste(x, weight, mask_logits, activation, mask_weights)` | the layer with learned masks; packs them |
-| `mglu::forward_train(...)` | forward, and the partial derivatives that backward reads; autograd calls it |
+| `mglu::forward_train(...)` | the result and the partial derivatives that backward reads; for autograd |
 | `mglu::backward(...)` | all gradients of a layer |
 | `mglu::grouped_forward(x, weight, packed_masks, offs, ...)` | the layers of experts, for rows sorted by expert |
 | `grouped_forward_ste`, `grouped_forward_train`, `grouped_backward` | as for one layer, with `offs` after the masks |

@@ -54,7 +54,7 @@ def _behind_masks(placement: Placement) -> Placement:
 
 
 def _placements(x: Any) -> Iterator[tuple[Placement, Placement, Placement]]:
-    """Yield the placements of x, of the rows of the weight, and of the result."""
+    """Yield the placements of x, of the rows of the weight, and of the result, for each sharding of a layer."""
     last = x.ndim - 1
     yield _replicate, _replicate, _replicate
     yield _replicate, Shard(0), Shard(last)

@@ -112,10 +112,10 @@ class Backend(ABC):
         return False
 
     def pack(self, masks: Tensor) -> Tensor:
-        """The packed masks of bool masks or logits (`M = logits > 0`) `[(E,) n_masks, out_features, in_features]`."""
+        """Pack bool masks, or logits (`M = logits > 0`), of shape `[(E,) n_masks, out_features, in_features]`."""
         raise NotImplementedError(f"the backend {self.name} does not pack masks")
 
 
 def no_kernel(what: str, dtype: torch.dtype | None) -> Reason:
-    """Return the reason of a backend without kernels for a dtype. This is no loss: library GEMMs are as fast."""
+    """Return the reason of a backend without kernels for a dtype. This is no loss: torch's GEMMs are as fast."""
     return Reason(f"no kernel for {what} {dtype}", is_loss=False)

@@ -183,7 +183,7 @@ def _is_sparse(mask: Tensor) -> bool:
 
 
 def forward(given: Given) -> Tensor:
-    """Return y `[tokens, out_features]`; `given` is `in_rows`, so x is two-dimensional."""
+    """Return y `[tokens, out_features]`. `given` is a result of `in_rows`, so x is two-dimensional."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
     if scale is not None:
