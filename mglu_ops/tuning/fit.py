@@ -1,7 +1,7 @@
 """Fits the cost model of `tile_wgmma` to a GPU: measures launches, and finds the constants that explain their times.
 
-The model ranks launches, so it must be accurate for the fastest launches. Calls are drawn with a fixed seed. At first,
-for each call, the launches that are fastest by the starting constants are measured, and a few random launches. The
+The model ranks launches, so it must be accurate for the fastest launches. Calls are drawn with a fixed seed. First,
+the launches that are fastest by the starting constants, and one random launch, are measured for each call. The
 constants are fitted to these times, and the launches that are fastest by the fitted constants are measured too. The
 timings can be kept in a CSV file, and fitted again.
 """

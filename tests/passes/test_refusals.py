@@ -193,7 +193,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Layers that are refused only in training, keyed by a part of the reason. In inference only the results are compared.
+# Layers that are refused in training, keyed by a part of the reason. In inference they may be fused; there, the tests
+# check only that results equal those of eager mode.
 REFUSED_IN_TRAINING: dict[str, tuple[str, ...]] = {
     "does not pass straight through": (
         "m = ste(l[0]); gated(x, w, m, m == 0)",
