@@ -29,7 +29,7 @@ CALLS_KEPT = 4096
 """The capacity of the cache of prepared calls. A full cache is cleared, and calls are prepared again."""
 
 _prepared: dict[Key, Prepared] = {}
-"""The prepared calls. The keys are results of `metadata_key` for inference, and of `arguments_key` for other tasks."""
+"""The prepared calls. A key is a result of `metadata_key` for the task `forward`, and of `arguments_key` for others."""
 
 
 # --- The choice of a backend -----------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def choose(task: Task, call: Call) -> Choice:
 
 
 def _candidates(task: Task, call: Call) -> list[Backend]:
-    """Return the backends for the call's device or, in the batch-invariant mode, for the task in this mode."""
+    """Return the backends for the call's device; in the batch-invariant mode, those that run the task in this mode."""
     if call.batch_invariant:
         return [backend for backend in BACKENDS.values() if task in backend.batch_invariant_tasks]
     return [backend for backend in BACKENDS.values() if backend.device_type in (None, call.device.type)]
@@ -341,7 +341,7 @@ def train(key: Key | None, given: Given) -> tuple[Tensor, Tensor]:
     if given.x is x:
         return result, partials
     leading = x.shape[:-1]
-    # The result may not be a view, since autograd does not allow detaching a view in place.
+    # The result must not be a view, since autograd does not allow detaching a view in place.
     result = torch.ops.aten._unsafe_view(result, (*leading, *result.shape[1:]))
     return result, partials.view(*leading, *partials.shape[1:])
 

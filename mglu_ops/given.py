@@ -47,13 +47,13 @@ class Given(NamedTuple):
     def of_ids(x: Tensor, weight: Tensor, packed_masks: Tensor, expert_ids: Tensor, *rest: Any) -> Given:
         """Take the arguments of `mglu::experts_forward` in its schema's order. Raises TypeError if ids are None."""
         check_dense("expert_ids", expert_ids)  # torch accepts None for a tensor
-        return Given(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest ends before it
+        return Given(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest has no ids
 
     @staticmethod
     def of_offs(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any) -> Given:
         """Take the arguments of `mglu::grouped_forward` in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)  # torch accepts None for a tensor
-        return Given(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+        return Given(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
 
     @property
     def out_features(self) -> int:
@@ -143,7 +143,7 @@ class SteGiven(NamedTuple):
     def of_offs(x: Tensor, weight: Tensor, mask_logits: Tensor, offs: Tensor, *rest: Any) -> SteGiven:
         """Take the arguments of `mglu::grouped_forward_ste` in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)
-        return SteGiven(x, weight, mask_logits, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+        return SteGiven(x, weight, mask_logits, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, without arguments that are None."""
@@ -211,7 +211,7 @@ class BackwardGiven(NamedTuple):
     ) -> BackwardGiven:
         """Take the arguments of `mglu::grouped_backward` in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)  # torch accepts None for a tensor
-        return BackwardGiven(grad_output, x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+        return BackwardGiven(grad_output, x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, without arguments that are None."""

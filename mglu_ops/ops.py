@@ -266,7 +266,7 @@ def _register_ste(op: Any, given_of: Callable[..., SteGiven]) -> None:
     def autograd(*args: Any) -> tuple[Tensor, Tensor]:
         if needs_gradient(*args):
             given = given_of(*args)
-            check_dense("mask_logits", given.mask_logits)  # `_Layer` would take None for a call with packed masks
+            check_dense("mask_logits", given.mask_logits)  # if they are None, `_Layer` expects packed masks
             x, weight, mask_logits, activation, mask_weights, offs = given
             return apply_function(_Layer, x, weight, mask_logits, None, offs, activation, mask_weights)[:2]
         with torch._C._AutoDispatchBelowAutograd():
@@ -400,7 +400,7 @@ for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):
 
 
 class _Layer(torch.autograd.Function):
-    """The derivative of a layer, or with `offs` of experts. Either `mask_logits` or `packed_masks` is None."""
+    """A layer and its derivative; with `offs`, the layers of experts. `mask_logits` or `packed_masks` is None."""
 
     @staticmethod
     def forward(
@@ -455,7 +455,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """The derivative of `mglu::experts_down`."""
+    """`mglu::experts_down` and its derivative."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -487,7 +487,10 @@ def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str)
 
 
 def _differentiable(given: Given) -> tuple[Tensor, Tensor, Tensor]:
-    """Return result, packed masks and partials of a call that autograd records. With ids, x stands for the partials."""
+    """Return result, packed masks and partials of a call that autograd records.
+
+    With ids there are no partials, and x is returned in their place.
+    """
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format, ids, offs = given
     if ids is not None or activation_format != "dense" or weight_format != "dense" or scale is not None:
         checks.check_forward(given)
@@ -506,7 +509,7 @@ def _sorted_by_expert(given: Given) -> Tensor:
         )
     if not any(type(tensor).__name__ == "DTensor" for tensor in given.tensors().values()):
         return _by_sorted_rows(given)
-    from .sharding import on_local_tensors  # it imports torch.distributed.tensor
+    from .sharding import on_local_tensors  # `sharding` imports torch.distributed.tensor
 
     return on_local_tensors(_by_sorted_rows, given)
 
@@ -555,7 +558,7 @@ for _op in (forward, forward_ste, grouped_forward, grouped_forward_ste, experts_
 def _vmap_tokens(op: Any, tokens: set[str], out_dims: Any = 0) -> Callable[..., Any]:
     """Return the vmap rule that turns a batch into more tokens. `tokens` names the arguments with token dimensions.
 
-    In operators over experts, these arguments have exactly one such dimension.
+    In operators over experts, each of these arguments has exactly one dimension of tokens.
     """
     names = names_of(op)
 

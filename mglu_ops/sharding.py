@@ -49,7 +49,7 @@ _replicate, _partial = Replicate(), Partial()
 
 
 def _behind_masks(placement: Placement) -> Placement:
-    """Return the placement of the same dimension if a dimension of masks is added in front of it."""
+    """Convert a placement of a weight to a placement of its mask logits, which have a dimension of masks in front."""
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
@@ -333,13 +333,13 @@ _PLACEMENTS: dict[str, dict[str, Placement]] = {
     "tokens": dict.fromkeys(_ROWS_OF_TOKENS, Shard(0)),
     "replicated": {},
 }
-"""The placements of the tensors and of the result, for each result of `_way`. Unnamed tensors are replicated."""
+"""The placements of the tensors and of the result, by the value of `_way`. Tensors not listed are replicated."""
 _GRADIENTS: dict[str, dict[str, Placement]] = {
     "columns": {**_PLACEMENTS["columns"], "x": _partial, "mask_weights": _partial},
     "tokens": {**_PLACEMENTS["tokens"], **dict.fromkeys(_WEIGHTS, _partial)},
     "replicated": {},
 }
-"""The placements of the gradients. `Partial` means that each rank has one term of the gradient."""
+"""The placements of the gradients, by the value of `_way`. `_partial`: each rank has one term of the gradient."""
 
 
 def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | None = None) -> None:

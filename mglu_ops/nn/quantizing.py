@@ -129,7 +129,7 @@ def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterabl
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `skip` is not a list of names.
-        ValueError: `dtype` is another dtype; a name in `skip` matches no `MGLU`; the model has no `MGLU`; or a
+        ValueError: `dtype` is none of these; a name in `skip` matches no `MGLU`; the model has no `MGLU`; or a
             quantized layer that is not in `skip` computes its weight from other tensors, has another weight's scales,
             is sharded by FSDP or is offloaded by accelerate.
     """

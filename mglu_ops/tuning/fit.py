@@ -66,7 +66,7 @@ def sampled_calls() -> list[Call]:
 
 
 def launches_to_measure(call: Call, gpu: Gpu, costs: CostModel, fastest: int, others: int) -> list[TileWgmma]:
-    """The `fastest` launches of a call by the model, and `others` random launches."""
+    """The launches of a call that the model ranks first, `fastest` in number, and `others` random launches."""
     ranked = sorted(candidates(call, gpu, False), key=lambda config: costs.microseconds(config, call, gpu))
     rest = ranked[fastest:]
     return ranked[:fastest] + random.Random(str(call)).sample(rest, min(others, len(rest)))
