@@ -206,7 +206,7 @@ MASKED_LAYERS: Mapping[str, type[nn.Module]] = {
 
 
 class Masked(nn.Module):
-    """Layers of one kind of `MASKED_LAYERS` that share a mask, and a projection."""
+    """Layers of one kind of `MASKED_LAYERS` that share a mask, followed by a projection."""
 
     mask: Tensor
 
